@@ -1,0 +1,88 @@
+"""Descriptions of one forward step that the ops share; built once per step, read by every layer.
+
+A step packs its tokens as `[decode tokens | prefill slices]`: `num_decode` sequences contribute one
+token each, then every prefill sequence contributes its slice. Host values are plain tuples (the CPU
+paths loop over them); `tensors` holds what a device kernel needs, made at most once per step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class DecodeMeta:
+    """One token per sequence, B sequences.
+
+    Attributes:
+        block_tables: physical KV block ids of each sequence, enough to cover `kv_lens`.
+        kv_lens: number of keys each token attends to, its own included.
+        src_rows: state row read by each sequence; -1 means zero state.
+        dst_rows: state row written; may equal the source.
+        snapshot_rows: extra state row that also receives the new state, -1 for none.
+    """
+
+    block_tables: tuple[tuple[int, ...], ...]
+    kv_lens: tuple[int, ...]
+    src_rows: tuple[int, ...]
+    dst_rows: tuple[int, ...]
+    snapshot_rows: tuple[int, ...]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.kv_lens)
+
+
+@dataclass(frozen=True)
+class PrefillMeta:
+    """Packed variable-length slices, P sequences, N tokens in all.
+
+    Attributes:
+        cu_seqlens: P + 1 offsets into the packed prefill tokens (0 = first prefill token).
+        starts: absolute position of each slice's first token (the tokens before it are cached).
+        block_tables: physical KV block ids of each sequence, covering start + slice.
+        src_rows: state row each sequence starts from; -1 means zero state (selected, not multiplied).
+        dst_rows: state row that receives the final state; may equal the source. Several sequences
+            may read one source; destinations are unique.
+        chunk_ends: for each sequence the packed offsets (into the prefill tokens) at which its GDN
+            chunks end, ascending; the last one is cu_seqlens[i + 1].
+        snapshots: (sequence, chunk index within the sequence, state row): the state after that
+            chunk (recurrent and conv tail) is also written to the row.
+    """
+
+    cu_seqlens: tuple[int, ...]
+    starts: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
+    src_rows: tuple[int, ...]
+    dst_rows: tuple[int, ...]
+    chunk_ends: tuple[tuple[int, ...], ...]
+    snapshots: tuple[tuple[int, int, int], ...] = ()
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.cu_seqlens[-1]
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """One attention layer's paged keys and values (views into the pool).
+
+    Attributes:
+        k, v: `[num_blocks, block_size, kv_heads, head_dim]`, any strides with a dense last dim;
+            float32, bfloat16, float16, float8_e4m3fn or int8 (uint8 storage of unsigned codes).
+        k_scale, k_zero, v_scale, v_zero: float16 `[num_blocks, block_size, kv_heads]` for int8
+            (value = scale * (code - zero)), None otherwise.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    k_zero: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    v_zero: torch.Tensor | None = None

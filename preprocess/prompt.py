@@ -1,0 +1,78 @@
+"""What `prepare` returns: frozen data that every later stage reads and none changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from vlm_serve.preprocess.keys import PromptKeys
+
+Modality = Literal["image", "video"]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """A run of placeholder tokens `[start, end)` of one image or one temporal patch of a video.
+
+    Markers and timestamps around the run are text and belong to no span.
+    """
+
+    start: int
+    end: int
+    modality: Modality
+    content_hash: bytes
+    """32-byte BLAKE3 over the post-resize pixels (design, section 4)."""
+    grid: tuple[int, int, int]
+    """(1, h, w) in patches, before spatial merging."""
+    item: int
+    """Index into `Prompt.media`."""
+    patch: int
+    """Temporal patch within the item; 0 for an image."""
+
+
+class MediaItem(Protocol):
+    """One image or video of a prompt, in prompt order. Pixels may be decoded lazily."""
+
+    modality: Modality
+    grid: tuple[int, int, int]
+    """(t, h, w) in patches."""
+    decoded: bool
+    """True if this request had to decode the medium (False: known from the raw index)."""
+
+    def patches(self, patch: int) -> torch.Tensor:
+        """Normalised pixels of temporal patch `patch`: float32
+        `[h * w, channels * temporal_patch_size * patch_size**2]`, in spatial-merge block order.
+        Deterministic, thread-safe. Raises MediaError if a lazily decoded medium no longer has
+        the recorded content hash."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenised prompt with everything that identity, matching and M-RoPE need."""
+
+    token_ids: tuple[int, ...]
+    positions: torch.Tensor
+    """int64 `[3, len]`: temporal, height and width position of every token."""
+    rope_delta: int
+    """Position of a generated token with index i is `i + rope_delta` on all three axes."""
+    keys: PromptKeys
+    """Block keys, tail keys and cut points (design, sections 4 and 5)."""
+    spans: tuple[MediaSpan, ...] = ()
+    """Sorted by start, disjoint."""
+    media: tuple[MediaItem, ...] = ()
+    media_ends: tuple[int, ...] = ()
+    """Position after the last span of every media item."""
+    message_ends: tuple[int, ...] = ()
+    """Position after the end-of-turn token of every message, in order."""
+    system_end: int = 0
+    """Position after the end-of-turn token of a leading system message, else 0."""
+    stable_end: int = 0
+    """Length of the prefix that the next turn's rendering shares with this one; 0: unknown."""
+    text: str = field(default="", repr=False)
+    """The rendered template before expansion; for logs and debugging."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)

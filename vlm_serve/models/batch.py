@@ -1,0 +1,64 @@
+"""What goes into one forward of the language model and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """T packed tokens: the decode tokens (one per decode sequence), then the prefill slices.
+
+    Attributes:
+        token_ids: int64 `[T]`.
+        positions: int64 `[3, T]` M-RoPE positions.
+        slots: int64 `[T]`, `block * block_size + offset` where a token's K and V are written;
+            -1: not written (its block is shared and already holds them).
+        decode, prefill: None where the step has no such tokens.
+        media: (offset into the T tokens, `[n, hidden]` embeddings) pairs that replace the
+            placeholder tokens' embeddings.
+        logit_rows: int64 `[R]`, the tokens whose logits are wanted.
+        deterministic: pad GEMMs and tile attention so that a row's bits do not depend on the batch.
+        capture_experts: also return the routed expert ids (MoE models only).
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    decode: DecodeMeta | None
+    prefill: PrefillMeta | None
+    media: tuple[tuple[int, torch.Tensor], ...]
+    logit_rows: torch.Tensor
+    deterministic: bool = False
+    capture_experts: bool = False
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """logits: float32 `[R, vocab]`; experts: `[T, moe_layers, top_k]` uint8 (up to 256 experts)
+    or int16/uint16, or None."""
+
+    logits: torch.Tensor
+    experts: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CacheTensors:
+    """The pools a forward reads and writes. Only full-attention layers have KV, only GDN layers state.
+
+    Attributes:
+        kv: `[num_blocks, attention_layers, 2, block_size, kv_heads, head_dim]` in the KV dtype.
+        kv_scales: float16 `[num_blocks, attention_layers, 4, block_size, kv_heads]` (k scale, k zero,
+            v scale, v zero) for int8, else None.
+        conv: `[num_rows, gdn_layers, conv_dim, kernel - 1]` in the model dtype, oldest column first.
+        recurrent: `[num_rows, gdn_layers, value_heads, key_dim, value_dim]` in the state dtype.
+    """
+
+    kv: torch.Tensor
+    kv_scales: torch.Tensor | None
+    conv: torch.Tensor
+    recurrent: torch.Tensor

@@ -1,0 +1,122 @@
+"""How the next token is chosen; validated when it is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling options of one request. None means: the checkpoint's generation config, else neutral.
+
+    Attributes:
+        max_tokens: most tokens to generate (None: up to the model's context).
+        min_tokens: no end-of-sequence and no stop before this many tokens.
+        temperature: 0 is greedy.
+        top_p: nucleus mass in (0, 1].
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
+        seed: makes sampling repeatable.
+        stop: strings that end generation; not part of the text returned.
+        stop_token_ids: tokens that end generation, besides the checkpoint's own.
+        ignore_eos: do not stop at the checkpoint's end-of-sequence tokens.
+        presence_penalty, frequency_penalty: in [-2, 2], over generated tokens.
+        repetition_penalty: > 0, over prompt and generated tokens; 1 is neutral.
+        logprobs: how many of the most likely tokens to report per generated token (the sampled one
+            is always included); None reports none.
+        n: number of choices from one prompt.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _check("max_tokens", self.max_tokens, int, 1)
+        _check("min_tokens", self.min_tokens, int, 0)
+        _check("temperature", self.temperature, float, 0.0, 100.0)
+        _check("top_p", self.top_p, float, 0.0, 1.0, open_low=True)
+        _check("top_k", self.top_k, int, -1)
+        _check("min_p", self.min_p, float, 0.0, 1.0)
+        _check("seed", self.seed, int, -(2**63), 2**63 - 1)
+        _check("presence_penalty", self.presence_penalty, float, -2.0, 2.0)
+        _check("frequency_penalty", self.frequency_penalty, float, -2.0, 2.0)
+        _check("repetition_penalty", self.repetition_penalty, float, 0.0, 100.0, open_low=True)
+        _check("logprobs", self.logprobs, int, 0, MAX_LOGPROBS)
+        _check("n", self.n, int, 1, MAX_CHOICES)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings", param="stop")
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise InvalidRequestError("stop strings must be non-empty strings", param="stop")
+        for token in self.stop_token_ids:
+            _check("stop_token_ids", token, int, 0)
+
+    def with_defaults(self, generation_config: dict[str, Any]) -> SamplingParams:
+        """Fills every None from the checkpoint's generation config; explicit values win."""
+        neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+        if not generation_config.get("do_sample", True):
+            neutral["temperature"] = 0.0
+            generation_config = {
+                key: value
+                for key, value in generation_config.items()
+                if key not in ("temperature", "top_p", "top_k")
+            }
+        names = {field.name for field in fields(self)}
+        filled = {
+            name: generation_config.get(name, value)
+            for name, value in neutral.items()
+            if name in names and getattr(self, name) is None
+        }
+        return replace(self, **{k: v for k, v in filled.items() if v is not None})
+
+
+def _check(
+    name: str,
+    value: object,
+    kind: type,
+    low: float,
+    high: float | None = None,
+    *,
+    open_low: bool = False,
+) -> None:
+    if value is None:
+        return
+    number = isinstance(value, int) and not isinstance(value, bool)
+    if kind is float:
+        number = number or isinstance(value, float)
+    if not number:
+        raise InvalidRequestError(f"{name} must be a number, got {value!r}", param=name)
+    assert isinstance(value, int | float)
+    inside = (value > low if open_low else value >= low) and (high is None or value <= high)
+    if not inside:  # also catches NaN
+        bound = f"{'more than' if open_low else 'at least'} {low:g}"
+        bound += "" if high is None else f" and at most {high:g}"
+        raise InvalidRequestError(f"{name} must be {bound}, got {value}", param=name)
