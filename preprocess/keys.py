@@ -1,15 +1,107 @@
 """Identity of prefixes: cut points, block keys and tail keys (design, sections 4 and 5).
 
-Stub of the interface; the implementation follows.
+Keys depend on nothing but their inputs: the same prompt has the same keys in every process and on
+every machine. All integers are little-endian and of fixed width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+import sys
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
+
+import numpy as np
+from blake3 import blake3
+
+KEY_BYTES = 32
+
+_ROOT_DOMAIN = b"vlm-serve root key 1"
+_EMBEDDING_DOMAIN = b"vlm-serve vision embedding 1"
+_COUNT = struct.Struct("<I")
+_SPAN = struct.Struct("<BqI")
+_MODALITY_TAGS = {"image": 1, "video": 2}
+
+
+class SpanIdentity(Protocol):
+    """What a key takes from a media span; `MediaSpan` is one."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def modality(self) -> str: ...
+    @property
+    def content_hash(self) -> bytes: ...
+
+
+def tagged(name: str, value: bytes | str | int) -> bytes:
+    """One field of a hash input: its name and value, each with its length in front."""
+    if isinstance(value, int):
+        value = str(value)
+    raw = value.encode() if isinstance(value, str) else value
+    tag = name.encode()
+    return _COUNT.pack(len(tag)) + tag + struct.pack("<Q", len(raw)) + raw
+
+
+@dataclass(frozen=True, kw_only=True)
+class RootFields:
+    """Everything besides the tokens and media that the cached tensors depend on.
+
+    Attributes:
+        weights_fingerprint: BLAKE3 over the content of the weights; never over names or shapes.
+        weight_dtype, kv_dtype, state_dtype, vision_dtype: names such as "float32".
+        block_size: tokens per block.
+        chunk_size: tokens per gated-delta chunk.
+        processor_fingerprint: of the media processors and their configs.
+        adapter: name and content of a weight adapter, "" for none.
+        cache_salt: the tenant's salt, "" for the common pool.
+        numerics_version: raised when a kernel's arithmetic changes.
+    """
+
+    weights_fingerprint: bytes
+    weight_dtype: str
+    kv_dtype: str
+    state_dtype: str
+    vision_dtype: str
+    block_size: int
+    chunk_size: int
+    processor_fingerprint: bytes
+    adapter: str = ""
+    cache_salt: str = ""
+    numerics_version: int = 1
+
+    def key(self) -> bytes:
+        """The 32-byte root key of all prompts with these fields."""
+        parts = [tagged("domain", _ROOT_DOMAIN)]
+        parts += [tagged(field.name, getattr(self, field.name)) for field in fields(self)]
+        return blake3(b"".join(parts)).digest()
+
+    def salted(self, cache_salt: str) -> RootFields:
+        """The same fields for another tenant."""
+        return replace(self, cache_salt=cache_salt)
+
+
+def embedding_key(root: bytes, content_hash: bytes) -> bytes:
+    """Key of a span's vision embeddings: the same at every position of every prompt of a root."""
+    return blake3(
+        tagged("domain", _EMBEDDING_DOMAIN) + tagged("root", root) + tagged("content", content_hash)
+    ).digest()
 
 
 class PromptKeys:
     """Cut points and chained BLAKE3 keys of a token sequence that may still grow.
+
+    Args:
+        root: 32-byte key of everything the tokens do not say (`RootFields.key`).
+        token_ids: the sequence, placeholders expanded; each below 2**32.
+        block_size: tokens per block.
+        spans: media spans, sorted by start and disjoint.
+        end_of_turn_ids: tokens after which there is a cut point.
 
     Attributes:
         block_size: tokens per block.
@@ -20,6 +112,21 @@ class PromptKeys:
         span_bounds: (start, end) of every media span.
     """
 
+    __slots__ = (
+        "_end_of_turn_ids",
+        "_length",
+        "_open_spans",
+        "_partial",
+        "_span_ends",
+        "_span_starts",
+        "block_keys",
+        "block_size",
+        "cuts",
+        "root",
+        "span_bounds",
+        "tails",
+    )
+
     block_size: int
     root: bytes
     block_keys: list[bytes]
@@ -27,22 +134,146 @@ class PromptKeys:
     tails: dict[int, bytes]
     span_bounds: tuple[tuple[int, int], ...]
 
+    def __init__(
+        self,
+        root: bytes,
+        token_ids: Sequence[int],
+        *,
+        block_size: int,
+        spans: Sequence[SpanIdentity] = (),
+        end_of_turn_ids: Collection[int] = (),
+    ) -> None:
+        assert len(root) == KEY_BYTES and block_size > 0
+        self.root = root
+        self.block_size = block_size
+        self._end_of_turn_ids = frozenset(end_of_turn_ids)
+        self.span_bounds = tuple((span.start, span.end) for span in spans)
+        self._span_starts = [start for start, _ in self.span_bounds]
+        self._span_ends = [end for _, end in self.span_bounds]
+        self._length = len(token_ids)
+        edges = [edge for bounds in self.span_bounds for edge in bounds]
+        assert edges == sorted(edges) and (not edges or edges[-1] <= self._length)
+        assert all(start < end for start, end in self.span_bounds)
+        ids = array("I", token_ids)
+        assert ids.itemsize == 4
+        self.cuts = self._find_cuts(ids)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        self._hash_prompt(ids.tobytes(), spans)
+
+    def _find_cuts(self, ids: array[int]) -> list[int]:
+        cuts = set(range(self.block_size, self._length + 1, self.block_size))
+        cuts.update(self._span_ends)
+        tokens = np.frombuffer(ids, dtype=np.uint32)
+        for end_of_turn in self._end_of_turn_ids:
+            cuts.update((np.flatnonzero(tokens == end_of_turn) + 1).tolist())
+        return sorted(cuts)
+
+    def _hash_prompt(self, packed: bytes, spans: Sequence[SpanIdentity]) -> None:
+        size = self.block_size
+        overlaps = _overlaps(spans, size)
+        count = _COUNT.pack(size)
+        parent = self.root
+        keys = []
+        for block in range(self._length // size):
+            at = block * size * 4
+            data = parent + count + packed[at : at + size * 4]
+            if block in overlaps:
+                data += overlaps[block]
+            parent = blake3(data).digest()
+            keys.append(parent)
+        self.block_keys = keys
+        self.tails = {}
+        for cut in self.cuts:
+            if cut % size:
+                block = cut // size
+                at = block * size
+                bound = _pack_spans(self._spans_within(spans, at, cut), at)
+                self.tails[cut] = self._key(block, packed[at * 4 : cut * 4], bound)
+        at = self._length // size * size
+        self._partial = packed[at * 4 :]
+        self._open_spans = _pack_spans(self._spans_within(spans, at, self._length), at)
+
+    def _spans_within(
+        self, spans: Sequence[SpanIdentity], start: int, end: int
+    ) -> Sequence[SpanIdentity]:
+        """The spans that share a token with `[start, end)`."""
+        return spans[bisect_right(self._span_ends, start) : bisect_left(self._span_starts, end)]
+
+    def _key(self, block: int, packed: bytes, bound: bytes) -> bytes:
+        parent = self.block_keys[block - 1] if block else self.root
+        return blake3(parent + _COUNT.pack(len(packed) // 4) + packed + bound).digest()
+
     def __len__(self) -> int:
         """Number of tokens covered."""
-        raise NotImplementedError
+        return self._length
 
     def fork(self) -> PromptKeys:
         """An independent copy that can be extended (the prompt's own stays as it is)."""
-        raise NotImplementedError
+        copy = object.__new__(PromptKeys)
+        for name in PromptKeys.__slots__:
+            setattr(copy, name, getattr(self, name))
+        copy.block_keys = self.block_keys.copy()
+        copy.cuts = self.cuts.copy()
+        copy.tails = self.tails.copy()
+        return copy
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Appends text tokens (what a request generates)."""
-        raise NotImplementedError
+        for token in token_ids:
+            self._partial += _COUNT.pack(token)
+            self._length += 1
+            full = self._length % self.block_size == 0
+            if full or token in self._end_of_turn_ids:
+                key = self._key(
+                    (self._length - 1) // self.block_size, self._partial, self._open_spans
+                )
+                self.cuts.append(self._length)
+                if full:
+                    self.block_keys.append(key)
+                    self._partial = b""
+                    self._open_spans = b""
+                else:
+                    self.tails[self._length] = key
+
+    def _span_around(self, position: int) -> tuple[int, int] | None:
+        index = bisect_left(self._span_starts, position) - 1
+        if index < 0 or self._span_ends[index] <= position:
+            return None
+        return self.span_bounds[index]
 
     def inside_span(self, position: int) -> bool:
         """True if `start < position < end` for a media span."""
-        raise NotImplementedError
+        return self._span_around(position) is not None
 
     def last_cut(self, limit: int) -> int:
         """The deepest cut point <= limit that lies strictly inside no span, else 0."""
-        raise NotImplementedError
+        while True:
+            index = bisect_right(self.cuts, limit)
+            if index == 0:
+                return 0
+            cut = self.cuts[index - 1]
+            around = self._span_around(cut)
+            if around is None:
+                return cut
+            limit = around[0]
+
+
+def _pack_spans(spans: Sequence[SpanIdentity], at: int) -> bytes:
+    """Spans as seen from the block that starts at token `at`."""
+    packed = []
+    for span in spans:
+        assert len(span.content_hash) == KEY_BYTES
+        tag = _MODALITY_TAGS[span.modality]
+        packed.append(_SPAN.pack(tag, at - span.start, span.end - span.start) + span.content_hash)
+    return b"".join(packed)
+
+
+def _overlaps(spans: Sequence[SpanIdentity], block_size: int) -> dict[int, bytes]:
+    """Block index -> packed spans that share a token with it, in order."""
+    overlaps: dict[int, bytes] = {}
+    for span in spans:
+        for block in range(span.start // block_size, (span.end - 1) // block_size + 1):
+            packed = _pack_spans([span], block * block_size)
+            overlaps[block] = overlaps.get(block, b"") + packed
+    return overlaps
