@@ -1,0 +1,203 @@
+"""Options of the engine. The field list below is the single table from which the command line,
+config files, environment variables and the README's table are made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from vlm_serve.errors import ConfigError
+from vlm_serve.options import normalise_all, option
+
+BLOCK_SIZES = (16, 32, 64, 128)
+DEMO_BLOCK_SIZE = 16
+DEFAULT_BLOCK_SIZE = 64
+MAX_GDN_CHUNK = 64
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_KV_DTYPES = (*_DTYPES, "fp8", "int8")
+_STATE_DTYPES = ("auto", "float32", "bfloat16")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
+
+_MODEL = "model"
+_CACHE = "cache"
+_SCHEDULER = "scheduler"
+_MEDIA = "media"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of one engine, validated together when it is built.
+
+    `cache_memory` may be given as text ("1GiB"); afterwards it is a number of bytes. The engine
+    replaces `block_size=None` by the number it chose (with `dataclasses.replace`, which validates
+    again).
+
+    Raises:
+        ConfigError: names every option whose value is bad, not only the first one.
+    """
+
+    device: str = option(
+        "auto",
+        "where the model runs: auto (a GPU if there is one), cpu, cuda or cuda:N",
+        group=_MODEL,
+        kind="text",
+    )
+    dtype: str = option(
+        "auto",
+        "type of weights and activations; auto: the checkpoint's own on a GPU, float32 on a CPU",
+        group=_MODEL,
+        kind="text",
+        choices=_DTYPES,
+    )
+    max_model_len: int | None = option(
+        None,
+        "longest prompt plus answer, in tokens",
+        group=_MODEL,
+        kind="int",
+        low=1,
+        default_text="the checkpoint's context",
+    )
+    deterministic: bool = option(
+        False,
+        "make prefill logits bit-identical between a cache hit and a cold run; costs some speed",
+        group=_MODEL,
+        kind="bool",
+    )
+    threads: int | None = option(
+        None,
+        "CPU threads for the model",
+        group=_MODEL,
+        kind="int",
+        low=1,
+        high=1024,
+        default_text="torch's choice",
+    )
+    enable_prefix_caching: bool = option(
+        True,
+        "reuse KV and state of equal prefixes (text and media)",
+        group=_CACHE,
+        kind="bool",
+    )
+    block_size: int | None = option(
+        None,
+        "tokens per KV block",
+        group=_CACHE,
+        kind="int",
+        choices=BLOCK_SIZES,
+        default_text=f"{DEMO_BLOCK_SIZE} for the demo models, else {DEFAULT_BLOCK_SIZE}",
+    )
+    cache_memory: int | str | None = option(
+        None,
+        "memory for KV blocks and state snapshots together, such as 512MiB or 4GiB",
+        group=_CACHE,
+        kind="size",
+        low=1,
+        metavar="SIZE",
+        default_text="a share of free memory, printed at start-up",
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "type in which keys and values are stored; auto is the model's dtype",
+        group=_CACHE,
+        kind="text",
+        choices=_KV_DTYPES,
+        aliases=("kv_dtype",),
+    )
+    state_dtype: str = option(
+        "auto",
+        "type in which recurrent state is stored; auto is float32",
+        group=_CACHE,
+        kind="text",
+        choices=_STATE_DTYPES,
+    )
+    prefix_cache_state_interval: int | None = option(
+        None,
+        "distance of the regular state snapshots of a long prompt, in blocks",
+        group=_CACHE,
+        kind="int",
+        low=1,
+        aliases=("state_interval",),
+        default_text="the blocks of 1024 tokens",
+    )
+    prefix_cache_state_budget: int | None = option(
+        None,
+        "snapshot rows beyond one live row per running sequence; 0 borrows idle live rows only",
+        group=_CACHE,
+        kind="int",
+        low=0,
+        default_text="half of the cache memory",
+    )
+    prefix_cache_decode_state_interval: int = option(
+        0,
+        "tokens between state snapshots while decoding, a multiple of the block size; 0: none",
+        group=_CACHE,
+        kind="int",
+        low=0,
+    )
+    max_num_seqs: int = option(
+        8,
+        "most sequences that run at the same time",
+        group=_SCHEDULER,
+        kind="int",
+        low=1,
+        high=4096,
+    )
+    max_num_batched_tokens: int = option(
+        2048,
+        "most tokens in one step, prefill and decode together",
+        group=_SCHEDULER,
+        kind="int",
+        low=1,
+    )
+    allowed_local_media_path: str | None = option(
+        None,
+        "folder below which file:// URLs may name media",
+        group=_MEDIA,
+        kind="text",
+        metavar="DIR",
+    )
+
+    def __post_init__(self) -> None:
+        problems = normalise_all(self)
+        if isinstance(self.device, str) and not _DEVICE.fullmatch(self.device):
+            problems.append(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        if not problems:  # the checks below compare options that are valid by themselves
+            problems += self._conflicts()
+        if problems:
+            raise ConfigError("; ".join(problems), param=problems[0].split(" ", 1)[0])
+
+    def _conflicts(self) -> list[str]:
+        problems = []
+        # Unknown until the checkpoint is known; the smallest one is the weakest demand.
+        block_size = self.block_size or min(BLOCK_SIZES)
+        least = self.max_num_seqs + block_size
+        if self.max_num_batched_tokens < least:
+            problems.append(
+                f"max_num_batched_tokens must be at least max_num_seqs + block_size = {least}, "
+                f"got {self.max_num_batched_tokens}"
+            )
+        if self.prefix_cache_decode_state_interval % block_size:
+            problems.append(
+                f"prefix_cache_decode_state_interval must be a multiple of the block size "
+                f"{block_size}, got {self.prefix_cache_decode_state_interval}"
+            )
+        return problems
+
+    @property
+    def cache_memory_bytes(self) -> int | None:
+        """`cache_memory` in bytes, None if the engine is to choose."""
+        assert self.cache_memory is None or isinstance(self.cache_memory, int)
+        return self.cache_memory
+
+    @property
+    def gdn_chunk_size(self) -> int:
+        """Tokens per chunk of the gated delta rule; the block size must be known."""
+        assert self.block_size is not None, "resolve block_size first"
+        return min(MAX_GDN_CHUNK, self.block_size)
+
+    @property
+    def state_interval_blocks(self) -> int:
+        """`prefix_cache_state_interval`, or the blocks of 1 024 tokens."""
+        assert self.block_size is not None, "resolve block_size first"
+        return self.prefix_cache_state_interval or max(1, 1024 // self.block_size)

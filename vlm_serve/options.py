@@ -1,0 +1,215 @@
+"""One description of every option: the dataclass field, the CLI flag, the config-file key, the
+environment variable and the check of its value are all made from it, so they cannot drift apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vlm_serve.errors import ConfigError
+
+ENV_PREFIX = "VLM_SERVE_"
+
+Kind = Literal["int", "float", "bool", "size", "text", "list"]
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 1000,
+    "mb": 1000**2,
+    "gb": 1000**3,
+    "tb": 1000**4,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-zA-Z]*)\s*", re.ASCII)
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a config dataclass.
+
+    Attributes:
+        name: the field's name; `--name-with-dashes` on the command line.
+        help: what it does, one sentence, without its default.
+        group: heading in `--help` and in the README's table.
+        kind: how a text value is read and which type the field has.
+        default: value when nobody says anything; None means "chosen for you" and is always valid.
+        choices: the only values allowed, if there are any.
+        low, high: inclusive bounds of a number.
+        aliases: further flags, without dashes in front.
+    """
+
+    name: str
+    help: str
+    group: str
+    kind: Kind
+    default: Any
+    choices: tuple[Any, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    aliases: tuple[str, ...] = ()
+    metavar: str = ""
+    default_text: str = ""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return tuple("--" + name.replace("_", "-") for name in (self.name, *self.aliases))
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def shown_default(self) -> str:
+        """The default as `--help` and the README print it."""
+        if self.default_text:
+            return self.default_text
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        if self.default is None or self.default == ():
+            return "none"
+        return format_size(self.default) if self.kind == "size" else str(self.default)
+
+    def parse(self, text: str) -> Any:
+        """Reads a value given as text (flag or environment variable).
+
+        Raises ConfigError that names the option.
+        """
+        try:
+            if self.kind == "int":
+                return int(text)
+            if self.kind == "float":
+                return float(text)
+        except ValueError:
+            raise ConfigError(
+                f"{self.name} must be a number, got {text!r}", param=self.name
+            ) from None
+        if self.kind == "bool":
+            return self._parse_bool(text)
+        if self.kind == "list":
+            return tuple(part.strip() for part in text.split(",") if part.strip())
+        return text
+
+    def _parse_bool(self, text: str) -> bool:
+        word = text.strip().lower()
+        if word not in _TRUE | _FALSE:
+            raise ConfigError(f"{self.name} must be true or false, got {text!r}", param=self.name)
+        return word in _TRUE
+
+    def normalise(self, value: Any) -> Any:
+        """The value in the field's own type: sizes become bytes, lists become tuples.
+
+        Raises ConfigError that names the option, the value and what would be allowed.
+        """
+        if value is None and self.default is None:
+            return None
+        value = self._typed(value)
+        if self.choices and value not in self.choices:
+            raise self._bad(value, "one of " + ", ".join(str(choice) for choice in self.choices))
+        if self.low is not None and not value >= self.low:  # also catches NaN
+            raise self._bad(value, f"at least {self.low:g}")
+        if self.high is not None and not value <= self.high:
+            raise self._bad(value, f"at most {self.high:g}")
+        return value
+
+    def _typed(self, value: Any) -> Any:
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        if self.kind == "size":
+            if isinstance(value, str):
+                return parse_size(value, self.name)
+            if not is_int:
+                raise self._bad(value, "a number of bytes or a size such as 1GiB")
+        elif self.kind == "int" and not is_int:
+            raise self._bad(value, "a whole number")
+        elif self.kind == "float":
+            if not is_int and not isinstance(value, float):
+                raise self._bad(value, "a number")
+            return float(value)
+        elif self.kind == "bool" and not isinstance(value, bool):
+            raise self._bad(value, "true or false")
+        elif self.kind == "text" and not isinstance(value, str):
+            raise self._bad(value, "text")
+        elif self.kind == "list":
+            items = (value,) if isinstance(value, str) else value
+            if not isinstance(items, list | tuple) or any(not isinstance(i, str) for i in items):
+                raise self._bad(value, "a list of texts")
+            return tuple(items)
+        return value
+
+    def _bad(self, value: Any, wanted: str) -> ConfigError:
+        return ConfigError(f"{self.name} must be {wanted}, got {value!r}", param=self.name)
+
+
+def option(default: Any, help: str, *, group: str, kind: Kind, **details: Any) -> Any:
+    """A dataclass field that carries its Option (all but the name, which is the field's)."""
+    described = Option("", help, group, kind, default, **details)
+    return dataclasses.field(default=default, metadata={"option": described})
+
+
+def options_of(config: type | object) -> tuple[Option, ...]:
+    """The options of a config dataclass, in the order in which it declares them."""
+    assert dataclasses.is_dataclass(config)
+    return tuple(
+        dataclasses.replace(field.metadata["option"], name=field.name)
+        for field in dataclasses.fields(config)
+    )
+
+
+def normalise_all(config: object) -> list[str]:
+    """Normalises every field of a frozen config in place; returns what is wrong, one line each."""
+    problems = []
+    for item in options_of(config):
+        try:
+            object.__setattr__(config, item.name, item.normalise(getattr(config, item.name)))
+        except ConfigError as error:
+            problems.append(error.message)
+    return problems
+
+
+def parse_size(text: str, name: str = "size") -> int:
+    """Bytes in `"1GiB"`, `"512 MB"` or `"4096"`. Raises ConfigError that names the option."""
+    found = _SIZE.fullmatch(text)
+    unit = _UNITS.get(found.group(2).lower()) if found else None
+    if found is None or unit is None:
+        raise ConfigError(
+            f"{name} must be a number of bytes or a size such as 512MiB or 1GiB, got {text!r}",
+            param=name,
+        )
+    return int(float(found.group(1)) * unit) if "." in found.group(1) else int(found[1]) * unit
+
+
+def format_size(count: int) -> str:
+    """`count` bytes in the largest binary unit that leaves at least one: 1.5 GiB, 37.4 MiB."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count} B"
+
+
+def from_environment(options: Iterable[Option], environment: Mapping[str, str]) -> dict[str, Any]:
+    """The options that `VLM_SERVE_*` variables set. Raises ConfigError that names the option."""
+    return {
+        item.name: item.parse(environment[item.env]) for item in options if item.env in environment
+    }
+
+
+def from_mapping(options: Iterable[Option], values: Mapping[Any, Any]) -> dict[str, Any]:
+    """The options that a config file sets; keys may use dashes or underscores.
+
+    Raises ConfigError that names every key that is no option.
+    """
+    names = {
+        name.replace("-", "_"): item.name for item in options for name in (item.name, *item.aliases)
+    }
+    unknown = [str(key) for key in values if str(key).replace("-", "_") not in names]
+    if unknown:
+        raise ConfigError(f"unknown options in the config file: {', '.join(unknown)}")
+    return {names[str(key).replace("-", "_")]: value for key, value in values.items()}
