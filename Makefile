@@ -1,0 +1,58 @@
+# make serve   sets up .venv from nothing and serves a model on http://127.0.0.1:8000
+# make test    sets up .venv with the development dependencies and runs every test
+# make lint    ruff and mypy, as CI runs them
+#
+# PYTHON, MODEL, HOST, PORT and ARGS may be given: make serve MODEL=Qwen/Qwen3.5-4B ARGS="--block-size 64"
+
+PYTHON ?= python3
+HOST ?= 127.0.0.1
+PORT ?= 8000
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# Random weights of the real architecture, made once: no trained checkpoint is in the package yet.
+RANDOM_MODEL := checkpoints/random
+MODEL ?= $(RANDOM_MODEL)
+
+.PHONY: serve test lint format clean
+
+serve: $(VENV)/installed $(if $(filter $(RANDOM_MODEL),$(MODEL)),$(RANDOM_MODEL)/config.json)
+	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) checkpoints build dist *.egg-info
+
+$(VENV)/created:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vlm-serve needs Python 3.11 or newer; say make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# setuptools comes first, so that the build runs with the pinned one and needs no environment of its own.
+$(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
+	$(PIP) install --quiet --constraint constraints.txt setuptools
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable .
+	touch $@
+
+# torchvision is an oracle of the preprocessing tests. It names a CUDA build of torch as its dependency,
+# so it is installed without dependencies, beside whichever build of torch is there.
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) install --quiet --no-deps torchvision==0.28.0
+	touch $@
+
+$(RANDOM_MODEL)/config.json: $(VENV)/installed examples/make_checkpoint.py
+	$(BIN)/python examples/make_checkpoint.py $(RANDOM_MODEL)

@@ -1,0 +1,133 @@
+"""The layout that imports, packaging and readers rely on."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKS = ("cache", "kernels", "preprocess")
+CODE = ("vlm_serve", "cache", "kernels", "preprocess", "tests", "examples", "benchmarks")
+MAX_FILE_LINES = 450
+
+
+def python_files(*folders: str) -> list[Path]:
+    """The source files below the folders; links are not followed, so each appears once."""
+    found = [
+        path
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not any((ROOT / "vlm_serve" / link) in path.parents for link in LINKS)
+    ]
+    assert found
+    return found
+
+
+def imported_modules(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.append(node.module or "")
+    return names
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_root_folders_are_linked_into_the_package(name: str) -> None:
+    link = ROOT / "vlm_serve" / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / name
+    assert (ROOT / name).is_dir()
+    assert not (ROOT / name / "__init__.py").exists(), "it would hide packages of that name"
+
+
+@pytest.mark.parametrize("path", python_files(*CODE), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_through_the_package(path: Path) -> None:
+    banned = [name for name in imported_modules(path) if name.split(".")[0] in LINKS]
+    assert not banned
+
+
+@pytest.mark.parametrize(
+    ("folder", "forbidden"),
+    [
+        ("preprocess", ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.cache")),
+        ("cache", ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.models", "torch")),
+        (
+            "kernels",
+            ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.models", "vlm_serve.cache"),
+        ),
+        ("vlm_serve/models", ("vlm_serve.engine", "vlm_serve.server")),
+        ("vlm_serve/engine", ("vlm_serve.server", "fastapi", "uvicorn")),
+    ],
+)
+def test_arrows_between_parts_point_one_way(folder: str, forbidden: tuple[str, ...]) -> None:
+    for path in python_files(folder):
+        for name in imported_modules(path):
+            assert not any(name == bad or name.startswith(bad + ".") for bad in forbidden), path
+
+
+def test_cache_reads_no_clock() -> None:
+    for path in python_files("cache"):
+        assert not {"time", "datetime"} & set(imported_modules(path)), path
+
+
+def test_files_fit_in_a_few_looks() -> None:
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in python_files(*CODE)
+        if (lines := path.read_text(encoding="utf-8").count("\n")) > MAX_FILE_LINES
+    }
+    assert not long
+
+
+def test_constraints_pin_every_dependency_exactly() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(line.count("==") == 1 for line in pins)
+    names = {line.split("==")[0].lower().replace("_", "-") for line in pins}
+    assert "torchvision" not in names
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = list(project["dependencies"])
+    for extra in project["optional-dependencies"].values():
+        wanted += extra
+    for requirement in wanted:
+        name = requirement.split(">")[0].split("=")[0].strip().lower().replace("_", "-")
+        assert name in names, requirement
+
+
+def test_a_wheel_contains_the_linked_folders(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # a copy: an old build/ folder would be packed too
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    for name in ("vlm_serve", *LINKS):
+        shutil.copytree(
+            ROOT / name,
+            source / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__", ".*"),
+        )
+    build = f"import setuptools.build_meta as build; build.build_wheel({str(tmp_path)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = set(archive.namelist())
+    for path in python_files("vlm_serve"):
+        assert str(path.relative_to(ROOT)) in packed
+    for name in LINKS:
+        for path in python_files(name):
+            assert f"vlm_serve/{path.relative_to(ROOT)}" in packed
+    assert "vlm_serve/py.typed" in packed
+    tops = {name.split("/")[0] for name in packed}
+    assert len(tops) == 2, "one package and its metadata, nothing beside them"
