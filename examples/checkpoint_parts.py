@@ -128,7 +128,7 @@ def write_tokenizer_files(path: Path, tokenizer: Tokenizer, *, max_length: int) 
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     config = {
-        "tokenizer_class": "Qwen2Tokenizer",
+        "tokenizer_class": "Qwen3_5Tokenizer",
         "processor_class": "Qwen3VLProcessor",
         "add_prefix_space": False,
         "add_bos_token": False,

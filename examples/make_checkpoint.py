@@ -1,0 +1,115 @@
+"""Write a random-weight Qwen3.5 checkpoint, dense or MoE, that transformers loads unchanged.
+
+    python examples/make_checkpoint.py /tmp/tiny --hidden-size 64 --num-layers 4
+    python examples/make_checkpoint.py /tmp/tiny-moe --num-experts 8 --experts-per-token 2
+
+The weights are drawn so that the model is lively: every layer contributes about as much as the
+embedding, decays span short and long memories, and greedy output depends on the whole prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from checkpoint_parts import (
+    MediaShape,
+    build_tokenizer,
+    media_token_ids,
+    sample_text,
+    token_id,
+    write_generation_config,
+    write_json,
+    write_processor_files,
+    write_tokenizer_files,
+)
+from checkpoint_spec import BENCHMARK_SPEC, DTYPES, CheckpointSpec, full_config, text_config
+from random_weights import draw, entries
+from safetensors.torch import save_file
+
+
+def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Path:
+    """Write the checkpoint directory `path` (created if missing) and return it.
+
+    The same spec gives the same bytes.
+    """
+    path, spec = Path(path), spec or CheckpointSpec()
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer(sample_text(4 * spec.vocab_size, spec.seed), spec.vocab_size)
+    write_tokenizer_files(path, tokenizer, max_length=spec.max_position_embeddings)
+    write_generation_config(path, tokenizer)
+    config = text_config(spec) | {"eos_token_id": token_id(tokenizer, "<|endoftext|>")}
+    if spec.vision_depth:
+        write_processor_files(path, _media_shape(spec))
+        config = full_config(spec, config) | media_token_ids(tokenizer)
+    write_json(path / "config.json", config)
+    _write_weights(path, spec)
+    return path
+
+
+def _media_shape(spec: CheckpointSpec) -> MediaShape:
+    return MediaShape(
+        patch_size=spec.patch_size,
+        temporal_patch_size=spec.temporal_patch_size,
+        merge_size=spec.spatial_merge_size,
+        image_min_pixels=spec.image_min_pixels,
+        image_max_pixels=spec.image_max_pixels,
+        video_min_pixels=spec.video_min_pixels,
+        video_max_pixels=spec.video_max_pixels,
+    )
+
+
+def _write_weights(path: Path, spec: CheckpointSpec) -> None:
+    dtype = DTYPES[spec.dtype]
+    weights = {
+        name: draw(name, shape, rule, spec.seed).to(dtype) for name, shape, rule in entries(spec)
+    }
+    if spec.shards == 1:
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = list(weights)
+    index: dict[str, str] = {}
+    for shard in range(spec.shards):
+        file = f"model-{shard + 1:05d}-of-{spec.shards:05d}.safetensors"
+        part = names[shard :: spec.shards]
+        save_file({name: weights[name] for name in part}, path / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    total = sum(tensor.nbytes for tensor in weights.values())
+    write_json(
+        path / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": index},
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: one flag per field of CheckpointSpec."""
+    parser = argparse.ArgumentParser(description="Write a random-weight Qwen3.5 checkpoint.")
+    parser.add_argument("path", type=Path, help="directory to write")
+    parser.add_argument(
+        "--benchmark", action="store_true", help="start from the 49M-parameter benchmark model"
+    )
+    fields = dataclasses.fields(CheckpointSpec)
+    for field in fields:
+        flag, default = "--" + field.name.replace("_", "-"), field.default
+        if isinstance(default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=f"({default})")
+        else:
+            kind, choices = type(default), DTYPES if field.name == "dtype" else None
+            parser.add_argument(flag, type=kind, choices=choices, help=f"({default})")
+    values = vars(parser.parse_args(arguments))
+    base = BENCHMARK_SPEC if values["benchmark"] else CheckpointSpec()
+    given = {f.name: values[f.name] for f in fields if values[f.name] is not None}
+    try:
+        spec = dataclasses.replace(base, **given)
+    except ValueError as error:
+        parser.error(str(error))
+    make_checkpoint(values["path"], spec)
+    num_weights = sum(math.prod(shape) for _, shape, _ in entries(spec))
+    print(f"{values['path']}: {num_weights / 1e6:.2f}M weights, {spec.dtype}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""transformers as the oracle: the processor and the model of a checkpoint, loaded unchanged.
+
+torchvision's wheel from PyPI needs its compiled ops only where they are called; importing it beside
+a CPU build of torch needs no more than their schemas, so those are defined here first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_TORCHVISION_OPS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "roi_align(Tensor input) -> Tensor",
+    "_roi_align_backward(Tensor grad) -> Tensor",
+    "roi_pool(Tensor input) -> (Tensor, Tensor)",
+    "_roi_pool_backward(Tensor grad) -> Tensor",
+    "ps_roi_align(Tensor input) -> (Tensor, Tensor)",
+    "_ps_roi_align_backward(Tensor grad) -> Tensor",
+    "ps_roi_pool(Tensor input) -> (Tensor, Tensor)",
+    "_ps_roi_pool_backward(Tensor grad) -> Tensor",
+    "deform_conv2d(Tensor input) -> Tensor",
+    "_deform_conv2d_backward(Tensor grad) -> Tensor",
+)
+
+
+@cache
+def prepare_torchvision() -> torch.library.Library | None:
+    """Make `import torchvision` possible; None where it is missing or has its compiled ops."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return None
+    if any(Path(spec.origin).parent.glob("_C*.so")) and torch.cuda.is_available():
+        return None
+    # The caller must keep the library: its definitions go when it is collected. `cache` does.
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for schema in _TORCHVISION_OPS:
+        library.define(schema)  # type: ignore[no-untyped-call]
+    return library
+
+
+@cache
+def processor(path: Path | str) -> Any:
+    """transformers' processor of a checkpoint."""
+    prepare_torchvision()
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(str(path))
+
+
+@cache
+def tokenizer(path: Path | str) -> Any:
+    """transformers' tokenizer of a checkpoint."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path))
+
+
+@cache
+def model(path: Path | str, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model of a checkpoint, in evaluation mode, with SDPA attention on the CPU."""
+    prepare_torchvision()
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    multimodal = hasattr(AutoConfig.from_pretrained(str(path)), "vision_config")
+    loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    return loader.from_pretrained(str(path), dtype=dtype, attn_implementation="sdpa").eval()
+
+
+@torch.no_grad()
+def greedy(path: Path | str, inputs: dict[str, torch.Tensor], num_tokens: int) -> list[int]:
+    """Token ids that transformers generates greedily, not stopping at an end token."""
+    # No token has that id. `min_new_tokens` would not do: it forbids the end tokens.
+    output = model(path).generate(
+        **inputs, max_new_tokens=num_tokens, do_sample=False, eos_token_id=1 << 40
+    )
+    return [int(token) for token in output[0, inputs["input_ids"].shape[1] :]]
+
+
+@torch.no_grad()
+def logits(path: Path | str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """float32 `[tokens, vocab]` logits of every position of one prompt, computed in one forward."""
+    return torch.as_tensor(model(path)(**inputs, use_cache=False).logits[0]).float()
