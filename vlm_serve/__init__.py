@@ -1,0 +1,44 @@
+"""vlm-serve: serves hybrid vision-language models and reuses what it has computed.
+
+The names below are imported on first use, so that `import vlm_serve` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vlm_serve.config import EngineConfig
+    from vlm_serve.engine.outputs import CacheReport, Delta, Usage
+    from vlm_serve.errors import VlmServeError
+    from vlm_serve.pipeline import Output, Pipeline
+    from vlm_serve.sampling_params import SamplingParams
+
+__all__ = [
+    "CacheReport",
+    "Delta",
+    "EngineConfig",
+    "Output",
+    "Pipeline",
+    "SamplingParams",
+    "Usage",
+    "VlmServeError",
+]
+
+_HOME = {
+    "CacheReport": "vlm_serve.engine.outputs",
+    "Delta": "vlm_serve.engine.outputs",
+    "EngineConfig": "vlm_serve.config",
+    "Output": "vlm_serve.pipeline",
+    "Pipeline": "vlm_serve.pipeline",
+    "SamplingParams": "vlm_serve.sampling_params",
+    "Usage": "vlm_serve.engine.outputs",
+    "VlmServeError": "vlm_serve.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'vlm_serve' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,281 @@
+"""The engine: one thread that turns plan -> run -> commit, and the doors other threads knock on."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.build import EngineParts, build
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.plan import StepPlan
+from vlm_serve.engine.scheduler import Event
+from vlm_serve.engine.sequence import Request, Sequence
+from vlm_serve.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    EngineError,
+    InvalidRequestError,
+    VlmServeError,
+)
+from vlm_serve.preprocess.prepare import Preprocessor
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class Engine:
+    """Serves requests over one model. All methods may be called from any thread.
+
+    Callbacks run on the engine's thread and must not block.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.config = parts.config
+        self.model_config = parts.model_config
+        self.memory = parts.memory
+        self.preprocessor: Preprocessor = parts.preprocessor
+        self.max_model_len = parts.max_model_len
+        self.generation_config = parts.generation_config
+        self.num_steps = 0
+        self.last_step_time = time.monotonic()
+        self._stop_tokens = parts.stop_tokens
+        self._scheduler = parts.scheduler
+        self._runner = parts.runner
+        self._cache = parts.cache
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._requests: dict[str, Request] = {}
+        self._numbers = itertools.count()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._loop, name="vlm-serve-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_checkpoint(cls, model: str, config: EngineConfig | None = None) -> Engine:
+        """Loads a checkpoint (directory, hub id, "demo" or "demo-moe") and starts the engine.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or of an unsupported kind.
+            ConfigError: options that do not fit the checkpoint or the memory.
+        """
+        return cls(build(model, config or EngineConfig()))
+
+    # -- called from any thread --------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        on_delta: Callable[[Delta], None],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queues a request; `on_delta` receives its increments, the last one of every choice with a
+        finish reason.
+
+        Raises:
+            ContextLengthError: prompt and answer do not fit the context.
+            InvalidRequestError: an empty prompt or a parameter outside the vocabulary.
+            EngineClosedError: the engine no longer runs.
+        """
+        params = params.with_defaults(self.generation_config)
+        self._validate(prompt, params)
+        number = next(self._numbers)
+        request = Request(
+            request_id=request_id or f"req-{secrets.token_hex(8)}",
+            prompt=prompt,
+            params=params,
+            on_delta=on_delta,
+            priority=priority,
+            arrival=number,
+        )
+        request.sequences = [
+            Sequence(
+                next(self._numbers),
+                request,
+                index,
+                self.preprocessor.tokenizer,
+                self._stop_tokens,
+                self.max_model_len,
+            )
+            for index in range(params.n)
+        ]
+        self._post(lambda: self._add(request))
+        return request.request_id
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its pages are free after the step in progress. Ignores unknown ids."""
+        with contextlib.suppress(EngineClosedError):
+            self._post(lambda: self._abort(request_id))
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Runs a function on the engine's thread between two steps and returns its result."""
+        if threading.current_thread() is self._thread:
+            return function()
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future.result()
+
+    def check(self) -> None:
+        """Recomputes every invariant of the cache; raises AssertionError if one is violated."""
+        self.call(self._cache.check)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the scheduler and the cache (see docs)."""
+        return self.call(self._stats)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Aborts what runs and ends the thread. May be called more than once."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- helpers of the above ----------------------------------------------------------------------
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if self._closed or not self._thread.is_alive():
+                raise EngineClosedError("the engine is closed")
+            self._inbox.put(command)
+
+    def _validate(self, prompt: Prompt, params: SamplingParams) -> None:
+        length = len(prompt)
+        if length == 0:
+            raise InvalidRequestError("the prompt is empty", param="messages")
+        wanted = params.max_tokens or 1
+        if length + 1 > self.max_model_len or (
+            params.max_tokens is not None and length + wanted > self.max_model_len
+        ):
+            raise ContextLengthError(
+                f"this model's context is {self.max_model_len} tokens, but the request needs "
+                f"{length + wanted} ({length} in the prompt and {wanted} for the answer)",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        vocabulary = self.model_config.text.vocab_size
+        for token in params.stop_token_ids:
+            if token >= vocabulary:
+                raise InvalidRequestError(
+                    f"stop_token_ids: {token} is outside the vocabulary of {vocabulary}",
+                    param="stop_token_ids",
+                )
+
+    # -- the engine's thread -----------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            while self._handle_commands():
+                if self._scheduler.has_work:
+                    self._step()
+        except BaseException:
+            _log.exception("the engine's thread died")
+            self._closed = True
+        finally:
+            self._end_all()
+
+    def _handle_commands(self) -> bool:
+        """Runs what other threads posted; waits when there is nothing else to do."""
+        while True:
+            try:
+                command = self._inbox.get(block=not self._scheduler.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _step(self) -> None:
+        plan = self._scheduler.plan()
+        if plan is None:
+            if not self._scheduler.running:
+                self._emit(self._scheduler.reject_head())
+            return
+        self._emit(self._run(plan))
+        self.num_steps += 1
+        self.last_step_time = time.monotonic()
+
+    def _run(self, plan: StepPlan) -> list[Event]:
+        try:
+            output = self._runner.run(plan)
+        except Exception as error:
+            if not isinstance(error, VlmServeError):
+                _log.exception("a step failed; its sequences are retried one by one")
+            return self._scheduler.fail(plan, error)
+        return self._scheduler.commit(plan, output)
+
+    def _emit(self, events: list[Event]) -> None:
+        for request, delta in events:
+            if request.finished:
+                self._requests.pop(request.request_id, None)
+            try:
+                request.on_delta(delta)
+            except Exception:
+                _log.exception("a callback of request %s raised", request.request_id)
+
+    def _add(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self._scheduler.add(request)
+
+    def _abort(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._emit(self._scheduler.abort(request))
+
+    def _stats(self) -> dict[str, Any]:
+        return {
+            "num_running": len(self._scheduler.running),
+            "num_waiting": len(self._scheduler.waiting),
+            "num_preemptions": self._scheduler.num_preemptions,
+            "num_steps": self.num_steps,
+            "num_encoded_spans": self._scheduler.media.num_encoded_spans,
+            "cache": self._cache.stats.as_dict(),
+        }
+
+    def _end_all(self) -> None:
+        """Nobody is left waiting for an answer that will never come."""
+        with self._lock:
+            self._closed = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._inbox.get_nowait()
+                if command is not None:
+                    command()
+        error = EngineError("the engine was closed while the request was running")
+        for request in list(self._requests.values()):
+            with contextlib.suppress(Exception):
+                self._emit(self._scheduler.end_request(request, error))

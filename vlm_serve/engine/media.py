@@ -1,0 +1,144 @@
+"""Which media spans a step must encode, and how long their embeddings stay (design, section 12)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+
+from vlm_serve.cache.embeddings import EmbeddingCache
+from vlm_serve.engine.plan import Encode
+from vlm_serve.engine.sequence import Request, Sequence
+from vlm_serve.preprocess.prompt import MediaSpan, Prompt
+
+SpanRows = tuple[int, int, int, int]
+
+
+class MediaPlanner:
+    """Keeps the book of vision embeddings for the scheduler.
+
+    An embedding is pinned by every sequence that has run a part of its span, until the last part
+    has run. Concurrent requests for one medium share one encoding.
+
+    Args:
+        cache: embeddings by key, with pins and a byte budget.
+        bytes_per_token: size of one placeholder token's embedding.
+    """
+
+    def __init__(self, cache: EmbeddingCache, bytes_per_token: int) -> None:
+        self.cache = cache
+        self._bytes_per_token = bytes_per_token
+        self._pins: dict[int, dict[bytes, int]] = {}
+        self._encodes: list[Encode] = []
+        self._new_keys: list[bytes] = []
+        self._budget = 0
+        self.num_encoded_spans = 0
+
+    def begin_step(self, budget: int) -> None:
+        """Starts a step that may encode spans of `budget` placeholder tokens."""
+        self._budget = budget
+        assert not self._encodes
+
+    def clip(self, sequence: Sequence, start: int, end: int) -> int:
+        """The furthest end <= `end` up to which this step can provide embeddings.
+
+        A span is encoded whole. The first one of a step is always allowed, however large.
+        """
+        spent = 0
+        for span in spans_between(sequence.prompt, start, end):
+            if self._key(sequence, span) in self.cache:
+                continue
+            spent += span.end - span.start
+            if spent > self._budget and (self._encodes or spent > span.end - span.start):
+                cuts = sequence.keys.cuts
+                position = bisect_right(cuts, span.start) - 1
+                return max(start, cuts[position]) if position >= 0 else start
+        return end
+
+    def acquire(self, sequence: Sequence, start: int, end: int) -> tuple[SpanRows, ...]:
+        """Pins the embeddings that tokens `[start, end)` need and orders the missing ones.
+
+        Returns (first token, last token + 1, slot, first row of the embedding) per span.
+        """
+        rows = []
+        pins = self._pins.setdefault(sequence.number, {})
+        for span in spans_between(sequence.prompt, start, end):
+            key = self._key(sequence, span)
+            length = span.end - span.start
+            slot, hit = self.cache.acquire(key, length * self._bytes_per_token)
+            if not hit:
+                self._budget -= length
+                self._new_keys.append(key)
+                item = sequence.prompt.media[span.item]
+                self._encodes.append(Encode(item=item, patch=span.patch, slot=slot))
+                sequence.request.encoded_items.add(span.item)
+                self.num_encoded_spans += 1
+            pins[key] = pins.get(key, 0) + 1
+            first, last = max(start, span.start), min(end, span.end)
+            rows.append((first, last, slot, first - span.start))
+        return tuple(rows)
+
+    def take_encodes(self) -> tuple[Encode, ...]:
+        encodes, self._encodes = tuple(self._encodes), []
+        return encodes
+
+    def take_dropped(self) -> tuple[int, ...]:
+        """Slots whose embeddings were evicted since the last call."""
+        return self.cache.take_evicted()
+
+    def commit_step(self) -> None:
+        self._new_keys = []
+
+    def abandon_step(self) -> None:
+        """The step failed: embeddings it was to make do not exist."""
+        for key in self._new_keys:
+            self.cache.invalidate(key)
+        self._new_keys = []
+        self._encodes = []
+
+    def release_until(self, sequence: Sequence, position: int) -> None:
+        """Unpins the embeddings of the spans that end at or before `position`."""
+        pins = self._pins.get(sequence.number)
+        if not pins:
+            return
+        needed = {
+            self._key(sequence, span)
+            for span in sequence.prompt.spans
+            if span.end > position and span.start < position
+        }
+        for key in [key for key in pins if key not in needed]:
+            self._unpin(pins, key)
+
+    def release_all(self, sequence: Sequence) -> None:
+        pins = self._pins.pop(sequence.number, {})
+        for key in list(pins):
+            self._unpin(pins, key)
+
+    def finish_report(self, request: Request) -> None:
+        """Completes the cache report once the whole prompt has been computed."""
+        if request.report is None:
+            return
+        items = request.prompt.media
+        request.report = replace(
+            request.report,
+            media_decoded=sum(item.decoded for item in items),
+            media_encoded=len(request.encoded_items),
+            media_skipped=len(items) - len(request.encoded_items),
+        )
+
+    def _unpin(self, pins: dict[bytes, int], key: bytes) -> None:
+        for _ in range(pins.pop(key)):
+            self.cache.release(key)
+
+    @staticmethod
+    def _key(sequence: Sequence, span: MediaSpan) -> bytes:
+        return sequence.keys.root + span.content_hash
+
+
+def spans_between(prompt: Prompt, start: int, end: int) -> Iterator[MediaSpan]:
+    """The media spans that overlap tokens `[start, end)`."""
+    first = bisect_right(prompt.spans, start, key=lambda span: span.end)
+    for span in prompt.spans[first:]:
+        if span.start >= end:
+            return
+        yield span

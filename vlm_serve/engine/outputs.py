@@ -1,0 +1,79 @@
+"""What a caller receives: deltas while a request runs, and the reports that come with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vlm_serve.errors import VlmServeError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request; `cached_tokens` is the part of the prompt that was reused."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What the cache did for one request (design, section 9).
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        kv_boundary: deepest boundary at which KV alone was present.
+        state_boundary: deepest boundary with a ready state snapshot.
+        boundary: tokens that were reused.
+        tiers: tokens reused from each tier.
+        media_decoded: images and videos that were decoded for this request.
+        media_encoded: images and videos of which at least one part went through the vision tower.
+        media_skipped: images and videos that needed no vision encoding at all.
+        reason: why the boundary is not deeper; "full" when nothing more could be reused.
+    """
+
+    prompt_tokens: int
+    kv_boundary: int
+    state_boundary: int
+    boundary: int
+    tiers: dict[str, int] = field(default_factory=dict)
+    media_decoded: int = 0
+    media_encoded: int = 0
+    media_skipped: int = 0
+    reason: str = "cold"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One increment of one choice.
+
+    Attributes:
+        index: the choice.
+        text: text that became certain with these tokens (never half a character, never part of a
+            stop string); may be empty.
+        token_ids: the tokens, an end-of-sequence token included.
+        logprobs: per token, see `Sampled.logprobs`; empty unless asked for.
+        finish_reason: set on the last delta of the choice.
+        stop_reason: the stop string or stop token id that ended the choice; None for end of
+            sequence.
+        usage: counts of the whole request so far.
+        cache_report: on every delta.
+        error: set (with finish_reason "error") when the request failed.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[dict[int, float], ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    usage: Usage = field(default_factory=Usage)
+    cache_report: CacheReport | None = None
+    error: VlmServeError | None = None

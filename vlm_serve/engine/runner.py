@@ -1,0 +1,173 @@
+"""Computes what the scheduler planned: encode, copy, forward, sample. It decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from vlm_serve.engine.plan import Encode, Slice, StepOutput, StepPlan
+from vlm_serve.engine.sampler import sample
+from vlm_serve.kernels.kv_write import copy_kv_rows
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.state_copy import copy_rows
+from vlm_serve.models import Model
+from vlm_serve.models.batch import CacheTensors, ForwardBatch
+
+
+class ModelRunner:
+    """Runs step plans on one device.
+
+    Args:
+        model: the language model with its vision tower.
+        caches: KV and state pools.
+        block_size: tokens per KV block.
+        deterministic: see `ForwardBatch.deterministic`.
+        poison: fill freed blocks and rows with NaN (tests).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        caches: CacheTensors,
+        *,
+        block_size: int,
+        deterministic: bool = False,
+        poison: bool = False,
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._block_size = block_size
+        self._deterministic = deterministic
+        self._embeddings: dict[int, torch.Tensor] = {}
+        self.poison = poison
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Executes one step. Raises whatever the model raises; nothing is published before it
+        has returned."""
+        for slot in plan.dropped_slots:
+            self._embeddings.pop(slot, None)
+        self._copy(plan)
+        self._encode(plan.encodes)
+        decodes = [item for item in plan.slices if not item.prefill]
+        prefills = [item for item in plan.slices if item.prefill]
+        batch, tasks_rows = self._batch(decodes, prefills)
+        output = self._model.forward(batch, self._caches)
+        tasks = [task for item in (*decodes, *prefills) for task in item.samples]
+        sampled = sample(output.logits, tasks, tasks_rows)
+        return StepOutput(
+            {task.sequence: one for task, one in zip(tasks, sampled, strict=True)},
+        )
+
+    def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
+        """Fills freed blocks and rows with NaN, so that a stale read shows in every result."""
+        block_ids, row_ids = list(blocks), list(rows)
+        if block_ids and self._caches.kv.dtype.is_floating_point:
+            self._caches.kv[block_ids] = float("nan")
+        if row_ids:
+            self._caches.conv[row_ids] = float("nan")
+            self._caches.recurrent[row_ids] = float("nan")
+
+    def _copy(self, plan: StepPlan) -> None:
+        if plan.row_copies:
+            sources, destinations = zip(*plan.row_copies, strict=True)
+            copy_rows((self._caches.conv, self._caches.recurrent), sources, destinations)
+        if plan.copies:
+            copy_kv_rows(self._caches.kv, self._caches.kv_scales, plan.copies)
+
+    def _encode(self, encodes: tuple[Encode, ...]) -> None:
+        if not encodes:
+            return
+        patches = [encode.item.patches(encode.patch) for encode in encodes]
+        grids = [(1, encode.item.grid[1], encode.item.grid[2]) for encode in encodes]
+        embeddings = self._model.encode_media(
+            torch.cat(patches), grids, deterministic=self._deterministic
+        )
+        for encode, embedding in zip(encodes, embeddings, strict=True):
+            self._embeddings[encode.slot] = embedding
+
+    def _batch(self, decodes: list[Slice], prefills: list[Slice]) -> tuple[ForwardBatch, list[int]]:
+        token_ids: list[int] = []
+        slots: list[int] = []
+        logit_rows: list[int] = []
+        task_rows: list[int] = []
+        media: list[tuple[int, torch.Tensor]] = []
+        for item in (*decodes, *prefills):
+            offset = len(token_ids) - item.start
+            token_ids.extend(item.token_ids)
+            slots.extend(self._slots(item))
+            for first, last, slot, row in item.embeddings:
+                embedding = self._embeddings[slot][row : row + last - first]
+                media.append((offset + first, embedding))
+            if item.samples:
+                task_rows.extend([len(logit_rows)] * len(item.samples))
+                logit_rows.append(len(token_ids) - 1)
+        device = self._caches.kv.device
+        batch = ForwardBatch(
+            token_ids=torch.tensor(token_ids, device=device),
+            positions=_positions(decodes, prefills).to(device),
+            slots=torch.tensor(slots, device=device),
+            decode=_decode_meta(decodes) if decodes else None,
+            prefill=_prefill_meta(prefills) if prefills else None,
+            media=tuple(media),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+            deterministic=self._deterministic and bool(prefills),
+        )
+        return batch, task_rows
+
+    def _slots(self, item: Slice) -> list[int]:
+        size = self._block_size
+        table = item.block_table
+        unwritten = max(0, min(item.end, item.write_start) - item.start)
+        slots = [-1] * unwritten
+        for position in range(item.start + unwritten, item.end):
+            slots.append(table[position // size] * size + position % size)
+        return slots
+
+
+def _positions(decodes: list[Slice], prefills: list[Slice]) -> torch.Tensor:
+    parts = []
+    if decodes:
+        ahead = torch.tensor([item.start + item.prompt.rope_delta for item in decodes])
+        parts.append(ahead.expand(3, -1))
+    for item in prefills:
+        known = len(item.prompt)
+        if item.start < known:
+            parts.append(item.prompt.positions[:, item.start : min(item.end, known)])
+        if item.end > known:
+            # Tokens generated before a preemption, computed again as part of the prompt.
+            first = max(item.start, known) + item.prompt.rope_delta
+            parts.append(torch.arange(first, item.end + item.prompt.rope_delta).expand(3, -1))
+    return torch.cat(parts, dim=1)
+
+
+def _decode_meta(decodes: list[Slice]) -> DecodeMeta:
+    return DecodeMeta(
+        block_tables=tuple(item.block_table for item in decodes),
+        kv_lens=tuple(item.end for item in decodes),
+        src_rows=tuple(item.src_row for item in decodes),
+        dst_rows=tuple(item.dst_row for item in decodes),
+        snapshot_rows=tuple(item.snapshots[0][1] if item.snapshots else -1 for item in decodes),
+    )
+
+
+def _prefill_meta(prefills: list[Slice]) -> PrefillMeta:
+    cu_seqlens = [0]
+    chunk_ends = []
+    snapshots = []
+    for index, item in enumerate(prefills):
+        offset = cu_seqlens[-1] - item.start
+        cu_seqlens.append(offset + item.end)
+        chunk_ends.append(tuple(end + offset for end in item.chunk_ends))
+        chunk_of = {end: chunk for chunk, end in enumerate(item.chunk_ends)}
+        snapshots.extend((index, chunk_of[position], row) for position, row in item.snapshots)
+    return PrefillMeta(
+        cu_seqlens=tuple(cu_seqlens),
+        starts=tuple(item.start for item in prefills),
+        block_tables=tuple(item.block_table for item in prefills),
+        src_rows=tuple(item.src_row for item in prefills),
+        dst_rows=tuple(item.dst_row for item in prefills),
+        chunk_ends=tuple(chunk_ends),
+        snapshots=tuple(snapshots),
+    )

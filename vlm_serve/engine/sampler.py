@@ -1,0 +1,113 @@
+"""From logits to tokens. Stateless: a draw depends on (seed, position) alone, so a request that is
+preempted, retried or batched differently draws the same tokens from the same logits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from vlm_serve.engine.plan import Sampled, SampleTask
+
+
+def sample(logits: torch.Tensor, tasks: Sequence[SampleTask], rows: Sequence[int]) -> list[Sampled]:
+    """Samples one token per task.
+
+    Args:
+        logits: float32 `[R, vocab]`.
+        tasks: what to sample.
+        rows: for each task its row of `logits` (several tasks may share one).
+    """
+    if all(_is_plain_greedy(task) for task in tasks):
+        best = torch.argmax(logits, dim=-1).tolist()
+        return [Sampled(best[row], {}) for row in rows]
+    return [_sample_one(logits[row], task) for task, row in zip(tasks, rows, strict=True)]
+
+
+def _is_plain_greedy(task: SampleTask) -> bool:
+    params = task.params
+    return (
+        params.temperature == 0
+        and params.logprobs is None
+        and not task.banned
+        and not _has_penalties(task)
+    )
+
+
+def _has_penalties(task: SampleTask) -> bool:
+    params = task.params
+    return bool(
+        params.presence_penalty
+        or params.frequency_penalty
+        or (params.repetition_penalty is not None and params.repetition_penalty != 1.0)
+    )
+
+
+def _sample_one(raw: torch.Tensor, task: SampleTask) -> Sampled:
+    logits = raw
+    if task.banned or _has_penalties(task):
+        logits = raw.clone()
+        _apply_penalties(logits, task)
+        if task.banned:
+            logits[list(task.banned)] = float("-inf")
+    token = int(torch.argmax(logits)) if task.params.temperature == 0 else _draw(logits, task)
+    return Sampled(token, _top_logprobs(raw, token, task.params.logprobs))
+
+
+def _apply_penalties(logits: torch.Tensor, task: SampleTask) -> None:
+    """Penalties as in OpenAI's API (presence, frequency: generated tokens) and Keskar et al. 2019
+    (repetition: prompt and generated tokens)."""
+    params = task.params
+    repetition = params.repetition_penalty
+    if repetition is not None and repetition != 1.0:
+        seen = list({*task.prompt_token_ids, *task.history})
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / repetition, values * repetition)
+    if (params.presence_penalty or params.frequency_penalty) and task.history:
+        counts = Counter(task.history)
+        weights = [
+            params.presence_penalty + params.frequency_penalty * count for count in counts.values()
+        ]
+        logits[list(counts)] -= torch.tensor(weights, dtype=logits.dtype, device=logits.device)
+
+
+def _draw(logits: torch.Tensor, task: SampleTask) -> int:
+    params = task.params
+    assert params.temperature is not None
+    scaled = logits / params.temperature
+    if params.top_k is not None and 0 < params.top_k < scaled.numel():
+        kept, ids = torch.topk(scaled, params.top_k)
+    else:
+        kept, ids = torch.sort(scaled, descending=True)
+    probs = torch.softmax(kept.double(), dim=-1)
+    if params.top_p is not None and params.top_p < 1.0:
+        # A token stays while the mass before it is below top_p: the first one always does.
+        probs = torch.where(probs.cumsum(0) - probs < params.top_p, probs, 0.0)
+    if params.min_p > 0.0:
+        probs = torch.where(probs >= params.min_p * probs[0], probs, 0.0)
+    cumulative = probs.cumsum(0)
+    threshold = uniform(task.seed, len(task.history)) * float(cumulative[-1])
+    position = int(torch.searchsorted(cumulative, threshold, right=True))
+    last_possible = int(torch.count_nonzero(probs)) - 1
+    return int(ids[min(position, last_possible)])
+
+
+def uniform(seed: int, position: int) -> float:
+    """The draw in [0, 1) that belongs to (seed, position)."""
+    message = f"{seed}:{position}".encode()
+    digest = hashlib.blake2b(message, digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _top_logprobs(raw: torch.Tensor, token: int, count: int | None) -> dict[int, float]:
+    if count is None:
+        return {}
+    logprobs = torch.log_softmax(raw.float(), dim=-1)
+    result = {token: float(logprobs[token])}
+    if count:
+        values, ids = torch.topk(logprobs, min(count, logprobs.numel()))
+        for token_id, value in zip(ids.tolist(), values.tolist(), strict=True):
+            result.setdefault(token_id, value)
+    return result

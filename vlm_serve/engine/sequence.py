@@ -1,0 +1,153 @@
+"""One choice of one request while it lives in the engine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vlm_serve.engine.detokenizer import Detokenizer, TokenBytes
+from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
+from vlm_serve.engine.plan import Sampled
+from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from vlm_serve.cache.leases import Lease
+    from vlm_serve.cache.suspension import Suspended
+
+
+@dataclass(eq=False)
+class Request:
+    """What the caller submitted. `params` has the checkpoint's defaults filled in."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    on_delta: Callable[[Delta], None]
+    priority: int = 0
+    arrival: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+    report: CacheReport | None = None
+    cached_tokens: int = 0
+    encoded_items: set[int] = field(default_factory=set)
+
+    @property
+    def usage(self) -> Usage:
+        generated = sum(sequence.num_generated for sequence in self.sequences)
+        return Usage(len(self.prompt), generated, self.cached_tokens)
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+
+class Sequence:
+    """Token ids, keys and lengths of one choice: `num_cached <= num_computed <= num_tokens`.
+
+    Attributes:
+        prefill_target: tokens below this go through the chunk kernel. It is the whole length each
+            time the sequence starts from shared cache entries, so recomputed tokens count as prompt.
+        snapshot_positions: cut points at which a state snapshot is wanted, with their kind.
+        suspect_until: set after a step with this sequence has raised: it runs alone until it has
+            computed that many tokens.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        request: Request,
+        index: int,
+        tokenizer: TokenBytes,
+        stop_tokens: frozenset[int],
+        max_length: int,
+    ) -> None:
+        self.number = number
+        self.request = request
+        self.index = index
+        self.token_ids = list(request.prompt.token_ids)
+        self.keys: PromptKeys = request.prompt.keys.fork()
+        self.num_cached = 0
+        self.num_computed = 0
+        self.prefill_target = len(self.token_ids)
+        self.lease: Lease | None = None
+        self.suspended: Suspended | None = None
+        self.snapshot_positions: dict[int, str] = {}
+        self.suspect_until = 0
+        self.finish_reason: FinishReason | None = None
+        params = request.params
+        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        self.seed = seed + index
+        self._stop_tokens = stop_tokens
+        self._ends = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else stop_tokens
+        )
+        self._detokenizer = Detokenizer(tokenizer, params.stop)
+        self._max_length = max_length
+        if params.max_tokens is not None:
+            self._max_length = min(max_length, len(self.token_ids) + params.max_tokens)
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.request.prompt
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - len(self.prompt)
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        return tuple(self.token_ids[len(self.prompt) :])
+
+    @property
+    def prefilling(self) -> bool:
+        return self.num_computed < self.prefill_target
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Token ids that may not come next: nothing ends before `min_tokens`."""
+        return tuple(sorted(self._ends)) if self.num_generated < self._min_tokens else ()
+
+    @property
+    def _min_tokens(self) -> int:
+        return self.request.params.min_tokens
+
+    def check_lengths(self) -> None:
+        assert 0 <= self.num_cached <= self.num_computed <= self.num_tokens
+        assert self.prefill_target <= self.num_tokens
+
+    def accept(self, sampled: Sampled) -> Delta:
+        """Appends a sampled token, decides whether the choice ends, and says what became visible."""
+        token = sampled.token_id
+        self.token_ids.append(token)
+        self.keys.extend((token,))
+        may_stop = self.num_generated >= self._min_tokens
+        stop_reason: int | str | None = None
+        if token in self._ends and may_stop:
+            self.finish_reason = "stop"
+            stop_reason = None if token in self._stop_tokens else token
+            text, _ = self._detokenizer.finish()
+        else:
+            text, stop = self._detokenizer.push(token, check_stop=may_stop)
+            if stop is not None:
+                self.finish_reason, stop_reason = "stop", stop
+            elif self.num_tokens >= self._max_length:
+                self.finish_reason = "length"
+                rest, stop = self._detokenizer.finish()
+                text += rest
+        return Delta(
+            index=self.index,
+            text=text,
+            token_ids=(token,),
+            logprobs=(sampled.logprobs,) if self.request.params.logprobs is not None else (),
+            finish_reason=self.finish_reason,
+            stop_reason=stop_reason,
+            usage=self.request.usage,
+            cache_report=self.request.report,
+        )

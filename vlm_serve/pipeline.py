@@ -1,0 +1,285 @@
+"""The Python interface: one object that answers messages, token ids or (text, media) pairs."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, overload
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.sampling_params import SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+ShortForm = str | tuple[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of `n` answers to a prompt; fields as in `Output`."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[dict[int, float]] | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A finished request.
+
+    Attributes:
+        text: the answer (of the first choice).
+        token_ids: generated token ids, an end-of-sequence token included.
+        prompt_token_ids: the prompt with its media placeholders expanded.
+        finish_reason: "stop", "length" or "abort".
+        logprobs: per generated token a dict token id -> log-probability, or None if not asked for.
+        usage: prompt_tokens, completion_tokens (of all choices), cached_tokens.
+        cache_report: what the cache did.
+        choices: all `n` choices, the first one included.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    cache_report: CacheReport
+    logprobs: list[dict[int, float]] | None = None
+    stop_reason: int | str | None = None
+    choices: list[Choice] = field(default_factory=list)
+
+
+class Pipeline:
+    """Runs a checkpoint in this process. May be called from several threads.
+
+    Args:
+        model: a directory, a hub id, or "demo" / "demo-moe".
+        config: engine options.
+
+    Raises:
+        CheckpointError, ConfigError: see `Engine.from_checkpoint`.
+    """
+
+    def __init__(self, model: str | Path = "demo", config: EngineConfig | None = None) -> None:
+        self.engine = Engine.from_checkpoint(str(model), config)
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="vlm-serve-prepare")
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the engine. Requests that still run end with an error."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.engine.close()
+
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, **options: Any
+    ) -> Output:
+        """Answers one conversation.
+
+        Args:
+            messages: OpenAI messages; media parts may hold Python objects (see the README).
+            params: sampling options.
+            options: `tools`, `chat_template_kwargs`, `add_generation_prompt`,
+                `continue_final_message`, `cache_salt`: passed to `prepare`.
+
+        Raises:
+            InvalidRequestError and its kin: bad input. EngineError: the model's step failed.
+        """
+        return self.chat_many([messages], params, **options)[0]
+
+    def chat_many(
+        self,
+        conversations: Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Output]:
+        """Answers many conversations with continuous batching; results in the order given."""
+        each = _params_for(len(conversations), params)
+        futures = [
+            self._pool.submit(self.engine.preprocessor.prepare, messages, **options)
+            for messages in conversations
+        ]
+        try:
+            return self._run((future.result() for future in futures), each)
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def generate(
+        self, token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> Output:
+        """Continues raw token ids, without a chat template and without media."""
+        return self.generate_many([token_ids], params, **options)[0]
+
+    def generate_many(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Output]:
+        """`generate` for many prompts at once; results in the order given."""
+        prepare = self.engine.preprocessor.prepare_tokens
+        return self._run(
+            (prepare(token_ids, **options) for token_ids in prompts),
+            _params_for(len(prompts), params),
+        )
+
+    def stream(
+        self, messages: Messages, params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[Delta]:
+        """Yields increments as they are made. Leaving the loop early frees the request's pages."""
+        prompt = self.engine.preprocessor.prepare(messages, **options)
+        params = params or SamplingParams()
+        deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        request_id = self.engine.submit(prompt, params, deltas.put)
+        unfinished = params.n
+        try:
+            while unfinished:
+                delta = deltas.get()
+                if delta.finish_reason is not None:
+                    unfinished -= 1
+                if delta.error is not None:
+                    raise delta.error
+                yield delta
+        finally:
+            if unfinished:
+                self.engine.abort(request_id)
+
+    @overload
+    def __call__(self, inputs: ShortForm, params: SamplingParams | None = None) -> Output: ...
+    @overload
+    def __call__(
+        self, inputs: list[ShortForm], params: SamplingParams | None = None
+    ) -> list[Output]: ...
+    def __call__(
+        self, inputs: ShortForm | list[ShortForm], params: SamplingParams | None = None
+    ) -> Output | list[Output]:
+        """Short form: a text, a (text, media) or (text, [media, ...]) pair, or a list of those.
+
+        Media (PIL images, uint8 frames `[T, H, W, 3]`, paths, URLs, bytes) come before the text.
+        """
+        if isinstance(inputs, list):
+            return self.chat_many([_messages(each) for each in inputs], params)
+        return self.chat(_messages(inputs), params)
+
+    def _run(self, prompts: Iterator[Prompt], params: Sequence[SamplingParams]) -> list[Output]:
+        collectors: list[_Collector] = []
+        ids: list[str] = []
+        try:
+            for prompt, each in zip(prompts, params, strict=True):
+                collectors.append(_Collector(prompt, each))
+                ids.append(self.engine.submit(prompt, each, collectors[-1].push))
+            return [collector.result() for collector in collectors]
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort(request_id)
+            raise
+
+
+class _Collector:
+    """Gathers the deltas of one request into an Output."""
+
+    def __init__(self, prompt: Prompt, params: SamplingParams) -> None:
+        self._prompt = prompt
+        self._params = params
+        self._deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        self.push = self._deltas.put
+
+    def result(self) -> Output:
+        """Waits for the request to end. Raises its error, if it has one."""
+        parts: list[list[Delta]] = [[] for _ in range(self._params.n)]
+        unfinished = self._params.n
+        while unfinished:
+            delta = self._deltas.get()
+            if delta.error is not None:
+                raise delta.error
+            parts[delta.index].append(delta)
+            unfinished -= delta.finish_reason is not None
+        choices = [self._choice(deltas) for deltas in parts]
+        first, last = choices[0], delta
+        assert last.cache_report is not None
+        return Output(
+            text=first.text,
+            token_ids=first.token_ids,
+            prompt_token_ids=list(self._prompt.token_ids),
+            finish_reason=first.finish_reason,
+            usage=last.usage,
+            cache_report=last.cache_report,
+            logprobs=first.logprobs,
+            stop_reason=first.stop_reason,
+            choices=choices,
+        )
+
+    def _choice(self, deltas: list[Delta]) -> Choice:
+        last = deltas[-1]
+        assert last.finish_reason is not None
+        wants_logprobs = self._params.logprobs is not None
+        return Choice(
+            text="".join(delta.text for delta in deltas),
+            token_ids=[token for delta in deltas for token in delta.token_ids],
+            finish_reason=last.finish_reason,
+            logprobs=[d for delta in deltas for d in delta.logprobs] if wants_logprobs else None,
+            stop_reason=last.stop_reason,
+        )
+
+
+def _params_for(
+    count: int, params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"{len(params)} SamplingParams for {count} prompts")
+    return list(params)
+
+
+def _messages(inputs: ShortForm) -> Messages:
+    text, media = (inputs, []) if isinstance(inputs, str) else inputs
+    if not isinstance(text, str):
+        raise InvalidRequestError("the short form is text, (text, media) or (text, [media, ...])")
+    items = list(media) if isinstance(media, list | tuple) else [media]
+    parts = [_media_part(item) for item in items]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+_VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".3gp")
+
+
+def _media_part(item: Any) -> dict[str, Any]:
+    """Arrays with four axes and names or bytes that look like a video are videos, the rest images."""
+    if getattr(item, "ndim", 0) == 4 or _looks_like_video(item):
+        return {"type": "video", "video": item}
+    return {"type": "image", "image": item}
+
+
+def _looks_like_video(item: Any) -> bool:
+    if isinstance(item, bytes):
+        # ISO media ("ftyp", but not its still-image brands), Matroska / WebM, RIFF AVI.
+        is_iso = item[4:8] == b"ftyp" and item[8:12] not in (b"avif", b"heic", b"heix", b"mif1")
+        return is_iso or item[:4] == b"\x1aE\xdf\xa3" or item[8:12] == b"AVI "
+    if isinstance(item, str | Path):
+        name = str(item)
+        if name.startswith("data:"):
+            return name.startswith("data:video/")
+        return name.lower().split("?", 1)[0].endswith(_VIDEO_SUFFIXES)
+    return False
