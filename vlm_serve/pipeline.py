@@ -266,7 +266,7 @@ _VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".3gp
 
 
 def _media_part(item: Any) -> dict[str, Any]:
-    """Arrays with four axes and names or bytes that look like a video are videos, the rest images."""
+    """Arrays with four axes, and names or bytes that look like a video, are videos."""
     if getattr(item, "ndim", 0) == 4 or _looks_like_video(item):
         return {"type": "video", "video": item}
     return {"type": "image", "image": item}

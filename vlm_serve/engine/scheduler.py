@@ -131,7 +131,7 @@ class Scheduler:
         if self._admission.admit(sequence, budget, alone=not self.running):
             return True
         if sequence.suspect_until and self.running:
-            # Whoever is under suspicion runs alone: the others, which wait for it anyway, make room.
+            # Whoever is under suspicion runs alone: the others wait for it anyway and make room.
             for other in list(self.running):
                 self._preempt(other)
             return self._admission.admit(sequence, budget, alone=True)
@@ -160,9 +160,7 @@ class Scheduler:
         """Grows the lease; preempts sequences that come later in order until it fits."""
         assert sequence.lease is not None
         while not self.cache.grow(sequence.lease, num_tokens):
-            later = [
-                s for s in self.running if s.lease is not None and _order(s) > _order(sequence)
-            ]
+            later = [s for s in self.running if _order(s) > _order(sequence)]
             if later:
                 self._preempt(max(later, key=_order))
             elif len(self.running) > 1:
@@ -302,7 +300,7 @@ class Scheduler:
         return events
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
-        """Gives a choice its own row and partial block; without room it recomputes via the cache."""
+        """Gives a choice a row and a partial block; without room it recomputes via the cache."""
         assert parent.lease is not None
         lease = None
         if len(self.running) < self.config.max_num_seqs:

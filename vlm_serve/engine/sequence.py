@@ -49,7 +49,7 @@ class Sequence:
 
     Attributes:
         prefill_target: tokens below this go through the chunk kernel. It is the whole length each
-            time the sequence starts from shared cache entries, so recomputed tokens count as prompt.
+            time the sequence starts from shared entries, so recomputed tokens count as prompt.
         snapshot_positions: cut points at which a state snapshot is wanted, with their kind.
         suspect_until: set after a step with this sequence has raised: it runs alone until it has
             computed that many tokens.
@@ -123,7 +123,7 @@ class Sequence:
         assert self.prefill_target <= self.num_tokens
 
     def accept(self, sampled: Sampled) -> Delta:
-        """Appends a sampled token, decides whether the choice ends, and says what became visible."""
+        """Appends a sampled token, decides whether the choice ends, says what became visible."""
         token = sampled.token_id
         self.token_ids.append(token)
         self.keys.extend((token,))

@@ -1,4 +1,4 @@
-"""Where prefill slices and GDN chunks end: pure arithmetic on cut points (design, sections 5 and 12)."""
+"""Where prefill slices and GDN chunks end: arithmetic on cut points (design, sections 5, 12)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 
 def slice_end(cuts: Sequence[int], start: int, target: int, budget: int) -> int:
-    """End of the next prefill slice from `start`: the target if the budget reaches it, else the last
-    cut point within the budget; `start` itself when not even the next cut point is within reach.
+    """End of the next prefill slice from `start`: the target if the budget reaches it, else the
+    last cut point within the budget; `start` itself when not even the next one is within reach.
 
     Args:
         cuts: all cut points, ascending.
