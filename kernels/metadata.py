@@ -22,6 +22,8 @@ class DecodeMeta:
         src_rows: state row read by each sequence; -1 means zero state.
         dst_rows: state row written; may equal the source.
         snapshot_rows: extra state row that also receives the new state, -1 for none.
+        tensors: device copies of the above, made at most once per step.
+        checked: which host checks have passed already; see `kernels/checks.py`.
     """
 
     block_tables: tuple[tuple[int, ...], ...]
@@ -29,7 +31,8 @@ class DecodeMeta:
     src_rows: tuple[int, ...]
     dst_rows: tuple[int, ...]
     snapshot_rows: tuple[int, ...]
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    checked: set[tuple[str, int, int]] = field(default_factory=set, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.kv_lens)
@@ -43,13 +46,16 @@ class PrefillMeta:
         cu_seqlens: P + 1 offsets into the packed prefill tokens (0 = first prefill token).
         starts: absolute position of each slice's first token (the tokens before it are cached).
         block_tables: physical KV block ids of each sequence, covering start + slice.
-        src_rows: state row each sequence starts from; -1 means zero state (selected, not multiplied).
+        src_rows: state row each sequence starts from; -1 means zero state (selected, not
+            multiplied).
         dst_rows: state row that receives the final state; may equal the source. Several sequences
             may read one source; destinations are unique.
         chunk_ends: for each sequence the packed offsets (into the prefill tokens) at which its GDN
             chunks end, ascending; the last one is cu_seqlens[i + 1].
         snapshots: (sequence, chunk index within the sequence, state row): the state after that
             chunk (recurrent and conv tail) is also written to the row.
+        tensors: device copies of the above, made at most once per step.
+        checked: which host checks have passed already; see `kernels/checks.py`.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -59,7 +65,8 @@ class PrefillMeta:
     dst_rows: tuple[int, ...]
     chunk_ends: tuple[tuple[int, ...], ...]
     snapshots: tuple[tuple[int, int, int], ...] = ()
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    checked: set[tuple[str, int, int]] = field(default_factory=set, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -1,0 +1,181 @@
+"""Host-side validation of kernel arguments: an exception that names the argument, before any
+launch.
+
+Checks read metadata only (shapes, strides, dtypes, host tuples), never a tensor's values, so they
+cost no device synchronisation. What depends on a step's metadata alone is checked once per step and
+remembered in `meta.checked`; every layer after the first pays a set look-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_CHUNK = 64
+
+
+class KernelArgumentError(ValueError):
+    """A kernel was called with an argument that it does not support.
+
+    Attributes:
+        argument: the name of the offending argument.
+    """
+
+    def __init__(self, argument: str, problem: str) -> None:
+        super().__init__(f"{argument}: {problem}")
+        self.argument = argument
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | None],
+    dtypes: Iterable[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Shape (None: any size), dtype, device and a dense last dimension.
+
+    Raises:
+        KernelArgumentError: naming the argument and what was expected.
+    """
+    if tensor.dim() != len(shape) or any(
+        want is not None and want != have for want, have in zip(shape, tensor.shape, strict=True)
+    ):
+        want = ["*" if size is None else size for size in shape]
+        raise KernelArgumentError(name, f"shape {list(tensor.shape)}, expected {want}")
+    if tensor.dtype not in dtypes:
+        expected = ", ".join(str(dtype) for dtype in dtypes)
+        raise KernelArgumentError(name, f"dtype {tensor.dtype}, expected one of {expected}")
+    if tensor.device != device:
+        raise KernelArgumentError(name, f"on {tensor.device}, expected {device}")
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise KernelArgumentError(
+            name, f"last dimension has stride {tensor.stride(-1)}, expected 1"
+        )
+
+
+def check_prefill_meta(meta: PrefillMeta, num_tokens: int, num_rows: int) -> None:
+    """Offsets, chunks and state rows of a prefill step over `num_rows` state rows.
+
+    Raises:
+        KernelArgumentError: naming the field.
+    """
+    key = ("prefill", num_tokens, num_rows)
+    if key in meta.checked:
+        return
+    _check_prefill_offsets(meta, num_tokens)
+    for name in ("starts", "src_rows", "dst_rows", "chunk_ends"):
+        if len(getattr(meta, name)) != len(meta):
+            raise KernelArgumentError(f"meta.{name}", f"expected {len(meta)} sequences")
+    for i, ends in enumerate(meta.chunk_ends):
+        _check_chunks(ends, meta.cu_seqlens[i], meta.cu_seqlens[i + 1])
+    for sequence, chunk, _ in meta.snapshots:
+        if not 0 <= sequence < len(meta) or not 0 <= chunk < len(meta.chunk_ends[sequence]):
+            raise KernelArgumentError("meta.snapshots", f"no chunk {chunk} of sequence {sequence}")
+    _check_rows(meta.src_rows, meta.dst_rows, [row for _, _, row in meta.snapshots], num_rows)
+    meta.checked.add(key)
+
+
+def check_decode_meta(meta: DecodeMeta, num_tokens: int, num_rows: int) -> None:
+    """State rows of a decode step over `num_rows` state rows.
+
+    Raises:
+        KernelArgumentError: naming the field.
+    """
+    key = ("decode", num_tokens, num_rows)
+    if key in meta.checked:
+        return
+    for name in ("src_rows", "dst_rows", "snapshot_rows"):
+        if len(getattr(meta, name)) != num_tokens:
+            raise KernelArgumentError(f"meta.{name}", f"expected {num_tokens} sequences")
+    snapshots = [row for row in meta.snapshot_rows if row != -1]
+    _check_rows(meta.src_rows, meta.dst_rows, snapshots, num_rows)
+    meta.checked.add(key)
+
+
+def check_block_tables(
+    meta: PrefillMeta | DecodeMeta, kv_lens: Sequence[int], num_blocks: int, block_size: int
+) -> None:
+    """Every sequence's table covers its keys and names existing blocks.
+
+    Raises:
+        KernelArgumentError: naming the field.
+    """
+    key = ("blocks", num_blocks, block_size)
+    if key in meta.checked:
+        return
+    if len(meta.block_tables) != len(kv_lens):
+        raise KernelArgumentError("meta.block_tables", f"expected {len(kv_lens)} sequences")
+    for table, length in zip(meta.block_tables, kv_lens, strict=True):
+        if length > len(table) * block_size:
+            raise KernelArgumentError(
+                "meta.block_tables", f"{len(table)} blocks of {block_size} for {length} keys"
+            )
+        if table and not 0 <= min(table) <= max(table) < num_blocks:
+            raise KernelArgumentError("meta.block_tables", f"block outside 0..{num_blocks - 1}")
+    meta.checked.add(key)
+
+
+def check_kv_layer(kv: KVLayer, device: torch.device) -> None:
+    """Shapes, dtypes and scales of one layer's pages.
+
+    Raises:
+        KernelArgumentError: naming the field.
+    """
+    quantised = kv.k.dtype == torch.uint8
+    allowed = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.uint8)
+    check_tensor("kv.k", kv.k, (None, None, None, None), allowed, device)
+    check_tensor("kv.v", kv.v, kv.k.shape, (kv.k.dtype,), device)
+    for name in ("k_scale", "k_zero", "v_scale", "v_zero"):
+        scale = getattr(kv, name)
+        if quantised != (scale is not None):
+            raise KernelArgumentError(
+                f"kv.{name}", "required for int8 pages" if quantised else "only for int8 pages"
+            )
+        if scale is not None:
+            check_tensor(f"kv.{name}", scale, kv.k.shape[:3], (torch.float16,), device)
+
+
+def _check_prefill_offsets(meta: PrefillMeta, num_tokens: int) -> None:
+    offsets = meta.cu_seqlens
+    if len(offsets) != len(meta) + 1 or offsets[0] != 0 or offsets[-1] != num_tokens:
+        raise KernelArgumentError(
+            "meta.cu_seqlens", f"must run from 0 to {num_tokens} in {len(meta) + 1} offsets"
+        )
+    if any(left > right for left, right in zip(offsets, offsets[1:], strict=False)):
+        raise KernelArgumentError("meta.cu_seqlens", "must not decrease")
+
+
+def _check_chunks(ends: tuple[int, ...], start: int, stop: int) -> None:
+    previous = start
+    for end in ends:
+        if not 0 < end - previous <= MAX_CHUNK:
+            raise KernelArgumentError(
+                "meta.chunk_ends", f"chunk of {end - previous} tokens, expected 1..{MAX_CHUNK}"
+            )
+        previous = end
+    if previous != stop:
+        raise KernelArgumentError("meta.chunk_ends", f"chunks end at {previous}, slice at {stop}")
+
+
+def _check_rows(
+    src: Sequence[int], dst: Sequence[int], snapshots: Sequence[int], num_rows: int
+) -> None:
+    if any(not -1 <= row < num_rows for row in src):
+        raise KernelArgumentError("meta.src_rows", f"row outside -1..{num_rows - 1}")
+    for name, rows in (("dst_rows", dst), ("snapshots", snapshots)):
+        if any(not 0 <= row < num_rows for row in rows):
+            raise KernelArgumentError(f"meta.{name}", f"row outside 0..{num_rows - 1}")
+    if len(set(dst)) != len(dst):
+        raise KernelArgumentError("meta.dst_rows", "a row is written by two sequences")
+    written = set(dst) | set(snapshots)
+    if len(written) != len(dst) + len(snapshots):
+        raise KernelArgumentError("meta.snapshots", "a row is written twice")
+    for i, row in enumerate(src):
+        # In place is fine for the sequence itself, but nobody else may read a row that changes.
+        if row in written and not (row == dst[i] and src.count(row) == 1):
+            raise KernelArgumentError("meta.src_rows", f"row {row} is read and written")

@@ -1,0 +1,58 @@
+"""The one place where a backend is chosen: by the device of an op's first tensor.
+
+Each op `<op>.py` validates its arguments and calls `select(<op>_cpu.function, device)`. CPU tensors
+run that function; tensors of another device run the function of the same name and signature in the
+sibling module `<op>_triton`, which is imported on first use, so that a machine without Triton never
+imports it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import torch
+
+from vlm_serve.kernels.checks import KernelArgumentError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def select(cpu_function: Function, device: torch.device) -> Function:
+    """The implementation of an op for a device.
+
+    Args:
+        cpu_function: the op's function in its `<op>_cpu` module.
+        device: where the op's tensors live.
+
+    Returns:
+        A function of the same signature.
+
+    Raises:
+        KernelArgumentError: no implementation of the op for that device.
+    """
+    if device.type == "cpu":
+        return cpu_function
+    return cast(Function, _load_triton(cpu_function.__module__, cpu_function.__name__))
+
+
+def describe(device: torch.device) -> str:
+    """One line for the start-up log: which path the ops take on a device, and why."""
+    if device.type == "cpu":
+        reason = "" if torch.cuda.is_available() else " (no GPU found)"
+        return f"kernels: torch CPU path, {torch.get_num_threads()} threads{reason}"
+    if importlib.util.find_spec("triton") is None:
+        return f"kernels: none for {device} (Triton is not installed)"
+    return f"kernels: Triton on {device}"
+
+
+@cache
+def _load_triton(cpu_module: str, name: str) -> Callable[..., Any]:
+    module = cpu_module.removesuffix("_cpu") + "_triton"
+    try:
+        return cast(Callable[..., Any], getattr(importlib.import_module(module), name))
+    except (ImportError, AttributeError) as error:
+        raise KernelArgumentError("device", f"no Triton implementation of {name}") from error

@@ -1,0 +1,146 @@
+"""Gated delta rule over packed sequences, recurrent state kept in rows of a pool.
+
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - k_t^T exp(g_t) S_{t-1})^T,    o_t = S_t^T q_t
+
+with q and k normalised to unit length and q scaled by `Dk ** -0.5` (Yang, Kautz, Hatamizadeh 2024,
+"Gated Delta Networks"; transformers' torch_chunk_gated_delta_rule and
+torch_recurrent_gated_delta_rule). Each key head serves `Hv / Hk` consecutive value heads.
+Everything inside is float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vlm_serve.kernels import gated_delta_cpu
+from vlm_serve.kernels.checks import (
+    FLOAT_DTYPES,
+    KernelArgumentError,
+    check_decode_meta,
+    check_prefill_meta,
+    check_tensor,
+)
+from vlm_serve.kernels.dispatch import select
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+
+
+def chunk_gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    meta: PrefillMeta,
+) -> torch.Tensor:
+    """Prefill: every slice in the chunks that `meta.chunk_ends` names, each of 1 to 64 tokens.
+
+    Initial states are read straight from the source rows (zero state for -1), final states go to
+    the destination rows, and the states after the chunks in `meta.snapshots` to snapshot rows. A
+    run that
+    resumes at a chunk end gives the same bits as the unsplit one, whatever else is in the batch: a
+    chunk's arithmetic depends on its own tokens and incoming state alone. To keep that true for a
+    state pool that is not float32, the state is rounded to the pool's dtype after every chunk.
+
+    Args:
+        q, k: `[N, Hk, Dk]`, float32, bfloat16 or float16, any strides with a dense last dimension.
+        v: `[N, Hv, Dv]`, the dtype of q, likewise; `Hv` a multiple of `Hk`.
+        g: `[N, Hv]` float32, log decay (<= 0).
+        beta: `[N, Hv]` float, write strength in 0..1.
+        state: `[rows, Hv, Dk, Dv]`, float32, bfloat16 or float16, any row stride; written in place.
+        meta: the slices.
+
+    Returns:
+        `[N, Hv, Dv]` in the dtype of v, contiguous.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    _check(q, k, v, g, beta, state)
+    check_prefill_meta(meta, q.shape[0], state.shape[0])
+    run = select(gated_delta_cpu.chunk_gated_delta, q.device)
+    return run(q, k, v, g, beta, state, meta)
+
+
+def recurrent_gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    meta: DecodeMeta,
+) -> torch.Tensor:
+    """Decode: one token per sequence, one step of the recurrence each.
+
+    Args:
+        q, k, v, g, beta, state: as in `chunk_gated_delta`, with B tokens.
+        meta: the sequences' rows; a snapshot row also receives the new state.
+
+    Returns:
+        `[B, Hv, Dv]` in the dtype of v.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    _check(q, k, v, g, beta, state)
+    check_decode_meta(meta, q.shape[0], state.shape[0])
+    run = select(gated_delta_cpu.recurrent_gated_delta, q.device)
+    return run(q, k, v, g, beta, state, meta)
+
+
+def gated_delta_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Oracle for one sequence, token by token and head by head, in float64.
+
+    Args:
+        q, k, v, g, beta: as in `chunk_gated_delta`, n tokens.
+        state: `[Hv, Dk, Dv]` or None for zeros.
+
+    Returns:
+        (output `[n, Hv, Dv]`, states after 1 ... n tokens `[n, Hv, Dk, Dv]`), float64.
+    """
+    q, k, v, g, beta = (tensor.double() for tensor in (q, k, v, g, beta))
+    tokens, heads, width = v.shape
+    q = q / (q.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() * q.shape[-1] ** -0.5
+    k = k / (k.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()
+    out = v.new_zeros(tokens, heads, width)
+    states = v.new_zeros(tokens, heads, k.shape[-1], width)
+    for head in range(heads):
+        shared = head * k.shape[1] // heads
+        current = v.new_zeros(k.shape[-1], width) if state is None else state[head].double()
+        for t in range(tokens):
+            current = g[t, head].exp() * current
+            change = beta[t, head] * (v[t, head] - k[t, shared] @ current)
+            current = current + torch.outer(k[t, shared], change)
+            out[t, head] = q[t, shared] @ current
+            states[t, head] = current
+    return out, states
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> None:
+    check_tensor("q", q, (None, None, None), FLOAT_DTYPES, q.device)
+    check_tensor("k", k, q.shape, (q.dtype,), q.device)
+    tokens, key_heads, key_dim = q.shape
+    check_tensor("v", v, (tokens, None, None), (q.dtype,), q.device)
+    heads, value_dim = v.shape[1:]
+    if heads % key_heads:
+        raise KernelArgumentError("v", f"{heads} value heads for {key_heads} key heads")
+    check_tensor("g", g, (tokens, heads), (torch.float32,), q.device)
+    check_tensor("beta", beta, (tokens, heads), FLOAT_DTYPES, q.device)
+    check_tensor("state", state, (None, heads, key_dim, value_dim), FLOAT_DTYPES, q.device)
+    if not state[:1].is_contiguous():
+        raise KernelArgumentError("state", "a row must be contiguous")

@@ -1,0 +1,45 @@
+"""Stored forms of keys and values: what pages hold and how it is read back.
+
+int8 pages hold unsigned codes with a float16 scale and zero point per token and head:
+`value = scale * (code - zero)`. The range always includes 0, so that the zero point is a code
+(0..255, exact in float16), and the scale is rounded up to float16, so that the range still fits 256
+codes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FLOAT8_MAX = 448.0
+
+
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`[..., D]` floats to uint8 codes `[..., D]`, float16 scale and zero point `[...]`."""
+    wide = x.float()
+    low = wide.amin(-1).clamp_max_(0.0)
+    spread = wide.amax(-1).clamp_min_(0.0) - low
+    scale = round_up_half(spread / 255.0)
+    inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
+    zero = (-low * inverse).round_()
+    codes = (wide * inverse.unsqueeze(-1)).round_().add_(zero.unsqueeze(-1)).clamp_(0.0, 255.0)
+    return codes.to(torch.uint8), scale, zero.half()
+
+
+def dequantise(
+    codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The inverse of `quantise`, computed in float32 and returned in `dtype`."""
+    wide = codes.float().sub_(zero.float().unsqueeze(-1)).mul_(scale.float().unsqueeze(-1))
+    return wide.to(dtype)
+
+
+def to_float8(x: torch.Tensor) -> torch.Tensor:
+    """Saturating conversion to float8_e4m3fn; the plain cast turns values past 448 into NaN."""
+    return x.float().clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
+
+
+def round_up_half(x: torch.Tensor) -> torch.Tensor:
+    """The smallest float16 not below x, for 0 <= x <= 65504."""
+    half = x.half()
+    above = (half.view(torch.int16) + 1).view(torch.float16)
+    return torch.where(half.float() < x, above, half)

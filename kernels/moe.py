@@ -1,0 +1,92 @@
+"""Mixture of experts: softmax top-k router and routed expert MLPs.
+
+As in Qwen3.5-MoE (transformers' Qwen3_5MoeTopKRouter and Qwen3_5MoeExperts). The shared expert is
+an ordinary MLP and belongs to the model.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from vlm_serve.kernels import moe_cpu
+from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
+from vlm_serve.kernels.dispatch import select
+
+
+def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The top_k experts of each token and their weights, which sum to 1.
+
+    Softmax in float32 over all experts, then top-k, then renormalisation.
+
+    Args:
+        logits: `[T, E]`, float32, bfloat16 or float16.
+        top_k: experts per token, 1..E.
+
+    Returns:
+        (weights `[T, top_k]` in the dtype of logits, descending; ids int64 `[T, top_k]`).
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    check_tensor("logits", logits, (None, None), FLOAT_DTYPES, logits.device)
+    if not 1 <= top_k <= logits.shape[1]:
+        raise KernelArgumentError("top_k", f"{top_k}, expected 1..{logits.shape[1]}")
+    weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype), ids
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """`sum_j weights[t, j] * down[e] @ (silu(gate) * up)`, where `e = ids[t, j]` and
+    `gate, up = gate_up[e] @ x[t]`.
+
+    Args:
+        x: `[T, H]`, float32, bfloat16 or float16.
+        weights: `[T, k]`, the dtype of x.
+        ids: int64 `[T, k]`, distinct within a token, 0..E-1.
+        gate_up: `[E, 2I, H]`, gate rows first; the dtype of x.
+        down: `[E, H, I]`, the dtype of x.
+        deterministic: a token's bits do not depend on the other tokens.
+
+    Returns:
+        `[T, H]` in the dtype of x.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    device = x.device
+    check_tensor("x", x, (None, None), FLOAT_DTYPES, device)
+    check_tensor("weights", weights, (x.shape[0], None), (x.dtype,), device)
+    check_tensor("ids", ids, weights.shape, (torch.int64,), device)
+    check_tensor("gate_up", gate_up, (None, None, x.shape[1]), (x.dtype,), device)
+    experts, double = gate_up.shape[:2]
+    if double % 2:
+        raise KernelArgumentError("gate_up", f"{double} rows, expected gate and up halves")
+    check_tensor("down", down, (experts, x.shape[1], double // 2), (x.dtype,), device)
+    run = select(moe_cpu.routed_experts, device)
+    return run(x, weights, ids, gate_up, down, deterministic=deterministic)
+
+
+def routed_experts_reference(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """Oracle, token by token and expert by expert, in float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(x.shape[0]):
+        for weight, expert in zip(weights[token].tolist(), ids[token].tolist(), strict=True):
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            out[token] += weight * (down[expert].double() @ (F.silu(gate) * up))
+    return out

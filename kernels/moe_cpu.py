@@ -1,0 +1,33 @@
+"""Routed experts, torch CPU path."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from vlm_serve.kernels.linear import linear
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    deterministic: bool,
+) -> torch.Tensor:
+    tokens, top_k = ids.shape
+    order = ids.flatten().argsort(stable=True)
+    counts = torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).tolist()
+    parts = x.new_empty(tokens * top_k, x.shape[1])
+    begin = 0
+    for expert, count in enumerate(counts):
+        if count:
+            picked = order[begin : begin + count]
+            gate, up = linear(
+                x[picked // top_k], gate_up[expert], deterministic=deterministic
+            ).chunk(2, dim=-1)
+            parts[picked] = linear(F.silu(gate) * up, down[expert], deterministic=deterministic)
+            begin += count
+    return (parts.view(tokens, top_k, -1) * weights.unsqueeze(-1)).sum(1)
