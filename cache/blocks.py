@@ -1,0 +1,122 @@
+"""Physical KV blocks and who holds them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vlm_serve.cache.trie import Node
+
+
+class Block:
+    """One physical block.
+
+    A block may be held at once by running requests, by suspended ones and by several nodes: a full
+    node and the tails of the same tokens. All its nodes are siblings, because only the request that
+    wrote a block, or one that shares it through its path, publishes nodes on it.
+
+    Attributes:
+        hard: holds of running requests, plus the pins of the nodes on this block.
+        soft: the same of suspended requests, which eviction may take back.
+        nodes: the trie nodes on this block.
+        ticket: of its entry among the eviction candidates.
+    """
+
+    __slots__ = ("hard", "id", "nodes", "soft", "ticket")
+
+    def __init__(self, block_id: int) -> None:
+        self.id = block_id
+        self.hard = 0
+        self.soft = 0
+        self.nodes: tuple[Node, ...] = ()
+        self.ticket = 0
+
+
+class BlockPool:
+    """Free list and holder counts.
+
+    Attributes:
+        blocks: every block by id.
+        num_reclaimable: blocks that no running request needs, so that evicting nodes and suspended
+            requests can free them.
+    """
+
+    def __init__(self, num_blocks: int, on_free: Callable[[int], None] | None = None) -> None:
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.num_reclaimable = 0
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._on_free = on_free
+
+    def __getitem__(self, block_id: int) -> Block:
+        return self.blocks[block_id]
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def free_ids(self) -> tuple[int, ...]:
+        return tuple(self._free)
+
+    def take(self) -> Block:
+        """A free block, held once by a running request."""
+        block = self.blocks[self._free.pop()]
+        block.hard = 1
+        return block
+
+    def harden(self, block: Block) -> None:
+        """One more running request holds the block or pins a node on it."""
+        if block.hard == 0 and (block.soft or block.nodes):
+            self.num_reclaimable -= 1
+        block.hard += 1
+
+    def loosen(self, block: Block) -> None:
+        """A running request lets go; the block is free once nothing else holds it."""
+        assert block.hard > 0, f"block {block.id} let go twice"
+        block.hard -= 1
+        if block.hard == 0:
+            if block.soft or block.nodes:
+                self.num_reclaimable += 1
+            else:
+                self._release(block)
+
+    def park(self, block: Block) -> None:
+        """A running request's hold becomes a suspended one's."""
+        block.soft += 1
+        self.loosen(block)
+
+    def unpark(self, block: Block) -> None:
+        """A suspended request's hold becomes a running one's."""
+        assert block.soft > 0, f"block {block.id} is not parked"
+        self.harden(block)
+        block.soft -= 1
+
+    def drop_parked(self, block: Block) -> None:
+        """A suspended request lets go."""
+        assert block.soft > 0, f"block {block.id} let go twice"
+        block.soft -= 1
+        self._settle(block)
+
+    def attach(self, block: Block, node: Node) -> None:
+        """A node is published on a block that a running request holds."""
+        assert block.hard > 0, "only a held block can be published"
+        block.nodes = (*block.nodes, node)
+
+    def detach(self, block: Block, node: Node) -> None:
+        """A node leaves the trie."""
+        assert node in block.nodes, f"block {block.id} does not hold this node"
+        block.nodes = tuple(other for other in block.nodes if other is not node)
+        self._settle(block)
+
+    def _settle(self, block: Block) -> None:
+        """Frees a block whose last soft hold or node has just gone."""
+        if block.hard == 0 and not block.soft and not block.nodes:
+            self.num_reclaimable -= 1
+            self._release(block)
+
+    def _release(self, block: Block) -> None:
+        self._free.append(block.id)
+        if self._on_free is not None:
+            self._on_free(block.id)

@@ -1,0 +1,52 @@
+"""What the prefix cache is told once, at start-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Sizes and switches of a `PrefixCache`. The engine validates what users give.
+
+    Attributes:
+        num_blocks: physical KV blocks in the pool.
+        block_size: tokens per block.
+        num_live_rows: most state rows that running requests may hold at once.
+        num_snapshot_rows: state rows beyond the live ones. The pool has the sum of both, and
+            snapshots may borrow live rows that are idle; they give them back on demand.
+        has_state: False for a model without state layers: no rows, KV alone decides.
+        enabled: False: requests get blocks and rows, but nothing is matched or published.
+        min_snapshot_gain: blocks that a junction snapshot must save.
+        policy: which unpinned entries go first: "value" or "lru".
+        block_bytes, snapshot_bytes: size of one KV block and one state row, for the value policy.
+        ghost_entries: evicted keys that are remembered to explain misses; None: one per block.
+    """
+
+    num_blocks: int
+    block_size: int
+    num_live_rows: int = 0
+    num_snapshot_rows: int = 0
+    has_state: bool = True
+    enabled: bool = True
+    min_snapshot_gain: int = 4
+    policy: Literal["value", "lru"] = "value"
+    block_bytes: int = 1
+    snapshot_bytes: int = 1
+    ghost_entries: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.num_blocks > 0, "num_blocks must be positive"
+        assert self.block_size > 0, "block_size must be positive"
+        assert self.num_live_rows > 0 or not self.has_state, "a model with state needs live rows"
+        assert self.num_snapshot_rows >= 0, "num_snapshot_rows must not be negative"
+        assert self.min_snapshot_gain > 0, "min_snapshot_gain must be positive"
+        assert self.policy in ("value", "lru"), f"unknown policy {self.policy!r}"
+        assert self.block_bytes > 0 and self.snapshot_bytes > 0, "sizes must be positive"
+        assert self.ghost_entries is None or self.ghost_entries >= 0
+
+    @property
+    def num_rows(self) -> int:
+        """State rows of the pool: live and snapshot rows together; 0 without state layers."""
+        return self.num_live_rows + self.num_snapshot_rows if self.has_state else 0

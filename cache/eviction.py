@@ -1,0 +1,97 @@
+"""Making room: which block or row goes when none is free (design, section 6)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vlm_serve.cache.ledger import WORTHLESS
+
+if TYPE_CHECKING:
+    from vlm_serve.cache.blocks import Block
+    from vlm_serve.cache.lazy_heap import Priority
+    from vlm_serve.cache.ledger import Ledger
+    from vlm_serve.cache.rows import Snapshot
+    from vlm_serve.cache.suspension import Suspensions
+
+
+class Evictor:
+    """Frees blocks and rows that no running request needs.
+
+    Blocks: KV beyond the last snapshot of its path, then suspended requests, then the rest by
+    policy. Rows: suspended requests, then snapshots by policy.
+    """
+
+    def __init__(self, ledger: Ledger, suspensions: Suspensions) -> None:
+        self._ledger = ledger
+        self._suspensions = suspensions
+
+    def make_blocks(self, count: int) -> bool:
+        """True with at least `count` free blocks; False, and nothing changed, if that cannot be."""
+        blocks = self._ledger.blocks
+        if count > blocks.num_free + blocks.num_reclaimable:
+            return False
+        while blocks.num_free < count:
+            self._free_some_block()
+        return True
+
+    @property
+    def can_make_row(self) -> bool:
+        ledger = self._ledger
+        return bool(ledger.rows.num_free or len(self._suspensions) or len(ledger.spare_snapshots))
+
+    def make_row(self) -> bool:
+        """True with at least one free row; False, and nothing changed, if that cannot be."""
+        if self._ledger.rows.num_free or self._suspensions.evict_oldest():
+            return True
+        snapshot = self._cheapest_snapshot()
+        if snapshot is None:
+            return False
+        self._ledger.remove_snapshot(snapshot)
+        return True
+
+    def evict_everything(self) -> None:
+        """Evicts all that no running request needs."""
+        ledger = self._ledger
+        while self._suspensions.evict_oldest():
+            pass
+        while (unit := ledger.units.peek()) is not None:
+            self._evict_unit(unit[1])
+        while (spare := ledger.spare_snapshots.peek()) is not None:
+            ledger.remove_snapshot(spare[1])
+
+    def _free_some_block(self) -> None:
+        """One step towards a free block."""
+        unit = self._cheapest_unit()
+        if (unit is None or unit[0][0] != WORTHLESS) and self._suspensions.evict_oldest():
+            return
+        assert unit is not None, "reclaimable blocks without a candidate"
+        (_, value), block = unit
+        self._ledger.block_policy.evicted(value)
+        self._evict_unit(block)
+
+    def _evict_unit(self, block: Block) -> None:
+        """Evicts every node on a block, which frees it."""
+        for node in block.nodes:
+            self._ledger.remove_node(node)
+
+    def _cheapest_unit(self) -> tuple[Priority, Block] | None:
+        """The block of least priority. A value that has grown since it was queued counts anew."""
+        ledger = self._ledger
+        while (top := ledger.units.peek()) is not None:
+            priority, block = top
+            current = ledger.unit_priority(block)
+            if current <= priority:
+                return current, block
+            ledger.units.push(block, current)
+        return None
+
+    def _cheapest_snapshot(self) -> Snapshot | None:
+        ledger = self._ledger
+        while (top := ledger.spare_snapshots.peek()) is not None:
+            priority, snapshot = top
+            current = ledger.snapshot_priority(snapshot)
+            if current <= priority:
+                ledger.row_policy.evicted(current[1])
+                return snapshot
+            ledger.spare_snapshots.push(snapshot, current)
+        return None

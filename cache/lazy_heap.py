@@ -1,0 +1,69 @@
+"""A priority queue whose entries can be replaced or withdrawn in O(1)."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import Generic, Protocol, TypeVar
+
+Priority = tuple[int, float]
+"""(class, value): a lower class goes first, then a lower value."""
+
+
+class Ticketed(Protocol):
+    """An item knows the ticket of its one valid entry; 0: it has none."""
+
+    ticket: int
+
+
+Item = TypeVar("Item", bound=Ticketed)
+
+
+class LazyHeap(Generic[Item]):
+    """Least priority first, ties in order of insertion.
+
+    Replacing or withdrawing an item leaves a dead entry behind, recognised by its ticket. Before
+    dead entries outnumber the valid ones by more than a constant, the heap is rebuilt: every
+    operation is O(log n) amortised.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Priority, int, Item]] = []
+        self._last_ticket = 0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, item: Item, priority: Priority) -> None:
+        """Adds `item`, or moves it to another priority."""
+        if item.ticket == 0:
+            self._size += 1
+        self._last_ticket += 1
+        item.ticket = self._last_ticket
+        heappush(self._entries, (priority, item.ticket, item))
+        if len(self._entries) > 2 * self._size + 64:
+            self._entries = [entry for entry in self._entries if entry[1] == entry[2].ticket]
+            heapify(self._entries)
+
+    def discard(self, item: Item) -> None:
+        """Withdraws `item` if it is in the heap."""
+        if item.ticket:
+            item.ticket = 0
+            self._size -= 1
+
+    def peek(self) -> tuple[Priority, Item] | None:
+        """The item of least priority with its priority, left in place; None if empty."""
+        while self._entries:
+            priority, ticket, item = self._entries[0]
+            if ticket == item.ticket:
+                return priority, item
+            heappop(self._entries)
+        return None
+
+    def items(self) -> dict[int, tuple[Priority, Item]]:
+        """Valid entries by ticket, for `check()`."""
+        return {
+            ticket: (priority, item)
+            for priority, ticket, item in self._entries
+            if ticket == item.ticket
+        }

@@ -1,0 +1,239 @@
+"""A request's life in the cache: what it takes, what it publishes, what it gives back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vlm_serve.cache.leases import Lease, LeaseState
+from vlm_serve.cache.publishing import Publisher
+from vlm_serve.cache.rows import RowState, Snapshot
+
+if TYPE_CHECKING:
+    from vlm_serve.cache.eviction import Evictor
+    from vlm_serve.cache.ledger import Ledger
+    from vlm_serve.cache.matching import Match
+    from vlm_serve.cache.suspension import Suspended, Suspensions
+    from vlm_serve.preprocess.keys import PromptKeys
+
+
+class Leasing:
+    """Opens, feeds and closes leases. The facade documents the methods of the same names.
+
+    Attributes:
+        leases: the open ones, oldest first.
+    """
+
+    def __init__(self, ledger: Ledger, evictor: Evictor, suspensions: Suspensions) -> None:
+        self.leases: dict[Lease, None] = {}
+        self._ledger = ledger
+        self._evictor = evictor
+        self._suspensions = suspensions
+        self._config = ledger.config
+
+    def open(self, match: Match | None) -> Lease:
+        lease = Lease()
+        self.leases[lease] = None
+        if match is None:
+            return lease
+        ledger = self._ledger
+        assert match.version == ledger.version, "the match is stale: something was evicted since"
+        lease.blocks = list(match.blocks)
+        lease.num_shared = len(match.blocks)
+        lease.shared_tokens = match.kv_tokens
+        lease.boundary = lease.length = match.boundary
+        lease.exact = match.exact
+        lease.path = list(match.nodes)
+        lease.tail = match.tail
+        lease.snapshot = match.snapshot
+        for node in lease.path:
+            ledger.pin(node)
+        if lease.tail is not None:
+            ledger.pin(lease.tail)
+        if lease.snapshot is not None:
+            ledger.pin_snapshot(lease.snapshot)
+            lease.src_row = lease.snapshot.row
+        self._expect(lease, match.pending_key)
+        return lease
+
+    def take_row(self, lease: Lease) -> bool:
+        assert lease.state is LeaseState.OPEN
+        if not self._config.has_state:
+            return True
+        assert lease.row < 0, "the lease has a row"
+        rows = self._ledger.rows
+        if not rows.may_go_live:
+            return False
+        if self._evictor.make_row():
+            lease.row = rows.take(RowState.LIVE)
+            return True
+        if lease.snapshot is not None and lease.snapshot.pins == 1:
+            lease.row = self._ledger.steal_snapshot(lease.snapshot)
+            lease.snapshot = None
+            return True
+        return False
+
+    def grow(self, lease: Lease, num_tokens: int) -> bool:
+        assert lease.state is LeaseState.OPEN
+        missing = self._blocks_for(num_tokens) - len(lease.blocks)
+        if missing <= 0:
+            return True
+        if not self._evictor.make_blocks(missing):
+            return False
+        first = len(lease.blocks)
+        lease.blocks.extend([self._ledger.blocks.take().id for _ in range(missing)])
+        if lease.tail is not None and first * self._config.block_size < lease.boundary:
+            rows = lease.boundary - lease.shared_tokens
+            lease.copies = ((lease.tail.block.id, lease.blocks[first], rows),)
+        return True
+
+    def reserve_snapshot(self, lease: Lease, position: int, kind: str) -> int | None:
+        assert lease.state is LeaseState.OPEN
+        assert position > lease.length, "the state at this position has gone by"
+        if not (self._config.has_state and self._config.enabled):
+            return None
+        if position in lease.reserved:
+            return lease.reserved[position].row
+        depth, rest = divmod(position, self._config.block_size)
+        if rest == 0 and depth <= len(lease.path) and lease.path[depth - 1].snapshot is not None:
+            return None
+        if not self._evictor.make_row():
+            self._ledger.stats.skips[kind] += 1
+            return None
+        row = self._ledger.rows.take(RowState.RESERVED)
+        lease.reserved[position] = Snapshot(row, position, kind)
+        return row
+
+    def commit(self, lease: Lease, keys: PromptKeys, length: int, exact_until: int) -> None:
+        assert lease.state is LeaseState.OPEN
+        assert lease.length <= length <= len(keys), "a commit goes forward, within its tokens"
+        assert length <= len(lease.blocks) * self._config.block_size, "tokens without a block"
+        if length == lease.length:
+            return
+        now = self._ledger.tick()
+        if not lease.committed:
+            self._count_use(lease, now)
+        if self._config.enabled:
+            Publisher(self._ledger, lease, keys, length, exact_until).publish()
+            depth = len(lease.path)
+            missing = depth < len(keys.block_keys)
+            self._expect(lease, keys.block_keys[depth] if missing else None)
+        self._release_restore(lease)
+        lease.committed = True
+        lease.length = length
+        lease.copies = ()
+        lease.src_row = lease.row
+
+    def abandon(self, lease: Lease) -> None:
+        assert lease.state is LeaseState.OPEN
+        for position in sorted(lease.reserved):
+            row = lease.reserved.pop(position).row
+            self._ledger.rows.change(row, RowState.RESERVED, RowState.FREE)
+
+    def close(self, lease: Lease) -> None:
+        assert lease.state is LeaseState.OPEN, f"the lease is {lease.state.value}"
+        ledger = self._ledger
+        self.abandon(lease)
+        self._release_restore(lease)
+        self._expect(lease, None)
+        if lease.committed:
+            now = ledger.tick()
+            for node in lease.path:
+                ledger.touch(node, now)
+        for node in reversed(lease.path):
+            ledger.unpin(node)
+        for block in lease.own_blocks:
+            ledger.let_go(ledger.blocks[block])
+        if lease.row >= 0:
+            ledger.rows.change(lease.row, RowState.LIVE, RowState.FREE)
+        lease.state = LeaseState.CLOSED
+        del self.leases[lease]
+
+    def fork(self, parent: Lease) -> Lease | None:
+        assert parent.state is LeaseState.OPEN and parent.committed, "nothing to fork"
+        ledger, block_size = self._ledger, self._config.block_size
+        needs_row = self._config.has_state
+        if needs_row and not (ledger.rows.may_go_live and self._evictor.can_make_row):
+            return None
+        full, rest = divmod(parent.length, block_size)
+        if not self._evictor.make_blocks(1 if rest else 0):
+            return None
+        lease = Lease(
+            blocks=parent.blocks[: max(full, parent.num_shared)],
+            boundary=parent.length,
+            length=parent.length,
+            exact=parent.exact,
+            num_shared=parent.num_shared,
+            path=list(parent.path),
+        )
+        self.leases[lease] = None
+        lease.shared_tokens = len(lease.blocks) * block_size
+        for node in lease.path:
+            ledger.pin(node)
+        for block in lease.own_blocks:
+            ledger.blocks.harden(ledger.blocks[block])
+        if lease.shared_tokens < parent.length:
+            lease.copy_source = parent.blocks[full]
+            ledger.blocks.harden(ledger.blocks[lease.copy_source])
+            lease.blocks.append(ledger.blocks.take().id)
+            lease.copies = ((lease.copy_source, lease.blocks[full], rest),)
+        if needs_row:
+            took = self.take_row(lease)
+            assert took, "a row was there to have"
+            lease.src_row = lease.row
+        return lease
+
+    def suspend(self, lease: Lease) -> Suspended | None:
+        assert lease.state is LeaseState.OPEN
+        if not lease.committed:
+            self.close(lease)
+            return None
+        self.abandon(lease)
+        self._expect(lease, None)
+        needed = max(self._blocks_for(lease.length), lease.num_shared)
+        while len(lease.blocks) > needed:
+            self._ledger.let_go(self._ledger.blocks[lease.blocks.pop()])
+        del self.leases[lease]
+        return self._suspensions.add(lease)
+
+    def resume(self, suspended: Suspended) -> Lease | None:
+        if not suspended.valid:
+            return None
+        lease = self._suspensions.resume(suspended)
+        self.leases[lease] = None
+        return lease
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._config.block_size)
+
+    def _count_use(self, lease: Lease, now: int) -> None:
+        """The first step after a hit has succeeded: only now it counts as a use."""
+        for node in lease.path if lease.tail is None else [*lease.path, lease.tail]:
+            node.hits += 1
+            self._ledger.touch(node, now)
+        if lease.snapshot is not None:
+            lease.snapshot.hits += 1
+            self._ledger.touch_snapshot(lease.snapshot, now)
+
+    def _release_restore(self, lease: Lease) -> None:
+        """Unpins what the first step has read."""
+        ledger = self._ledger
+        if lease.snapshot is not None:
+            ledger.unpin_snapshot(lease.snapshot)
+            lease.snapshot = None
+        if lease.tail is not None:
+            ledger.unpin(lease.tail)
+            lease.tail = None
+        if lease.copy_source >= 0:
+            ledger.let_go(ledger.blocks[lease.copy_source])
+            lease.copy_source = -1
+
+    def _expect(self, lease: Lease, key: bytes | None) -> None:
+        """Notes which block the lease publishes next, so that others can tell it is in flight."""
+        pending = self._ledger.pending
+        if lease.pending_key is not None:
+            pending[lease.pending_key] -= 1
+            if not pending[lease.pending_key]:
+                del pending[lease.pending_key]
+        lease.pending_key = key
+        if key is not None:
+            pending[key] = pending.get(key, 0) + 1

@@ -1,0 +1,272 @@
+"""The books of the cache: pools, trie, pins and eviction candidates, kept consistent together.
+
+Everything else in this package changes them through the methods here, so that holder counts, the
+candidate queues and the free lists agree after every call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from vlm_serve.cache.blocks import BlockPool
+from vlm_serve.cache.ghosts import GhostMemory
+from vlm_serve.cache.lazy_heap import LazyHeap, Priority
+from vlm_serve.cache.policy import Use, make_policy
+from vlm_serve.cache.rows import RowPool, RowState, Snapshot
+from vlm_serve.cache.stats import CacheStats
+from vlm_serve.cache.trie import Node, Trie
+
+if TYPE_CHECKING:
+    from vlm_serve.cache.blocks import Block
+    from vlm_serve.cache.config import CacheConfig
+
+WORTHLESS, VALUED = 0, 1
+"""Classes of candidates: KV with no snapshot at or below it saves a hybrid model nothing."""
+
+
+class CacheListener(Protocol):
+    """Told about ids whose content stops being valid, before they can be reused."""
+
+    def block_freed(self, block: int) -> None: ...
+
+    def row_freed(self, row: int) -> None: ...
+
+    def kv_evicted(self, node: Node) -> None:
+        """The node leaves the trie; its block is still intact."""
+        ...
+
+    def snapshot_evicted(self, snapshot: Snapshot) -> None:
+        """The snapshot leaves its node; its row is still intact."""
+        ...
+
+
+class SilentListener:
+    """Ignores everything."""
+
+    def block_freed(self, block: int) -> None:
+        pass
+
+    def row_freed(self, row: int) -> None:
+        pass
+
+    def kv_evicted(self, node: Node) -> None:
+        pass
+
+    def snapshot_evicted(self, snapshot: Snapshot) -> None:
+        pass
+
+
+class Ledger:
+    """State shared by the parts of the cache.
+
+    Attributes:
+        units: blocks whose nodes are all unpinned leaves: evicting one frees it.
+        spare_snapshots: READY and unpinned snapshots.
+        version: number of removals so far; an older match is stale.
+    """
+
+    def __init__(self, config: CacheConfig, listener: CacheListener) -> None:
+        self.config = config
+        self.listener = listener
+        self.blocks = BlockPool(config.num_blocks, listener.block_freed)
+        self.rows = RowPool(config.num_rows, config.num_live_rows, listener.row_freed)
+        self.trie = Trie(config.block_size)
+        self.stats = CacheStats()
+        self.units: LazyHeap[Block] = LazyHeap()
+        self.spare_snapshots: LazyHeap[Snapshot] = LazyHeap()
+        self.block_policy = make_policy(config.policy)
+        self.row_policy = make_policy(config.policy)
+        ghosts = config.num_blocks if config.ghost_entries is None else config.ghost_entries
+        self.evicted_nodes = GhostMemory(ghosts)
+        self.evicted_snapshots = GhostMemory(ghosts)
+        self.pending: dict[bytes, int] = {}
+        self.version = 0
+        self._counter = 0
+
+    # Pins
+
+    def pin(self, node: Node) -> None:
+        node.pins += 1
+        self.blocks.harden(node.block)
+        self.units.discard(node.block)
+
+    def unpin(self, node: Node) -> None:
+        assert node.pins > 0, "a node was unpinned twice"
+        node.pins -= 1
+        self.let_go(node.block)
+
+    def let_go(self, block: Block) -> None:
+        """A running request releases its hold on a block."""
+        self.blocks.loosen(block)
+        self.refresh_unit(block)
+
+    def park(self, node: Node) -> None:
+        """A running request's pin becomes a suspended one's."""
+        node.pins -= 1
+        node.parked += 1
+        self.blocks.park(node.block)
+
+    def unpark(self, node: Node) -> None:
+        node.parked -= 1
+        node.pins += 1
+        self.blocks.unpark(node.block)
+
+    def drop_parked(self, node: Node) -> None:
+        node.parked -= 1
+        self.drop_parked_block(node.block)
+
+    def drop_parked_block(self, block: Block) -> None:
+        self.blocks.drop_parked(block)
+        self.refresh_unit(block)
+
+    def pin_snapshot(self, snapshot: Snapshot) -> None:
+        assert snapshot.node is not None, "only an attached snapshot can be pinned"
+        snapshot.pins += 1
+        self.spare_snapshots.discard(snapshot)
+
+    def unpin_snapshot(self, snapshot: Snapshot) -> None:
+        assert snapshot.pins > 0, "a snapshot was unpinned twice"
+        snapshot.pins -= 1
+        self.refresh_snapshot(snapshot)
+
+    # Use
+
+    def tick(self) -> int:
+        """The next value of the counter that orders uses."""
+        self._counter += 1
+        return self._counter
+
+    def touch(self, node: Node, now: int) -> None:
+        node.last_used = now
+        node.credit = self.block_policy.age
+
+    def touch_snapshot(self, snapshot: Snapshot, now: int) -> None:
+        snapshot.last_used = now
+        snapshot.credit = self.row_policy.age
+
+    # Publication and removal
+
+    def add_node(
+        self,
+        parent: Node | None,
+        root_key: bytes,
+        key: bytes,
+        num_tokens: int,
+        block: Block,
+        *,
+        exact: bool,
+        media: int,
+    ) -> Node:
+        """Publishes `block` under `parent` (None: the root of `root_key`)."""
+        node = self.trie.insert(parent, root_key, key, num_tokens, block, exact=exact, media=media)
+        self.blocks.attach(block, node)
+        if parent is not None:
+            self.units.discard(parent.block)
+        self.evicted_nodes.discard(key)
+        self.touch(node, self._counter)
+        return node
+
+    def remove_node(self, node: Node) -> None:
+        """Evicts an unpinned leaf with its snapshot."""
+        assert node.pins == 0 and node.parked == 0, "a pinned node cannot go"
+        if node.snapshot is not None:
+            self.remove_snapshot(node.snapshot)
+        self.version += 1
+        self.listener.kv_evicted(node)
+        self.stats.evictions["kv" if self.trie.is_full(node) else "tail"] += 1
+        self.evicted_nodes.add(node.key)
+        self.trie.remove(node)
+        self.blocks.detach(node.block, node)
+        self.refresh_unit(node.block)
+        if isinstance(node.parent, Node):
+            self.refresh_unit(node.parent.block)
+
+    def attach_snapshot(self, snapshot: Snapshot, node: Node) -> None:
+        """RESERVED -> READY at a node that has none."""
+        assert node.snapshot is None and snapshot.position == node.end
+        self.rows.change(snapshot.row, RowState.RESERVED, RowState.READY)
+        snapshot.node = node
+        node.snapshot = snapshot
+        self.evicted_snapshots.discard(node.key)
+        self.touch_snapshot(snapshot, self._counter)
+        self.refresh_snapshot(snapshot)
+        self.refresh_unit(node.block)
+
+    def remove_snapshot(self, snapshot: Snapshot) -> None:
+        """READY -> FREE; the KV behind it is demoted."""
+        node = self._detach_snapshot(snapshot)
+        self.listener.snapshot_evicted(snapshot)
+        self.stats.evictions["snapshot"] += 1
+        self.evicted_snapshots.add(node.key)
+        self.rows.change(snapshot.row, RowState.READY, RowState.FREE)
+
+    def steal_snapshot(self, snapshot: Snapshot) -> int:
+        """READY -> LIVE: the only reader goes on in the snapshot's own row."""
+        assert snapshot.pins == 1, "others still read the snapshot"
+        snapshot.pins = 0
+        node = self._detach_snapshot(snapshot)
+        self.listener.snapshot_evicted(snapshot)
+        self.stats.stolen += 1
+        self.evicted_snapshots.add(node.key)
+        self.rows.change(snapshot.row, RowState.READY, RowState.LIVE)
+        return snapshot.row
+
+    def _detach_snapshot(self, snapshot: Snapshot) -> Node:
+        assert snapshot.pins == 0, "a pinned snapshot cannot go"
+        node = snapshot.node
+        assert node is not None and node.snapshot is snapshot
+        self.version += 1
+        self.spare_snapshots.discard(snapshot)
+        snapshot.node = None
+        node.snapshot = None
+        self.refresh_unit(node.block)
+        return node
+
+    # Candidates
+
+    def refresh_unit(self, block: Block) -> None:
+        """Enters or withdraws a block as an eviction candidate."""
+        if is_unit(block):
+            self.units.push(block, self.unit_priority(block))
+        else:
+            self.units.discard(block)
+
+    def refresh_snapshot(self, snapshot: Snapshot) -> None:
+        if snapshot.pins == 0 and snapshot.node is not None:
+            self.spare_snapshots.push(snapshot, self.snapshot_priority(snapshot))
+        else:
+            self.spare_snapshots.discard(snapshot)
+
+    def unit_priority(self, block: Block) -> Priority:
+        """Class and value of the most valuable node on a block."""
+        return max(self._node_priority(node) for node in block.nodes)
+
+    def _node_priority(self, node: Node) -> Priority:
+        saved, reuse = node.num_tokens, node.hits + 1
+        if self.config.has_state:
+            if node.snapshot is None:
+                saved, reuse = 0, 0
+            else:
+                saved, reuse = node.snapshot.saved_tokens, node.snapshot.hits + 1
+        use = Use(node.last_used, node.credit, saved, reuse, self.config.block_bytes)
+        return (VALUED if saved else WORTHLESS, self.block_policy.value(use))
+
+    def snapshot_priority(self, snapshot: Snapshot) -> Priority:
+        use = Use(
+            snapshot.last_used,
+            snapshot.credit,
+            snapshot.saved_tokens,
+            snapshot.hits + 1,
+            self.config.snapshot_bytes,
+        )
+        return (VALUED, self.row_policy.value(use))
+
+
+def is_unit(block: Block) -> bool:
+    """Whether evicting every node on the block frees it and orphans nothing."""
+    return (
+        block.hard == 0
+        and block.soft == 0
+        and bool(block.nodes)
+        and not any(node.children for node in block.nodes)
+    )

@@ -1,0 +1,130 @@
+"""The joint match: the deepest boundary that has both KV and state (design, section 5)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vlm_serve.cache.rows import Snapshot
+    from vlm_serve.cache.trie import Branch, Node, Trie
+    from vlm_serve.preprocess.keys import PromptKeys
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the cache has of a prompt. A description: it pins nothing and ages at the next eviction.
+
+    Attributes:
+        boundary: deepest usable position; 0: none.
+        kv_boundary: deepest allowed cut point <= limit covered by KV, tails included.
+        kv_tokens: tokens of the matched full blocks. May exceed `boundary` and end inside a span.
+        state_boundary: deepest allowed cut point <= limit with KV and a snapshot; for a model
+            without state layers `kv_boundary`.
+        snapshot: the one at `boundary`.
+        exact: everything matched was made by prefill.
+        reason: why the boundary is not deeper (design, section 9); "full" if it cannot be.
+        blocks: physical ids of the matched full blocks.
+        junction: KV goes so much deeper than state that a snapshot at `kv_boundary` pays.
+    """
+
+    boundary: int = 0
+    kv_boundary: int = 0
+    kv_tokens: int = 0
+    state_boundary: int = 0
+    snapshot: Snapshot | None = field(default=None, repr=False)
+    exact: bool = True
+    reason: str = "cold"
+    blocks: tuple[int, ...] = ()
+    junction: bool = False
+    nodes: tuple[Node, ...] = field(default=(), repr=False)
+    tail: Node | None = field(default=None, repr=False)
+    """The tail that ends at `boundary`, if a tail does."""
+    pending_key: bytes | None = field(default=None, repr=False)
+    """Key of the first full block that is missing."""
+    version: int = 0
+    """Of the trie; a removal makes the match stale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundaries:
+    """Boundaries along a matched path; `tail` is the tail node at `usable`, if one is needed."""
+
+    kv: int = 0
+    state: int = 0
+    usable: int = 0
+    tail: Node | None = None
+    snapshot: Snapshot | None = None
+
+
+def walk(root: Branch | None, keys: PromptKeys) -> list[Node]:
+    """Full nodes from the root on, as deep as the prompt's keys go."""
+    path: list[Node] = []
+    branch = root
+    if branch is None:
+        return path
+    for key in keys.block_keys:
+        node = branch.children.get(key)
+        if node is None:
+            break
+        path.append(node)
+        branch = node
+    return path
+
+
+def find_boundaries(
+    trie: Trie,
+    path: list[Node],
+    keys: PromptKeys,
+    limit: int,
+    *,
+    has_state: bool,
+    complete_experts: bool,
+) -> Boundaries:
+    """Looks from the deepest candidate down, at cut points outside spans only."""
+    block_size = trie.block_size
+    covered = len(path) * block_size
+    root = trie.root(keys.root)
+    with_experts = _leading_experts(path) if complete_experts else len(path) + 1
+    kv = state = 0
+    deepest = bisect_right(keys.cuts, min(limit, covered + block_size - 1))
+    for index in range(deepest - 1, -1, -1):
+        cut = keys.cuts[index]
+        depth, rest = divmod(cut, block_size)
+        node: Node | None
+        if rest == 0:
+            node = path[depth - 1]
+        else:
+            branch = path[depth - 1] if depth else root
+            node = branch.children.get(keys.tails[cut]) if branch is not None else None
+            if node is None and cut > covered:
+                continue
+        snapshot = node.snapshot if node is not None else None
+        hit = snapshot is not None or not has_state
+        if (kv and not hit) or keys.inside_span(cut):
+            continue
+        kv = kv or cut
+        if not hit:
+            continue
+        state = state or cut
+        if _has_experts(depth, rest, node, with_experts):
+            tail = node if rest and (has_state or cut > covered) else None
+            return Boundaries(kv, state, cut, tail, snapshot if has_state else None)
+    return Boundaries(kv, state)
+
+
+def _leading_experts(path: list[Node]) -> int:
+    """Number of nodes from the root on that hold expert rows without a gap."""
+    for index, node in enumerate(path):
+        if node.experts is None:
+            return index
+    return len(path)
+
+
+def _has_experts(depth: int, rest: int, node: Node | None, with_experts: int) -> bool:
+    """Whether rows are complete up to the cut after `depth` blocks and `rest` tokens."""
+    if depth > with_experts:
+        return False
+    in_tail = node is not None and node.experts is not None
+    return rest == 0 or depth < with_experts or in_tail

@@ -1,0 +1,197 @@
+"""The joint KV and state prefix cache: the one object the scheduler talks to.
+
+It hands out ids of blocks and rows and touches no tensor. A request goes through
+`match -> open -> take_row -> grow -> reserve_snapshot -> (forward) -> commit -> ... -> close`;
+nothing that a step wrote can be matched before its `commit`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vlm_serve.cache.audit import audit
+from vlm_serve.cache.config import CacheConfig
+from vlm_serve.cache.eviction import Evictor
+from vlm_serve.cache.leases import Lease
+from vlm_serve.cache.leasing import Leasing
+from vlm_serve.cache.ledger import CacheListener, Ledger, SilentListener
+from vlm_serve.cache.matching import Match, find_boundaries, walk
+from vlm_serve.cache.reasons import Evidence, miss_reason
+from vlm_serve.cache.suspension import Suspended, Suspensions
+
+if TYPE_CHECKING:
+    from vlm_serve.cache.stats import CacheStats
+    from vlm_serve.preprocess.keys import PromptKeys
+
+__all__ = ["CacheConfig", "CacheListener", "Lease", "Match", "PrefixCache", "Suspended"]
+
+
+class PrefixCache:
+    """Blocks, state rows, the trie over them, and who holds what.
+
+    Not thread-safe: the engine thread owns it. Misuse (closing twice, committing backwards, a stale
+    match) raises AssertionError; exhaustion never raises.
+
+    Args:
+        config: sizes and switches.
+        listener: told before the content of a block or row stops being valid.
+    """
+
+    def __init__(self, config: CacheConfig, listener: CacheListener | None = None) -> None:
+        self.config = config
+        self._ledger = Ledger(config, listener or SilentListener())
+        self._suspensions = Suspensions(self._ledger)
+        self._evictor = Evictor(self._ledger, self._suspensions)
+        self._leasing = Leasing(self._ledger, self._evictor, self._suspensions)
+
+    # Matching
+
+    def match(self, keys: PromptKeys, *, limit: int, complete_experts: bool = False) -> Match:
+        """The deepest boundary <= `limit` that a request with these keys can start from. Pure.
+
+        `limit` is at most the number of tokens less one: one token is always computed.
+        With `complete_experts` the boundary is clamped to where routed expert rows are complete.
+        """
+        assert limit < max(1, len(keys)), "at least one token is always computed"
+        if not self.config.enabled:
+            return Match(reason="disabled")
+        ledger = self._ledger
+        path = walk(ledger.trie.root(keys.root), keys)
+        found = find_boundaries(
+            ledger.trie,
+            path,
+            keys,
+            limit,
+            has_state=self.config.has_state,
+            complete_experts=complete_experts,
+        )
+        evidence = Evidence(
+            ledger.trie, ledger.evicted_nodes, ledger.evicted_snapshots, ledger.pending
+        )
+        used = [*path, found.tail] if found.tail is not None else path
+        exact = found.snapshot is None or found.snapshot.exact
+        gain = self.config.min_snapshot_gain * self.config.block_size
+        missing = len(path) < len(keys.block_keys)
+        return Match(
+            boundary=found.usable,
+            kv_boundary=found.kv,
+            kv_tokens=len(path) * self.config.block_size,
+            state_boundary=found.state,
+            snapshot=found.snapshot,
+            exact=exact and all(node.exact for node in used),
+            reason=miss_reason(evidence, keys, limit, path, found),
+            blocks=tuple([node.block.id for node in path]),
+            junction=self.config.has_state and found.kv - found.state >= gain,
+            nodes=tuple(path),
+            tail=found.tail,
+            pending_key=keys.block_keys[len(path)] if missing else None,
+            version=ledger.version,
+        )
+
+    def record(self, match: Match, num_prompt_tokens: int, *, replay: bool = False) -> None:
+        """Counts an admission. Recomputation after preemption (`replay`) is no hit and no miss."""
+        stats = self._ledger.stats
+        if replay:
+            stats.replays += 1
+            return
+        stats.requests += 1
+        stats.query_tokens += num_prompt_tokens
+        stats.hit_tokens += match.boundary
+        stats.reasons[match.reason] += 1
+
+    # A request's life
+
+    def open(self, match: Match | None) -> Lease:
+        """Pins everything a match found; None: an empty lease. Never fails on a fresh match."""
+        return self._leasing.open(match)
+
+    def take_row(self, lease: Lease) -> bool:
+        """Gives the lease its live row; False, and nothing changed, if there is none to have.
+
+        Takes a free row, else evicts; as a last resort a lease that alone reads its snapshot goes
+        on in the snapshot's own row. A model without state layers needs no row.
+        """
+        return self._leasing.take_row(lease)
+
+    def grow(self, lease: Lease, num_tokens: int) -> bool:
+        """Blocks for `num_tokens` tokens in total; False, and nothing changed, if too few are left.
+
+        After a hit on a tail the first call also asks for its rows to be copied (`lease.copies`).
+        """
+        return self._leasing.grow(lease, num_tokens)
+
+    def reserve_snapshot(self, lease: Lease, position: int, kind: str) -> int | None:
+        """A row for the state after `position` tokens, or None: skip it. Never fails.
+
+        `position` must be a cut point outside spans, beyond what has been computed. Asking twice
+        gives the same row.
+        """
+        return self._leasing.reserve_snapshot(lease, position, kind)
+
+    def commit(self, lease: Lease, keys: PromptKeys, length: int, *, exact_until: int) -> None:
+        """Tokens `[0, length)` are computed now: publishes them and the snapshots up to there.
+
+        Tokens from `exact_until` on were made by decode steps. Releases the restore pins after the
+        first step. Committing the same length again changes nothing.
+        """
+        self._leasing.commit(lease, keys, length, exact_until)
+
+    def abandon(self, lease: Lease) -> None:
+        """The step failed: the lease's reserved rows go back. Nothing of the step is published."""
+        self._leasing.abandon(lease)
+
+    def close(self, lease: Lease) -> None:
+        """Gives everything back: pins, own blocks, live row, reservations."""
+        self._leasing.close(lease)
+
+    def fork(self, lease: Lease) -> Lease | None:
+        """A second lease at the same position (n > 1); None, and nothing changed, without room.
+
+        It shares the full blocks, copies the rows of the partial one (`copies`) and has a row of
+        its own, into which the caller copies the parent's before the next step.
+        """
+        return self._leasing.fork(lease)
+
+    # Preemption
+
+    def suspend(self, lease: Lease) -> Suspended | None:
+        """Preempts a request: its state and private blocks stay until something needs them.
+
+        None: nothing was computed since the lease was opened, so it is simply closed.
+        """
+        return self._leasing.suspend(lease)
+
+    def resume(self, suspended: Suspended) -> Lease | None:
+        """The lease as it was, its row live again; None if it has been evicted."""
+        return self._leasing.resume(suspended)
+
+    def drop(self, suspended: Suspended) -> None:
+        """Gives back what a suspended request holds; nothing if it has been evicted."""
+        if suspended.valid:
+            self._suspensions.drop(suspended)
+
+    # Gauges and upkeep
+
+    @property
+    def stats(self) -> CacheStats:
+        return self._ledger.stats
+
+    @property
+    def free_block_count(self) -> int:
+        """Blocks that hold nothing."""
+        return self._ledger.blocks.num_free
+
+    @property
+    def available_block_count(self) -> int:
+        """Blocks that `grow` can hand out, evicting if need be."""
+        return self._ledger.blocks.num_free + self._ledger.blocks.num_reclaimable
+
+    def flush(self) -> None:
+        """Evicts all that no running request holds and forgets what was evicted."""
+        self._evictor.evict_everything()
+        self._ledger.evicted_nodes.clear()
+        self._ledger.evicted_snapshots.clear()
+
+    def check(self) -> None:
+        """Recomputes every invariant; AssertionError names the one that is violated."""
+        audit(self._ledger, self._suspensions, list(self._leasing.leases))

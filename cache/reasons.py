@@ -1,0 +1,106 @@
+"""Why a match ends where it does (design, section 9)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vlm_serve.cache.trie import NO_MEDIA
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vlm_serve.cache.ghosts import GhostMemory
+    from vlm_serve.cache.matching import Boundaries
+    from vlm_serve.cache.trie import Node, Trie
+    from vlm_serve.preprocess.keys import PromptKeys
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the cache remembers about what it does not have.
+
+    Attributes:
+        trie: the nodes there are.
+        evicted_nodes, evicted_snapshots: keys of what eviction took, most recent ones only.
+        pending: keys of the blocks that running requests publish next -> number of requests.
+    """
+
+    trie: Trie
+    evicted_nodes: GhostMemory
+    evicted_snapshots: GhostMemory
+    pending: Mapping[bytes, int]
+
+
+def media_offset(keys: PromptKeys, start: int, end: int) -> int:
+    """Offset of the first media span that starts in `[start, end)`, or NO_MEDIA."""
+    index = bisect_left(keys.span_bounds, (start, 0))
+    if index == len(keys.span_bounds) or keys.span_bounds[index][0] >= end:
+        return NO_MEDIA
+    return keys.span_bounds[index][0] - start
+
+
+def key_at(keys: PromptKeys, cut: int) -> bytes:
+    """Key of the node that ends at a cut point."""
+    depth, rest = divmod(cut, keys.block_size)
+    return keys.tails[cut] if rest else keys.block_keys[depth - 1]
+
+
+def miss_reason(
+    evidence: Evidence, keys: PromptKeys, limit: int, path: list[Node], found: Boundaries
+) -> str:
+    """One word of design section 9 for a match that found these boundaries."""
+    possible = keys.last_cut(len(keys) - 1)
+    if possible == 0:
+        return "below_granularity"
+    if found.usable == possible:
+        return "full"
+    if found.usable == keys.last_cut(limit):
+        return "prompt_logprobs"
+    if found.usable < found.state:
+        return "experts_missing"
+    if found.state < found.kv:
+        return _state_reason(evidence, keys, found)
+    return _kv_reason(evidence, keys, limit, path, found)
+
+
+def _state_reason(evidence: Evidence, keys: PromptKeys, found: Boundaries) -> str:
+    """KV is there and the state is not."""
+    first = bisect_right(keys.cuts, found.state)
+    last = bisect_right(keys.cuts, found.kv)
+    evicted = evidence.evicted_snapshots
+    if len(evicted) and any(key_at(keys, cut) in evicted for cut in keys.cuts[first:last]):
+        return "snapshot_evicted"
+    return "no_snapshot"
+
+
+def _kv_reason(
+    evidence: Evidence, keys: PromptKeys, limit: int, path: list[Node], found: Boundaries
+) -> str:
+    """KV ends where the state does."""
+    block_size = keys.block_size
+    start = len(path) * block_size
+    end = min(start + block_size, len(keys))
+    missing = [keys.tails[cut] for cut in _cuts_between(keys, start, end) if cut in keys.tails]
+    if len(path) < len(keys.block_keys):
+        missing.append(keys.block_keys[len(path)])
+    if any(key in evidence.evicted_nodes for key in missing):
+        return "kv_evicted"
+    if any(key in evidence.pending for key in missing):
+        return "in_flight"
+    deepest = bisect_right(keys.cuts, min(limit, start))
+    if deepest and keys.cuts[deepest - 1] > found.kv:
+        return "span_clamp"
+    parent = path[-1].key if path else keys.root
+    offset = media_offset(keys, start, end)
+    if offset != NO_MEDIA and (parent, offset) in evidence.trie.media_starts:
+        return "media_changed"
+    if not path and evidence.trie.roots and keys.root not in evidence.trie.roots:
+        return "salt"
+    return "cold"
+
+
+def _cuts_between(keys: PromptKeys, start: int, end: int) -> list[int]:
+    """Cut points in `(start, end]`."""
+    return keys.cuts[bisect_right(keys.cuts, start) : bisect_right(keys.cuts, end)]

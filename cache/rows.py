@@ -1,0 +1,119 @@
+"""State rows: live rows of running requests and snapshots, in one pool."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vlm_serve.cache.trie import Node
+
+
+class RowState(Enum):
+    """FREE -> LIVE -> FREE for a running request; FREE -> RESERVED -> READY -> FREE for a snapshot.
+
+    PRIVATE is the row of a suspended request: LIVE -> PRIVATE -> LIVE, or FREE.
+    """
+
+    FREE = "free"
+    LIVE = "live"
+    RESERVED = "reserved"
+    READY = "ready"
+    PRIVATE = "private"
+
+
+class Snapshot:
+    """The state at one position of a path. Immutable once READY.
+
+    Attributes:
+        row: the state row.
+        position: tokens that the state contains.
+        kind: why it was taken (see placement).
+        node: the node it is attached to; None while reserved and after it has gone.
+        pins: requests about to read it.
+        exact: computed by prefill alone, on an exact prefix.
+        previous: the nearest snapshot before it on its path when it was attached.
+        hits, last_used, credit: as for nodes.
+        ticket: of its entry among the eviction candidates.
+    """
+
+    __slots__ = (
+        "credit",
+        "exact",
+        "hits",
+        "kind",
+        "last_used",
+        "node",
+        "pins",
+        "position",
+        "previous",
+        "row",
+        "ticket",
+    )
+
+    def __init__(self, row: int, position: int, kind: str) -> None:
+        self.row = row
+        self.position = position
+        self.kind = kind
+        self.node: Node | None = None
+        self.pins = 0
+        self.exact = True
+        self.previous: Snapshot | None = None
+        self.hits = 0
+        self.last_used = 0
+        self.credit = 0.0
+        self.ticket = 0
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens to recompute from the next shallower snapshot if this one were missing."""
+        before = self.previous
+        while before is not None and before.node is None:
+            before = before.previous
+        self.previous = before
+        return self.position - (before.position if before is not None else 0)
+
+
+class RowPool:
+    """Free list and the state of every row."""
+
+    def __init__(
+        self, num_rows: int, num_live_rows: int, on_free: Callable[[int], None] | None = None
+    ) -> None:
+        self.states = [RowState.FREE] * num_rows
+        self.num_live_rows = num_live_rows
+        self.num_live = 0
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._on_free = on_free
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def free_rows(self) -> tuple[int, ...]:
+        return tuple(self._free)
+
+    @property
+    def may_go_live(self) -> bool:
+        """True while fewer rows are live than running requests may hold."""
+        return self.num_live < self.num_live_rows
+
+    def take(self, state: RowState) -> int:
+        """A free row, now in `state`."""
+        row = self._free.pop()
+        self.change(row, RowState.FREE, state)
+        return row
+
+    def change(self, row: int, old: RowState, new: RowState) -> None:
+        """Moves a row from one state to another; FREE gives it back."""
+        assert self.states[row] is old, f"row {row} is {self.states[row].value}, not {old.value}"
+        self.num_live += (new is RowState.LIVE) - (old is RowState.LIVE)
+        assert self.num_live <= self.num_live_rows, "more live rows than running requests may hold"
+        self.states[row] = new
+        if new is RowState.FREE:
+            self._free.append(row)
+            if self._on_free is not None:
+                self._on_free(row)

@@ -1,0 +1,41 @@
+"""Counters of the prefix cache. They only ever grow; gauges are properties of the cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """What happened since start-up.
+
+    Attributes:
+        requests: first-time admissions recorded; replays after preemption are counted apart.
+        query_tokens, hit_tokens: prompt tokens of those requests, and those served by the cache.
+        replays: recorded admissions that resumed preempted work.
+        reasons: admissions by match reason.
+        saves: snapshots published, by kind.
+        skips: snapshots not taken for lack of a row, by kind.
+        duplicates: snapshots given back because the node had one already.
+        evictions: by what went: "kv" and "tail" nodes, "snapshot", "suspended".
+        stolen: pinned snapshots that their only reader took over as its live row.
+    """
+
+    requests: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    replays: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    saves: Counter[str] = field(default_factory=Counter)
+    skips: Counter[str] = field(default_factory=Counter)
+    duplicates: int = 0
+    evictions: Counter[str] = field(default_factory=Counter)
+    stolen: int = 0
+
+    def as_dict(self) -> dict[str, int | dict[str, int]]:
+        """A copy made of plain integers and dicts."""
+        return {
+            name: dict(value) if isinstance(value, Counter) else value
+            for name, value in ((each.name, getattr(self, each.name)) for each in fields(self))
+        }

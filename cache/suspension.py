@@ -1,0 +1,96 @@
+"""What is left of a preempted request until it resumes or something needs the room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vlm_serve.cache.leases import LeaseState
+from vlm_serve.cache.rows import RowState
+
+if TYPE_CHECKING:
+    from vlm_serve.cache.leases import Lease
+    from vlm_serve.cache.ledger import Ledger
+
+
+@dataclass(eq=False, slots=True)
+class Suspended:
+    """A private snapshot at the exact position, the private blocks, and the path they stand on.
+
+    Only its own request can resume from it, and it is the first to be evicted.
+    """
+
+    lease: Lease | None
+
+    @property
+    def valid(self) -> bool:
+        """False once it was resumed, dropped or evicted."""
+        return self.lease is not None
+
+    @property
+    def length(self) -> int:
+        """Tokens computed, all of which `resume` gives back; 0 if invalid."""
+        return self.lease.length if self.lease is not None else 0
+
+
+class Suspensions:
+    """All suspended requests, oldest first."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._leases: dict[Suspended, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def items(self) -> list[tuple[Suspended, Lease]]:
+        return list(self._leases.items())
+
+    def add(self, lease: Lease) -> Suspended:
+        """Turns a running request's holds into ones that eviction may take back."""
+        ledger = self._ledger
+        for node in lease.path:
+            ledger.park(node)
+        for block in lease.own_blocks:
+            ledger.blocks.park(ledger.blocks[block])
+        if lease.row >= 0:
+            ledger.rows.change(lease.row, RowState.LIVE, RowState.PRIVATE)
+        lease.state = LeaseState.SUSPENDED
+        suspended = Suspended(lease)
+        self._leases[suspended] = lease
+        return suspended
+
+    def resume(self, suspended: Suspended) -> Lease:
+        """The reverse of `add`."""
+        ledger = self._ledger
+        lease = self._leases.pop(suspended)
+        suspended.lease = None
+        for node in lease.path:
+            ledger.unpark(node)
+        for block in lease.own_blocks:
+            ledger.blocks.unpark(ledger.blocks[block])
+        if lease.row >= 0:
+            ledger.rows.change(lease.row, RowState.PRIVATE, RowState.LIVE)
+        lease.state = LeaseState.OPEN
+        return lease
+
+    def drop(self, suspended: Suspended) -> None:
+        """Gives back everything a suspended request holds; it turns invalid."""
+        ledger = self._ledger
+        lease = self._leases.pop(suspended)
+        suspended.lease = None
+        for node in reversed(lease.path):
+            ledger.drop_parked(node)
+        for block in lease.own_blocks:
+            ledger.drop_parked_block(ledger.blocks[block])
+        if lease.row >= 0:
+            ledger.rows.change(lease.row, RowState.PRIVATE, RowState.FREE)
+        lease.state = LeaseState.CLOSED
+
+    def evict_oldest(self) -> bool:
+        """Drops the one suspended first: the scheduler preempts the least urgent request first."""
+        if not self._leases:
+            return False
+        self.drop(next(iter(self._leases)))
+        self._ledger.stats.evictions["suspended"] += 1
+        return True
