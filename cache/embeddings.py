@@ -1,0 +1,133 @@
+"""Bookkeeping of vision embeddings: which are kept, where, and who needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Entry:
+    slot: int
+    num_bytes: int
+    pins: int
+    made: bool
+    """False after `invalidate`: the slot holds nothing, and the next user makes it anew."""
+
+
+class EmbeddingCache:
+    """Embeddings by key, least recently used first out, within a byte budget.
+
+    It knows slots, not tensors: the owner of the tensors drops what `take_evicted` names. Pinned
+    entries never go, so that running requests may exceed the budget for a while; the excess goes as
+    soon as it is unpinned.
+
+    Args:
+        capacity: bytes that unpinned entries may fill together with the pinned ones.
+
+    Attributes:
+        used: bytes of all entries.
+        hits, misses, evictions: counts of what `acquire` found and of what had to go.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        assert capacity >= 0
+        self.capacity = capacity
+        self.used = 0
+        self.hits = 0
+        self.misses = 0
+        self.evictions = 0
+        self._entries: dict[bytes, _Entry] = {}
+        self._idle: dict[bytes, None] = {}
+        """Unpinned keys, least recently used first."""
+        self._evicted: list[int] = []
+        self._next_slot = 0
+
+    def __contains__(self, key: bytes) -> bool:
+        """True if the embedding is there, or about to be made by the current step."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.made
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def acquire(self, key: bytes, num_bytes: int) -> tuple[int, bool]:
+        """Pins an embedding. Returns its slot and whether it is there; if not, the caller makes it.
+
+        `key` covers everything that the embedding depends on (root key and content hash), so that
+        equal keys mean equal embeddings at every position of every prompt.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(self._next_slot, num_bytes, 0, made=False)
+            self._next_slot += 1
+            self.used += num_bytes
+        assert entry.num_bytes == num_bytes, "one key with two sizes"
+        hit = entry.made
+        entry.made = True
+        entry.pins += 1
+        self._idle.pop(key, None)
+        self.hits += hit
+        self.misses += not hit
+        self._trim()
+        return entry.slot, hit
+
+    def release(self, key: bytes) -> None:
+        """Takes one pin back."""
+        entry = self._entries.get(key)
+        assert entry is not None and entry.pins > 0, "an embedding was released twice"
+        entry.pins -= 1
+        if entry.pins:
+            return
+        if entry.made:
+            self._idle[key] = None
+            self._trim()
+        else:
+            self._drop(key)
+
+    def invalidate(self, key: bytes) -> None:
+        """The step that was to make this embedding failed: nobody may rely on it any more."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        entry.made = False
+        if not entry.pins:
+            del self._idle[key]
+            self._drop(key)
+
+    def take_evicted(self) -> tuple[int, ...]:
+        """Slots that were given up since the last call. Slot numbers are never used twice."""
+        evicted, self._evicted = tuple(self._evicted), []
+        return evicted
+
+    def flush(self) -> None:
+        """Evicts every unpinned embedding."""
+        while self._idle:
+            self._evict_oldest()
+
+    def check(self) -> None:
+        """Recomputes the books; AssertionError names what is wrong."""
+        entries = self._entries
+        assert self.used == sum(entry.num_bytes for entry in entries.values()), "bytes are wrong"
+        slots = [entry.slot for entry in entries.values()]
+        assert len(slots) == len(set(slots)), "two embeddings share a slot"
+        assert not set(slots) & set(self._evicted), "an evicted slot is still in use"
+        idle = {key for key, entry in entries.items() if not entry.pins}
+        assert idle == self._idle.keys(), "idle embeddings are wrong"
+        assert all(entries[key].made for key in idle), "an embedding that was never made is kept"
+        pinned = sum(entry.num_bytes for entry in entries.values() if entry.pins)
+        assert self.used <= max(self.capacity, pinned), "over budget with idle embeddings"
+
+    def _trim(self) -> None:
+        while self.used > self.capacity and self._idle:
+            self._evict_oldest()
+
+    def _evict_oldest(self) -> None:
+        key = next(iter(self._idle))
+        del self._idle[key]
+        self._drop(key)
+        self.evictions += 1
+
+    def _drop(self, key: bytes) -> None:
+        entry = self._entries.pop(key)
+        self.used -= entry.num_bytes
+        self._evicted.append(entry.slot)

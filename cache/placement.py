@@ -1,0 +1,103 @@
+"""Where a prompt gets state snapshots (design, section 6). Policy only: cut points are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from vlm_serve.preprocess.keys import PromptKeys
+
+MAX_NEW_SNAPSHOTS = 8
+"""Most snapshots that one request plans."""
+
+
+class PromptMarks(Protocol):
+    """What a prompt says about its structure; `Prompt` is one."""
+
+    def __len__(self) -> int: ...
+    @property
+    def keys(self) -> PromptKeys: ...
+    @property
+    def media_ends(self) -> Sequence[int]: ...
+    @property
+    def message_ends(self) -> Sequence[int]: ...
+    @property
+    def system_end(self) -> int: ...
+    @property
+    def stable_end(self) -> int: ...
+
+
+def plan_snapshots(
+    prompt: PromptMarks,
+    *,
+    start: int,
+    junction: int,
+    interval: int,
+    min_gain: int,
+    max_new: int = MAX_NEW_SNAPSHOTS,
+) -> tuple[tuple[int, str], ...]:
+    """The positions to snapshot, most important first, each with its kind.
+
+    In order: the end of the last media item, the junction, the prompt's end, the stable end; the
+    ends of earlier media items, deepest first; the system message and the last two messages; the
+    regular points. Of the media ends only the last comes before the other places, so that a prompt
+    with many pictures still leaves a snapshot at its own end.
+
+    Args:
+        prompt: marks and keys of the whole prompt.
+        start: tokens that are cached; there is a snapshot there, or it is 0.
+        junction: where KV ends beyond the state; 0 for none.
+        interval: tokens between regular points; a point inside a span moves down. If there are more
+            points than room, they spread evenly.
+        min_gain: tokens by which a message or regular point must lie past the snapshot before it.
+        max_new: most positions to return.
+
+    Returns:
+        (position, kind) with `start < position < len(prompt)`, each a cut point outside spans;
+        kinds are "media", "junction", "prompt_end", "stable_end", "message" and "interval".
+    """
+    assert interval > 0 and max_new >= 0
+    keys = prompt.keys
+    plan = _Plan(keys, start, len(prompt) - 1, max_new)
+    end = keys.last_cut(len(prompt) - 1)
+    stable = keys.last_cut(min(prompt.stable_end, len(prompt) - 1))
+    plan.add(prompt.media_ends[-1:], "media")
+    plan.add([junction], "junction")
+    plan.add([end], "prompt_end")
+    if stable // keys.block_size != end // keys.block_size:
+        plan.add([stable], "stable_end")
+    plan.add(reversed(prompt.media_ends[:-1]), "media")
+    messages = sorted({prompt.system_end, *prompt.message_ends[-2:]})
+    plan.add(messages, "message", min_gain)
+    regular = range(start // interval * interval + interval, len(prompt), interval)
+    points = [keys.last_cut(point) for point in regular]
+    spread = -(-len(points) // max(1, plan.room))
+    plan.add(points[spread - 1 :: spread] if points else [], "interval", min_gain)
+    return tuple(plan.chosen.items())
+
+
+class _Plan:
+    """Positions chosen so far."""
+
+    def __init__(self, keys: PromptKeys, start: int, last: int, max_new: int) -> None:
+        self.chosen: dict[int, str] = {}
+        self._keys = keys
+        self._start = start
+        self._last = last
+        self._max_new = max_new
+
+    @property
+    def room(self) -> int:
+        return self._max_new - len(self.chosen)
+
+    def add(self, positions: Iterable[int], kind: str, min_gain: int = 0) -> None:
+        """Takes the positions that are possible, new and far enough past the one before them."""
+        for position in positions:
+            possible = self._start < position <= self._last
+            if not possible or position in self.chosen or self.room <= 0:
+                continue
+            if self._keys.last_cut(position) != position:
+                continue
+            before = max((p for p in self.chosen if p < position), default=0)
+            if position - max(before, self._start) >= min_gain:
+                self.chosen[position] = kind
