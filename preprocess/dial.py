@@ -1,0 +1,191 @@
+"""One HTTP request to an address that has been checked.
+
+The URL is parsed once and the parts are used for the check and for the request alike; the host is
+resolved once, every address it has must be allowed, and one of those addresses is dialled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ipaddress
+import queue
+import re
+import socket
+import ssl
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vlm_serve.errors import InvalidRequestError, MediaFetchError
+from vlm_serve.preprocess.limits import MediaLimits
+
+_PRINTABLE = re.compile(r"[!-~]+")
+_CONNECT_SECONDS = 5.0
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment of `time.monotonic`."""
+
+    at: float
+
+    @property
+    def left(self) -> float:
+        """Seconds left; never 0 or less, which sockets would read as "do not wait"."""
+        return max(self.at - time.monotonic(), 1e-3)
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self.at
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where one hop of a URL leads."""
+
+    host: str
+    port: int
+    path: str
+    secure: bool
+
+    @property
+    def host_header(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.secure else 80) else f"{host}:{self.port}"
+
+
+def parse_target(url: str, limits: MediaLimits, param: str | None = None) -> Target:
+    """Parts of an http(s) URL.
+
+    Raises InvalidRequestError if it is malformed, carries credentials or names a host that is not
+    allowed.
+    """
+    malformed = InvalidRequestError("the URL is malformed", param=param)
+    try:
+        # Everything but a fragment and non-ASCII characters goes to the server as it came.
+        url = urllib.parse.quote(url.partition("#")[0], safe="!$%&'()*+,-./:;=?@[]_~")
+        parts = urllib.parse.urlsplit(url)
+        host, port = urllib.parse.unquote(parts.hostname or ""), parts.port
+        host = host.encode("idna").decode("ascii") if not host.isascii() else host
+    except (ValueError, UnicodeError):
+        raise malformed from None
+    if parts.scheme not in ("http", "https"):
+        raise InvalidRequestError("only http and https are fetched", param=param)
+    if not _PRINTABLE.fullmatch(host) or any(character in host for character in "%/\\@?#"):
+        raise malformed
+    if "@" in parts.netloc:
+        raise InvalidRequestError("the URL must not carry credentials", param=param)
+    if limits.allowed_media_domains and host.rstrip(".") not in {
+        domain.lower() for domain in limits.allowed_media_domains
+    }:
+        raise InvalidRequestError("the URL's host is not on the list of allowed hosts", param=param)
+    secure = parts.scheme == "https"
+    path = (parts.path or "/") + ("?" + parts.query if parts.query else "")
+    return Target(host, port or (443 if secure else 80), path, secure)
+
+
+def is_public(address: Address) -> bool:
+    """True for an address of the public internet that embeds no other kind of address."""
+    if isinstance(address, ipaddress.IPv6Address):
+        embedded = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if address in _NAT64:
+            embedded.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if any(inner is not None and not is_public(inner) for inner in embedded):
+            return False
+        if address.is_site_local:
+            return False
+    return address.is_global and not (
+        address.is_multicast or address.is_reserved or address.is_unspecified
+    )
+
+
+def _resolve(target: Target, deadline: Deadline) -> list[tuple[int, tuple[str, int]]]:
+    """(family, socket address) of every address of the host, within the deadline."""
+    answers: queue.SimpleQueue[list[tuple[int, tuple[str, int]]]] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        # getaddrinfo knows no timeout; a thread that is left behind ends with the resolver's own.
+        try:
+            found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+            answers.put([(int(entry[0]), (str(entry[4][0]), target.port)) for entry in found])
+        except (OSError, UnicodeError):
+            answers.put([])
+
+    threading.Thread(target=look_up, daemon=True).start()
+    try:
+        return answers.get(timeout=deadline.left)
+    except queue.Empty:
+        raise TimeoutError from None
+
+
+def _connect(
+    target: Target, limits: MediaLimits, deadline: Deadline, param: str | None
+) -> socket.socket:
+    addresses = _resolve(target, deadline)
+    if not addresses:
+        raise MediaFetchError("the URL's host has no address", param=param)
+    if not limits.allow_private_networks:
+        for _, (address, _) in addresses:
+            if not is_public(ipaddress.ip_address(address.partition("%")[0])):
+                raise MediaFetchError("the URL's host is not on the public network", param=param)
+    failure: OSError = OSError("no address")
+    for _, address_and_port in addresses:
+        try:
+            return socket.create_connection(
+                address_and_port, timeout=min(deadline.left, _CONNECT_SECONDS)
+            )
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+@contextlib.contextmanager
+def request(
+    target: Target, limits: MediaLimits, deadline: Deadline, param: str | None = None
+) -> Iterator[http.client.HTTPResponse]:
+    """The response to a GET, its body still unread.
+
+    Raises MediaFetchError if the host may not be dialled; OSError or HTTPException if the dialogue
+    fails or the deadline passes, whoever is slow and at whatever point.
+    """
+    sock = _connect(target, limits, deadline, param)
+
+    def cut_off() -> None:
+        with contextlib.suppress(OSError):
+            # Not SSLSocket's own method, which would turn the reading thread to plain text.
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    # A peer may send a byte now and then for ever, each in time. This ends it.
+    watch = threading.Timer(deadline.left, cut_off)
+    watch.daemon = True
+    watch.start()
+    try:
+        sock.settimeout(deadline.left)
+        if target.secure:
+            context = ssl.create_default_context()
+            # The handshake waits until the watch can reach the new socket.
+            sock = context.wrap_socket(
+                sock, server_hostname=target.host, do_handshake_on_connect=False
+            )
+            sock.do_handshake()
+        connection = http.client.HTTPConnection(target.host, target.port)
+        connection.sock = sock
+        headers = {
+            "Host": target.host_header,
+            "User-Agent": "vlm-serve",
+            "Accept": "*/*",
+            "Accept-Encoding": "identity",
+            "Connection": "close",
+        }
+        connection.request("GET", target.path, headers=headers)
+        with contextlib.closing(connection):
+            yield connection.getresponse()
+    finally:
+        watch.cancel()
+        sock.close()

@@ -1,0 +1,177 @@
+"""Bytes of a medium named by a URL: data:, http(s):// and file://.
+
+A server fetches what strangers name, so every hop is checked before it is dialled (`dial.py`), what
+is read is bounded in bytes and time, and files come only from below one folder. Messages never tell
+addresses or paths of the server.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import http.client
+import os
+import stat
+import time
+import urllib.parse
+from pathlib import Path
+
+from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
+from vlm_serve.preprocess.dial import Deadline, parse_target, request
+from vlm_serve.preprocess.limits import MediaLimits
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_CHUNK = 1 << 16
+_MAX_URL = 1 << 13
+
+
+def fetch(url: str, *, max_bytes: int, limits: MediaLimits, param: str | None = None) -> bytes:
+    """The bytes that a URL stands for.
+
+    Raises InvalidRequestError for a malformed or unsupported URL, MediaFetchError if it cannot be
+    fetched, MediaError if there are more than `max_bytes`.
+    """
+    scheme = url[:8].partition(":")[0].lower()
+    if scheme == "data":
+        return _read_data(url, max_bytes, param)
+    if len(url) > _MAX_URL:
+        raise InvalidRequestError(f"the URL is over {_MAX_URL} characters", param=param)
+    if scheme in ("http", "https"):
+        return _fetch_http(url, max_bytes, limits, param)
+    if scheme == "file":
+        return _read_file_url(url, max_bytes, limits.allowed_local_media_path, param)
+    raise InvalidRequestError("media must be a data:, http(s):// or file:// URL", param=param)
+
+
+def _too_large(max_bytes: int, param: str | None) -> MediaError:
+    return MediaError(f"the medium is over {max_bytes} bytes", param=param)
+
+
+def _read_data(url: str, max_bytes: int, param: str | None) -> bytes:
+    header, comma, body = url.partition(",")
+    if not comma:
+        raise InvalidRequestError("the data: URL has no comma", param=param)
+    if not header.lower().rstrip().endswith(";base64"):
+        if len(body) > 3 * max_bytes:
+            raise _too_large(max_bytes, param)
+        data = urllib.parse.unquote_to_bytes(body)
+    else:
+        if len(body) > 2 * max_bytes + 1024:
+            raise _too_large(max_bytes, param)
+        body = urllib.parse.unquote(body) if "%" in body else body
+        text = "".join(body.split()).rstrip("=").replace("-", "+").replace("_", "/")
+        try:
+            data = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+        except (binascii.Error, ValueError):
+            raise InvalidRequestError("the data: URL is not valid base64", param=param) from None
+    if len(data) > max_bytes:
+        raise _too_large(max_bytes, param)
+    return data
+
+
+def _fetch_http(url: str, max_bytes: int, limits: MediaLimits, param: str | None) -> bytes:
+    deadline = Deadline(time.monotonic() + limits.max_fetch_seconds)
+    for _ in range(limits.max_redirects + 1):
+        target = parse_target(url, limits, param)
+        try:
+            with request(target, limits, deadline, param) as response:
+                if response.status not in _REDIRECTS:
+                    return _read_response(response, max_bytes, deadline, param)
+                location = response.getheader("Location") or ""
+        except (http.client.HTTPException, OSError):
+            reason = "took too long" if deadline.passed else "failed"
+            raise MediaFetchError(f"fetching the URL {reason}", param=param) from None
+        url = _next_url(url, location, param)
+    raise MediaFetchError(f"more than {limits.max_redirects} redirects", param=param)
+
+
+def _next_url(url: str, location: str, param: str | None) -> str:
+    try:
+        joined = urllib.parse.urljoin(url, location)
+    except ValueError:
+        joined = ""
+    if not location or len(joined) > _MAX_URL:
+        raise MediaFetchError("the server redirects to no valid URL", param=param)
+    return joined
+
+
+def _read_response(
+    response: http.client.HTTPResponse, max_bytes: int, deadline: Deadline, param: str | None
+) -> bytes:
+    if response.status != 200:
+        raise MediaFetchError(f"the server answered with status {response.status}", param=param)
+    if response.getheader("Content-Encoding", "identity").lower() not in ("identity", ""):
+        raise MediaFetchError("the server answered in a compressed encoding", param=param)
+    if response.length is not None and response.length > max_bytes:
+        raise _too_large(max_bytes, param)
+    pieces, size = [], 0
+    while piece := response.read1(_CHUNK):
+        pieces.append(piece)
+        size += len(piece)
+        if size > max_bytes:
+            raise _too_large(max_bytes, param)
+        if deadline.passed:
+            break
+    if deadline.passed:
+        raise MediaFetchError("fetching the URL took too long", param=param)
+    if response.length:
+        raise MediaFetchError("the server's answer was cut short", param=param)
+    return b"".join(pieces)
+
+
+def _read_file_url(url: str, max_bytes: int, root: Path | None, param: str | None) -> bytes:
+    if root is None:
+        raise InvalidRequestError("file:// URLs are not enabled on this server", param=param)
+    try:
+        parts = urllib.parse.urlsplit(url)
+        path = Path(urllib.parse.unquote(parts.path, errors="strict"))
+    except ValueError:
+        raise InvalidRequestError("the file:// URL is malformed", param=param) from None
+    if parts.netloc not in ("", "localhost") or not path.is_absolute():
+        raise InvalidRequestError("a file:// URL must name an absolute path", param=param)
+    # One message for all cases: what exists outside the folder is not the client's business.
+    refused = MediaFetchError("there is no such file below the allowed folder", param=param)
+    try:
+        allowed = root.resolve(strict=True)
+        real = path.resolve(strict=True)
+        if not real.is_relative_to(allowed):
+            raise refused
+        return read_file(real, max_bytes, below=allowed, param=param)
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, MediaError):
+            raise
+        raise refused from None
+
+
+def read_file(path: Path, max_bytes: int, *, below: Path | None = None, param: str | None) -> bytes:
+    """Bytes of a regular file.
+
+    Args:
+        path: the file; without `below`, links are followed.
+        below: a folder that the opened file must lie in, all links resolved.
+
+    Raises OSError if there is no such regular file, MediaError if it is over `max_bytes`.
+    """
+    # Not blocking: opening a FIFO would otherwise wait for its writer.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if below else 0)
+    descriptor = os.open(path, flags)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("not a regular file")
+        if below is not None and not _opened_path(descriptor, path).is_relative_to(below):
+            raise OSError("moved away")
+        if status.st_size > max_bytes:
+            raise _too_large(max_bytes, param)
+        data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise _too_large(max_bytes, param)
+        return data
+
+
+def _opened_path(descriptor: int, path: Path) -> Path:
+    """Where the opened file is: a folder on the way may have become a link since the check."""
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    except OSError:  # no /proc on this system
+        return path.resolve(strict=True)

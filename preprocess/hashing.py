@@ -1,0 +1,33 @@
+"""Content hashes: what the model sees of a medium, named (design, section 4)."""
+
+from __future__ import annotations
+
+import torch
+from blake3 import blake3
+
+from vlm_serve.preprocess.keys import tagged
+from vlm_serve.preprocess.prompt import Modality
+
+_DOMAIN = b"vlm-serve content 1"
+
+
+def content_hash(modality: Modality, pixels: torch.Tensor, grid: tuple[int, int, int]) -> bytes:
+    """32-byte BLAKE3 of an image or of one temporal patch of a video.
+
+    Args:
+        modality: an image and a video frame of equal pixels are different media.
+        pixels: post-resize uint8, `[3, height, width]` or `[frames, 3, height, width]`, contiguous.
+        grid: (1, h, w) in patches.
+    """
+    assert pixels.dtype == torch.uint8 and pixels.is_contiguous()
+    fields = (
+        tagged("domain", _DOMAIN),
+        tagged("modality", modality),
+        tagged("dtype", "uint8"),
+        tagged("shape", ",".join(map(str, pixels.shape))),
+        tagged("grid", ",".join(map(str, grid))),
+    )
+    hasher = blake3(b"".join(fields))
+    # Last and of a length that the shape says, so it needs no prefix and no copy.
+    hasher.update(pixels.numpy().reshape(-1).data)
+    return hasher.digest()

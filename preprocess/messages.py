@@ -1,0 +1,230 @@
+"""Checks chat messages and turns them into what templates read, media set aside in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.prompt import Modality
+from vlm_serve.preprocess.typed_text import plain_data
+
+# "developer" is OpenAI's newer name of the system role; templates know only the old one.
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_MEDIA_PARTS: dict[str, Modality] = {
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "video": "video",
+    "video_url": "video",
+    "input_video": "video",
+}
+_OPTIONS: dict[Modality, frozenset[str]] = {
+    "image": frozenset({"detail", "max_pixels", "min_pixels"}),
+    "video": frozenset({"fps", "sampling", "sample_fps", "max_frames", "max_frame_pixels"}),
+}
+# Options of transformers' processors that would change what the model was trained to see.
+_REFUSED = frozenset(
+    {
+        "do_convert_rgb",
+        "do_normalize",
+        "do_rescale",
+        "do_resize",
+        "do_sample_frames",
+        "image_mean",
+        "image_std",
+        "mean",
+        "merge_size",
+        "num_frames",
+        "patch_size",
+        "resample",
+        "rescale_factor",
+        "resized_height",
+        "resized_width",
+        "size",
+        "std",
+        "temporal_patch_size",
+        "total_pixels",
+    }
+)
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """One image or video as the request names it.
+
+    Attributes:
+        modality: what it is.
+        source: a URL or path (str), a `pathlib.Path`, bytes, a PIL image, or uint8 frames.
+        options: the per-part options that were given, still unchecked.
+        param: where it stands in the request, for errors.
+    """
+
+    modality: Modality
+    source: Any
+    options: Mapping[str, Any]
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages as plain data for the template, and their media in order of appearance."""
+
+    messages: list[dict[str, Any]]
+    media: list[MediaPart] = field(default_factory=list)
+
+
+def read_messages(messages: Any) -> Conversation:
+    """Checks messages in OpenAI's form (Python parts `image` and `video` included).
+
+    Raises InvalidRequestError that names the message, part and field at fault.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise InvalidRequestError("messages must be a list", param="messages")
+    if not messages:
+        raise InvalidRequestError("messages must not be empty", param="messages")
+    conversation = Conversation([])
+    for index, message in enumerate(messages):
+        param = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(f"{param} must be an object", param=param)
+        conversation.messages.append(_read_message(message, param, conversation.media))
+    return conversation
+
+
+def _read_message(message: Mapping[str, Any], param: str, media: list[MediaPart]) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidRequestError(
+            f"{param}.role must be one of {', '.join(_ROLES)}, not {_shown(role)}",
+            param=f"{param}.role",
+        )
+    others = {key: value for key, value in message.items() if key not in ("role", "content")}
+    read: dict[str, Any] = {
+        "role": _ROLES[role],
+        "content": _read_content(message.get("content"), f"{param}.content", media),
+    }
+    if read["content"] is None and role != "assistant":
+        raise InvalidRequestError(f"{param}.content is missing", param=f"{param}.content")
+    for key, value in others.items():
+        if value is not None:
+            read[key] = plain_data(value, f"{param}.{key}")
+    if "tool_calls" in read:
+        read["tool_calls"] = _read_tool_calls(read["tool_calls"], f"{param}.tool_calls")
+    reasoning = next((read[key] for key in _REASONING if read.get(key) is not None), None)
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise InvalidRequestError(f"{param}.reasoning_content must be text", param=param)
+        read |= {"thinking": read.get("thinking", reasoning), "reasoning_content": reasoning}
+    return read
+
+
+def _read_content(content: Any, param: str, media: list[MediaPart]) -> Any:
+    if content is None or isinstance(content, str):
+        return None if content is None else str(content)
+    if not isinstance(content, list | tuple):
+        raise InvalidRequestError(f"{param} must be text or a list of parts", param=param)
+    return [_read_part(part, f"{param}[{index}]", media) for index, part in enumerate(content)]
+
+
+def _read_part(part: Any, param: str, media: list[MediaPart]) -> dict[str, Any]:
+    if not isinstance(part, Mapping):
+        raise InvalidRequestError(f"{param} must be an object", param=param)
+    kind = part.get("type")
+    if kind in _TEXT_PARTS:
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{param}.text must be text", param=f"{param}.text")
+        return {"type": "text", "text": str(text)}
+    if not isinstance(kind, str) or kind not in _MEDIA_PARTS:
+        known = ", ".join(sorted({"text", *_MEDIA_PARTS}))
+        raise InvalidRequestError(
+            f"{param}.type must be one of {known}, not {_shown(kind)}", param=f"{param}.type"
+        )
+    read = _read_media(part, kind, param)
+    media.append(read)
+    # Templates look for the type or for a key of that name; none looks at the value.
+    return {"type": read.modality, read.modality: read.modality}
+
+
+def _read_media(part: Mapping[str, Any], kind: str, param: str) -> MediaPart:
+    modality = _MEDIA_PARTS[kind]
+    name = next((key for key in (kind, f"{modality}_url", modality, "url") if key in part), None)
+    if name is None:
+        raise InvalidRequestError(f"{param}.{kind} is missing", param=f"{param}.{kind}")
+    source, options = part[name], dict(part)
+    if isinstance(source, Mapping):
+        options |= source
+        source = source.get("url")
+        name += ".url"
+    for key in options.keys() & _REFUSED:
+        raise InvalidRequestError(
+            f"{param}.{key} cannot be set per request", param=f"{param}.{key}"
+        )
+    if source is None:
+        raise InvalidRequestError(f"{param}.{name} is missing", param=f"{param}.{name}")
+    given = {key: options[key] for key in _OPTIONS[modality] if options.get(key) is not None}
+    return MediaPart(modality, source, given, f"{param}.{name}")
+
+
+def _read_tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise InvalidRequestError(f"{param} must be a list", param=param)
+    return [_read_tool_call(call, f"{param}[{index}]") for index, call in enumerate(calls)]
+
+
+def _read_tool_call(call: Any, param: str) -> dict[str, Any]:
+    """OpenAI sends arguments as JSON text; templates want the object."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(f"{param} must name a function", param=param)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+    elif arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise InvalidRequestError(
+            f"{param}.function.arguments must be a JSON object", param=f"{param}.function.arguments"
+        )
+    function = function | {"arguments": plain_data(arguments, f"{param}.function.arguments")}
+    return call | {"function": function} if "function" in call else function
+
+
+def read_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Checks tool definitions; None and an empty list mean no tools.
+
+    Raises InvalidRequestError that names the tool at fault.
+    """
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple):
+        raise InvalidRequestError("tools must be a list", param="tools")
+    read = []
+    for index, tool in enumerate(tools):
+        param = f"tools[{index}]"
+        plain = plain_data(tool, param)
+        function = plain.get("function", plain) if isinstance(plain, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequestError(f"{param} must describe a function by name", param=param)
+        read.append(plain)
+    return read or None
+
+
+def _shown(value: Any) -> str:
+    """A client's value in an error message, short."""
+    shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+    return shown if len(shown) <= 40 else shown[:37] + "..."

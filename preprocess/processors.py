@@ -1,0 +1,222 @@
+"""Resize, normalise and cut into patches, driven by the checkpoint's processor configs.
+
+The arithmetic is that of transformers' torchvision-backed `Qwen2VLImageProcessor` and
+`Qwen3VLVideoProcessor`: antialiased interpolation of uint8, then rescale and normalise in one step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.preprocess.keys import tagged
+from vlm_serve.preprocess.tokenizer import read_json
+
+_VERSION = "1"
+_BILINEAR, _BICUBIC = 2, 3
+_MODES = {_BILINEAR: "bilinear", _BICUBIC: "bicubic"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelConfig:
+    """What images and frames have in common. Defaults are transformers'.
+
+    Attributes:
+        min_pixels, max_pixels: area of an image, or of all frames of a video together.
+        resample: Pillow's number of the interpolation.
+        mean, std: per channel, of samples scaled to 0 … 1.
+    """
+
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    do_resize: bool
+    resample: int
+    do_rescale: bool
+    rescale_factor: float
+    do_normalize: bool
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def factor(self) -> int:
+        """Sides are multiples of this many pixels."""
+        return self.patch_size * self.merge_size
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """(h, w) in patches of a resized picture."""
+        return height // self.patch_size, width // self.patch_size
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """Placeholder tokens of one resized picture."""
+        rows, columns = self.grid(height, width)
+        return rows * columns // self.merge_size**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoConfig(PixelConfig):
+    """Of a video processor.
+
+    Attributes:
+        sample_fps: frames taken per second of video; None: `num_frames` decides.
+        num_frames: frames taken of any video; None: `sample_fps` decides.
+        min_frames, max_frames: bounds of what `sample_fps` gives.
+        do_sample_frames: False takes every frame.
+        cap_pixels_per_frame: whether a frame's share of `max_pixels` is capped.
+        max_video_tokens: that cap, in tokens.
+    """
+
+    sample_fps: float | None
+    num_frames: int | None
+    min_frames: int
+    max_frames: int
+    do_sample_frames: bool
+    cap_pixels_per_frame: bool
+    max_video_tokens: int
+
+
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_HALF = (0.5, 0.5, 0.5)
+
+
+def image_config(directory: Path | str) -> PixelConfig | None:
+    """Config of the image processor, None if the checkpoint has none.
+
+    Raises CheckpointError for settings that are not supported.
+    """
+    directory = Path(directory)
+    raw = read_json(directory / "processor_config.json").get("image_processor")
+    raw = raw or read_json(directory / "preprocessor_config.json")
+    if not raw:
+        return None
+    shared = _shared(raw, patch_size=14, mean=_CLIP_MEAN, std=_CLIP_STD)
+    return PixelConfig(**shared, **_bounds(raw, 56 * 56, 28 * 28 * 1280))
+
+
+def video_config(directory: Path | str) -> VideoConfig | None:
+    """Config of the video processor, None if the checkpoint has none.
+
+    Raises CheckpointError for settings that are not supported.
+    """
+    directory = Path(directory)
+    raw = read_json(directory / "processor_config.json").get("video_processor")
+    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
+        raw = raw or read_json(directory / name)
+    if not raw:
+        return None
+    num_frames = raw.get("num_frames")
+    fps = raw.get("fps", 2)
+    if fps is not None and num_frames is not None:
+        raise CheckpointError("the video processor config sets both fps and num_frames")
+    return VideoConfig(
+        **_shared(raw, patch_size=16, mean=_HALF, std=_HALF),
+        **_bounds(raw, 128 * 32 * 32, 32 * 32 * 768),
+        sample_fps=None if fps is None else float(fps),
+        num_frames=num_frames,
+        min_frames=int(raw.get("min_frames", 4)),
+        max_frames=int(raw.get("max_frames", 768)),
+        do_sample_frames=bool(raw.get("do_sample_frames", True)),
+        cap_pixels_per_frame=bool(raw.get("cap_pixels_per_frame")),
+        max_video_tokens=int(raw.get("max_video_tokens", 768)),
+    )
+
+
+def _shared(
+    raw: Mapping[str, Any], *, patch_size: int, mean: tuple[float, ...], std: tuple[float, ...]
+) -> dict[str, Any]:
+    resample = int(raw.get("resample", _BICUBIC))
+    if resample not in _MODES:
+        raise CheckpointError(f"resample {resample} of the processor config is not supported")
+    return {
+        "patch_size": int(raw.get("patch_size", patch_size)),
+        "temporal_patch_size": int(raw.get("temporal_patch_size", 2)),
+        "merge_size": int(raw.get("merge_size", 2)),
+        "do_resize": bool(raw.get("do_resize", True)),
+        "resample": resample,
+        "do_rescale": bool(raw.get("do_rescale", True)),
+        "rescale_factor": float(raw.get("rescale_factor", 1 / 255)),
+        "do_normalize": bool(raw.get("do_normalize", True)),
+        "mean": tuple(map(float, raw.get("image_mean") or mean)),
+        "std": tuple(map(float, raw.get("image_std") or std)),
+    }
+
+
+def _bounds(raw: Mapping[str, Any], low: int, high: int) -> dict[str, Any]:
+    """Bounds on the area: in `size`, under either pair of names, or beside it."""
+    size = raw.get("size") or {}
+    size = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")} | size
+    bounds = {}
+    for name, default in (("min_pixels", low), ("max_pixels", high)):
+        value = raw.get(name) if raw.get(name) is not None else size.get(name)
+        bounds[name] = int(value) if value is not None else default
+    return bounds
+
+
+def fingerprint(*configs: PixelConfig | None) -> bytes:
+    """32 bytes that change with anything in the configs or in how they are applied."""
+    fields = [tagged("domain", b"vlm-serve processors"), tagged("version", _VERSION)]
+    for config in configs:
+        values = dataclasses.asdict(config) if config is not None else None
+        fields.append(tagged(type(config).__name__, json.dumps(values, sort_keys=True)))
+    return blake3(b"".join(fields)).digest()
+
+
+def resize(pixels: torch.Tensor, size: tuple[int, int], config: PixelConfig) -> torch.Tensor:
+    """Resized uint8 `[3, height, width]`, contiguous.
+
+    Args:
+        pixels: uint8 `[3, h, w]`; channels-last strides are the fast ones and give the same bits.
+        size: (height, width).
+    """
+    assert pixels.dtype == torch.uint8
+    if tuple(pixels.shape[-2:]) == size:
+        return pixels.contiguous()
+    mode = _MODES[config.resample]
+    batch = pixels.unsqueeze(0)
+    if mode == "bilinear" and "AVX" not in torch.backends.cpu.get_cpu_capability():
+        # torch's own uint8 path rounds between its two passes there; torchvision avoids it too.
+        smooth = torch.nn.functional.interpolate(batch.float(), size, mode=mode, antialias=True)
+        return smooth.round_().clamp_(0, 255).to(torch.uint8).squeeze(0).contiguous()
+    resized = torch.nn.functional.interpolate(batch, size, mode=mode, antialias=True)
+    return resized.squeeze(0).contiguous()
+
+
+def normalise(pixels: torch.Tensor, config: PixelConfig) -> torch.Tensor:
+    """float32 of the same shape, `[..., 3, height, width]`, rescaled and normalised in one step."""
+    if not config.do_normalize:
+        return pixels * config.rescale_factor if config.do_rescale else pixels.float()
+    scale = 1.0 / config.rescale_factor if config.do_rescale else 1.0
+    mean = torch.tensor(config.mean) * scale
+    std = torch.tensor(config.std) * scale
+    return pixels.float().sub_(mean[:, None, None]).div_(std[:, None, None])
+
+
+def patchify(frames: torch.Tensor, config: PixelConfig) -> torch.Tensor:
+    """Patches of one temporal patch, in the order in which they are merged.
+
+    Args:
+        frames: `[temporal_patch_size, channels, height, width]`.
+
+    Returns:
+        `[h * w, channels * temporal_patch_size * patch_size**2]`.
+    """
+    frame_count, channels, height, width = frames.shape
+    assert frame_count == config.temporal_patch_size
+    rows, columns = config.grid(height, width)
+    merge, patch = config.merge_size, config.patch_size
+    split = frames.reshape(
+        frame_count, channels, rows // merge, merge, patch, columns // merge, merge, patch
+    )
+    ordered = split.permute(2, 5, 3, 6, 1, 0, 4, 7)
+    return ordered.reshape(rows * columns, channels * frame_count * patch * patch)

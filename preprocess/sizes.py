@@ -1,0 +1,145 @@
+"""How large pictures are made and which frames of a video are taken.
+
+Both follow transformers' `Qwen2VLImageProcessor.resize` / `smart_resize` and
+`Qwen3VLVideoProcessor.resize` / `sample_frames`, number for number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from vlm_serve.errors import MediaError
+
+MAX_ASPECT_RATIO = 200
+
+
+def _check_ratio(height: float, width: float, param: str | None) -> None:
+    ratio = max(height, width) / min(height, width)
+    if ratio > MAX_ASPECT_RATIO:
+        raise MediaError(
+            f"the aspect ratio must be at most {MAX_ASPECT_RATIO}, it is {ratio:.1f}", param=param
+        )
+
+
+def image_size(
+    height: int,
+    width: int,
+    *,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    param: str | None = None,
+) -> tuple[int, int]:
+    """(height, width) after the resize: multiples of `factor` with an area within the bounds.
+
+    Raises MediaError if one side is over 200 times the other.
+    """
+    _check_ratio(height, width, param)
+    return _fit(height, width, 1, 1, factor, min_pixels, max_pixels)
+
+
+def video_size(
+    height: int,
+    width: int,
+    *,
+    num_frames: int,
+    factor: int,
+    temporal_factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    param: str | None = None,
+) -> tuple[int, int]:
+    """(height, width) of every frame; the bounds are on the area of all frames together.
+
+    Raises MediaError if one side is over 200 times the other.
+    """
+    # transformers refuses a single frame. It is repeated to fill its temporal patch here.
+    num_frames = max(num_frames, temporal_factor)
+    if height < factor or width < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    _check_ratio(height, width, param)
+    rounded = round(num_frames / temporal_factor) * temporal_factor
+    return _fit(height, width, num_frames, rounded, factor, min_pixels, max_pixels)
+
+
+def _fit(
+    height: int,
+    width: int,
+    num_frames: int,
+    rounded_frames: int,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+) -> tuple[int, int]:
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    area = rounded_frames * new_height * new_width
+    if area > max_pixels:
+        shrink = math.sqrt((num_frames * height * width) / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif area < min_pixels:
+        grow = math.sqrt(min_pixels / (num_frames * height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def capped_budget(
+    num_frames: int, *, min_pixels: int, max_pixels: int, max_frame_pixels: int
+) -> int:
+    """Area of all frames together once each frame's share is capped (`cap_pixels_per_frame`)."""
+    share = min(max_frame_pixels, max_pixels // num_frames)
+    return max(share, int(min_pixels * 1.05)) * num_frames
+
+
+def uniform_indices(
+    total: int, fps: float, *, sample_fps: float, min_frames: int, max_frames: int
+) -> list[int]:
+    """Frames spread evenly over a whole video of `total` frames at `fps` frames a second."""
+    wanted = int(total / fps * sample_fps)
+    return spread_indices(total, min(max(wanted, min_frames), max_frames, total))
+
+
+def spread_indices(total: int, num_frames: int) -> list[int]:
+    """`num_frames` frame numbers from the first to the last, evenly spaced."""
+    indices: list[int] = np.linspace(0, total - 1, num_frames).round().astype(int).tolist()
+    return indices
+
+
+def grid_indices(times: Sequence[float], sample_fps: float, max_frames: int) -> list[int]:
+    """Frame k is the first at or after k / sample_fps seconds, for every k that has one.
+
+    Which frame that is depends on nothing that comes later, so a longer recording keeps the frames
+    of a shorter one. At most `max_frames + 1` are returned: one more than allowed shows the excess.
+
+    Args:
+        times: seconds from the first frame, ascending.
+    """
+    indices: list[int] = []
+    frame = 0
+    while len(indices) <= max_frames:
+        # A time that was computed may fall short of its grid point by a rounding error.
+        wanted = len(indices) / sample_fps - 1e-6
+        while frame < len(times) and times[frame] < wanted:
+            frame += 1
+        if frame == len(times):
+            break
+        indices.append(frame)
+    return indices
+
+
+def patch_times(times: Sequence[float], temporal_patch_size: int) -> list[float]:
+    """Seconds of every temporal patch: the mean of its first and its last frame.
+
+    The last frame is repeated to fill the last patch.
+    """
+    padded = [*times, *[times[-1]] * (-len(times) % temporal_patch_size)]
+    last = temporal_patch_size - 1
+    return [
+        (padded[at] + padded[at + last]) / 2 for at in range(0, len(padded), temporal_patch_size)
+    ]

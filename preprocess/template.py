@@ -1,0 +1,234 @@
+"""The checkpoint's chat template: jinja2 in a sandbox, with bounds on time and output.
+
+The environment has what transformers gives templates (`apply_chat_template`), so a template renders
+alike in both. Templates see plain JSON data only: the caller has rebuilt messages and tools.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from vlm_serve.errors import CheckpointError, InvalidRequestError
+from vlm_serve.preprocess.tokenizer import read_json
+
+MAX_OUTPUT_CHARACTERS = 1 << 24
+MAX_SECONDS = 10.0
+_RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
+)
+
+
+class _TooSlow(Exception):
+    """Rendering ran past its deadline. Not a TemplateError: no template can swallow it."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what an assistant said; here it prints its body and no more."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Looks at the clock whenever a template reads an attribute or an item or calls something."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        )
+        self._local = threading.local()
+        self.filters["tojson"] = _tojson
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+        self.globals["namespace"] = _Namespace
+
+    def set_deadline(self, deadline: float) -> None:
+        self._local.deadline = deadline
+
+    def check_deadline(self) -> None:
+        if time.monotonic() > getattr(self._local, "deadline", float("inf")):
+            raise _TooSlow
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self.check_deadline()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self.check_deadline()
+        return super().getitem(obj, argument)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_deadline()
+        return super().call(*args, **kwargs)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """A namespace without underscore names, which would reach into the object itself."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        for name in (values := dict(*rest, **kwargs)):
+            _Namespace._check(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name: str) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"{name!r} cannot be a namespace attribute")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without jinja's escapes for HTML, in transformers' signature."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def find_chat_template(directory: Path | str) -> str:
+    """Source of the checkpoint's default chat template, "" if it has none.
+
+    Looked up as transformers does: chat_template.jinja, chat_template.json, tokenizer_config.json.
+    Raises CheckpointError if a file is there but unreadable.
+    """
+    directory = Path(directory)
+    try:
+        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError):
+        raise CheckpointError("chat_template.jinja of the checkpoint cannot be read") from None
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = read_json(directory / name).get("chat_template")
+        if isinstance(found, list):
+            found = {entry["name"]: entry["template"] for entry in found}.get("default")
+        if isinstance(found, str):
+            return found
+    return ""
+
+
+class ChatTemplate:
+    """A compiled chat template. Thread-safe.
+
+    Args:
+        source: jinja2 source; "" for a checkpoint without a template, which can render nothing.
+        special_names: "eos_token" and the like, visible to the template.
+        max_output_characters, max_seconds: bounds of one rendering.
+
+    Raises CheckpointError if the source does not compile.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_names: Mapping[str, str] | None = None,
+        *,
+        max_output_characters: int = MAX_OUTPUT_CHARACTERS,
+        max_seconds: float = MAX_SECONDS,
+    ) -> None:
+        self._environment = _Environment()
+        self._special_names = dict(special_names or {})
+        self._max_output_characters = max_output_characters
+        self._max_seconds = max_seconds
+        self.source = source
+        try:
+            self._template = self._environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the chat template does not compile: {error}") from None
+
+    def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises InvalidRequestError for names that would replace what is not the client's."""
+        taken = _RESERVED | self._environment.globals.keys() | self._special_names.keys()
+        for name in kwargs:
+            if name in taken or not name.isidentifier():
+                raise InvalidRequestError(
+                    f"{name!r} cannot be set through chat_template_kwargs",
+                    param="chat_template_kwargs",
+                )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text.
+
+        Raises InvalidRequestError if the template refuses the messages or a bound is exceeded.
+        """
+        if not self.source:
+            raise InvalidRequestError("this model has no chat template", param="messages")
+        variables = {
+            **self._special_names,
+            **(kwargs or {}),
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        variables.setdefault("documents", None)
+        try:
+            return self._collect(variables)
+        except _TooSlow:
+            problem = f"takes longer than {self._max_seconds:g} seconds"
+        except jinja2.TemplateError as error:
+            problem = f"refuses these messages: {error.message}"
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            problem = f"cannot render these messages ({type(error).__name__})"
+        except RecursionError:
+            problem = "cannot render messages nested so deeply"
+        raise InvalidRequestError(f"the chat template {problem}", param="messages")
+
+    def _collect(self, variables: dict[str, Any]) -> str:
+        self._environment.set_deadline(time.monotonic() + self._max_seconds)
+        pieces, length = [], 0
+        for piece in self._template.generate(variables):
+            self._environment.check_deadline()
+            pieces.append(piece)
+            length += len(piece)
+            if length > self._max_output_characters:
+                raise jinja2.TemplateError(
+                    f"the text is longer than {self._max_output_characters} characters"
+                )
+        return "".join(pieces)

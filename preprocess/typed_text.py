@@ -1,0 +1,100 @@
+"""Keeps special tokens that a user typed apart from those that the chat template writes.
+
+Before rendering, every special token inside user text is replaced by one private-use character that
+occurs nowhere in the request. The rendered text is then cut at real special tokens, and the
+characters are put back into the plain pieces, which the tokenizer reads as text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+
+_PRIVATE_USE = re.compile("[\ue000-\uf8ff]")
+_ALL_PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))
+MAX_DEPTH = 64
+
+
+def plain_data(value: Any, param: str, depth: int = MAX_DEPTH) -> Any:
+    """A fresh copy made of dict, list, str, int, float, bool and None alone.
+
+    Raises InvalidRequestError for anything else, and for data nested deeper than `MAX_DEPTH`.
+    """
+    if depth == 0:
+        raise InvalidRequestError(f"{param} is nested deeper than {MAX_DEPTH} levels", param=param)
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        if any(not isinstance(key, str) for key in value):
+            raise InvalidRequestError(f"{param} has a key that is no text", param=param)
+        return {str(key): plain_data(item, param, depth - 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item, param, depth - 1) for item in value]
+    raise InvalidRequestError(f"{param} must be JSON data, not {type(value).__name__}", param=param)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+
+
+class TypedText:
+    """The stand-ins of one request.
+
+    Args:
+        data: all plain data of the request that reaches the template.
+        special_tokens: contents of the special tokens; none holds white space.
+        pattern: matches every one of them, the longest first.
+    """
+
+    def __init__(self, data: Any, special_tokens: Sequence[str], pattern: re.Pattern[str]) -> None:
+        strings = list(_strings(data))
+        used = {found for text in strings for found in _PRIVATE_USE.findall(text)}
+        free = (character for character in _ALL_PRIVATE_USE if character not in used)
+        self._pattern = pattern
+        try:
+            self.mark = next(free)
+            self._break = next(free)
+            self._stand_ins = {token: next(free) for token in special_tokens}
+        except StopIteration:
+            raise InvalidRequestError("the text uses every private-use character") from None
+        self._originals = {character: token for token, character in self._stand_ins.items()}
+        self._originals[self._break] = ""
+        self._hidden = re.compile("[" + "".join(self._originals) + "]")
+        # Tokens could be put together from pieces: a text that ends with the beginning of one, or
+        # starts with the end of one, gets a break there, inside any white space a template trims.
+        sizes = [(token, size) for token in special_tokens for size in range(1, len(token))]
+        self._beginnings = tuple({token[:size] for token, size in sizes})
+        self._ends = tuple({token[size:] for token, size in sizes})
+
+    def hide(self, value: Any) -> Any:
+        """The same plain data with special tokens replaced, in keys as well."""
+        if isinstance(value, str):
+            return self._hide_text(value)
+        if isinstance(value, dict):
+            return {self._hide_text(key): self.hide(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.hide(item) for item in value]
+        return value
+
+    def _hide_text(self, text: str) -> str:
+        text = self._pattern.sub(lambda match: self._stand_ins[match.group()], text)
+        if (stripped := text.rstrip()).endswith(self._beginnings):
+            text = stripped + self._break + text[len(stripped) :]
+        if (stripped := text.lstrip()).startswith(self._ends):
+            text = text[: len(text) - len(stripped)] + self._break + stripped
+        return text
+
+    def restore(self, text: str) -> str:
+        """What the user typed, from a piece of rendered text."""
+        return self._hidden.sub(lambda match: self._originals[match.group()], text)
