@@ -1,0 +1,46 @@
+"""`vlm-serve chat`: one question about some media, answered on standard output as it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.pipeline import Pipeline
+from vlm_serve.sampling_params import SamplingParams
+
+
+def chat(
+    model: str,
+    config: EngineConfig,
+    *,
+    question: str,
+    images: Sequence[str],
+    videos: Sequence[str],
+    max_tokens: int,
+    temperature: float | None,
+    report: bool,
+) -> int:
+    """Prints the answer; returns the exit status. Raises VlmServeError for bad input."""
+    content: list[dict[str, Any]] = [_part("image", source) for source in images]
+    content += [_part("video", source) for source in videos]
+    content.append({"type": "text", "text": question})
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    last = None
+    with Pipeline(model, config) as pipe:
+        for delta in pipe.stream([{"role": "user", "content": content}], params):
+            print(delta.text, end="", flush=True)
+            last = delta
+    print()
+    if report and last is not None and last.cache_report is not None:
+        for name, value in dataclasses.asdict(last.cache_report).items():
+            print(f"{name}: {value}", file=sys.stderr)
+    return 0
+
+
+def _part(kind: str, source: str) -> dict[str, Any]:
+    """Who runs the command may read any file; a URL goes the way of all URLs."""
+    return {"type": kind, kind: source if "://" in source else Path(source)}

@@ -1,0 +1,192 @@
+"""The command line. What is slow to import is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.errors import ConfigError, VlmServeError
+from vlm_serve.options import Option, from_environment, from_mapping, options_of
+from vlm_serve.server.config import ServerConfig
+
+DEMO_MODEL = "demo"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the process's exit status (2: bad options, 1: it failed)."""
+    options = build_parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except ConfigError as error:
+        print(f"vlm-serve: {error.message}", file=sys.stderr)
+        return 2
+    except VlmServeError as error:
+        print(f"vlm-serve: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vlm-serve",
+        description="Serves hybrid vision-language models and reuses what it has computed.",
+    )
+    parser.add_argument("--version", action="version", version=f"vlm-serve {version('vlm-serve')}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
+    serve.set_defaults(run=run_serve)
+    _add_model(serve)
+    _add_options(serve, options_of(ServerConfig))
+    _add_options(serve, options_of(EngineConfig))
+
+    chat = commands.add_parser("chat", help="answer one question and exit", allow_abbrev=False)
+    chat.set_defaults(run=run_chat)
+    chat.add_argument("question", help="what to ask")
+    chat.add_argument("--model", default=None, help=f"as for serve (default: {DEMO_MODEL})")
+    chat.add_argument(
+        "--image", action="append", default=[], metavar="FILE|URL", help="may be given repeatedly"
+    )
+    chat.add_argument(
+        "--video", action="append", default=[], metavar="FILE|URL", help="may be given repeatedly"
+    )
+    chat.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: 256)")
+    chat.add_argument(
+        "--temperature", type=float, default=None, help="0 is greedy (default: the checkpoint's)"
+    )
+    chat.add_argument("--report", action="store_true", help="also print what the cache did")
+    _add_config_file(chat)
+    _add_options(chat, options_of(EngineConfig))
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=None,
+        metavar="MODEL",
+        help=f"checkpoint directory, hub id, or a built-in model (default: {DEMO_MODEL})",
+    )
+    _add_config_file(parser)
+
+
+def _add_config_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file of options; flags and VLM_SERVE_* environment variables win over it",
+    )
+
+
+def _add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    """One flag per option, grouped. Flags that are not given leave no trace in the result."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for item in options:
+        if item.group not in groups:
+            groups[item.group] = parser.add_argument_group(item.group)
+        text = f"{item.help} (default: {item.shown_default})".replace("%", "%%")
+        settings: dict[str, Any] = {
+            "dest": item.name,
+            "default": argparse.SUPPRESS,
+            "help": text,
+        }
+        if item.kind == "bool":
+            settings["action"] = argparse.BooleanOptionalAction
+        else:
+            settings["type"] = _reader(item)
+            settings["metavar"] = item.metavar or _metavar(item)
+        groups[item.group].add_argument(*item.flags, **settings)
+
+
+def _metavar(item: Option) -> str:
+    if item.choices:
+        return "{" + ",".join(str(choice) for choice in item.choices) + "}"
+    return {"int": "N", "float": "X", "text": "TEXT", "list": "A,B", "size": "SIZE"}[item.kind]
+
+
+def _reader(item: Option) -> Any:
+    def read(text: str) -> Any:
+        try:
+            return item.normalise(item.parse(text))
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(error.message) from None
+
+    return read
+
+
+def collect(
+    options: Sequence[Option],
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The values somebody set: flags win over the environment, which wins over the file."""
+    names = {item.name for item in options}
+    values = {name: value for name, value in file.items() if name in names}
+    values |= from_environment(options, environment)
+    return values | {name: value for name, value in flags.items() if name in names}
+
+
+def read_config_file(path: str | None) -> dict[str, Any]:
+    """Options and, maybe, `model` from a YAML file. Raises ConfigError that names what is wrong."""
+    if path is None:
+        return {}
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not valid YAML"
+        raise ConfigError(f"config file {path}: {reason}", param="config") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"config file {path}: it must map options to values", param="config")
+    model = content.pop("model", None)
+    found = from_mapping((*options_of(ServerConfig), *options_of(EngineConfig)), content)
+    return found | ({} if model is None else {"model": model})
+
+
+def _engine_config(options: argparse.Namespace, file: Mapping[str, Any]) -> EngineConfig:
+    return EngineConfig(**collect(options_of(EngineConfig), vars(options), os.environ, file))
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    file = read_config_file(options.config)
+    engine_config = _engine_config(options, file)
+    server_config = ServerConfig(
+        **collect(options_of(ServerConfig), vars(options), os.environ, file)
+    )
+    model = options.model or os.environ.get("VLM_SERVE_MODEL") or file.get("model") or DEMO_MODEL
+    from vlm_serve.server.main import serve
+
+    return serve(str(model), engine_config, server_config)
+
+
+def run_chat(options: argparse.Namespace) -> int:
+    file = read_config_file(options.config)
+    engine_config = _engine_config(options, file)
+    model = options.model or os.environ.get("VLM_SERVE_MODEL") or file.get("model") or DEMO_MODEL
+    from vlm_serve.chat_command import chat
+
+    return chat(
+        str(model),
+        engine_config,
+        question=options.question,
+        images=options.image,
+        videos=options.video,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        report=options.report,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

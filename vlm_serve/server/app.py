@@ -1,0 +1,144 @@
+"""The routes, put together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from vlm_serve.errors import VlmServeError
+from vlm_serve.server import status
+from vlm_serve.server.auth import Gate
+from vlm_serve.server.chat import chat_completions
+from vlm_serve.server.completions import completions
+from vlm_serve.server.errors import error_response, on_http_exception, public_error
+from vlm_serve.server.openapi import DescribedApp
+from vlm_serve.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    RequestModel,
+    TokenizeRequest,
+)
+from vlm_serve.server.request_id import request_id_of
+from vlm_serve.server.responses import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    ErrorBody,
+    ModelCard,
+    ModelList,
+    Tokens,
+)
+from vlm_serve.server.service import Service
+from vlm_serve.server.streaming import ClientGoneError
+from vlm_serve.server.tokenization import detokenize, tokenize
+
+Handler = Callable[[Service, Request], Awaitable[Response]]
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The ASGI application of one server; it owns the service and closes it at shutdown."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = DescribedApp(
+        title="vlm-serve",
+        version=version("vlm-serve"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.add_exception_handler(HTTPException, on_http_exception)
+    _add_posts(app, service)
+    _add_gets(app, service)
+    return Gate(app, service.config.api_key)
+
+
+def _guarded(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """The route of a handler: whatever it raises becomes a response in the one error form."""
+
+    async def route(request: Request) -> Response:
+        try:
+            return await handler(service, request)
+        except ClientGoneError:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)  # for logs: nobody reads it
+        except Exception as error:
+            return error_response(public_error(error, request_id_of(request.scope)))
+
+    return route
+
+
+def _add_posts(app: DescribedApp, service: Service) -> None:
+    """Routes with a JSON body. They read it themselves, within bounds; FastAPI describes it."""
+    posts: list[tuple[str, Handler, type[RequestModel], type[Any]]] = [
+        ("/v1/chat/completions", chat_completions, ChatCompletionRequest, ChatCompletion),
+        ("/v1/completions", completions, CompletionRequest, Completion),
+        ("/tokenize", tokenize, TokenizeRequest, Tokens),
+        ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
+    ]
+    errors: dict[int | str, dict[str, Any]] = {
+        "4XX": {"model": ErrorBody},
+        "5XX": {"model": ErrorBody},
+    }
+    for path, handler, body, answer in posts:
+        app.add_api_route(
+            path,
+            _guarded(service, handler),
+            methods=["POST"],
+            name=handler.__name__,
+            operation_id=handler.__name__,
+            response_model=None,
+            responses={200: {"model": answer}, **errors},
+            openapi_extra=app.body_of(body),
+        )
+
+
+def _add_gets(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models", response_model=None, responses={200: {"model": ModelList}})
+    async def list_models() -> Response:
+        return status.list_models(service)
+
+    @app.get(
+        "/v1/models/{name:path}",
+        response_model=None,
+        responses={200: {"model": ModelCard}, 404: {"model": ErrorBody}},
+    )
+    async def get_model(name: str) -> Response:
+        try:
+            return status.get_model(service, name)
+        except VlmServeError as error:
+            return error_response(error)
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        return status.health(service)
+
+    @app.get("/ready", response_model=None)
+    async def ready() -> Response:
+        return status.ready(service)
+
+    @app.get("/load", response_model=None)
+    async def load() -> Response:
+        return status.load(service)
+
+    @app.get("/version", response_model=None)
+    async def show_version() -> Response:
+        return status.show_version()
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return status.metrics(service)

@@ -1,0 +1,64 @@
+"""What every HTTP request passes before its route: an id, the API key, and the access to errors.
+
+A plain ASGI layer: it looks at the path as it came over the wire, before anything decodes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vlm_serve.server.errors import AuthenticationError, error_response
+from vlm_serve.server.request_id import request_id_of
+
+OPEN_PATHS = frozenset({b"/health", b"/ready", b"/metrics"})
+"""Probes and scrapers bring no key; nothing that they read belongs to a client."""
+
+
+class Gate:
+    """Names every request, and lets only those in that bring a key, if there are keys."""
+
+    def __init__(self, app: ASGIApp, api_keys: Iterable[str]) -> None:
+        self._app = app
+        # Digests have one length, so comparing them tells nothing about the keys'.
+        self._digests = [_digest(key.encode()) for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = request_id_of(scope)
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", request_id.encode()),
+                ]
+            await send(message)
+
+        if self._digests and not self._allowed(scope):
+            refusal = AuthenticationError("a valid API key is needed", code="invalid_api_key")
+            await error_response(refusal)(scope, receive, named)
+            return
+        await self._app(scope, receive, named)
+
+    def _allowed(self, scope: Scope) -> bool:
+        if scope.get("raw_path") in OPEN_PATHS:
+            return True
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1:
+            return False
+        scheme, _, key = given[0].partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
+        digest = _digest(key.strip())
+        # No early end: the time must not tell which key was nearly right.
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,249 @@
+"""POST /v1/completions: prompts as text or token ids, without a chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.body import read_json
+from vlm_serve.server.errors import UnsupportedFieldError
+from vlm_serve.server.fields import ignored_fields, ignored_header
+from vlm_serve.server.generation import Generation, Task, answering
+from vlm_serve.server.logprobs import completion_logprobs
+from vlm_serve.server.protocol import CompletionRequest
+from vlm_serve.server.reports import add_usage, cache_report_body, usage_body
+from vlm_serve.server.request_id import request_id_of
+from vlm_serve.server.responses import Completion, CompletionChoice
+from vlm_serve.server.service import Service
+from vlm_serve.server.streaming import Chunks, stream_response, until_disconnected
+
+MAX_PROMPTS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionTask:
+    """A validated request: one task per prompt; choice `p * n + i` is the i-th of prompt p."""
+
+    body: CompletionRequest
+    tasks: Sequence[Task]
+    params: SamplingParams
+    model: str
+    created: int
+
+    @property
+    def response_id(self) -> str:
+        return f"cmpl-{self.tasks[0].request_id}"
+
+
+def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
+    """The prompts as a list. Raises InvalidRequestError for none, too many or empty ones."""
+    given: Any = body.prompt
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not given or not all(given):
+        raise InvalidRequestError("prompt must not be empty", param="prompt")
+    if len(given) > MAX_PROMPTS:
+        raise InvalidRequestError(f"at most {MAX_PROMPTS} prompts per request", param="prompt")
+    prompts: list[str] | list[list[int]] = given
+    return prompts
+
+
+def _preparing(service: Service, prompt: str | list[int], salt: str) -> Callable[[], Prompt]:
+    def prepare() -> Prompt:
+        preprocessor = service.engine.preprocessor
+        ids = preprocessor.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        made: Prompt = preprocessor.prepare_tokens(ids, cache_salt=salt)
+        return made
+
+    return prepare
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """Continues one or several prompts, whole or as a stream. Raises as `chat_completions` does."""
+    arrival = time.monotonic()
+    body = await read_json(request, CompletionRequest, service.config.max_body_bytes)
+    headers = ignored_header(ignored_fields(body.model_extra or {}))
+    body.check_stream_options()
+    if body.echo and body.logprobs is not None:
+        raise UnsupportedFieldError(
+            "echo together with logprobs is not implemented by this server",
+            param="echo",
+            code="unsupported_field",
+        )
+    params = body.sampling_params()
+    request_id = body.request_id or request_id_of(request.scope)
+    job = CompletionTask(
+        body=body,
+        tasks=[
+            Task(
+                _preparing(service, prompt, body.cache_salt or ""),
+                params,
+                request_id,
+                arrival,
+                body.priority or 0,
+            )
+            for prompt in _prompts(body)
+        ],
+        params=params,
+        model=service.resolve_model(body.model),
+        created=int(time.time()),
+    )
+    if body.stream:
+        return await stream_response(request, _chunks(service, job), headers, request_id)
+    answer = await until_disconnected(request, _whole(service, job))
+    return JSONResponse(answer.model_dump(), headers=headers)
+
+
+class _Choice:
+    """Gathers the deltas of one choice."""
+
+    def __init__(self, service: Service, job: CompletionTask, index: int, prompt: Prompt) -> None:
+        self._tokenizer = service.tokenizer
+        self._job = job
+        self.index = index
+        self._prompt = prompt
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[dict[int, float]] = []
+        self._length = 0
+        self._last: Delta | None = None
+
+    def push(self, delta: Delta) -> CompletionChoice | None:
+        """Adds a delta; returns the stream's part, None if there is nothing to say."""
+        text = delta.text
+        if self._job.body.echo and self._last is None:
+            text = self._echo() + text
+        offset = self._length
+        self._length += len(text)
+        self._last = delta
+        self._text.append(text)
+        self._tokens += delta.token_ids
+        self._logprobs += delta.logprobs
+        if not text and not delta.logprobs and delta.finish_reason is None:
+            return None
+        return self._part(text, delta.token_ids, delta.logprobs, offset)
+
+    def whole(self) -> CompletionChoice:
+        return self._part("".join(self._text), self._tokens, self._logprobs, 0)
+
+    def _echo(self) -> str:
+        return self._tokenizer.decode(self._prompt.token_ids, skip_special_tokens=False)
+
+    def _part(
+        self,
+        text: str,
+        tokens: Sequence[int],
+        logprobs: Sequence[dict[int, float]],
+        offset: int,
+    ) -> CompletionChoice:
+        body, last = self._job.body, self._last
+        assert last is not None
+        return CompletionChoice(
+            index=self.index,
+            text=text,
+            logprobs=None
+            if body.logprobs is None
+            else completion_logprobs(self._tokenizer, tokens, logprobs, body.logprobs, offset),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            token_ids=list(tokens) if body.return_token_ids else None,
+            prompt_token_ids=list(self._prompt.token_ids) if body.return_token_ids else None,
+        )
+
+
+async def _merged(
+    service: Service, job: CompletionTask, generations: list[Generation]
+) -> AsyncGenerator[tuple[_Choice, Delta], None]:
+    """Submits all prompts and yields their deltas as they come, each with its choice.
+
+    `generations` is filled in the order of the prompts. All or nothing: an error in one ends all.
+    """
+    async with AsyncExitStack() as stack:
+        for task in job.tasks:
+            generations.append(await stack.enter_async_context(answering(service, task)))
+        waiting: dict[asyncio.Future[Delta], int] = {}
+        streams = [generation.deltas() for generation in generations]
+        choices = [
+            [_Choice(service, job, p * job.params.n + i, g.prompt) for i in range(job.params.n)]
+            for p, g in enumerate(generations)
+        ]
+
+        def ask(number: int) -> None:
+            if generations[number].unfinished:
+                waiting[asyncio.ensure_future(anext(streams[number]))] = number
+
+        try:
+            for number in range(len(streams)):
+                ask(number)
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for future in done:
+                    number = waiting.pop(future)
+                    delta = future.result()
+                    yield choices[number][delta.index], delta
+                    ask(number)
+        finally:
+            for future in waiting:
+                future.cancel()
+            if waiting:
+                await asyncio.wait(waiting)
+
+
+async def _whole(service: Service, job: CompletionTask) -> Completion:
+    generations: list[Generation] = []
+    choices: dict[int, _Choice] = {}
+    async with aclosing(_merged(service, job, generations)) as merged:
+        async for choice, delta in merged:
+            choice.push(delta)
+            choices[choice.index] = choice
+    usage = add_usage([generation.usage for generation in generations])
+    reports = [cache_report_body(generation.cache_report) for generation in generations]
+    return Completion(
+        id=job.response_id,
+        created=job.created,
+        model=job.model,
+        choices=[choices[index].whole() for index in sorted(choices)],
+        usage=usage_body(usage, *(generation.prompt for generation in generations)),
+        cache_report=reports[0] if job.body.cache_report else None,
+    )
+
+
+async def _chunks(service: Service, job: CompletionTask) -> Chunks:
+    body = job.body
+    generations: list[Generation] = []
+    base: dict[str, Any] = {
+        "id": job.response_id,
+        "object": "text_completion",
+        "created": job.created,
+        "model": job.model,
+    }
+    with_usage = body.stream_option("include_usage")
+    continuous = body.stream_option("continuous_usage_stats")
+
+    def usage() -> dict[str, Any]:
+        total = add_usage([generation.usage for generation in generations])
+        return usage_body(total, *(each.prompt for each in generations)).model_dump()
+
+    async with aclosing(_merged(service, job, generations)) as merged:
+        async for choice, delta in merged:
+            part = choice.push(delta)
+            if part is None:
+                continue
+            chunk = base | {"choices": [part.model_dump()]}
+            if with_usage:
+                chunk["usage"] = usage() if continuous else None
+            yield chunk
+    if with_usage:
+        yield base | {"choices": [], "usage": usage()}

@@ -1,0 +1,128 @@
+"""Options of the HTTP server: the table from which its flags and the README's are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlm_serve.errors import ConfigError
+from vlm_serve.options import normalise_all, option
+
+_SERVER = "server"
+_LIMITS = "limits"
+_LIFE = "life cycle"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Options of one server, validated together when it is built.
+
+    Raises:
+        ConfigError: names every option whose value is bad, not only the first one.
+    """
+
+    host: str = option("127.0.0.1", "address to listen on", group=_SERVER, kind="text")
+    port: int = option(
+        8000,
+        "port to listen on; 0 takes any free one",
+        group=_SERVER,
+        kind="int",
+        low=0,
+        high=65535,
+    )
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "name or names under which requests may ask for the model (comma-separated)",
+        group=_SERVER,
+        kind="list",
+        default_text="the model as given",
+    )
+    api_key: tuple[str, ...] = option(
+        (),
+        "keys of which a request must bring one as a bearer token (comma-separated)",
+        group=_SERVER,
+        kind="list",
+    )
+    tool_call_parser: str = option(
+        "qwen3_xml",
+        "form of tool calls in the model's answers",
+        group=_SERVER,
+        kind="text",
+        choices=("qwen3_xml", "none"),
+    )
+    reasoning_parser: str = option(
+        "none",
+        "qwen3 moves what stands before </think> into the field `reasoning`",
+        group=_SERVER,
+        kind="text",
+        choices=("none", "qwen3"),
+    )
+    max_queued_requests: int = option(
+        256,
+        "requests that may be open beyond max_num_seqs; more are answered 503 at once",
+        group=_LIMITS,
+        kind="int",
+        low=0,
+    )
+    max_queued_tokens: int = option(
+        4_000_000,
+        "prompt tokens of all open requests beyond which new ones are answered 503 at once",
+        group=_LIMITS,
+        kind="int",
+        low=1,
+    )
+    max_body_size: int | str = option(
+        64 << 20,
+        "largest request body",
+        group=_LIMITS,
+        kind="size",
+        low=1,
+        metavar="SIZE",
+    )
+    request_timeout: float | None = option(
+        None,
+        "seconds after which a request is ended with an error",
+        group=_LIMITS,
+        kind="float",
+        low=0.001,
+        metavar="SECONDS",
+    )
+    preprocess_threads: int = option(
+        4,
+        "threads that fetch and decode media and render templates",
+        group=_LIMITS,
+        kind="int",
+        low=1,
+        high=256,
+    )
+    shutdown_timeout: float = option(
+        30.0,
+        "seconds that running requests have after SIGTERM; a second SIGTERM ends at once",
+        group=_LIFE,
+        kind="float",
+        low=0.0,
+        metavar="SECONDS",
+    )
+    stall_timeout: float = option(
+        120.0,
+        "seconds without a step, although there is work, after which /health says 503",
+        group=_LIFE,
+        kind="float",
+        low=0.001,
+        metavar="SECONDS",
+    )
+    idle_check: bool = option(
+        True,
+        "check the cache's invariants whenever the engine becomes idle",
+        group=_LIFE,
+        kind="bool",
+    )
+
+    def __post_init__(self) -> None:
+        problems = normalise_all(self)
+        if problems:
+            raise ConfigError("; ".join(problems), param=problems[0].split(" ", 1)[0])
+
+    @property
+    def max_body_bytes(self) -> int:
+        assert isinstance(self.max_body_size, int)
+        return self.max_body_size

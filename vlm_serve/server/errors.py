@@ -1,0 +1,97 @@
+"""Exceptions on their way out: one envelope, `{"error": {message, type, param, code}}`, for all."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from vlm_serve.errors import InvalidRequestError, OverloadedError, VlmServeError
+
+_log = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 1
+
+
+class AuthenticationError(VlmServeError):
+    """No API key, or one that the server does not know: HTTP 401."""
+
+    status = 401
+    type = "authentication_error"
+
+
+class BodyTooLargeError(InvalidRequestError):
+    """The request body is over the server's limit: HTTP 413."""
+
+    status = 413
+
+
+class MediaTypeError(InvalidRequestError):
+    """The request body does not say that it is JSON: HTTP 415."""
+
+    status = 415
+
+
+class UnsupportedFieldError(InvalidRequestError):
+    """A known field that would change the answer, but which this server does not implement."""
+
+
+class RequestTimeoutError(VlmServeError):
+    """The request took longer than the operator allows: HTTP 504."""
+
+    status = 504
+    type = "timeout_error"
+
+
+class DrainingError(OverloadedError):
+    """The server has been told to stop and takes no new work: HTTP 503 with Retry-After."""
+
+
+def envelope(error: VlmServeError) -> dict[str, Any]:
+    """The JSON body that describes an error."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.code or error.status,
+        }
+    }
+
+
+def error_response(error: VlmServeError) -> JSONResponse:
+    """The whole response; overload says when to come back."""
+    headers = {}
+    if error.status in (429, 503):
+        headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(envelope(error), status_code=error.status, headers=headers)
+
+
+def internal_error(error: BaseException, request_id: str) -> VlmServeError:
+    """Hides an unexpected exception behind an id and logs it under that id."""
+    _log.error("request %s failed", request_id, exc_info=error)
+    return VlmServeError(
+        f"internal error; the server's log has the details under request id {request_id}",
+        code="internal_error",
+    )
+
+
+def public_error(error: BaseException, request_id: str) -> VlmServeError:
+    """The error as a client may see it; one that is no VlmServeError is hidden and logged."""
+    return error if isinstance(error, VlmServeError) else internal_error(error, request_id)
+
+
+async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    """Starlette's own refusals: unknown routes and methods."""
+    assert isinstance(error, HTTPException)
+    refusal = InvalidRequestError(
+        {404: "there is no such route", 405: "this route has no such method"}.get(
+            error.status_code, "the request was refused"
+        )
+    )
+    return JSONResponse(envelope(refusal), error.status_code, headers=dict(error.headers or {}))

@@ -1,0 +1,155 @@
+"""One prompt in the engine, seen from the event loop as a source of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from vlm_serve.engine.outputs import CacheReport, Delta, Usage
+from vlm_serve.errors import EngineClosedError
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.errors import RequestTimeoutError
+from vlm_serve.server.service import Service
+
+_access = logging.getLogger("vlm_serve.access")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a route wants answered.
+
+    Attributes:
+        prepare: makes the prompt; runs on a preparation thread and may block.
+        request_id: for responses and the log; the engine gets an id of its own, since clients' ids
+            may collide.
+        arrival: monotonic seconds at which the request came in.
+    """
+
+    prepare: Callable[[], Prompt]
+    params: SamplingParams
+    request_id: str
+    arrival: float
+    priority: int = 0
+
+
+class Generation:
+    """A request that has been submitted.
+
+    Attributes:
+        usage, cache_report: as of the last delta.
+        finish_reason: of the last choice that ended; "abort" while there is none.
+        unfinished: choices that have not ended.
+    """
+
+    def __init__(self, service: Service, task: Task, prompt: Prompt) -> None:
+        self.task = task
+        self.prompt = prompt
+        self.usage = Usage(prompt_tokens=len(prompt))
+        self.cache_report: CacheReport | None = None
+        self.finish_reason = "abort"
+        self.unfinished = task.params.n
+        self.queue: asyncio.Queue[Delta] = asyncio.Queue()
+        self.first_token_time: float | None = None
+        self._metrics = service.metrics
+        self._token_times: dict[int, float] = {}
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """The deltas of all choices. Raises the error with which the engine ended the request."""
+        while self.unfinished:
+            delta = await self.queue.get()
+            if delta.error is not None:
+                self.finish_reason = "error"
+                raise delta.error
+            if delta.finish_reason == "abort":
+                # The client is still here, so it was the engine that gave up.
+                raise EngineClosedError("the request was ended by the server", code="aborted")
+            self.usage = delta.usage
+            self.cache_report = delta.cache_report or self.cache_report
+            if delta.finish_reason is not None:
+                self.unfinished -= 1
+                self.finish_reason = delta.finish_reason
+            if delta.token_ids:
+                self._observe_token(delta.index, time.monotonic())
+            yield delta
+
+    def _observe_token(self, index: int, now: float) -> None:
+        if self.first_token_time is None:
+            self.first_token_time = now
+        before = self._token_times.get(index)
+        if before is not None:
+            self._metrics.inter_token_latency.observe(now - before)
+        self._token_times[index] = now
+
+
+@asynccontextmanager
+async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
+    """Lets a request in, prepares its prompt and submits it. Leaving the block before the end frees
+    everything within one step.
+
+    Raises:
+        OverloadedError and its kin: see `Service.admitted`.
+        RequestTimeoutError: the deadline has passed (here or from `Generation.deltas`).
+        VlmServeError: what preparation and `Engine.submit` raise.
+    """
+    loop = asyncio.get_running_loop()
+    with service.admitted():
+        limit = service.config.request_timeout
+        deadline = None if limit is None else task.arrival - time.monotonic() + loop.time() + limit
+        try:
+            async with asyncio.timeout_at(deadline):
+                prompt = await service.in_pool(task.prepare)
+        except TimeoutError:
+            raise _too_late(limit) from None
+        generation = Generation(service, task, prompt)
+        mailbox, queue = service.mailbox, generation.queue
+        engine_id = service.submit(
+            prompt, task.params, lambda delta: mailbox.post(queue, delta), task.priority
+        )
+        service.open_tokens += len(prompt)
+        alarm = None
+        if deadline is not None:
+            late = Delta(0, finish_reason="error", error=_too_late(limit))
+            alarm = loop.call_at(deadline, queue.put_nowait, late)
+        try:
+            yield generation
+        finally:
+            if generation.unfinished:
+                service.engine.abort(engine_id)
+            if alarm is not None:
+                alarm.cancel()
+            service.open_tokens -= len(prompt)
+            _account(service, generation)
+
+
+def _too_late(limit: float | None) -> RequestTimeoutError:
+    return RequestTimeoutError(f"the request took longer than {limit:g} s", code="timeout")
+
+
+def _account(service: Service, generation: Generation) -> None:
+    """Metrics and the access log's line of one request, whatever its end was."""
+    now, arrival = time.monotonic(), generation.task.arrival
+    usage, report = generation.usage, generation.cache_report
+    first, reason = generation.first_token_time, generation.finish_reason
+    if generation.unfinished and reason != "error":
+        reason = "abort"
+    service.metrics.finished(reason, usage, report)
+    service.metrics.e2e_request_latency.observe(now - arrival)
+    if first is not None:
+        service.metrics.time_to_first_token.observe(first - arrival)
+    _access.info(
+        "request_id=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d ttft_ms=%s "
+        "total_ms=%.1f finish_reason=%s cache_reason=%s",
+        generation.task.request_id,
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+        f"{(first - arrival) * 1000:.1f}" if first is not None else "-",
+        (now - arrival) * 1000,
+        reason,
+        report.reason if report is not None else "-",
+    )

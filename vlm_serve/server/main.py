@@ -1,0 +1,64 @@
+"""`vlm-serve serve`: load, say what was loaded, listen until told to stop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.engine import Engine
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.run import listen, make_server, url_of
+
+
+def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
+    """Runs until a signal ends it; returns the exit status.
+
+    Raises ConfigError or CheckpointError, before anything listens, if it cannot start.
+    """
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    bound = listen(config)  # first: a taken port should not cost a model's loading time
+    try:
+        engine = Engine.from_checkpoint(model, engine_config)
+    except BaseException:
+        bound.close()
+        raise
+    names = config.served_model_name or (model,)
+    try:
+        server = make_server(engine, config, names)
+        print(table(startup_rows(engine, config, names, url_of(bound))), flush=True)
+        server.run(sockets=[bound])
+    finally:
+        engine.close()
+    return 0
+
+
+def startup_rows(
+    engine: Engine, config: ServerConfig, names: tuple[str, ...], url: str
+) -> Iterable[tuple[str, str]]:
+    """What an operator wants to know first."""
+    options = engine.config
+    yield "model", ", ".join(names)
+    yield "context", f"{engine.max_model_len} tokens"
+    yield "device", f"{options.device}, {torch.get_num_threads()} threads, {options.dtype}"
+    yield "sequences", str(options.max_num_seqs)
+    yield "step", f"at most {options.max_num_batched_tokens} tokens"
+    if options.enable_prefix_caching:
+        yield "granularity", f"{options.block_size} tokens; exactly at the ends of media and turns"
+    else:
+        yield "granularity", "prefix caching is off"
+    yield "tool calls", config.tool_call_parser
+    yield "reasoning", config.reasoning_parser
+    yield "API keys", str(len(config.api_key)) if config.api_key else "none: everybody may ask"
+    yield "URL", f"{url}/v1"
+
+
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    """Two aligned columns."""
+    pairs = list(rows)
+    width = max(len(name) for name, _ in pairs)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in pairs)

@@ -1,0 +1,100 @@
+"""Prometheus metrics under the names that dashboards for other engines already chart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from vlm_serve.engine.outputs import CacheReport, Usage
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.engine import Engine
+
+PREFIX = "vlm_serve:"
+
+_SECONDS = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
+)  # fmt: skip
+_TOKEN_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2,
+    0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
+)  # fmt: skip
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own, labelled with the model's name."""
+
+    def __init__(self, model_name: str, engine: Engine) -> None:
+        self._registry = CollectorRegistry()
+        self._model_name = model_name
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of one choice", _TOKEN_SECONDS
+        )
+        self.e2e_request_latency = self._histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token", _SECONDS
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, cached ones included")
+        self.generation_tokens = self._counter("generation_tokens", "Generated tokens")
+        self.prefix_cache_queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache"
+        )
+        self.prefix_cache_hits = self._counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache"
+        )
+        self.mm_cache_queries = self._counter("mm_cache_queries", "Images and videos in prompts")
+        self.mm_cache_hits = self._counter(
+            "mm_cache_hits", "Images and videos that needed no vision encoding"
+        )
+        self.check_failures = self._counter(
+            "idle_check_failures", "Idle checks that found a violated invariant"
+        )
+        self._finished = Counter(
+            PREFIX + "request_success",
+            "Finished requests by the reason of their end",
+            ("model_name", "finished_reason"),
+            registry=self._registry,
+        )
+        self._misses = Counter(
+            PREFIX + "prefix_cache_reasons",
+            "Requests by the reason why not more of their prompt was cached",
+            ("model_name", "reason"),
+            registry=self._registry,
+        )
+        self._gauge("num_requests_running", "Sequences that run", lambda: engine.num_running)
+        self._gauge("num_requests_waiting", "Sequences that wait", lambda: engine.num_waiting)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(
+            PREFIX + name, text, ("model_name",), registry=self._registry, buckets=buckets
+        )
+        return metric.labels(self._model_name)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        metric = Counter(PREFIX + name, text, ("model_name",), registry=self._registry)
+        return metric.labels(self._model_name)
+
+    def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        metric = Gauge(PREFIX + name, text, ("model_name",), registry=self._registry)
+        metric.labels(self._model_name).set_function(read)
+
+    def finished(self, reason: str, usage: Usage, report: CacheReport | None) -> None:
+        """Accounts for one request that reached its end."""
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self.generation_tokens.inc(usage.completion_tokens)
+        self.prefix_cache_queries.inc(usage.prompt_tokens)
+        self.prefix_cache_hits.inc(usage.cached_tokens)
+        self._finished.labels(self._model_name, reason).inc()
+        if report is not None:
+            self._misses.labels(self._model_name, report.reason).inc()
+            self.mm_cache_queries.inc(report.media_encoded + report.media_skipped)
+            self.mm_cache_hits.inc(report.media_skipped)
+
+    def render(self) -> bytes:
+        """The text that a Prometheus server scrapes."""
+        return generate_latest(self._registry)

@@ -1,0 +1,206 @@
+"""Splits an answer, while it is being generated, into reasoning, content and tool calls.
+
+The form is Qwen3.5's: what stands before `</think>` is reasoning; a tool call is
+
+    <tool_call>
+    <function=name>
+    <parameter=key>
+    value
+    </parameter>
+    </function>
+    </tool_call>
+
+Whole answers and streams go through the same parser, piece by piece, so they cannot differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+THINK_START = "<think>"
+THINK_END = "</think>"
+TOOL_START = "<tool_call>"
+TOOL_END = "</tool_call>"
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]{1,256})>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+Kind = Literal["content", "reasoning", "tool_name", "tool_arguments"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the answer. `call` counts the tool calls of the answer, -1 elsewhere."""
+
+    kind: Kind
+    text: str
+    call: int = -1
+
+
+class _State(Enum):
+    REASONING = "reasoning"
+    CONTENT = "content"
+    TOOL = "tool"
+
+
+class OutputParser:
+    """Parser of one choice.
+
+    Args:
+        reasoning: the answer starts inside a `<think>` block (None: it is not split at all).
+        tools: JSON schema of the parameters by function name; None leaves tool calls in the text.
+    """
+
+    def __init__(
+        self, *, reasoning: bool | None = None, tools: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        self._splits_reasoning = reasoning is not None
+        self._tools = tools
+        self._state = _State.REASONING if reasoning else _State.CONTENT
+        self._buffer = ""
+        self._at_start = True
+        self._call: _ToolCallParser | None = None
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that became certain with this text."""
+        self._buffer += text
+        return list(self._advance(final=False))
+
+    def finish(self) -> list[Piece]:
+        """The rest, once no more text can come."""
+        return list(self._advance(final=True))
+
+    def _advance(self, *, final: bool) -> Iterator[Piece]:
+        while True:
+            before = (self._state, len(self._buffer))
+            if self._state is _State.REASONING:
+                yield from self._plain("reasoning", THINK_END, _State.CONTENT, final=final)
+            elif self._state is _State.CONTENT:
+                yield from self._content(final=final)
+            else:
+                yield from self._tool(final=final)
+            if (self._state, len(self._buffer)) == before or not self._buffer:
+                return
+
+    def _content(self, *, final: bool) -> Iterator[Piece]:
+        if self._splits_reasoning and self._at_start:
+            self._buffer = self._buffer.lstrip()
+            if self._buffer.startswith(THINK_START):
+                self._buffer = self._buffer[len(THINK_START) :].lstrip()
+                self._state = _State.REASONING
+                return
+            if THINK_START.startswith(self._buffer) and not final:
+                return
+        if self._tools is None:
+            yield from self._emit("content", len(self._buffer))
+            return
+        yield from self._plain("content", TOOL_START, _State.TOOL, final=final)
+
+    def _plain(self, kind: Kind, end: str, then: _State, *, final: bool) -> Iterator[Piece]:
+        """Text up to a marker; white space beside the marker belongs to neither side."""
+        found = self._buffer.find(end)
+        if found >= 0:
+            yield from self._emit(kind, len(self._buffer[:found].rstrip()))
+            rest = self._buffer[self._buffer.find(end) + len(end) :]
+            self._buffer, self._state, self._at_start = rest, then, True
+            return
+        keep = 0
+        if not final:
+            keep = next(
+                (n for n in range(len(end) - 1, 0, -1) if self._buffer.endswith(end[:n])), 0
+            )
+            body = self._buffer[: len(self._buffer) - keep]
+            keep += len(body) - len(body.rstrip())
+        yield from self._emit(kind, len(self._buffer) - keep)
+
+    def _emit(self, kind: Kind, length: int) -> Iterator[Piece]:
+        text, self._buffer = self._buffer[:length], self._buffer[length:]
+        if self._at_start and self._splits_reasoning:
+            text = text.lstrip()
+        if text:
+            self._at_start = False
+            yield Piece(kind, text)
+
+    def _tool(self, *, final: bool) -> Iterator[Piece]:
+        if self._call is None:
+            assert self._tools is not None
+            self._call = _ToolCallParser(self.num_calls, self._tools)
+        end = self._buffer.find(TOOL_END)
+        whole = self._buffer if end < 0 else self._buffer[:end]
+        pieces = self._call.advance(whole)
+        self.num_calls = self._call.index + self._call.named
+        yield from pieces
+        if end < 0 and not final:
+            return
+        if self._call.named:
+            yield from self._call.close()
+        elif whole.strip():  # it was no tool call after all
+            yield Piece("content", TOOL_START + whole + (TOOL_END if end >= 0 else ""))
+        self._buffer = "" if end < 0 else self._buffer[end + len(TOOL_END) :].lstrip()
+        self._call, self._state = None, _State.CONTENT
+
+
+class _ToolCallParser:
+    """One `<tool_call>` block; emits the name, then the arguments one parameter at a time."""
+
+    def __init__(self, index: int, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self.index = index
+        self.named = False
+        self._tools = tools
+        self._schema: Mapping[str, Any] = {}
+        self._position = 0
+        self._keys: set[str] = set()
+
+    def advance(self, block: str) -> list[Piece]:
+        """What is new in the block, which only ever grows."""
+        pieces = []
+        if not self.named:
+            found = _FUNCTION.match(block)
+            if found is None or found.group(1).strip() not in self._tools:
+                return []
+            self.named = True
+            self._schema = self._tools[found.group(1).strip()].get("properties") or {}
+            self._position = found.end()
+            pieces.append(Piece("tool_name", found.group(1).strip(), self.index))
+        while found := _PARAMETER.match(block, self._position):
+            self._position = found.end()
+            key = found.group(1).strip()
+            if key in self._keys:
+                continue
+            opening = ", " if self._keys else "{"
+            self._keys.add(key)
+            value = convert(found.group(2), self._schema.get(key))
+            text = f"{opening}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
+            pieces.append(Piece("tool_arguments", text, self.index))
+        return pieces
+
+    def close(self) -> list[Piece]:
+        return [Piece("tool_arguments", "}" if self._keys else "{}", self.index)]
+
+
+def convert(text: str, schema: Any) -> Any:
+    """A parameter's value as its JSON schema wants it; what does not fit stays text."""
+    kinds = schema.get("type") if isinstance(schema, Mapping) else None
+    kinds = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
+    if kinds == ["string"]:
+        return text
+    try:
+        value = json.loads(text, parse_constant=_not_json)
+    except (ValueError, RecursionError):
+        lowered = text.strip().lower()
+        if "boolean" in kinds and lowered in ("true", "false"):
+            return lowered == "true"
+        return None if "null" in kinds and lowered in ("none", "null") else text
+    if "string" in kinds and not isinstance(value, bool | int | float | list | dict | None):
+        return text
+    return value
+
+
+def _not_json(name: str) -> Any:
+    raise ValueError(name)

@@ -1,0 +1,166 @@
+"""Request bodies. Types are checked strictly ("5" is no number); ranges are checked where the value
+is used, so that Python and HTTP refuse the same things with the same words."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.sampling_params import MAX_LOGPROBS, SamplingParams
+
+MAX_SALT_LENGTH = 128
+MAX_PRIORITY = 1 << 31
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+class RequestModel(BaseModel):
+    """Unknown fields are kept aside (`model_extra`), see `fields.py`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(RequestModel):
+    """What chat and plain completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    n: int | None = None
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=r"^[!-~]*$")
+    cache_report: bool | None = None
+    return_token_ids: bool | None = None
+    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+
+    def stream_option(self, name: str) -> bool:
+        return self.stream_options is not None and bool(getattr(self.stream_options, name))
+
+    def check_stream_options(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options is only allowed when stream is true", param="stream_options"
+            )
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p or 0.0,
+            seed=self.seed,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            logprobs=logprobs,
+            n=1 if self.n is None else self.n,
+        )
+
+
+class ChatMessage(RequestModel):
+    role: str = Field(max_length=64)
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionDefinition(RequestModel):
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(RequestModel):
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class ChatPrompt(RequestModel):
+    """What a chat prompt is made from; shared with /tokenize."""
+
+    messages: list[ChatMessage] = Field(max_length=4096)
+    tools: list[Tool] | None = Field(None, max_length=256)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatCompletionRequest(ChatPrompt, GenerationRequest):
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError that names the field which is out of range."""
+        top = self.top_logprobs
+        if top is not None and not 0 <= top <= MAX_LOGPROBS:
+            raise InvalidRequestError(
+                f"top_logprobs must be at least 0 and at most {MAX_LOGPROBS}, got {top}",
+                param="top_logprobs",
+            )
+        if top and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        limit = self.max_completion_tokens
+        return self._sampling(
+            self.max_tokens if limit is None else limit, (top or 0) if self.logprobs else None
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError that names the field which is out of range."""
+        limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return self._sampling(limit, self.logprobs)
+
+
+class TokenizeRequest(RequestModel):
+    """Either `prompt` or the fields of a chat prompt."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, max_length=4096)
+    tools: list[Tool] | None = Field(None, max_length=256)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(RequestModel):
+    model: str | None = None
+    tokens: list[int]

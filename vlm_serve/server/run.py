@@ -1,0 +1,97 @@
+"""Running a server: listening, start-up table, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from vlm_serve.errors import ConfigError
+from vlm_serve.server.app import create_app
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.service import Service
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.engine import Engine
+
+_log = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 75
+GRACE_SECONDS = 5
+"""How long connections may take to notice that their request has been ended."""
+
+
+class DrainingServer(uvicorn.Server):
+    """Stops in two steps. The first signal refuses new work (/ready says so at once, the port stays
+    open to tell) and lets running requests end; a second one, or the timeout, ends everything."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._service.draining or self._loop is None:
+            self.should_exit = True
+            self.force_exit = True
+            return
+        self._service.draining = True
+        self._loop.call_soon_threadsafe(self._start_draining)
+
+    def _start_draining(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        timeout = self._service.config.shutdown_timeout
+        _log.info("stopping: %d requests are open", self._service.num_open)
+        if not await self._service.drain(timeout):
+            _log.warning("%d requests did not end within %g s", self._service.num_open, timeout)
+            await self._service.close()
+        self.should_exit = True
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """A socket bound to the configured address. Raises ConfigError if it cannot be."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    bound = socket.socket(family)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((config.host, config.port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}", param="port"
+        ) from None
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_server(
+    engine: Engine, config: ServerConfig, model_names: tuple[str, ...]
+) -> DrainingServer:
+    """A server that is not running yet; run it with `run(sockets=[...])`. It closes the engine."""
+    service = Service(engine, config, model_names)
+    settings = uvicorn.Config(
+        create_app(service),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        lifespan="on",
+        ws="none",
+    )
+    return DrainingServer(settings, service)

@@ -1,0 +1,170 @@
+"""What all routes share: the engine, the thread pool for preparation, and who may come in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.errors import EngineClosedError, ModelNotFoundError, OverloadedError
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.errors import DrainingError
+from vlm_serve.server.mailbox import Mailbox
+from vlm_serve.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.engine import Engine
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+IDLE_CHECK_DELAY_SECONDS = 0.2
+
+
+class Service:
+    """State of one server. Everything here runs on the event loop unless it says otherwise.
+
+    Args:
+        engine: what answers.
+        config: the server's options.
+        model_names: names under which requests may ask for the model; the first is its own.
+
+    Attributes:
+        draining: no new work is taken.
+        busy_since: monotonic time at which the engine last got work while it had none.
+        num_open, open_tokens: requests that have been let in and have not ended, and the tokens of
+            their prompts.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig, model_names: tuple[str, ...]) -> None:
+        assert model_names
+        self.engine = engine
+        self.config = config
+        self.model_names = model_names
+        self.created = int(time.time())
+        self.draining = False
+        self.num_open = 0
+        self.open_tokens = 0
+        self.busy_since = time.monotonic()
+        self.check_failed = False
+        self.metrics = Metrics(model_names[0], engine)
+        self._pool = ThreadPoolExecutor(config.preprocess_threads, thread_name_prefix="prepare")
+        self._mailbox: Mailbox | None = None
+        self._idle_check: asyncio.Task[None] | None = None
+        self._all_done = asyncio.Event()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer: Tokenizer = self.engine.preprocessor.tokenizer
+        return tokenizer
+
+    @property
+    def mailbox(self) -> Mailbox:
+        if self._mailbox is None:
+            self._mailbox = Mailbox(asyncio.get_running_loop())
+        return self._mailbox
+
+    def resolve_model(self, name: str | None) -> str:
+        """The name to answer with. Raises ModelNotFoundError for one that is not served."""
+        if not name:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise ModelNotFoundError(
+                f"the model {name[:128]!r} does not exist; this server has "
+                + ", ".join(self.model_names),
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Counts one request in and out.
+
+        Raises DrainingError, OverloadedError or EngineClosedError at once: nothing waits here.
+        """
+        self._refuse_if_full()
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+            if not self.num_open:
+                self._became_idle()
+
+    def _refuse_if_full(self) -> None:
+        if self.draining:
+            raise DrainingError("the server is shutting down", code="shutting_down")
+        if not self.engine.alive:
+            raise EngineClosedError("the engine has stopped", code="engine_stopped")
+        limit = self.engine.config.max_num_seqs + self.config.max_queued_requests
+        if self.num_open >= limit:
+            raise OverloadedError(f"{limit} requests are open already", code="queue_full")
+        if self.open_tokens >= self.config.max_queued_tokens:
+            raise OverloadedError(
+                f"{self.config.max_queued_tokens} prompt tokens are open already",
+                code="queue_full",
+            )
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        on_delta: Callable[[Delta], None],
+        priority: int,
+    ) -> str:
+        """Hands a prompt to the engine and returns the engine's id for it. Raises as it does."""
+        if not self.engine.num_running + self.engine.num_waiting:
+            self.busy_since = time.monotonic()
+        return self.engine.submit(prompt, params, on_delta, priority=priority)
+
+    async def in_pool(self, work: Callable[[], _T]) -> _T:
+        """Runs blocking work on one of the preparation threads. Not interruptible, but bounded in
+        number: whoever stops waiting leaves it to finish unseen."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _became_idle(self) -> None:
+        self._all_done.set()
+        if self.config.idle_check and self._idle_check is None and self.engine.alive:
+            self._idle_check = asyncio.ensure_future(self._check_when_idle())
+
+    async def _check_when_idle(self) -> None:
+        try:
+            await asyncio.sleep(IDLE_CHECK_DELAY_SECONDS)
+            if self.num_open or not self.engine.alive:
+                return
+            await asyncio.to_thread(self.engine.check)
+        except EngineClosedError:
+            return
+        except AssertionError:
+            self.check_failed = True
+            self.metrics.check_failures.inc()
+            _log.exception("the idle engine violates an invariant of its cache")
+        finally:
+            self._idle_check = None
+
+    async def drain(self, timeout: float) -> bool:
+        """Takes no more work and waits for what runs. True if all of it ended in time."""
+        self.draining = True
+        deadline = time.monotonic() + timeout
+        while self.num_open and (left := deadline - time.monotonic()) > 0:
+            self._all_done.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_done.wait(), left)
+        return not self.num_open
+
+    async def close(self) -> None:
+        """Ends the background work and the engine."""
+        self.draining = True
+        if self._idle_check is not None:
+            self._idle_check.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.engine.close)

@@ -1,0 +1,85 @@
+"""Routes that tell about the server: models, health, readiness, load, version, metrics."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from vlm_serve.server.responses import ModelCard, ModelList
+from vlm_serve.server.service import Service
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def model_cards(service: Service) -> list[ModelCard]:
+    return [
+        ModelCard(
+            id=name,
+            created=service.created,
+            root=service.model_names[0],
+            max_model_len=service.engine.max_model_len,
+        )
+        for name in service.model_names
+    ]
+
+
+def list_models(service: Service) -> Response:
+    return JSONResponse(ModelList(data=model_cards(service)).model_dump())
+
+
+def get_model(service: Service, name: str) -> Response:
+    """Raises ModelNotFoundError."""
+    service.resolve_model(name)
+    card = next(card for card in model_cards(service) if card.id == name)
+    return JSONResponse(card.model_dump())
+
+
+def problem(service: Service) -> str | None:
+    """Why the server is not healthy, None if it is."""
+    engine = service.engine
+    if not engine.alive:
+        return "the engine has stopped"
+    if service.check_failed:
+        return "the cache violates an invariant"
+    busy = engine.num_running + engine.num_waiting > 0
+    idle_seconds = time.monotonic() - max(engine.last_step_time, service.busy_since)
+    if busy and idle_seconds > service.config.stall_timeout:
+        return f"there is work, but no step has ended for {idle_seconds:.0f} s"
+    return None
+
+
+def health(service: Service) -> Response:
+    """200 while the engine makes progress or has nothing to do, else 503."""
+    trouble = problem(service)
+    if trouble is not None:
+        return JSONResponse({"status": "unhealthy", "reason": trouble}, status_code=503)
+    return JSONResponse({"status": "ok"})
+
+
+def ready(service: Service) -> Response:
+    """200 while new requests are taken, else 503."""
+    if service.draining or problem(service) is not None:
+        return JSONResponse({"status": "not ready"}, status_code=503)
+    return JSONResponse({"status": "ready"})
+
+
+def load(service: Service) -> Response:
+    return JSONResponse(
+        {
+            "server_load": service.num_open,
+            "num_requests_running": service.engine.num_running,
+            "num_requests_waiting": service.engine.num_waiting,
+            "open_prompt_tokens": service.open_tokens,
+        }
+    )
+
+
+def show_version() -> Response:
+    return JSONResponse({"version": version("vlm-serve")})
+
+
+def metrics(service: Service) -> Response:
+    return Response(service.metrics.render(), media_type=METRICS_TYPE)

@@ -1,0 +1,65 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.server.body import read_json
+from vlm_serve.server.chat import preparing
+from vlm_serve.server.fields import ignored_fields, ignored_header
+from vlm_serve.server.logprobs import token_text
+from vlm_serve.server.protocol import ChatPrompt, DetokenizeRequest, TokenizeRequest
+from vlm_serve.server.responses import Detokenized, Tokens
+from vlm_serve.server.service import Service
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """Token ids of a text, or of a conversation as the model would see it (placeholders of media
+    expanded). Raises InvalidRequestError."""
+    body = await read_json(request, TokenizeRequest, service.config.max_body_bytes)
+    headers = ignored_header(ignored_fields(body.model_extra or {}))
+    service.resolve_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("give either prompt or messages", param="prompt")
+    with service.admitted():
+        if body.prompt is not None:
+            text = body.prompt
+            ids = await service.in_pool(lambda: service.tokenizer.encode(text))
+        else:
+            chat = ChatPrompt.model_construct(
+                messages=body.messages or [],
+                tools=body.tools,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+            prompt = await service.in_pool(preparing(service, chat, None))
+            ids = list(prompt.token_ids)
+    texts = [token_text(service.tokenizer, token) for token in ids]
+    answer = Tokens(
+        count=len(ids),
+        max_model_len=service.engine.max_model_len,
+        tokens=ids,
+        token_strs=texts if body.return_token_strs else None,
+    )
+    return JSONResponse(answer.model_dump(), headers=headers)
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """Text of token ids, special tokens included. Raises InvalidRequestError."""
+    body = await read_json(request, DetokenizeRequest, service.config.max_body_bytes)
+    headers = ignored_header(ignored_fields(body.model_extra or {}))
+    service.resolve_model(body.model)
+    size = service.tokenizer.vocab_size
+    bad = next((token for token in body.tokens if not 0 <= token < size), None)
+    if bad is not None:
+        raise InvalidRequestError(
+            f"token {bad} is outside the vocabulary of {size}", param="tokens"
+        )
+    text = await service.in_pool(
+        lambda: service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    )
+    return JSONResponse(Detokenized(prompt=text).model_dump(), headers=headers)
