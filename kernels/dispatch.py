@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -19,6 +21,8 @@ import torch
 from vlm_serve.kernels.checks import KernelArgumentError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_triton_everywhere: ContextVar[bool] = ContextVar("Triton kernels for CPU tensors", default=False)
 
 
 def select(cpu_function: Function, device: torch.device) -> Function:
@@ -34,9 +38,20 @@ def select(cpu_function: Function, device: torch.device) -> Function:
     Raises:
         KernelArgumentError: no implementation of the op for that device.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" and not _triton_everywhere.get():
         return cpu_function
     return cast(Function, _load_triton(cpu_function.__module__, cpu_function.__name__))
+
+
+@contextmanager
+def triton_everywhere() -> Iterator[None]:
+    """Inside the block CPU tensors go to the Triton kernels too. For tests, under Triton's
+    interpreter (`TRITON_INTERPRET=1` before triton is imported), and for recording launches."""
+    token = _triton_everywhere.set(True)
+    try:
+        yield
+    finally:
+        _triton_everywhere.reset(token)
 
 
 def describe(device: torch.device) -> str:

@@ -1,0 +1,224 @@
+"""What the Triton kernels share: the target, launches, dot precision, and a step's device tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+
+Tables = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a launch compiles for.
+
+    Attributes:
+        backend: "cuda", "hip" or "interpreter".
+        arch: compute capability (90), gfx name ("gfx942"), or 0 for the interpreter.
+    """
+
+    backend: str
+    arch: int | str
+
+    @property
+    def dot_precision(self) -> str:
+        """How float32 operands are multiplied. Plain TF32 keeps 10 bits of them, which breaks the
+        parity of float32 models, so NVIDIA takes the three-product split (about float32 accuracy on
+        tensor cores); elsewhere float32 products are native. Ignored for 16-bit operands."""
+        return "tf32x3" if self.backend == "cuda" else "ieee"
+
+    @property
+    def native_float8(self) -> bool:
+        """Whether float8_e4m3fn is converted by hardware; otherwise by integer arithmetic."""
+        return self.backend == "cuda" and isinstance(self.arch, int) and self.arch >= 89
+
+    @property
+    def roomy(self) -> bool:
+        """Whether a program may take more than about 100 KiB of shared memory (Hopper and later:
+        227 KiB; an A100 163 KiB; CDNA3 64 KiB)."""
+        return self.backend == "cuda" and isinstance(self.arch, int) and self.arch >= 90
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded kernel launch: enough to compile the same specialisation ahead of time."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+_target: ContextVar[Target | None] = ContextVar("triton target", default=None)
+_recording: ContextVar[list[Launch] | None] = ContextVar("triton launches", default=None)
+
+
+def current_target() -> Target:
+    """The target of launches: the device's, or the one of an enclosing `record_launches`."""
+    return _target.get() or _device_target()
+
+
+@cache
+def _device_target() -> Target:
+    if interpreted():
+        return Target("interpreter", 0)
+    if torch.version.hip is not None:
+        return Target("hip", torch.cuda.get_device_properties(0).gcnArchName.split(":")[0])
+    major, minor = torch.cuda.get_device_capability()
+    return Target("cuda", 10 * major + minor)
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter (decided when Triton is first imported)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+@contextmanager
+def record_launches(target: Target) -> Iterator[list[Launch]]:
+    """Inside the block no kernel runs: the launches that `target` would see are collected."""
+    launches: list[Launch] = []
+    tokens = _target.set(target), _recording.set(launches)
+    try:
+        yield launches
+    finally:
+        _target.reset(tokens[0])
+        _recording.reset(tokens[1])
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: dict[str, Any],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 1,
+) -> None:
+    """Start a kernel over a grid; an empty grid starts nothing."""
+    if 0 in grid:
+        return
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    recording = _recording.get()
+    if recording is not None:
+        recording.append(Launch(kernel, grid, arguments, options))
+    else:
+        kernel[grid](**arguments, **options)
+
+
+def power_of_two(size: int, least: int = 1) -> int:
+    """The smallest power of two that is not below `size` and `least`."""
+    return 1 << (max(size, least) - 1).bit_length()
+
+
+def to_device(parts: dict[str, Sequence[int]], device: torch.device) -> Tables:
+    """int32 tables from host integers, in one transfer that does not wait for the device.
+
+    Each table starts at a multiple of 16 bytes: Triton specialises kernels on the alignment of
+    their pointers, and tables that wander would recompile them.
+    """
+    packed: list[int] = []
+    places = {}
+    for name, values in parts.items():
+        places[name] = (len(packed), len(values))
+        packed.extend(values)
+        packed.extend([0] * (-len(packed) % 4))
+    host = torch.tensor(packed, dtype=torch.int32)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    flat = host.to(device, non_blocking=True)
+    return {name: flat[begin : begin + size] for name, (begin, size) in places.items()}
+
+
+def once(tensors: Tables, key: str, build: Callable[[], Tables]) -> None:
+    """Adds `build()` to a step's tensors unless `key`, one of its names, is there already."""
+    if key not in tensors:
+        tensors.update(build())
+
+
+def prefill_tables(meta: PrefillMeta, device: torch.device) -> Tables:
+    """A prefill step's tables, int32, made once and kept in `meta.tensors`.
+
+    Names: `cu_seqlens [P + 1]`, `starts`, `src_rows`, `dst_rows` `[P]`, `block_tables [P, W]`;
+    `chunk_bounds [C + 1]` over all sequences' chunks in order, `chunk_sequence [C]`,
+    `chunk_snapshot [C]` (state row or -1), `first_chunk [P + 1]`; `tail_stop`, `tail_row` (packed
+    offset and state row of every conv tail to write, sequence by sequence, the final one last) and
+    `first_tail [P + 1]`.
+    """
+    once(meta.tensors, "chunk_bounds", lambda: _prefill_tables(meta, device))
+    return meta.tensors
+
+
+def decode_tables(meta: DecodeMeta, device: torch.device) -> Tables:
+    """A decode step's tables, int32, made once and kept in `meta.tensors`.
+
+    Names: `kv_lens`, `src_rows`, `dst_rows`, `snapshot_rows` `[B]`, `block_tables [B, W]`. The
+    decode ops read nothing else that changes from step to step, so a CUDA graph captured with
+    tensors of the caller's own under these names replays on whatever they hold then.
+    """
+    once(meta.tensors, "kv_lens", lambda: _decode_tables(meta, device))
+    return meta.tensors
+
+
+def _prefill_tables(meta: PrefillMeta, device: torch.device) -> Tables:
+    rows = {(sequence, chunk): row for sequence, chunk, row in meta.snapshots}
+    assert len(rows) == len(meta.snapshots), "a chunk's state goes to one snapshot row"
+    bounds, sequences, snapshots, first_chunk = [0], [], [], [0]
+    tail_stop, tail_row, first_tail = [], [], [0]
+    for i, ends in enumerate(meta.chunk_ends):
+        for chunk, end in enumerate(ends):
+            row = rows.get((i, chunk), -1)
+            bounds.append(end)
+            sequences.append(i)
+            snapshots.append(row)
+            if row >= 0:
+                tail_stop.append(end)
+                tail_row.append(row)
+        first_chunk.append(len(sequences))
+        tail_stop.append(meta.cu_seqlens[i + 1])
+        tail_row.append(meta.dst_rows[i])
+        first_tail.append(len(tail_row))
+    parts: dict[str, Sequence[int]] = {
+        "cu_seqlens": meta.cu_seqlens,
+        "starts": meta.starts,
+        "src_rows": meta.src_rows,
+        "dst_rows": meta.dst_rows,
+        "chunk_bounds": bounds,
+        "chunk_sequence": sequences,
+        "chunk_snapshot": snapshots,
+        "first_chunk": first_chunk,
+        "tail_stop": tail_stop,
+        "tail_row": tail_row,
+        "first_tail": first_tail,
+        "block_tables": _rectangle(meta.block_tables),
+    }
+    return _shape_blocks(to_device(parts, device), len(meta))
+
+
+def _decode_tables(meta: DecodeMeta, device: torch.device) -> Tables:
+    parts: dict[str, Sequence[int]] = {
+        "kv_lens": meta.kv_lens,
+        "src_rows": meta.src_rows,
+        "dst_rows": meta.dst_rows,
+        "snapshot_rows": meta.snapshot_rows,
+        "block_tables": _rectangle(meta.block_tables),
+    }
+    return _shape_blocks(to_device(parts, device), len(meta))
+
+
+def _rectangle(tables: Sequence[Sequence[int]]) -> list[int]:
+    width = max([1, *map(len, tables)])
+    return [block for table in tables for block in (*table, *[0] * (width - len(table)))]
+
+
+def _shape_blocks(tables: Tables, sequences: int) -> Tables:
+    flat = tables["block_tables"]
+    tables["block_tables"] = flat.view(sequences, flat.shape[0] // max(sequences, 1))
+    return tables
