@@ -1,40 +1,57 @@
-"""Every invariant of the cache, recomputed from scratch (design, section 13)."""
+"""Every invariant of the cache, recomputed from scratch (design, section 13).
+
+The numbers in the messages are those of the design.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.leases import LeaseState
-from vlm_serve.cache.ledger import is_unit
-from vlm_serve.cache.rows import RowState
+from vlm_serve.cache.leases import Lease, LeaseState
+from vlm_serve.cache.ledger import Ledger, is_unit
+from vlm_serve.cache.rows import RowState, Snapshot
+from vlm_serve.cache.suspension import Suspended
+from vlm_serve.cache.timed_pins import TimedPin
 from vlm_serve.cache.trie import NO_MEDIA, Node
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vlm_serve.cache.leases import Lease
-    from vlm_serve.cache.ledger import Ledger
-    from vlm_serve.cache.rows import Snapshot
-    from vlm_serve.cache.suspension import Suspensions
+    from vlm_serve.cache.blocks import Block
 
 
-def audit(ledger: Ledger, suspensions: Suspensions, leases: Sequence[Lease]) -> None:
+@dataclass(frozen=True)
+class Books:
+    """All that holds something, and the ledger that says what is held."""
+
+    ledger: Ledger
+    leases: Sequence[Lease]
+    suspended: Sequence[tuple[Suspended, Lease]]
+    timed_pins: Sequence[TimedPin]
+
+    @property
+    def parked(self) -> list[Lease]:
+        return [lease for _, lease in self.suspended]
+
+
+def audit(books: Books) -> None:
     """Raises AssertionError that names the violated invariant."""
-    nodes = list(ledger.trie.walk())
-    parked = [lease for _, lease in suspensions.items()]
-    _check_trie(ledger, nodes)
-    _check_leases(ledger, suspensions, leases)
-    _check_pins(nodes, leases, parked)
-    _check_blocks(ledger, nodes, leases, parked)
-    _check_rows(ledger, nodes, leases, parked)
-    _check_candidates(ledger, nodes)
-    _check_memory(ledger, leases)
+    nodes = list(books.ledger.trie.walk())
+    _check_trie(books.ledger, nodes)
+    _check_states(books)
+    for lease in [*books.leases, *books.parked]:
+        _check_lease(books.ledger, lease)
+    _check_pins(books, nodes)
+    _check_blocks(books, nodes)
+    _check_snapshots(books, nodes)
+    _check_rows(books, nodes)
+    _check_candidates(books.ledger, nodes)
+    _check_memory(books, nodes)
 
 
 def _check_trie(ledger: Ledger, nodes: list[Node]) -> None:
-    trie = ledger.trie
-    size = ledger.config.block_size
+    trie, size = ledger.trie, ledger.config.block_size
     assert trie.num_nodes == len(nodes), "invariant 4: node count is wrong"
     assert all(root.children for root in trie.roots.values()), "invariant 4: a root without nodes"
     for key, root in trie.roots.items():
@@ -52,47 +69,53 @@ def _check_trie(ledger: Ledger, nodes: list[Node]) -> None:
     assert dict(media) == trie.media_starts, "invariant 4: media starts are wrong"
 
 
-def _check_leases(ledger: Ledger, suspensions: Suspensions, leases: Sequence[Lease]) -> None:
-    size = ledger.config.block_size
-    for lease in leases:
+def _check_states(books: Books) -> None:
+    for lease in books.leases:
         assert lease.state is LeaseState.OPEN, "invariant 7: a listed lease is not open"
-    for suspended, lease in suspensions.items():
+    for suspended, lease in books.suspended:
         assert suspended.lease is lease, "invariant 7: a suspended request lost its lease"
         assert lease.state is LeaseState.SUSPENDED, "invariant 7: a suspended lease is not"
-        assert not lease.reserved and lease.snapshot is None and lease.tail is None, (
+        restore = lease.snapshot is None and lease.tail is None and lease.copy_source < 0
+        assert restore and not lease.reserved, (
             "invariant 7: a suspended request keeps restore pins or reservations"
         )
-    for lease in [*leases, *(lease for _, lease in suspensions.items())]:
-        assert lease.shared_tokens % size == 0, "invariant 7: shared length is wrong"
-        assert lease.num_shared * size <= lease.shared_tokens <= len(lease.blocks) * size, (
-            "invariant 7: shared length is wrong"
+        assert lease.pending_key is None, "invariant 7: a suspended request is in flight"
+
+
+def _check_lease(ledger: Ledger, lease: Lease) -> None:
+    size = ledger.config.block_size
+    assert lease.shared_tokens % size == 0, "invariant 7: shared length is wrong"
+    assert lease.shared_tokens <= len(lease.blocks) * size, "invariant 7: shared length is wrong"
+    assert lease.boundary <= lease.length, "invariant 6: lengths out of order"
+    assert len(lease.path) == lease.num_shared, "invariant 2: a shared block is not pinned"
+    for index, node in enumerate(lease.path):
+        before = lease.path[index - 1] if index else None
+        assert node.num_tokens == size, "invariant 4: a tail on a path"
+        assert node.parent is before or (before is None and node.parent.depth == 0), (
+            "invariant 4: a path with a gap"
         )
-        assert lease.boundary <= lease.length, "invariant 6: lengths out of order"
-        assert len(lease.path) >= lease.num_shared, "invariant 2: a shared block is not pinned"
-        for index, node in enumerate(lease.path):
-            before = lease.path[index - 1] if index else None
-            assert node.num_tokens == size, "invariant 4: a tail on a path"
-            assert node.parent is before or (before is None and node.parent.depth == 0), (
-                "invariant 4: a path with a gap"
-            )
-            assert index >= lease.num_shared or lease.blocks[index] == node.block.id, (
-                "invariant 1: a shared block is not the node's"
-            )
-        if ledger.config.enabled:
-            assert len(lease.path) >= lease.length // size, "invariant 7: computed and unpublished"
-        if lease.snapshot is not None:
-            assert not lease.committed, "invariant 7: a restore pin outlived the first commit"
-            assert lease.snapshot.position == lease.boundary, "invariant 5: wrong snapshot"
-            assert lease.src_row == lease.snapshot.row, "invariant 5: reads another row"
-        for position, snapshot in lease.reserved.items():
-            assert position > lease.length, "invariant 7: a reservation was passed over"
-            assert snapshot.position == position and snapshot.node is None
+        assert lease.blocks[index] == node.block.id, "invariant 1: a shared block is not the node's"
+    if ledger.config.enabled:
+        assert len(lease.path) >= lease.length // size, "invariant 7: computed and unpublished"
+    else:
+        assert not lease.path, "invariant 7: published although the cache is off"
+    if lease.snapshot is not None:
+        assert not lease.committed, "invariant 7: a restore pin outlived the first commit"
+        assert lease.snapshot.position == lease.boundary, "invariant 5: restores another position"
+        assert lease.src_row == lease.snapshot.row, "invariant 5: reads another row"
+    elif lease.committed:
+        assert lease.src_row == lease.row, "invariant 5: reads another row"
+    for position, snapshot in lease.reserved.items():
+        assert position > lease.length, "invariant 7: a reservation was passed over"
+        assert snapshot.position == position, "invariant 5: reserved for another position"
+        assert snapshot.node is None and not snapshot.pins, "invariant 5: reserved and attached"
 
 
-def _check_pins(nodes: list[Node], leases: Sequence[Lease], parked: Sequence[Lease]) -> None:
-    pins = Counter(id(node) for lease in leases for node in lease.path)
-    pins.update(id(lease.tail) for lease in leases if lease.tail is not None)
-    soft = Counter(id(node) for lease in parked for node in lease.path)
+def _check_pins(books: Books, nodes: list[Node]) -> None:
+    pins = Counter(id(node) for lease in books.leases for node in lease.path)
+    pins.update(id(lease.tail) for lease in books.leases if lease.tail is not None)
+    pins.update(id(node) for pin in books.timed_pins for node in pin.nodes)
+    soft = Counter(id(node) for lease in books.parked for node in lease.path)
     known = {id(node) for node in nodes}
     assert known >= pins.keys() | soft.keys(), "invariant 3: a pinned node was evicted"
     for node in nodes:
@@ -106,17 +129,15 @@ def _check_pins(nodes: list[Node], leases: Sequence[Lease], parked: Sequence[Lea
             )
 
 
-def _check_blocks(
-    ledger: Ledger, nodes: list[Node], leases: Sequence[Lease], parked: Sequence[Lease]
-) -> None:
-    pool, size = ledger.blocks, ledger.config.block_size
-    hard = Counter(block for lease in leases for block in lease.own_blocks)
-    soft = Counter(block for lease in parked for block in lease.own_blocks)
-    hard.update(lease.copy_source for lease in leases if lease.copy_source >= 0)
+def _check_blocks(books: Books, nodes: list[Node]) -> None:
+    pool, size = books.ledger.blocks, books.ledger.config.block_size
+    hard = Counter(block for lease in books.leases for block in lease.own_blocks)
+    hard.update(lease.copy_source for lease in books.leases if lease.copy_source >= 0)
+    soft = Counter(block for lease in books.parked for block in lease.own_blocks)
     writers = Counter(
         block
-        for lease in [*leases, *parked]
-        for block in lease.blocks[lease.shared_tokens // size :]
+        for lease in [*books.leases, *books.parked]
+        for block in lease.blocks[max(lease.shared_tokens, lease.length) // size :]
     )
     assert not writers or max(writers.values()) == 1, "invariant 1: a block has two writers"
     held: dict[int, list[Node]] = {}
@@ -124,85 +145,101 @@ def _check_blocks(
         held.setdefault(node.block.id, []).append(node)
         hard[node.block.id] += node.pins
         soft[node.block.id] += node.parked
-    free = pool.free_ids
-    assert len(free) == len(set(free)), "invariant 1: a block is free twice"
-    free_set = set(free)
+    free = set(pool.free_ids)
+    assert len(free) == pool.num_free, "invariant 1: a block is free twice"
     reclaimable = 0
     for block in pool.blocks:
-        on_block = held.get(block.id, [])
-        assert block.hard == hard[block.id], f"invariant 2: holds of block {block.id} are wrong"
-        assert block.soft == soft[block.id], f"invariant 2: parked holds of {block.id} are wrong"
-        assert {id(node) for node in block.nodes} == {id(node) for node in on_block}, (
-            f"invariant 1: nodes of block {block.id} are wrong"
-        )
-        assert len({id(node.parent) for node in on_block}) <= 1, (
-            "invariant 4: one block under two parents"
-        )
-        idle = not block.hard and not block.soft and not block.nodes
-        assert idle == (block.id in free_set), f"invariant 1: block {block.id} leaked"
-        reclaimable += not block.hard and (bool(block.soft) or bool(block.nodes))
+        _check_block(block, held.get(block.id, []), hard[block.id], soft[block.id])
+        in_use = bool(block.hard or block.soft or block.nodes)
+        assert in_use or block.id in free, f"invariant 1: block {block.id} leaked"
+        assert not in_use or block.id not in free, f"invariant 1: block {block.id} is free and held"
+        reclaimable += in_use and not block.hard
     assert pool.num_reclaimable == reclaimable, "invariant 1: reclaimable blocks are wrong"
 
 
-def _check_rows(
-    ledger: Ledger, nodes: list[Node], leases: Sequence[Lease], parked: Sequence[Lease]
-) -> None:
-    rows = ledger.rows
-    expected: dict[int, RowState] = {}
+def _check_block(block: Block, nodes: list[Node], hard: int, soft: int) -> None:
+    assert block.hard == hard, f"invariant 2: holds of block {block.id} are wrong"
+    assert block.soft == soft, f"invariant 2: parked holds of block {block.id} are wrong"
+    assert {id(node) for node in block.nodes} == {id(node) for node in nodes}, (
+        f"invariant 1: nodes of block {block.id} are wrong"
+    )
+    assert len(block.nodes) == len(nodes), f"invariant 1: block {block.id} has a node twice"
+    assert len({id(node.parent) for node in nodes}) <= 1, "invariant 4: one block under two parents"
 
-    def expect(row: int, state: RowState) -> None:
+
+def _check_snapshots(books: Books, nodes: list[Node]) -> None:
+    readers = Counter(id(lease.snapshot) for lease in books.leases if lease.snapshot is not None)
+    readers.update(id(pin.snapshot) for pin in books.timed_pins if pin.snapshot is not None)
+    ready: set[int] = set()
+    for node in nodes:
+        snapshot = node.snapshot
+        if snapshot is None:
+            continue
+        ready.add(id(snapshot))
+        assert snapshot.node is node, "invariant 5: a snapshot names another node"
+        assert snapshot.position == node.end, "invariant 5: a snapshot is not at its node's end"
+        assert not node.inside_span, "invariant 5: a snapshot inside a media span"
+        before = snapshot.previous
+        assert before is None or before.position < snapshot.position, (
+            "invariant 5: the snapshot before is not before"
+        )
+        assert snapshot.pins == readers[id(snapshot)], "invariant 2: pins of a snapshot are wrong"
+    assert ready >= readers.keys(), "invariant 5: a pinned snapshot was evicted"
+
+
+def _check_rows(books: Books, nodes: list[Node]) -> None:
+    rows = books.ledger.rows
+    expected: dict[int, RowState] = {}
+    for row, state in _row_owners(books, nodes):
         assert row not in expected, f"invariant 1: row {row} has two owners"
         expected[row] = state
-
-    readers = Counter(id(lease.snapshot) for lease in leases if lease.snapshot is not None)
-    for lease in leases:
-        if lease.row >= 0:
-            expect(lease.row, RowState.LIVE)
-        for snapshot in lease.reserved.values():
-            expect(snapshot.row, RowState.RESERVED)
-    for lease in parked:
-        if lease.row >= 0:
-            expect(lease.row, RowState.PRIVATE)
-    ready: list[Snapshot] = []
-    for node in nodes:
-        snapshot_of_node = node.snapshot
-        if snapshot_of_node is not None:
-            ready.append(snapshot_of_node)
-            expect(snapshot_of_node.row, RowState.READY)
-            assert snapshot_of_node.node is node, "invariant 5: snapshot names another node"
-            assert snapshot_of_node.position == node.end, "invariant 5: snapshot is not at the end"
-            assert snapshot_of_node.pins == readers[id(snapshot_of_node)], (
-                "invariant 2: pins of a snapshot are wrong"
-            )
-    assert {id(snapshot) for snapshot in ready} >= readers.keys(), (
-        "invariant 5: a pinned snapshot was evicted"
-    )
     for row, state in enumerate(rows.states):
-        assert state is expected.get(row, RowState.FREE), f"invariant 1: row {row} leaked"
-    assert sorted(rows.free_rows) == [
-        row for row, state in enumerate(rows.states) if state is RowState.FREE
-    ], "invariant 1: free rows are wrong"
+        owed = expected.get(row, RowState.FREE)
+        assert state is owed, f"invariant 1: row {row} is {state.value}, not {owed.value}"
+    free = [row for row, state in enumerate(rows.states) if state is RowState.FREE]
+    assert sorted(rows.free_rows) == free, "invariant 1: free rows are wrong"
     live = sum(state is RowState.LIVE for state in rows.states)
     assert rows.num_live == live <= rows.num_live_rows, "invariant 1: live rows are wrong"
 
 
+def _row_owners(books: Books, nodes: list[Node]) -> Iterator[tuple[int, RowState]]:
+    """Every row that something holds, with the state it must be in."""
+    for lease in books.leases:
+        if lease.row >= 0:
+            yield lease.row, RowState.LIVE
+        for snapshot in lease.reserved.values():
+            yield snapshot.row, RowState.RESERVED
+    for lease in books.parked:
+        if lease.row >= 0:
+            yield lease.row, RowState.PRIVATE
+    for node in nodes:
+        if node.snapshot is not None:
+            yield node.snapshot.row, RowState.READY
+
+
 def _check_candidates(ledger: Ledger, nodes: list[Node]) -> None:
-    units = {id(block): block for _, block in ledger.units.items().values()}
-    expected = {id(node.block) for node in nodes if is_unit(node.block)}
-    assert units.keys() == expected, "invariant 3: eviction candidates are wrong"
+    units = {id(block): priority for priority, block in ledger.units.items().values()}
+    expected = {id(node.block): node.block for node in nodes if is_unit(node.block)}
+    assert units.keys() == expected.keys(), "invariant 3: eviction candidates are wrong"
     assert len(ledger.units) == len(units), "invariant 3: candidate count is wrong"
+    for key, block in expected.items():
+        assert units[key][0] == ledger.unit_priority(block)[0], "invariant 3: class is out of date"
     spare = {id(snapshot) for _, snapshot in ledger.spare_snapshots.items().values()}
-    unpinned = {
-        id(node.snapshot) for node in nodes if node.snapshot is not None and not node.snapshot.pins
-    }
+    ready: list[Snapshot] = [node.snapshot for node in nodes if node.snapshot is not None]
+    unpinned = {id(snapshot) for snapshot in ready if not snapshot.pins}
     assert spare == unpinned, "invariant 3: spare snapshots are wrong"
     assert len(ledger.spare_snapshots) == len(spare), "invariant 3: spare count is wrong"
-    for priority, block in ledger.units.items().values():
-        assert priority[0] == ledger.unit_priority(block)[0], "invariant 3: a candidate's class"
 
 
-def _check_memory(ledger: Ledger, leases: Sequence[Lease]) -> None:
-    pending = Counter(lease.pending_key for lease in leases if lease.pending_key is not None)
-    assert dict(pending) == ledger.pending, "invariant 7: keys in flight are wrong"
+def _check_memory(books: Books, nodes: list[Node]) -> None:
+    ledger = books.ledger
+    keys = [lease.pending_key for lease in books.leases if lease.pending_key is not None]
+    assert dict(Counter(keys)) == ledger.pending, "invariant 7: keys in flight are wrong"
     for ghosts in (ledger.evicted_nodes, ledger.evicted_snapshots):
         assert len(ghosts) <= ghosts.limit, "the memory of evicted keys is bounded"
+    num_bytes = 0
+    for node in nodes:
+        if node.experts is not None:
+            assert len(node.experts) == node.num_tokens, "expert rows do not cover their node"
+            num_bytes += node.experts.nbytes
+    assert ledger.expert_bytes == num_bytes, "bytes of expert rows are wrong"

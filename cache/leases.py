@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vlm_serve.cache.experts import Rows
     from vlm_serve.cache.rows import Snapshot
     from vlm_serve.cache.trie import Node
 
@@ -22,14 +23,14 @@ class Lease:
     """Blocks, state row and pins of one request. Only the cache changes it; the engine reads it.
 
     Attributes:
-        blocks: the block table: the shared blocks of the path, then own ones.
+        blocks: the block table: the blocks of the path, then own ones.
         row: live state row; -1 while it has none.
         src_row: row to read the initial state from: the snapshot's before the first commit, the
             live row from then on; -1: zero state.
         boundary: tokens that were cached when the lease was opened.
         length: tokens computed so far, cached ones included.
         shared_tokens: a multiple of the block size, possibly beyond `boundary`. The blocks below
-            are read by others too: no KV is written there.
+            were full when the lease was opened: no KV is written there.
         exact: everything this request reads was made by prefill.
         copies: (source block, destination block, rows) to copy before the first step.
         committed: a step has succeeded since the lease was opened.
@@ -47,7 +48,7 @@ class Lease:
     state: LeaseState = LeaseState.OPEN
     # The cache's own:
     num_shared: int = 0
-    """Leading entries of `blocks` that the path's pins hold; this request holds the others."""
+    """Leading entries of `blocks` that the path's pins hold, one per node; it holds the others."""
     path: list[Node] = field(default_factory=list, repr=False)
     """The pinned full nodes from the root on."""
     tail: Node | None = field(default=None, repr=False)
@@ -59,6 +60,10 @@ class Lease:
     """Reserved snapshots by position."""
     pending_key: bytes | None = field(default=None, repr=False)
     """Key of the block that this request publishes next."""
+    expert_seed: Rows | None = field(default=None, repr=False)
+    """Expert rows between the last block boundary and `boundary`, where known."""
+    expert_rows: list[Rows] | None = field(default=None, repr=False)
+    """Expert rows of the block in progress, from its first token on; None: some are missing."""
 
     @property
     def own_blocks(self) -> list[int]:

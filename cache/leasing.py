@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache import experts
 from vlm_serve.cache.leases import Lease, LeaseState
 from vlm_serve.cache.publishing import Publisher
 from vlm_serve.cache.rows import RowState, Snapshot
@@ -34,6 +35,7 @@ class Leasing:
         lease = Lease()
         self.leases[lease] = None
         if match is None:
+            lease.expert_rows = []
             return lease
         ledger = self._ledger
         assert match.version == ledger.version, "the match is stale: something was evicted since"
@@ -52,6 +54,7 @@ class Leasing:
         if lease.snapshot is not None:
             ledger.pin_snapshot(lease.snapshot)
             lease.src_row = lease.snapshot.row
+        experts.seed(lease, self._config.block_size)
         self._expect(lease, match.pending_key)
         return lease
 
@@ -103,7 +106,14 @@ class Leasing:
         lease.reserved[position] = Snapshot(row, position, kind)
         return row
 
-    def commit(self, lease: Lease, keys: PromptKeys, length: int, exact_until: int) -> None:
+    def commit(
+        self,
+        lease: Lease,
+        keys: PromptKeys,
+        length: int,
+        exact_until: int,
+        rows: experts.Rows | None,
+    ) -> None:
         assert lease.state is LeaseState.OPEN
         assert lease.length <= length <= len(keys), "a commit goes forward, within its tokens"
         assert length <= len(lease.blocks) * self._config.block_size, "tokens without a block"
@@ -114,6 +124,7 @@ class Leasing:
             self._count_use(lease, now)
         if self._config.enabled:
             Publisher(self._ledger, lease, keys, length, exact_until).publish()
+            experts.record(self._ledger, lease, keys, length, rows)
             depth = len(lease.path)
             missing = depth < len(keys.block_keys)
             self._expect(lease, keys.block_keys[depth] if missing else None)
@@ -159,11 +170,13 @@ class Leasing:
             return None
         lease = Lease(
             blocks=parent.blocks[: max(full, parent.num_shared)],
-            boundary=parent.length,
+            boundary=parent.boundary,
             length=parent.length,
             exact=parent.exact,
             num_shared=parent.num_shared,
             path=list(parent.path),
+            expert_seed=parent.expert_seed,
+            expert_rows=None if parent.expert_rows is None else list(parent.expert_rows),
         )
         self.leases[lease] = None
         lease.shared_tokens = len(lease.blocks) * block_size

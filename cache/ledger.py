@@ -62,6 +62,7 @@ class Ledger:
     Attributes:
         units: blocks whose nodes are all unpinned leaves: evicting one frees it.
         spare_snapshots: READY and unpinned snapshots.
+        expert_bytes: size of all routed expert rows.
         version: number of removals so far; an older match is stale.
     """
 
@@ -80,6 +81,7 @@ class Ledger:
         self.evicted_nodes = GhostMemory(ghosts)
         self.evicted_snapshots = GhostMemory(ghosts)
         self.pending: dict[bytes, int] = {}
+        self.expert_bytes = 0
         self.version = 0
         self._counter = 0
 
@@ -146,25 +148,14 @@ class Ledger:
 
     # Publication and removal
 
-    def add_node(
-        self,
-        parent: Node | None,
-        root_key: bytes,
-        key: bytes,
-        num_tokens: int,
-        block: Block,
-        *,
-        exact: bool,
-        media: int,
-    ) -> Node:
-        """Publishes `block` under `parent` (None: the root of `root_key`)."""
-        node = self.trie.insert(parent, root_key, key, num_tokens, block, exact=exact, media=media)
-        self.blocks.attach(block, node)
-        if parent is not None:
-            self.units.discard(parent.block)
-        self.evicted_nodes.discard(key)
+    def add_node(self, node: Node) -> None:
+        """Publishes a node on a block that a running request holds."""
+        self.trie.insert(node)
+        self.blocks.attach(node.block, node)
+        if isinstance(node.parent, Node):
+            self.units.discard(node.parent.block)
+        self.evicted_nodes.discard(node.key)
         self.touch(node, self._counter)
-        return node
 
     def remove_node(self, node: Node) -> None:
         """Evicts an unpinned leaf with its snapshot."""
@@ -175,6 +166,8 @@ class Ledger:
         self.listener.kv_evicted(node)
         self.stats.evictions["kv" if self.trie.is_full(node) else "tail"] += 1
         self.evicted_nodes.add(node.key)
+        if node.experts is not None:
+            self.expert_bytes -= node.experts.nbytes
         self.trie.remove(node)
         self.blocks.detach(node.block, node)
         self.refresh_unit(node.block)

@@ -1,4 +1,4 @@
-"""Where a prompt gets state snapshots (design, section 6). Policy only: cut points are elsewhere."""
+"""Where a prompt gets state snapshots (design, section 6): policy only."""
 
 from __future__ import annotations
 

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.audit import audit
+from vlm_serve.cache.audit import Books, audit
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.eviction import Evictor
+from vlm_serve.cache.experts import ExpertPiece, Rows, cached_rows
 from vlm_serve.cache.leases import Lease
 from vlm_serve.cache.leasing import Leasing
 from vlm_serve.cache.ledger import CacheListener, Ledger, SilentListener
-from vlm_serve.cache.matching import Match, find_boundaries, walk
+from vlm_serve.cache.listing import CacheUsage, TreePage, tree_page, usage
+from vlm_serve.cache.matching import Boundaries, Match, find_boundaries, walk
 from vlm_serve.cache.reasons import Evidence, miss_reason
 from vlm_serve.cache.suspension import Suspended, Suspensions
+from vlm_serve.cache.timed_pins import TimedPins
 
 if TYPE_CHECKING:
     from vlm_serve.cache.stats import CacheStats
+    from vlm_serve.cache.trie import Node
     from vlm_serve.preprocess.keys import PromptKeys
 
 __all__ = ["CacheConfig", "CacheListener", "Lease", "Match", "PrefixCache", "Suspended"]
@@ -42,6 +46,7 @@ class PrefixCache:
         self._ledger = Ledger(config, listener or SilentListener())
         self._suspensions = Suspensions(self._ledger)
         self._evictor = Evictor(self._ledger, self._suspensions)
+        self._timed_pins = TimedPins(self._ledger)
         self._leasing = Leasing(self._ledger, self._evictor, self._suspensions)
 
     # Matching
@@ -56,15 +61,7 @@ class PrefixCache:
         if not self.config.enabled:
             return Match(reason="disabled")
         ledger = self._ledger
-        path = walk(ledger.trie.root(keys.root), keys)
-        found = find_boundaries(
-            ledger.trie,
-            path,
-            keys,
-            limit,
-            has_state=self.config.has_state,
-            complete_experts=complete_experts,
-        )
+        path, found = self._find(keys, limit, complete_experts=complete_experts)
         evidence = Evidence(
             ledger.trie, ledger.evicted_nodes, ledger.evicted_snapshots, ledger.pending
         )
@@ -128,13 +125,28 @@ class PrefixCache:
         """
         return self._leasing.reserve_snapshot(lease, position, kind)
 
-    def commit(self, lease: Lease, keys: PromptKeys, length: int, *, exact_until: int) -> None:
+    def commit(
+        self,
+        lease: Lease,
+        keys: PromptKeys,
+        length: int,
+        *,
+        exact_until: int,
+        experts: Rows | None = None,
+    ) -> None:
         """Tokens `[0, length)` are computed now: publishes them and the snapshots up to there.
 
         Tokens from `exact_until` on were made by decode steps. Releases the restore pins after the
         first step. Committing the same length again changes nothing.
+
+        `experts` are the routed expert rows `[n, layers, top_k]` of the n tokens computed since the
+        last commit; nodes without rows get them, whoever made the nodes.
         """
-        self._leasing.commit(lease, keys, length, exact_until)
+        self._leasing.commit(lease, keys, length, exact_until, experts)
+
+    def cached_experts(self, lease: Lease) -> tuple[ExpertPiece, ...]:
+        """Expert rows of tokens `[0, lease.boundary)`, in order; pieces without rows are gaps."""
+        return cached_rows(lease, self.config.block_size)
 
     def abandon(self, lease: Lease) -> None:
         """The step failed: the lease's reserved rows go back. Nothing of the step is published."""
@@ -186,12 +198,63 @@ class PrefixCache:
         """Blocks that `grow` can hand out, evicting if need be."""
         return self._ledger.blocks.num_free + self._ledger.blocks.num_reclaimable
 
+    @property
+    def usage(self) -> CacheUsage:
+        """Gauges of blocks, nodes, rows and expert rows."""
+        return usage(self._ledger)
+
+    def tree(self, *, offset: int = 0, limit: int = 100) -> TreePage:
+        """A page of the trie, parents before children."""
+        return tree_page(self._ledger, offset, limit)
+
+    def pin(self, keys: PromptKeys, until: float) -> int:
+        """Keeps the KV and the state of a prompt's deepest usable prefix until time `until`.
+
+        Pinning a prefix again moves its end. Returns the tokens pinned; 0 if nothing is there, or
+        if pins would hold more than half of the blocks or more snapshots than the budget has rows.
+        """
+        if not self.config.enabled:
+            return 0
+        path, found = self._find(keys, len(keys), complete_experts=False)
+        if not found.usable:
+            return 0
+        size = self.config.block_size
+        nodes = path[: found.usable // size if found.tail else -(-found.usable // size)]
+        if found.tail is not None:
+            nodes.append(found.tail)
+        pinned = self._timed_pins.add(tuple(nodes), found.snapshot, until)
+        return found.usable if pinned else 0
+
+    def expire(self, now: float) -> int:
+        """Releases the pins whose time has come; returns how many."""
+        return self._timed_pins.expire(now)
+
     def flush(self) -> None:
-        """Evicts all that no running request holds and forgets what was evicted."""
+        """Evicts all that no running request holds, timed pins included, and forgets it."""
+        self._timed_pins.clear()
         self._evictor.evict_everything()
         self._ledger.evicted_nodes.clear()
         self._ledger.evicted_snapshots.clear()
 
     def check(self) -> None:
         """Recomputes every invariant; AssertionError names the one that is violated."""
-        audit(self._ledger, self._suspensions, list(self._leasing.leases))
+        audit(
+            Books(
+                self._ledger,
+                list(self._leasing.leases),
+                self._suspensions.items(),
+                self._timed_pins.pins,
+            )
+        )
+
+    def _find(
+        self, keys: PromptKeys, limit: int, *, complete_experts: bool
+    ) -> tuple[list[Node], Boundaries]:
+        """The matched full nodes and the boundaries along them."""
+        trie = self._ledger.trie
+        path = walk(trie.root(keys.root), keys)
+        has_state = self.config.has_state
+        found = find_boundaries(
+            trie, path, keys, limit, has_state=has_state, complete_experts=complete_experts
+        )
+        return path, found

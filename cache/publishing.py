@@ -7,21 +7,26 @@ from typing import TYPE_CHECKING
 
 from vlm_serve.cache.reasons import key_at, media_offset
 from vlm_serve.cache.rows import RowState
+from vlm_serve.cache.trie import Branch, Node
 
 if TYPE_CHECKING:
     from vlm_serve.cache.blocks import Block
     from vlm_serve.cache.leases import Lease
     from vlm_serve.cache.ledger import Ledger
     from vlm_serve.cache.rows import Snapshot
-    from vlm_serve.cache.trie import Node
     from vlm_serve.preprocess.keys import PromptKeys
+
+
+MAX_NODES_PER_BLOCK = 16
+"""Tails without a snapshot beyond that are not published: a prompt made of nothing but end-of-turn
+tokens would otherwise cost a node per token."""
 
 
 class Publisher:
     """Publishes the blocks, tails and snapshots of one lease up to `length` tokens.
 
     Where the trie has a key already the existing node stays and joins the lease's path; the request
-    goes on in its own block.
+    goes on in that node's block and gives its own back.
     """
 
     def __init__(
@@ -50,6 +55,18 @@ class Publisher:
                 node = self._add(index, key, (index + 1) * self._block_size)
             self._ledger.pin(node)
             lease.path.append(node)
+            self._move_into(node, index)
+
+    def _move_into(self, node: Node, index: int) -> None:
+        """The path's pin holds the block from now on, and an own duplicate goes back: a lease never
+        holds more blocks than its tokens need."""
+        lease, blocks = self._lease, self._ledger.blocks
+        own = blocks[lease.blocks[index]]
+        if own is not node.block:
+            lease.blocks[index] = node.block.id
+            lease.exact = lease.exact and node.exact
+        lease.num_shared = index + 1
+        self._ledger.let_go(own)
 
     def _publish_tails(self) -> None:
         cuts = self._keys.cuts
@@ -58,16 +75,16 @@ class Publisher:
         for cut in cuts[first:last]:
             index, rest = divmod(cut, self._block_size)
             if rest and self._child(index, self._keys.tails[cut]) is None:
-                self._add(index, self._keys.tails[cut], cut)
+                room = len(self._block(index).nodes) < MAX_NODES_PER_BLOCK
+                if room or cut in self._lease.reserved:
+                    self._add(index, self._keys.tails[cut], cut)
 
     def _publish_snapshot(self, snapshot: Snapshot) -> None:
         """RESERVED -> READY, or back to FREE if the node has one."""
         keys, ledger, position = self._keys, self._ledger, snapshot.position
         index, rest = divmod(position, self._block_size)
         node = self._child(index, keys.tails[position]) if rest else self._lease.path[index - 1]
-        assert node is not None and not keys.inside_span(position), (
-            f"no snapshot belongs at {position}"
-        )
+        assert node is not None and not node.inside_span, f"no snapshot belongs at {position}"
         if node.snapshot is not None:
             ledger.rows.change(snapshot.row, RowState.RESERVED, RowState.FREE)
             ledger.stats.duplicates += 1
@@ -90,25 +107,26 @@ class Publisher:
                 return node.snapshot
         return None
 
+    def _parent(self, index: int) -> Branch:
+        """What block `index` hangs from: the path's node before it, or the root."""
+        if index:
+            return self._lease.path[index - 1]
+        root = self._ledger.trie.root(self._keys.root)
+        return root if root is not None else Branch(self._keys.root, 0, 0)
+
     def _child(self, index: int, key: bytes) -> Node | None:
         """The node of block `index` with this key, full or tail."""
-        if index:
-            return self._lease.path[index - 1].children.get(key)
-        root = self._ledger.trie.root(self._keys.root)
-        return root.children.get(key) if root is not None else None
+        return self._parent(index).children.get(key)
 
     def _add(self, index: int, key: bytes, end: int) -> Node:
         """A new node on the block that holds tokens up to `end`."""
         start = index * self._block_size
-        return self._ledger.add_node(
-            self._lease.path[index - 1] if index else None,
-            self._keys.root,
-            key,
-            end - start,
-            self._block(index),
-            exact=self._exact_up_to(end),
-            media=media_offset(self._keys, start, end),
-        )
+        node = Node(key, self._parent(index), end - start, self._block(index))
+        node.exact = self._exact_up_to(end)
+        node.media_offset = media_offset(self._keys, start, end)
+        node.inside_span = self._keys.inside_span(end)
+        self._ledger.add_node(node)
+        return node
 
     def _block(self, index: int) -> Block:
         """Where the KV of block `index` is: the path's block, so that a duplicate is not kept."""

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vlm_serve.cache.blocks import Block
+    from vlm_serve.cache.experts import Rows
     from vlm_serve.cache.rows import Snapshot
 
 NO_MEDIA = -1
@@ -47,6 +48,7 @@ class Node(Branch):
         hits: requests that used the node.
         last_used, credit: the counter and the policy's age when it was used last.
         media_offset: offset in the block of the first media span that starts in it, or NO_MEDIA.
+        inside_span: `end` lies strictly inside a media span: no snapshot belongs here.
         experts: routed expert rows `[num_tokens, layers, top_k]`, if known.
     """
 
@@ -56,6 +58,7 @@ class Node(Branch):
         "exact",
         "experts",
         "hits",
+        "inside_span",
         "last_used",
         "media_offset",
         "num_tokens",
@@ -65,9 +68,7 @@ class Node(Branch):
         "snapshot",
     )
 
-    def __init__(
-        self, key: bytes, parent: Branch, num_tokens: int, block: Block, *, exact: bool, media: int
-    ) -> None:
+    def __init__(self, key: bytes, parent: Branch, num_tokens: int, block: Block) -> None:
         super().__init__(key, parent.depth + 1, parent.end + num_tokens)
         self.parent = parent
         self.num_tokens = num_tokens
@@ -75,12 +76,13 @@ class Node(Branch):
         self.pins = 0
         self.parked = 0
         self.snapshot: Snapshot | None = None
-        self.exact = exact
+        self.exact = True
         self.hits = 0
         self.last_used = 0
         self.credit = 0.0
-        self.media_offset = media
-        self.experts: object | None = None
+        self.media_offset = NO_MEDIA
+        self.inside_span = False
+        self.experts: Rows | None = None
 
 
 class Trie:
@@ -99,32 +101,19 @@ class Trie:
     def root(self, key: bytes) -> Branch | None:
         return self.roots.get(key)
 
-    def insert(
-        self,
-        parent: Node | None,
-        root_key: bytes,
-        key: bytes,
-        num_tokens: int,
-        block: Block,
-        *,
-        exact: bool,
-        media: int,
-    ) -> Node:
-        """Adds a node under `parent`, or under the root of `root_key` (made on demand)."""
-        branch: Branch
-        if parent is None:
-            branch = self.roots.setdefault(root_key, Branch(root_key, 0, 0))
-        else:
-            assert self.is_full(parent), "a tail is a leaf"
-            branch = parent
-        assert key not in branch.children, "the key is already in the trie"
-        node = Node(key, branch, num_tokens, block, exact=exact, media=media)
-        branch.children[key] = node
+    def insert(self, node: Node) -> None:
+        """Adds a node under its parent; a new root is entered with its first node."""
+        branch = node.parent
+        assert branch.end == branch.depth * self.block_size, "a tail is a leaf"
+        assert node.key not in branch.children, "the key is already in the trie"
+        if branch.depth == 0:
+            known = self.roots.setdefault(branch.key, branch)
+            assert known is branch, "the root is entered already"
+        branch.children[node.key] = node
         self.num_nodes += 1
-        if media != NO_MEDIA:
-            place = (branch.key, media)
+        if node.media_offset != NO_MEDIA:
+            place = (branch.key, node.media_offset)
             self.media_starts[place] = self.media_starts.get(place, 0) + 1
-        return node
 
     def remove(self, node: Node) -> None:
         """Takes a leaf out. An entry that names another object stays."""

@@ -1,0 +1,107 @@
+"""Routed expert rows of mixture-of-experts models, kept with the KV they belong to.
+
+Rows are numpy arrays `[tokens, layers, top_k]` of expert ids, and no part of a node's identity:
+a node made without them gets them from whoever computes its tokens again (design, section 10).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from vlm_serve.cache.leases import Lease
+    from vlm_serve.cache.ledger import Ledger
+    from vlm_serve.cache.trie import Node
+    from vlm_serve.preprocess.keys import PromptKeys
+
+Rows = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPiece:
+    """Rows of tokens `[start, end)`; None: nobody has recorded them."""
+
+    start: int
+    end: int
+    rows: Rows | None
+
+
+def seed(lease: Lease, block_size: int) -> None:
+    """Notes the rows between the last block boundary and the point where the lease starts."""
+    index, rest = divmod(lease.boundary, block_size)
+    if rest == 0:
+        lease.expert_rows = []
+        return
+    source = lease.tail.experts if lease.tail is not None else None
+    if source is None and index < len(lease.path):
+        source = lease.path[index].experts
+    lease.expert_seed = source[:rest] if source is not None else None
+    lease.expert_rows = [lease.expert_seed] if lease.expert_seed is not None else None
+
+
+def cached_rows(lease: Lease, block_size: int) -> tuple[ExpertPiece, ...]:
+    """Rows of the tokens that were cached when the lease was opened, in order and without holes."""
+    depth, rest = divmod(lease.boundary, block_size)
+    pieces = [
+        ExpertPiece(index * block_size, (index + 1) * block_size, node.experts)
+        for index, node in enumerate(lease.path[:depth])
+    ]
+    if rest:
+        pieces.append(ExpertPiece(depth * block_size, lease.boundary, lease.expert_seed))
+    return tuple(pieces)
+
+
+def record(ledger: Ledger, lease: Lease, keys: PromptKeys, end: int, rows: Rows | None) -> None:
+    """Stores the rows of tokens `[lease.length, end)` with the nodes that have none yet.
+
+    To be called when the nodes up to `end` are published and before the lease's length moves on.
+    """
+    block_size, start = ledger.config.block_size, lease.length
+    if rows is None:
+        lease.expert_rows = None if end % block_size else []
+        return
+    assert len(rows) == end - start, "one row per computed token"
+    position = start
+    while position < end:
+        block_end = position // block_size * block_size + block_size
+        stop = min(end, block_end)
+        if lease.expert_rows is not None:
+            lease.expert_rows.append(rows[position - start : stop - start].copy())
+            _fill(ledger, lease, keys, position, stop)
+        if stop == block_end:
+            lease.expert_rows = []
+        position = stop
+
+
+def _fill(ledger: Ledger, lease: Lease, keys: PromptKeys, start: int, stop: int) -> None:
+    """Gives the lease's rows of one block to the nodes that end in `(start, stop]`."""
+    targets = _nodes_without_rows(ledger, lease, keys, start, stop)
+    if not targets or lease.expert_rows is None:
+        return
+    rows = np.concatenate(lease.expert_rows)
+    for node in targets:
+        kept = rows[: node.num_tokens].copy()
+        kept.flags.writeable = False
+        node.experts = kept
+        ledger.expert_bytes += kept.nbytes
+
+
+def _nodes_without_rows(
+    ledger: Ledger, lease: Lease, keys: PromptKeys, start: int, stop: int
+) -> list[Node]:
+    block_size = ledger.config.block_size
+    index = start // block_size
+    parent = lease.path[index - 1] if index else ledger.trie.root(keys.root)
+    if parent is None or index > len(lease.path):
+        return []
+    cuts = keys.cuts[bisect_right(keys.cuts, start) : bisect_right(keys.cuts, stop)]
+    nodes = [
+        parent.children.get(keys.tails[cut]) if cut % block_size else lease.path[index]
+        for cut in cuts
+    ]
+    return [node for node in nodes if node is not None and node.experts is None]
