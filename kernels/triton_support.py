@@ -1,4 +1,4 @@
-"""What the Triton kernels share: the target, launches, dot precision, and a step's device tables."""
+"""What the Triton kernels share: target, launches, dot precision, a step's device tables."""
 
 from __future__ import annotations
 
@@ -101,16 +101,30 @@ def launch(
     *,
     num_warps: int = 4,
     num_stages: int = 1,
+    fuse: bool = True,
 ) -> None:
-    """Start a kernel over a grid; an empty grid starts nothing."""
+    """Start a kernel over a grid; an empty grid starts nothing.
+
+    `fuse` lets the compiler contract products and sums (Triton's own default differs between
+    versions); kernels whose result must have the bits of separate operations forbid it.
+    """
     if 0 in grid:
         return
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fuse}
     recording = _recording.get()
     if recording is not None:
         recording.append(Launch(kernel, grid, arguments, options))
     else:
         kernel[grid](**arguments, **options)
+
+
+def dot_dtype(dtype: torch.dtype) -> Any:
+    """The dtype, as Triton names it, in which operands of this dtype enter a dot. The interpreter
+    multiplies the bit patterns of bfloat16 operands, so there they go in as float32."""
+    import triton.language as tl
+
+    names = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+    return tl.float32 if current_target().backend == "interpreter" else names[dtype]
 
 
 def power_of_two(size: int, least: int = 1) -> int:

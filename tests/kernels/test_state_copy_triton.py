@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton_case import DEVICE, kernels
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.state_copy import copy_rows, copy_rows_reference
-
-from .triton_case import DEVICE, kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

@@ -1,0 +1,102 @@
+"""Compiles every Triton kernel ahead of time and writes what it uses to benchmarks/aot.md.
+
+    python benchmarks/aot.py [--only PART] [--targets sm_90,gfx942] [--no-write]
+
+No GPU is needed: the ops are called at the shapes of the shared checkpoints, their launches are
+recorded instead of run, and each distinct specialisation is compiled for each target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+# Triton decides at import whether kernels are compiled or interpreted.
+os.environ["TRITON_INTERPRET"] = "0"
+
+import triton  # noqa: E402
+from aot_cases import cases  # noqa: E402
+from aot_compile import TARGETS, Usage, compile_launch, specialisation  # noqa: E402
+
+from vlm_serve.kernels.dispatch import triton_everywhere  # noqa: E402
+from vlm_serve.kernels.triton_support import Launch, record_launches  # noqa: E402
+
+OUTPUT = Path(__file__).with_name("aot.md")
+Row = tuple[str, str, Usage]
+
+
+def record(target: str, only: str) -> list[tuple[str, Launch]]:
+    """Every distinct launch of the cases on a target, with the kernel's and the case's names."""
+    found: dict[object, tuple[str, Launch]] = {}
+    for label, call in cases():
+        with triton_everywhere(), record_launches(TARGETS[target][0]) as launches:
+            call()
+        for launch in launches:
+            name = f"{label}: {launch.kernel.__name__.strip('_')}"
+            if only in name:
+                found.setdefault(specialisation(launch), (name, launch))
+    return list(found.values())
+
+
+def report(rows: Sequence[Row], targets: Sequence[str]) -> str:
+    """A table with the most demanding variant of each kernel per target."""
+    worst: dict[str, dict[str, tuple[int, Usage]]] = {}
+    for name, target, usage in rows:
+        count, other = worst.setdefault(name, {}).get(target, (0, usage))
+        larger = max(usage, other, key=lambda u: (u.spilled, u.registers, u.shared))
+        worst[name][target] = (count + 1, larger)
+    lines = [
+        "# Kernels compiled ahead of time",
+        "",
+        f"Written by `python benchmarks/aot.py` with Triton {triton.__version__}. Per target: "
+        "registers per thread / bytes spilled per thread (stores + loads) / bytes of shared memory, "
+        "of the variant that takes most; in brackets the number of variants.",
+        "",
+        "| kernel | " + " | ".join(targets) + " |",
+        "|---|" + "---|" * len(targets),
+    ]
+    for name in sorted(worst):
+        cells = []
+        for target in targets:
+            if target in worst[name]:
+                count, usage = worst[name][target]
+                cells.append(f"{usage.registers} / {usage.spilled} / {usage.shared} ({count})")
+            else:
+                cells.append("-")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="compile kernels whose name contains this")
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--no-write", action="store_true", help="print, but leave aot.md alone")
+    arguments = parser.parse_args()
+    targets = arguments.targets.split(",")
+    rows: list[Row] = []
+    failed = 0
+    for target in targets:
+        for name, launch in record(target, arguments.only):
+            began = time.perf_counter()
+            try:
+                usage = compile_launch(launch, target)
+            except Exception as error:
+                failed += 1
+                print(f"{target} {name}: {type(error).__name__}: {error}", file=sys.stderr)
+                continue
+            rows.append((name, target, usage))
+            print(f"{target:7} {name:60} {usage} {time.perf_counter() - began:.1f} s", flush=True)
+    text = report(rows, targets)
+    if not arguments.no_write:
+        OUTPUT.write_text(text, encoding="utf-8")
+    print(f"{len(rows)} compiled, {failed} failed")
+    return 1 if failed or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

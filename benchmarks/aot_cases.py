@@ -1,0 +1,52 @@
+"""Calls of every op at the shapes of the shared checkpoints, on memory that is never touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from gpu_shapes import ALL, Shapes
+
+from vlm_serve.kernels.kv_write import copy_kv_rows, write_kv
+from vlm_serve.kernels.metadata import KVLayer
+from vlm_serve.kernels.state_copy import copy_rows
+
+BLOCK = 64
+BLOCKS = 64
+TOKENS = 512
+BATCH = 32
+STATE_ROWS = 8
+KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
+
+Case = tuple[str, Callable[[], object]]
+
+
+def cases() -> Iterator[Case]:
+    """(label, call) of every op, checkpoint and stored form; record what each call launches."""
+    for shapes in ALL:
+        yield from _memory_ops(shapes)
+
+
+def _memory_ops(shapes: Shapes) -> Iterator[Case]:
+    state = torch.empty(STATE_ROWS, shapes.value_heads, shapes.state_dim, shapes.state_dim)
+    tails = torch.empty(STATE_ROWS, shapes.conv_channels, 3, dtype=torch.bfloat16)
+    yield "state_copy", partial(copy_rows, [tails, state], [0, 1], [2, 3])
+    for dtype in KV_DTYPES:
+        kv, pool, scales = pages(shapes, dtype)
+        k = torch.empty(TOKENS, shapes.kv_heads, shapes.head_dim, dtype=torch.bfloat16)
+        slots = torch.empty(TOKENS, dtype=torch.int64)
+        yield "kv_write", partial(write_kv, k, k, kv, slots)
+        yield "kv_copy", partial(copy_kv_rows, pool, scales, [(0, 1, 5)])
+
+
+def pages(
+    shapes: Shapes, dtype: torch.dtype
+) -> tuple[KVLayer, torch.Tensor, torch.Tensor | None]:
+    """One layer of a pool of pages: (layer, pool, scales)."""
+    pool = torch.empty(BLOCKS, 1, 2, BLOCK, shapes.kv_heads, shapes.head_dim, dtype=dtype)
+    if dtype != torch.uint8:
+        return KVLayer(pool[:, 0, 0], pool[:, 0, 1]), pool, None
+    scales = torch.empty(BLOCKS, 1, 4, BLOCK, shapes.kv_heads, dtype=torch.float16)
+    parts = [scales[:, 0, i] for i in range(4)]
+    return KVLayer(pool[:, 0, 0], pool[:, 0, 1], *parts), pool, scales
