@@ -11,7 +11,7 @@ import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
@@ -57,7 +57,7 @@ class RootFields:
         weight_dtype, kv_dtype, state_dtype, vision_dtype: names such as "float32".
         block_size: tokens per block.
         chunk_size: tokens per gated-delta chunk.
-        processor_fingerprint: of the media processors and their configs.
+        processor_fingerprint: of the media processors and their configs; `Preprocessor` knows it.
         adapter: name and content of a weight adapter, "" for none.
         cache_salt: the tenant's salt, "" for the common pool.
         numerics_version: raised when a kernel's arithmetic changes.
@@ -70,7 +70,7 @@ class RootFields:
     vision_dtype: str
     block_size: int
     chunk_size: int
-    processor_fingerprint: bytes
+    processor_fingerprint: bytes = b""
     adapter: str = ""
     cache_salt: str = ""
     numerics_version: int = 1
@@ -80,10 +80,6 @@ class RootFields:
         parts = [tagged("domain", _ROOT_DOMAIN)]
         parts += [tagged(field.name, getattr(self, field.name)) for field in fields(self)]
         return blake3(b"".join(parts)).digest()
-
-    def salted(self, cache_salt: str) -> RootFields:
-        """The same fields for another tenant."""
-        return replace(self, cache_salt=cache_salt)
 
 
 def embedding_key(root: bytes, content_hash: bytes) -> bytes:

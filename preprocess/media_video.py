@@ -183,7 +183,7 @@ class EncodedVideo:
             self._by_time = len(known) == len(shown) == len(set(known))
             self._shown = sorted(known)
             self._skip_safe = stream.codec_context.name in _SKIP_SAFE
-            self.times = self._find_times(len(shown), fps, stream.time_base)
+            self.times: Sequence[float] = self._find_times(len(shown), fps, stream.time_base)
 
     def _find_times(self, total: int, fps: float | None, time_base: Any) -> list[float]:
         if fps is not None or not self._by_time or time_base is None:
@@ -209,7 +209,9 @@ class EncodedVideo:
                 while done < len(indices) and indices[done] == index:
                     yield pixels
                     done += 1
-        except (av.FFmpegError, EOFError, OSError):
+        except (av.FFmpegError, ValueError, EOFError, OSError) as error:
+            if isinstance(error, MediaError):
+                raise
             raise MediaError("the video is damaged", param=self._param) from None
         if done < len(indices):
             raise MediaError("the video is truncated or damaged", param=self._param)

@@ -68,12 +68,14 @@ class MediaPart:
         source: a URL or path (str), a `pathlib.Path`, bytes, a PIL image, or uint8 frames.
         options: the per-part options that were given, still unchecked.
         param: where it stands in the request, for errors.
+        url_only: the part is of OpenAI's form, in which only a URL is a source.
     """
 
     modality: Modality
     source: Any
     options: Mapping[str, Any]
     param: str
+    url_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ def _read_media(part: Mapping[str, Any], kind: str, param: str) -> MediaPart:
     if source is None:
         raise InvalidRequestError(f"{param}.{name} is missing", param=f"{param}.{name}")
     given = {key: options[key] for key in _OPTIONS[modality] if options.get(key) is not None}
-    return MediaPart(modality, source, given, f"{param}.{name}")
+    return MediaPart(modality, source, given, f"{param}.{name}", url_only=kind != modality)
 
 
 def _read_tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:

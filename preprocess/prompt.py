@@ -41,6 +41,15 @@ class MediaItem(Protocol):
     decoded: bool
     """True if this request had to decode the medium (False: known from the raw index)."""
 
+    @property
+    def ready(self) -> bool:
+        """True if `patches` needs no decoding any more."""
+        ...
+
+    def load(self) -> None:
+        """Decodes what is missing; slow. Raises what `patches` raises."""
+        ...
+
     def patches(self, patch: int) -> torch.Tensor:
         """Normalised pixels of temporal patch `patch`: float32
         `[h * w, channels * temporal_patch_size * patch_size**2]`, in spatial-merge block order.

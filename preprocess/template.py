@@ -59,7 +59,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
-        self.globals["namespace"] = _Namespace
+        self.globals["namespace"] = _SafeNamespace
 
     def set_deadline(self, deadline: float) -> None:
         self._local.deadline = deadline
@@ -81,23 +81,23 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call(*args, **kwargs)
 
 
-class _Namespace(jinja2.utils.Namespace):
+class _SafeNamespace(jinja2.utils.Namespace):
     """A namespace without underscore names, which would reach into the object itself."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
         for name in (values := dict(*rest, **kwargs)):
-            _Namespace._check(name)
+            _check_name(name)
         jinja2.utils.Namespace.__init__(self, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._check(name)
+        _check_name(name)
         super().__setitem__(name, value)
 
-    @staticmethod
-    def _check(name: str) -> None:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"{name!r} cannot be a namespace attribute")
+
+def _check_name(name: str) -> None:
+    if name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"{name!r} cannot be a namespace attribute")
 
 
 def _tojson(

@@ -57,7 +57,7 @@ class Tokenizer:
         vocab_size: number of ids, added tokens included.
         special_tokens: content -> id of the special tokens, those that text never stands for.
         special_pattern: matches every special token, the longest first.
-        eos_token_ids: ids that end a generation (generation config, else model config).
+        eos_ids: ids that end a generation (generation config, else model config).
         end_of_turn_ids: ids after which there is a cut point.
         special_names: "eos_token" and the like -> content, as chat templates see them.
 
@@ -83,7 +83,7 @@ class Tokenizer:
         self.special_pattern = _special_pattern(self.special_tokens)
         self.special_names = _special_names(config)
         self.end_of_turn_ids = self._ids_of({_END_OF_TURN, self.special_names.get("eos_token", "")})
-        self.eos_token_ids = self._find_eos(directory, model_config)
+        self.eos_ids = self._find_eos(directory, model_config)
 
     def _ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
         found = (self._backend.token_to_id(token) for token in tokens)

@@ -106,7 +106,7 @@ def test_ids_of_the_checkpoint(tokenizer: Tokenizer, checkpoint: Path) -> None:
     assert tokenizer.vocab_size == len(reference)
     assert tokenizer.end_of_turn_ids == {reference.convert_tokens_to_ids("<|im_end|>")}
     generation = json.loads((checkpoint / "generation_config.json").read_text())
-    assert tokenizer.eos_token_ids == set(generation["eos_token_id"])
+    assert tokenizer.eos_ids == set(generation["eos_token_id"])
     assert tokenizer.special_names["eos_token"] == "<|im_end|>"
     assert tokenizer.token_to_id("no such token") is None
     assert tokenizer.id_to_token(tokenizer.vocab_size) is None

@@ -1,0 +1,232 @@
+"""From rendered text and media to token ids, media spans and M-RoPE positions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.media_process import MediaRecord
+from vlm_serve.preprocess.prompt import MediaSpan, Modality
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.typed_text import TypedText
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTokens:
+    """Ids of the tokens that stand for media and around them."""
+
+    image_pad: int
+    video_pad: int
+    vision_start: int
+    vision_end: int
+
+    def modality(self, token_id: int) -> Modality | None:
+        """What a placeholder stands for, None for any other token."""
+        if token_id == self.image_pad:
+            return "image"
+        return "video" if token_id == self.video_pad else None
+
+
+class HasRecord(Protocol):
+    """A medium whose record is known; `LoadedMedia` is one."""
+
+    @property
+    def record(self) -> MediaRecord: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of rendered text: one special token, or text between two of them (hidden form)."""
+
+    text: str
+    is_special: bool
+
+
+def split_pieces(text: str, pattern: re.Pattern[str]) -> Iterator[Piece]:
+    """Cuts a rendered prompt, user text still hidden, at the template's special tokens."""
+    at = 0
+    for match in pattern.finditer(text):
+        if match.start() > at:
+            yield Piece(text[at : match.start()], False)
+        yield Piece(match.group(), True)
+        at = match.end()
+    if at < len(text):
+        yield Piece(text[at:], False)
+
+
+@dataclass(slots=True)
+class Expansion:
+    """Token ids under construction.
+
+    Attributes:
+        token_ids, spans, media_ends, message_ends: as in `Prompt`.
+        piece_starts: number of tokens before each piece.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    spans: list[MediaSpan] = field(default_factory=list)
+    media_ends: list[int] = field(default_factory=list)
+    message_ends: list[int] = field(default_factory=list)
+    piece_starts: list[int] = field(default_factory=list)
+
+
+class Expander:
+    """Expands the placeholders of rendered prompts, as transformers' `Qwen3VLProcessor` does.
+
+    Args:
+        tokenizer: of the checkpoint.
+        vision: the checkpoint's vision tokens, None for a text-only one.
+        merge_size: patches per side that become one token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vision: VisionTokens | None, merge_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vision = vision
+        self._merge_size = merge_size
+
+    def expand(
+        self, pieces: Sequence[Piece], typed: TypedText, media: Sequence[HasRecord]
+    ) -> Expansion:
+        """Tokens of a prompt.
+
+        Raises InvalidRequestError if the template did not place exactly these media in this order.
+        """
+        out, text, item = Expansion(), "", 0
+        for piece in pieces:
+            if not piece.is_special:
+                out.piece_starts.append(len(out.token_ids))
+                text = typed.restore(piece.text)
+                continue
+            token_id = self._tokenizer.special_tokens[piece.text]
+            modality = self._vision.modality(token_id) if self._vision is not None else None
+            if modality is None:
+                self._add_text(out, text)
+                out.piece_starts.append(len(out.token_ids))
+                out.token_ids.append(token_id)
+                if token_id in self._tokenizer.end_of_turn_ids:
+                    out.message_ends.append(len(out.token_ids))
+            else:
+                if item == len(media) or media[item].record.modality != modality:
+                    raise _misplaced()
+                # Text in front of a video runs into its first timestamp and is read with it.
+                if modality == "image":
+                    self._add_text(out, text)
+                    out.piece_starts.append(len(out.token_ids))
+                    self._add_image(out, media[item].record, item)
+                else:
+                    out.piece_starts.append(len(out.token_ids))
+                    self._add_video(out, text, media[item].record, item)
+                out.media_ends.append(len(out.token_ids))
+                item += 1
+            text = ""
+        self._add_text(out, text)
+        if item != len(media):
+            raise _misplaced()
+        return out
+
+    def _add_text(self, out: Expansion, text: str) -> None:
+        out.token_ids += self._tokenizer.encode_plain(text)
+
+    def _add_span(self, out: Expansion, record: MediaRecord, item: int, patch: int) -> None:
+        assert self._vision is not None
+        rows, columns = record.grid[1:]
+        pad = self._vision.image_pad if record.modality == "image" else self._vision.video_pad
+        start = len(out.token_ids)
+        end = start + rows * columns // self._merge_size**2
+        out.token_ids += [pad] * (end - start)
+        out.spans.append(
+            MediaSpan(
+                start=start,
+                end=end,
+                modality=record.modality,
+                content_hash=record.hashes[patch],
+                grid=(1, rows, columns),
+                item=item,
+                patch=patch,
+            )
+        )
+
+    def _add_image(self, out: Expansion, record: MediaRecord, item: int) -> None:
+        self._add_span(out, record, item, 0)
+
+    def _add_video(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
+        assert self._vision is not None
+        for patch, seconds in enumerate(record.times):
+            self._add_text(out, f"{text}<{seconds:.1f} seconds>")
+            text = ""
+            out.token_ids.append(self._vision.vision_start)
+            self._add_span(out, record, item, patch)
+            out.token_ids.append(self._vision.vision_end)
+
+
+def _misplaced() -> InvalidRequestError:
+    return InvalidRequestError(
+        "the chat template does not place the images and videos as the messages do",
+        param="messages",
+    )
+
+
+def shared_tokens(
+    tokenizer: Tokenizer,
+    typed: TypedText,
+    pieces: Sequence[Piece],
+    expansion: Expansion,
+    other: Sequence[Piece],
+) -> int:
+    """How many leading tokens of a prompt a second rendering has as well.
+
+    Args:
+        pieces, expansion: the prompt.
+        other: pieces of the second rendering, of the same media.
+    """
+    same = 0
+    while same < min(len(pieces), len(other)) and pieces[same] == other[same]:
+        same += 1
+    if same == len(pieces):
+        return len(expansion.token_ids)
+    start = expansion.piece_starts[same]
+    if same == len(other) or pieces[same].is_special or other[same].is_special:
+        return start
+    # `start` counts no token of a text piece: those are added with the special token behind it.
+    mine, theirs = (
+        tokenizer.encode_plain(typed.restore(piece.text)) for piece in (pieces[same], other[same])
+    )
+    count = 0
+    while count < min(len(mine), len(theirs)) and mine[count] == theirs[count]:
+        count += 1
+    return start + count
+
+
+def mrope_positions(
+    length: int, spans: Sequence[MediaSpan], merge_size: int
+) -> tuple[torch.Tensor, int]:
+    """Positions of every token on the three axes, and how far a generated token's index is off.
+
+    Follows transformers' `Qwen3_5Model.get_rope_index` for a prompt whose videos are split at
+    their temporal patches.
+
+    Returns:
+        int64 `[3, length]`, and the highest position plus one minus the length.
+    """
+    positions = torch.empty((3, length), dtype=torch.int64)
+    at, position = 0, 0
+    for span in spans:
+        text = span.start - at
+        positions[:, at : span.start] = torch.arange(position, position + text)
+        position += text
+        rows, columns = span.grid[1] // merge_size, span.grid[2] // merge_size
+        block = positions[:, span.start : span.end].view(3, rows, columns)
+        block[0] = position
+        block[1] = torch.arange(position, position + rows)[:, None]
+        block[2] = torch.arange(position, position + columns)
+        # As the reference has it: whole sides first, then merged.
+        position += max(span.grid[1], span.grid[2]) // merge_size
+        at = span.end
+    positions[:, at:] = torch.arange(position, position + length - at)
+    delta = int(positions.max()) + 1 - length if length else 0
+    return positions, delta

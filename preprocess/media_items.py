@@ -1,0 +1,221 @@
+"""Loads the media of a prompt: fetched, looked up in the raw index, decoded where need be."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+
+from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
+from vlm_serve.preprocess.fetch import fetch, read_file
+from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.media_image import Pixels, decode_image, image_to_rgb
+from vlm_serve.preprocess.media_options import image_options, options_key, video_options
+from vlm_serve.preprocess.media_process import (
+    MediaRecord,
+    Processed,
+    patch_frames,
+    process_image,
+    process_video,
+)
+from vlm_serve.preprocess.media_video import ArrayVideo, EncodedVideo, Video
+from vlm_serve.preprocess.messages import MediaPart
+from vlm_serve.preprocess.processors import (
+    PixelConfig,
+    VideoConfig,
+    fingerprint,
+    normalise,
+    patchify,
+)
+from vlm_serve.preprocess.raw_index import RawIndex, raw_key
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+
+
+class LoadedMedia:
+    """A `MediaItem`: its record, and its pixels once they are needed.
+
+    Args:
+        record: grid, hashes and times.
+        config: of the processor that made it.
+        pixels: uint8 `[frames, 3, height, width]`, None while they are only known by their hashes.
+        reload: makes them again; raises MediaError.
+    """
+
+    def __init__(
+        self,
+        record: MediaRecord,
+        config: PixelConfig,
+        pixels: torch.Tensor | None,
+        reload: Callable[[], Processed],
+    ) -> None:
+        self.record = record
+        self.modality = record.modality
+        self.grid = record.grid
+        self.decoded = pixels is not None
+        self._config = config
+        self._pixels = pixels
+        self._reload: Callable[[], Processed] | None = reload if pixels is None else None
+        self._lock = threading.Lock()
+
+    def patches(self, patch: int) -> torch.Tensor:
+        """See `MediaItem.patches`."""
+        assert 0 <= patch < self.grid[0]
+        pixels, count = self._get_pixels(), self._config.temporal_patch_size
+        if self.modality == "image":
+            frames = normalise(pixels, self._config).expand(count, -1, -1, -1)
+        else:
+            frames = normalise(patch_frames(pixels, patch, count), self._config)
+        return patchify(frames, self._config)
+
+    @property
+    def ready(self) -> bool:
+        """See `MediaItem.ready`."""
+        return self._pixels is not None
+
+    def load(self) -> None:
+        """See `MediaItem.load`."""
+        self._get_pixels()
+
+    def _get_pixels(self) -> torch.Tensor:
+        with self._lock:
+            if self._pixels is None:
+                assert self._reload is not None
+                processed = self._reload()
+                if processed.record != self.record:
+                    raise MediaError("a medium no longer has the content it was recorded with")
+                self._pixels, self._reload, self.decoded = processed.pixels, None, True
+            return self._pixels
+
+
+class MediaLoader:
+    """Turns the media parts of a request into items. Thread-safe.
+
+    Args:
+        images, videos: processor configs; None where the checkpoint takes no such media.
+        limits: bounds on what is fetched and decoded.
+        raw_index: where records of earlier uploads are kept.
+    """
+
+    def __init__(
+        self,
+        images: PixelConfig | None,
+        videos: VideoConfig | None,
+        limits: MediaLimits,
+        raw_index: RawIndex,
+    ) -> None:
+        self._images, self._videos, self._limits = images, videos, limits
+        self._raw_index = raw_index
+        self.fingerprint = fingerprint(images, videos)
+
+    def check_count(self, parts: list[MediaPart]) -> None:
+        """Raises InvalidRequestError if a prompt has more media, or others, than it may."""
+        for modality, config, limit in (
+            ("image", self._images, self._limits.max_images),
+            ("video", self._videos, self._limits.max_videos),
+        ):
+            found = [part for part in parts if part.modality == modality]
+            if found and config is None:
+                raise InvalidRequestError(
+                    f"this model takes no {modality}s", param=found[0].param, code="no_media"
+                )
+            if limit is not None and len(found) > limit:
+                raise InvalidRequestError(
+                    f"a prompt may hold {limit} {modality}s, this one has {len(found)}",
+                    param=found[limit].param,
+                )
+
+    def load(self, part: MediaPart, cache_salt: str) -> LoadedMedia:
+        """The item of one part. Only what the raw index does not know is decoded.
+
+        Raises MediaFetchError, MediaError or InvalidRequestError.
+        """
+        config: PixelConfig | None
+        if part.modality == "image":
+            config = self._images
+            assert config is not None
+            options: Any = image_options(part, config)
+        else:
+            config = self._videos
+            assert isinstance(config, VideoConfig)
+            options = video_options(part, config)
+        source = self._read_source(part)
+
+        def process() -> Processed:
+            return self._process(part, source, options)
+
+        if not isinstance(source, bytes) and not _is_contiguous(source):
+            done = process()
+            return LoadedMedia(done.record, config, done.pixels, process)
+        key = raw_key(
+            source,
+            cache_salt=cache_salt,
+            modality=part.modality,
+            options=options_key(options),
+            fingerprint=self.fingerprint,
+        )
+        record = self._raw_index.get(key)
+        if record is not None:
+            return LoadedMedia(record, config, None, process)
+        done = process()
+        self._raw_index.put(key, done.record)
+        return LoadedMedia(done.record, config, done.pixels, process)
+
+    def _process(self, part: MediaPart, source: Any, options: Any) -> Processed:
+        if part.modality == "image":
+            assert self._images is not None
+            pixels = _image_pixels(source, self._limits, part.param)
+            return process_image(pixels, options, self._images, part.param)
+        assert self._videos is not None
+        video: Video
+        if isinstance(source, bytes):
+            video = EncodedVideo(source, options.fps, self._limits, part.param)
+        else:
+            video = ArrayVideo(source, options.fps, self._limits, part.param)
+        return process_video(video, options, self._videos, part.param)
+
+    def _read_source(self, part: MediaPart) -> Any:
+        source, limits = part.source, self._limits
+        is_image = part.modality == "image"
+        max_bytes = limits.max_image_bytes if is_image else limits.max_video_bytes
+        if isinstance(source, bytes | bytearray | memoryview):
+            return bytes(source)
+        if isinstance(source, str) and (part.url_only or _SCHEME.match(source)):
+            return fetch(source, max_bytes=max_bytes, limits=limits, param=part.param)
+        if isinstance(source, str | Path):
+            try:
+                return read_file(Path(source), max_bytes, param=part.param)
+            except (OSError, ValueError) as error:
+                if isinstance(error, InvalidRequestError):
+                    raise
+                raise MediaFetchError("the file cannot be read", param=part.param) from None
+        if part.url_only:
+            raise InvalidRequestError(f"{part.param} must be a URL", param=part.param)
+        return source
+
+
+def _is_contiguous(source: Any) -> bool:
+    return (
+        isinstance(source, np.ndarray)
+        and source.dtype == np.uint8
+        and bool(source.flags.c_contiguous)
+    )
+
+
+def _image_pixels(source: Any, limits: MediaLimits, param: str) -> Pixels:
+    if isinstance(source, bytes):
+        return decode_image(source, limits, param)
+    if isinstance(source, np.ndarray):
+        try:
+            source = PIL.Image.fromarray(source)
+        except (TypeError, ValueError):
+            raise MediaError("the array is no picture", param=param) from None
+    if isinstance(source, PIL.Image.Image):
+        return image_to_rgb(source, limits, param)
+    raise MediaError("an image must be a PIL image, an array, bytes, a path or a URL", param=param)

@@ -1,0 +1,121 @@
+"""Per-part options of images and videos, checked against what the checkpoint allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.messages import MediaPart
+from vlm_serve.preprocess.processors import PixelConfig, VideoConfig
+
+Sampling = Literal["uniform", "fps_grid"]
+
+_LOW_DETAIL_PIXELS = 512 * 512
+_MAX_FPS = 1000.0
+# A grid frame gets this share of a video's pixel budget unless the request names another cap.
+_GRID_FRAMES = 192
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOptions:
+    """Bounds on the area of one image after the resize."""
+
+    min_pixels: int
+    max_pixels: int
+
+
+@dataclass(frozen=True, slots=True)
+class VideoOptions:
+    """How one video is sampled.
+
+    Attributes:
+        fps: frames a second of the source where the request says so, else None.
+        sampling: "uniform" spreads frames over the whole length, as the checkpoint's processor
+            does; "fps_grid" takes the first frame at or after k / sample_fps seconds and sizes it
+            by `max_frame_pixels` alone, so that a longer recording keeps a shorter one's frames.
+        sample_fps: frames taken per second of video; None: the config's `num_frames` decides.
+        max_frames: most frames taken; on the grid, most frames allowed.
+        max_frame_pixels: area of a frame on the grid; 0 for uniform sampling.
+    """
+
+    fps: float | None
+    sampling: Sampling
+    sample_fps: float | None
+    max_frames: int
+    max_frame_pixels: int
+
+
+def options_key(options: ImageOptions | VideoOptions) -> bytes:
+    """All effective options as bytes, for the raw index."""
+    return json.dumps([type(options).__name__, dataclasses.asdict(options)]).encode()
+
+
+def image_options(part: MediaPart, config: PixelConfig) -> ImageOptions:
+    """Raises InvalidRequestError that names the option at fault."""
+    smallest = config.factor**2
+    high = _integer(part, "max_pixels", smallest, config.max_pixels, config.max_pixels)
+    low = _integer(part, "min_pixels", 1, high, min(config.min_pixels, high))
+    detail = part.options.get("detail", "auto")
+    if detail not in ("auto", "high", "low"):
+        raise InvalidRequestError(
+            f"{part.param}: detail must be auto, low or high", param=f"{part.param}.detail"
+        )
+    if detail == "low":
+        high = max(smallest, min(high, _LOW_DETAIL_PIXELS))
+        low = min(low, high)
+    return ImageOptions(low, high)
+
+
+def video_options(part: MediaPart, config: VideoConfig) -> VideoOptions:
+    """Raises InvalidRequestError that names the option at fault."""
+    sampling = part.options.get("sampling", "uniform")
+    if sampling not in ("uniform", "fps_grid"):
+        raise InvalidRequestError(
+            f"{part.param}: sampling must be uniform or fps_grid", param=f"{part.param}.sampling"
+        )
+    on_grid = sampling == "fps_grid"
+    sample_fps = _number(part, "sample_fps")
+    if not on_grid and "max_frame_pixels" in part.options:
+        raise InvalidRequestError(
+            f"{part.param}: max_frame_pixels needs sampling fps_grid",
+            param=f"{part.param}.max_frame_pixels",
+        )
+    smallest = config.factor**2
+    largest = max(smallest, config.max_video_tokens * smallest)
+    default = min(max(config.max_pixels // _GRID_FRAMES, smallest), largest)
+    return VideoOptions(
+        fps=_number(part, "fps"),
+        sampling=sampling,
+        sample_fps=sample_fps or config.sample_fps or (2.0 if on_grid else None),
+        max_frames=_integer(part, "max_frames", 1, config.max_frames, config.max_frames),
+        max_frame_pixels=_integer(part, "max_frame_pixels", smallest, largest, default)
+        if on_grid
+        else 0,
+    )
+
+
+def _integer(part: MediaPart, name: str, low: int, high: int, default: int) -> int:
+    value: Any = part.options.get(name, default)
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidRequestError(
+            f"{part.param}: {name} must be a whole number from {low} to {high}",
+            param=f"{part.param}.{name}",
+        )
+    return value
+
+
+def _number(part: MediaPart, name: str) -> float | None:
+    value: Any = part.options.get(name)
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not 0 < value <= _MAX_FPS:
+        raise InvalidRequestError(
+            f"{part.param}: {name} must be a number above 0 and at most {_MAX_FPS:g}",
+            param=f"{part.param}.{name}",
+        )
+    return float(value)

@@ -1,0 +1,199 @@
+"""From decoded pixels to what the vision tower sees: sampled, resized, hashed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vlm_serve.errors import MediaError
+from vlm_serve.preprocess.hashing import content_hash
+from vlm_serve.preprocess.media_image import Pixels
+from vlm_serve.preprocess.media_options import ImageOptions, VideoOptions
+from vlm_serve.preprocess.media_video import Video
+from vlm_serve.preprocess.processors import PixelConfig, VideoConfig, resize
+from vlm_serve.preprocess.prompt import Modality
+from vlm_serve.preprocess.sizes import (
+    capped_budget,
+    grid_indices,
+    image_size,
+    patch_times,
+    spread_indices,
+    uniform_indices,
+    video_size,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRecord:
+    """All that a prompt needs to know of a medium besides its pixels.
+
+    Attributes:
+        modality: what it is.
+        grid: (t, h, w) in patches.
+        hashes: content hash of every temporal patch.
+        times: seconds of every temporal patch; empty for an image.
+    """
+
+    modality: Modality
+    grid: tuple[int, int, int]
+    hashes: tuple[bytes, ...]
+    times: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """A record and its pixels: uint8 `[frames, 3, height, width]` after the resize."""
+
+    record: MediaRecord
+    pixels: torch.Tensor
+
+
+def _channels_first(pixels: Pixels) -> torch.Tensor:
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def process_image(
+    pixels: Pixels, options: ImageOptions, config: PixelConfig, param: str | None = None
+) -> Processed:
+    """One image.
+
+    Args:
+        pixels: uint8 `[height, width, 3]`.
+
+    Raises MediaError if one side is over 200 times the other.
+    """
+    size = image_size(
+        *pixels.shape[:2],
+        factor=config.factor,
+        min_pixels=options.min_pixels,
+        max_pixels=options.max_pixels,
+        param=param,
+    )
+    resized = _resize_all([pixels], size, config, param)
+    grid = (1, *config.grid(*resized.shape[-2:]))
+    digest = content_hash("image", resized[0], grid)
+    return Processed(MediaRecord("image", grid, (digest,), ()), resized)
+
+
+def process_video(
+    video: Video, options: VideoOptions, config: VideoConfig, param: str | None = None
+) -> Processed:
+    """One video; each frame is resized as it is decoded, so few are held in full size.
+
+    Raises MediaError if it is damaged, too long for the grid, or one side is over 200 times the
+    other.
+    """
+    if options.sampling == "fps_grid":
+        assert options.sample_fps is not None
+        indices: Sequence[int] = grid_indices(video.times, options.sample_fps, options.max_frames)
+        times = [index / options.sample_fps for index in range(len(indices))]
+        if len(indices) > options.max_frames:
+            raise MediaError(
+                f"the video has over {options.max_frames} frames at {options.sample_fps:g} a "
+                "second; a lower sample_fps takes fewer",
+                param=param,
+            )
+    else:
+        indices = _uniform(len(video.times), video.fps, options, config)
+        times = [index / video.fps for index in indices]
+    frames = iter(video.frames(indices))
+    first = next(frames)
+    size = _frame_size(first, len(indices), options, config, param)
+    resized = _resize_all(_chain(first, frames), size, config, param)
+    patch_size = config.temporal_patch_size
+    num_patches = -(-len(indices) // patch_size)
+    rows, columns = config.grid(*resized.shape[-2:])
+    hashes = tuple(
+        content_hash("video", patch_frames(resized, patch, patch_size), (1, rows, columns))
+        for patch in range(num_patches)
+    )
+    record = MediaRecord(
+        "video", (num_patches, rows, columns), hashes, tuple(patch_times(times, patch_size))
+    )
+    return Processed(record, resized)
+
+
+def _chain(first: Pixels, others: Iterable[Pixels]) -> Iterable[Pixels]:
+    yield first
+    yield from others
+
+
+def _uniform(total: int, fps: float, options: VideoOptions, config: VideoConfig) -> Sequence[int]:
+    if not config.do_sample_frames:
+        return range(min(total, options.max_frames))
+    if options.sample_fps is not None:
+        return uniform_indices(
+            total,
+            fps,
+            sample_fps=options.sample_fps,
+            min_frames=config.min_frames,
+            max_frames=options.max_frames,
+        )
+    assert config.num_frames is not None
+    return spread_indices(total, min(config.num_frames, total, options.max_frames))
+
+
+def _frame_size(
+    frame: Pixels,
+    num_frames: int,
+    options: VideoOptions,
+    config: VideoConfig,
+    param: str | None,
+) -> tuple[int, int]:
+    height, width = frame.shape[:2]
+    if options.sampling == "fps_grid":
+        size = image_size(
+            height,
+            width,
+            factor=config.factor,
+            min_pixels=config.factor**2,
+            max_pixels=options.max_frame_pixels,
+            param=param,
+        )
+        if num_frames * size[0] * size[1] > config.max_pixels:
+            raise MediaError(
+                f"{num_frames} frames of {size[1]}x{size[0]} pixels are over a video's budget of "
+                f"{config.max_pixels} pixels; lower sample_fps or max_frame_pixels",
+                param=param,
+            )
+        return size
+    max_pixels = config.max_pixels
+    if config.cap_pixels_per_frame:
+        max_pixels = capped_budget(
+            num_frames,
+            min_pixels=config.min_pixels,
+            max_pixels=config.max_pixels,
+            max_frame_pixels=config.max_video_tokens * config.factor**2,
+        )
+    return video_size(
+        height,
+        width,
+        num_frames=num_frames,
+        factor=config.factor,
+        temporal_factor=config.temporal_patch_size,
+        min_pixels=config.min_pixels,
+        max_pixels=max_pixels,
+        param=param,
+    )
+
+
+def _resize_all(
+    pictures: Iterable[Pixels], size: tuple[int, int], config: PixelConfig, param: str | None
+) -> torch.Tensor:
+    if config.do_resize:
+        return torch.stack([resize(_channels_first(each), size, config) for each in pictures])
+    kept = torch.stack([_channels_first(each) for each in pictures])
+    if kept.shape[-2] % config.factor or kept.shape[-1] % config.factor:
+        raise MediaError(f"sides must be multiples of {config.factor} pixels", param=param)
+    return kept.contiguous()
+
+
+def patch_frames(pixels: torch.Tensor, patch: int, patch_size: int) -> torch.Tensor:
+    """`[patch_size, 3, height, width]` of one temporal patch; the last frame fills it up."""
+    frames = pixels[patch * patch_size : (patch + 1) * patch_size]
+    missing = patch_size - len(frames)
+    if missing:
+        frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
+    return frames

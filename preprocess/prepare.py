@@ -1,0 +1,261 @@
+"""Messages in, `Prompt` out: the one entry point of this package.
+
+Nothing here depends on what has been prepared before: the raw index saves work and changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vlm_serve.errors import CheckpointError, InvalidRequestError
+from vlm_serve.preprocess.chat_request import ChatRequest
+from vlm_serve.preprocess.expand import (
+    Expander,
+    Expansion,
+    Piece,
+    VisionTokens,
+    mrope_positions,
+    shared_tokens,
+    split_pieces,
+)
+from vlm_serve.preprocess.keys import PromptKeys, RootFields
+from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.media_items import LoadedMedia, MediaLoader
+from vlm_serve.preprocess.messages import MediaPart, read_messages
+from vlm_serve.preprocess.processors import image_config, video_config
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.raw_index import RawIndex
+from vlm_serve.preprocess.template import ChatTemplate, find_chat_template
+from vlm_serve.preprocess.tokenizer import Tokenizer, read_json
+from vlm_serve.preprocess.typed_text import TypedText
+
+_SALT = re.compile(r"[A-Za-z0-9._:=+/@-]{0,128}")
+_MEDIA_THREADS = 2
+DEFAULT_RAW_INDEX_BYTES = 16 << 20
+
+
+def _vision_config(directory: Path | str) -> dict[str, Any] | None:
+    """The model's config if it has a vision tower, else None."""
+    config = read_json(Path(directory) / "config.json")
+    return config if config.get("vision_config") else None
+
+
+class Preprocessor:
+    """Prepares prompts for one checkpoint. Thread-safe; `prepare` is pure.
+
+    Args:
+        directory: the checkpoint.
+        block_size: tokens per KV block.
+        root_key: what identifies the cached tensors; the processors' fingerprint and the salt of
+            each prompt are filled in. Or a function from a salt to a 32-byte root key.
+        limits: bounds on media.
+        raw_index_bytes: memory for recognising repeated uploads; 0 turns that off.
+
+    Attributes:
+        tokenizer: the checkpoint's.
+        raw_index: the memory of uploads.
+
+    Raises CheckpointError if the checkpoint's files are missing or not supported.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        block_size: int,
+        root_key: RootFields | Callable[[str], bytes],
+        limits: MediaLimits | None = None,
+        raw_index_bytes: int = DEFAULT_RAW_INDEX_BYTES,
+    ) -> None:
+        self.tokenizer = Tokenizer(directory)
+        self.block_size = block_size
+        self._root_key = root_key
+        self._template = ChatTemplate(find_chat_template(directory), self.tokenizer.special_names)
+        config = _vision_config(directory)
+        images = image_config(directory) if config is not None else None
+        videos = video_config(directory) if config is not None else None
+        vision = self._vision_tokens(config) if config is not None else None
+        self.raw_index = RawIndex(raw_index_bytes)
+        self._loader = MediaLoader(images, videos, limits or MediaLimits(), self.raw_index)
+        sizes = {each.merge_size for each in (images, videos) if each is not None}
+        if len(sizes) > 1:
+            raise CheckpointError("image and video processors disagree on merge_size")
+        self._merge_size = sizes.pop() if sizes else 1
+        self._expander = Expander(self.tokenizer, vision, self._merge_size)
+        self._vocab_size = max(self.tokenizer.vocab_size, _vocab_size(directory))
+        self._pool = ThreadPoolExecutor(_MEDIA_THREADS, thread_name_prefix="vlm-serve-media")
+
+    def _vision_tokens(self, config: Mapping[str, Any]) -> VisionTokens:
+        def find(name: str, token: str) -> int:
+            token_id = config.get(name, self.tokenizer.token_to_id(token))
+            if not isinstance(token_id, int) or not self.tokenizer.is_special(token_id):
+                raise CheckpointError(f"{name} of the checkpoint is no special token")
+            return token_id
+
+        return VisionTokens(
+            image_pad=find("image_token_id", "<|image_pad|>"),
+            video_pad=find("video_token_id", "<|video_pad|>"),
+            vision_start=find("vision_start_token_id", "<|vision_start|>"),
+            vision_end=find("vision_end_token_id", "<|vision_end|>"),
+        )
+
+    def close(self) -> None:
+        """Ends the media threads. Nothing can be prepared any more."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def root_key(self, cache_salt: str = "") -> bytes:
+        """The root key of a tenant's prompts.
+
+        Raises InvalidRequestError for a salt that is too long or holds odd characters.
+        """
+        if not isinstance(cache_salt, str) or not _SALT.fullmatch(cache_salt):
+            raise InvalidRequestError(
+                "cache_salt must be at most 128 letters, digits or ._:=+/@-", param="cache_salt"
+            )
+        if isinstance(self._root_key, RootFields):
+            fields = replace(
+                self._root_key,
+                cache_salt=cache_salt,
+                processor_fingerprint=self._loader.fingerprint,
+            )
+            return fields.key()
+        return self._root_key(cache_salt)
+
+    def prepare_tokens(self, token_ids: Sequence[int], *, cache_salt: str = "") -> Prompt:
+        """A prompt of raw token ids: all of them are text, placeholders too.
+
+        Raises InvalidRequestError if there are none or one is out of the vocabulary.
+        """
+        root = self.root_key(cache_salt)
+        ids = self._check_ids(token_ids)
+        positions, delta = mrope_positions(len(ids), (), self._merge_size)
+        return Prompt(
+            token_ids=ids, positions=positions, rope_delta=delta, keys=self._keys(root, ids, ())
+        )
+
+    def _check_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        try:
+            array = np.asarray(token_ids)
+        except (ValueError, OverflowError):
+            array = np.empty(0, dtype=object)
+        if array.ndim != 1 or len(array) == 0 or array.dtype.kind not in "iu":
+            raise InvalidRequestError(
+                "a prompt of token ids must be a non-empty list of whole numbers", param="prompt"
+            )
+        if array.min() < 0 or array.max() >= self._vocab_size:
+            raise InvalidRequestError(
+                f"token ids must be from 0 to {self._vocab_size - 1}", param="prompt"
+            )
+        return tuple(array.tolist())
+
+    def _keys(self, root: bytes, token_ids: Sequence[int], spans: Sequence[Any]) -> PromptKeys:
+        return PromptKeys(
+            root,
+            token_ids,
+            block_size=self.block_size,
+            spans=spans,
+            end_of_turn_ids=self.tokenizer.end_of_turn_ids,
+        )
+
+    def prepare(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
+    ) -> Prompt:
+        """The prompt of a conversation.
+
+        Args:
+            messages: OpenAI's form; Python callers may also use `{"type": "image", "image": X}`
+                and `{"type": "video", "video": X, "fps": f}` with X a PIL image, uint8 frames, a
+                path, a URL or bytes. A server must not pass such parts on from its clients.
+            tools: function definitions for the template.
+            add_generation_prompt: end with the beginning of an assistant's turn.
+            continue_final_message: leave the last message open for the model to continue.
+            chat_template_kwargs: further variables of the template, such as enable_thinking.
+            cache_salt: tenants with different salts share no cache entry.
+
+        Raises InvalidRequestError (and its kinds MediaError and MediaFetchError) with the field at
+        fault in `param`.
+        """
+        root = self.root_key(cache_salt)
+        request = ChatRequest(
+            read_messages(messages),
+            tools,
+            chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        self._loader.check_count(request.media)
+        self._template.check_kwargs(request.kwargs)
+        typed = TypedText(
+            [request.messages, request.tools, request.kwargs],
+            tuple(self.tokenizer.special_tokens),
+            self.tokenizer.special_pattern,
+        )
+        text = request.render(self._template, typed)
+        pieces = tuple(split_pieces(text, self.tokenizer.special_pattern))
+        media = self._load_media(request.media, cache_salt)
+        expansion = self._expander.expand(pieces, typed, media)
+        if not expansion.token_ids:
+            raise InvalidRequestError("the messages give an empty prompt", param="messages")
+        positions, delta = mrope_positions(
+            len(expansion.token_ids), expansion.spans, self._merge_size
+        )
+        return Prompt(
+            token_ids=tuple(expansion.token_ids),
+            positions=positions,
+            rope_delta=delta,
+            keys=self._keys(root, expansion.token_ids, expansion.spans),
+            spans=tuple(expansion.spans),
+            media=tuple(media),
+            media_ends=tuple(expansion.media_ends),
+            message_ends=tuple(expansion.message_ends),
+            system_end=_system_end(pieces, expansion),
+            stable_end=self._stable_end(request, typed, pieces, expansion),
+            text=typed.restore(text),
+        )
+
+    def _load_media(self, parts: Sequence[MediaPart], cache_salt: str) -> list[LoadedMedia]:
+        if len(parts) < 2:
+            return [self._loader.load(part, cache_salt) for part in parts]
+        return list(self._pool.map(lambda part: self._loader.load(part, cache_salt), parts))
+
+    def _stable_end(
+        self,
+        request: ChatRequest,
+        typed: TypedText,
+        pieces: Sequence[Piece],
+        expansion: Expansion,
+    ) -> int:
+        try:
+            text = request.render_next_turn(self._template, typed)
+        except InvalidRequestError:  # a template may not take such a turn: then nothing is known
+            return 0
+        other = tuple(split_pieces(text, self.tokenizer.special_pattern))
+        return shared_tokens(self.tokenizer, typed, pieces, expansion, other)
+
+
+def _system_end(pieces: Sequence[Piece], expansion: Expansion) -> int:
+    """After the first message, if the text begins with a system message."""
+    first_text = next((piece.text for piece in pieces if not piece.is_special), "")
+    if first_text.lstrip().startswith("system") and expansion.message_ends:
+        return expansion.message_ends[0]
+    return 0
+
+
+def _vocab_size(directory: Path | str) -> int:
+    config = read_json(Path(directory) / "config.json")
+    text_config = config.get("text_config") or config
+    return int(text_config.get("vocab_size") or 0)

@@ -1,0 +1,110 @@
+"""Remembers what raw bytes turned into, so that a repeated upload is neither decoded nor resized.
+
+The key is everything that decides the outcome: the tenant's salt, the bytes, the modality, every
+effective option and the processors' fingerprint (design, section 4).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from vlm_serve.preprocess.keys import tagged
+from vlm_serve.preprocess.media_process import MediaRecord
+
+_DOMAIN = b"vlm-serve raw media 1"
+# What Python keeps of an entry besides its hashes and times, and per hash: measured, rounded up.
+_ENTRY_BYTES = 512
+_HASH_BYTES = 128
+
+
+def raw_key(
+    data: bytes | npt.NDArray[np.uint8],
+    *,
+    cache_salt: str,
+    modality: str,
+    options: bytes,
+    fingerprint: bytes,
+) -> bytes:
+    """32-byte key of an upload.
+
+    Args:
+        data: a file's bytes, or C-contiguous uint8 frames.
+        options: all effective options (`options_key`).
+        fingerprint: of the processors.
+    """
+    shape = "file" if isinstance(data, bytes) else ",".join(map(str, data.shape))
+    fields = (
+        tagged("domain", _DOMAIN),
+        tagged("salt", cache_salt),
+        tagged("modality", modality),
+        tagged("options", options),
+        tagged("processors", fingerprint),
+        tagged("shape", shape),
+    )
+    hasher = blake3(b"".join(fields))
+    hasher.update(data if isinstance(data, bytes) else data.reshape(-1).data)
+    return hasher.digest()
+
+
+class RawIndex:
+    """Records by raw key, the least recently used dropped first. Thread-safe.
+
+    Args:
+        max_bytes: bound on the memory of all entries; 0 stores nothing.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        assert max_bytes >= 0
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[bytes, MediaRecord] = OrderedDict()
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @staticmethod
+    def cost(record: MediaRecord) -> int:
+        """Bytes that an entry counts for."""
+        return _ENTRY_BYTES + _HASH_BYTES * len(record.hashes)
+
+    def get(self, key: bytes) -> MediaRecord | None:
+        """The record of a key, which becomes the most recently used."""
+        with self._lock:
+            record = self._entries.get(key)
+            if record is not None:
+                self._entries.move_to_end(key)
+            return record
+
+    def put(self, key: bytes, record: MediaRecord) -> None:
+        """Stores a record; one that is larger than the index is left out."""
+        cost = self.cost(record)
+        with self._lock:
+            self._remove(key)
+            if cost > self._max_bytes:
+                return
+            while self.num_bytes + cost > self._max_bytes:
+                self._remove(next(iter(self._entries)))
+            self._entries[key] = record
+            self.num_bytes += cost
+
+    def remove(self, key: bytes) -> None:
+        """Forgets a record, if it is there."""
+        with self._lock:
+            self._remove(key)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        with self._lock:
+            self._entries.clear()
+            self.num_bytes = 0
+
+    def _remove(self, key: bytes) -> None:
+        record = self._entries.pop(key, None)
+        if record is not None:
+            self.num_bytes -= self.cost(record)

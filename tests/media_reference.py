@@ -1,0 +1,51 @@
+"""What transformers makes of messages with images and videos."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import oracle
+
+
+def _fetch_videos(urls: Any, sample_indices_fn: Any = None) -> Any:
+    """`BaseVideoProcessor.fetch_videos` with PyAV, which it no longer picks by itself."""
+    from transformers.video_utils import load_video
+
+    if isinstance(urls, list):
+        return list(zip(*[_fetch_videos(url, sample_indices_fn) for url in urls], strict=True))
+    return load_video(urls, backend="pyav", sample_indices_fn=sample_indices_fn)
+
+
+def processor(path: Path) -> Any:
+    """transformers' processor of a checkpoint, able to read video files."""
+    found = oracle.processor(path)
+    found.video_processor.fetch_videos = _fetch_videos
+    return found
+
+
+def inputs(
+    path: Path,
+    messages: list[dict[str, Any]],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    sanitize: bool = False,
+    processor_kwargs: dict[str, Any] | None = None,
+    **template_kwargs: Any,
+) -> dict[str, Any]:
+    """The tensors that transformers gives its model for a conversation."""
+    output: dict[str, Any] = processor(path).apply_chat_template(
+        messages,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        sanitize_control_tokens=sanitize,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs=processor_kwargs or {},
+        **template_kwargs,
+    )
+    return output
