@@ -1,12 +1,32 @@
-"""Dense projections; the GEMMs of every layer."""
+"""Dense projections; the GEMMs of every layer, with what follows them on the way out.
+
+On a CPU a packed weight goes through oneDNN, which applies an activation, a factor or a residual
+while the product is still in registers, in float32. That saves a pass over the activations, and it
+keeps a row's bits apart from the rest of its batch: torch's own silu, sigmoid and gelu do not (the
+last elements of each thread's share take a scalar path, whose last bit differs).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
+from vlm_serve.kernels.checks import KernelArgumentError
+
 MIN_ROWS = 16
 MIN_COLUMNS = 16
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+_POST_OPS = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -31,9 +51,12 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    activation: Activation | None = None,
+    times: torch.Tensor | None = None,
+    plus: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`.
+    """`x @ weight.T + bias`, then at most one of: an activation, a product, a sum.
 
     A GEMM library picks another algorithm for a handful of rows, so a row's last bits depend on how
     many rows share the call. From 16 rows on they do not (measured, fp32 and bf16, packed or not),
@@ -44,27 +67,59 @@ def linear(
         x: `[T, K]` activations.
         weight: `[N, K]`, as it is or from `pack`.
         bias: `[N]` or None.
+        activation: applied to the result.
+        times, plus: `[T, N]`, multiplied with or added to the result.
         deterministic: give a row the same bits in any batch.
 
     Returns:
         `[T, N]` in the dtype of x.
+
+    Raises:
+        KernelArgumentError: more than one of activation, times and plus.
     """
+    if (activation is not None) + (times is not None) + (plus is not None) > 1:
+        raise KernelArgumentError("activation", "at most one of activation, times and plus")
     if not deterministic:
-        return _product(x, weight, bias)
+        return _product(x, weight, bias, activation, times, plus)
     rows, columns = x.shape[0], weight.shape[0]
     if rows < MIN_ROWS:
-        x = torch.cat([x, x.new_zeros(MIN_ROWS - rows, x.shape[1])])
+        x = _with_rows(x, MIN_ROWS)
+        times = None if times is None else _with_rows(times, MIN_ROWS)
+        plus = None if plus is None else _with_rows(plus, MIN_ROWS)
     if columns == 1 and not weight.is_mkldnn:
-        weight = torch.cat([weight, weight.new_zeros(MIN_COLUMNS - 1, weight.shape[1])])
-        bias = None if bias is None else torch.cat([bias, bias.new_zeros(MIN_COLUMNS - 1)])
-    return _product(x, weight, bias)[:rows, :columns]
+        weight = _with_rows(weight, MIN_COLUMNS)
+        bias = None if bias is None else _with_rows(bias, MIN_COLUMNS)
+    return _product(x, weight, bias, activation, times, plus)[:rows, :columns]
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if weight.is_mkldnn:
-        product: torch.Tensor = _packed_product(x, weight, bias, "none", [], "")
-        return product
-    return F.linear(x, weight, bias)
+def _with_rows(part: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation | None,
+    times: torch.Tensor | None,
+    plus: torch.Tensor | None,
+) -> torch.Tensor:
+    out: torch.Tensor
+    if not weight.is_mkldnn:
+        out = F.linear(x, weight, bias)
+        if activation is not None:
+            out = _ACTIVATIONS[activation](out)
+        if times is not None:
+            out = out * times
+        return out if plus is None else out + plus
+    if times is not None:
+        out = _packed_binary(x, times, weight, bias, "mul")
+    elif plus is not None:
+        out = _packed_binary(x, plus, weight, bias, "add")
+    else:
+        post_op, algorithm = ("none", "") if activation is None else _POST_OPS[activation]
+        out = _packed_unary(x, weight, bias, post_op, [], algorithm)
+    return out
 
 
 def _packable_dtypes() -> tuple[torch.dtype, ...]:
@@ -75,5 +130,6 @@ def _packable_dtypes() -> tuple[torch.dtype, ...]:
     return (torch.float32,)
 
 
-# The overload itself: looking it up anew costs more than a small product.
-_packed_product = torch.ops.mkldnn._linear_pointwise.default
+# The overloads themselves: looking them up anew costs more than a small product.
+_packed_unary = torch.ops.mkldnn._linear_pointwise.default
+_packed_binary = torch.ops.mkldnn._linear_pointwise.binary

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import linear, pack
 
 SHAPES = [(1, 64), (37, 65), (200, 64), (48, 300), (272, 2304)]
@@ -21,13 +23,38 @@ def test_equals_the_product_of_the_plain_weight(shape: tuple[int, int], dtype: t
     assert packed.shape == weight.shape
     expected = x.double() @ weight.double().T
     single = dtype == torch.float32
-    limits = {"atol": 4e-6 * shape[1] ** 0.5 if single else 1e-2, "rtol": 0 if single else 2**-8}
+    atol, rtol = (4e-6 * shape[1] ** 0.5, 0.0) if single else (1e-2, 2**-8)
     for rows in (0, 1, 3, 40):
         plain = linear(x[:rows], packed)
         assert plain.dtype == dtype and plain.shape == (rows, shape[0])
-        torch.testing.assert_close(plain.double(), expected[:rows], **limits)
+        torch.testing.assert_close(plain.double(), expected[:rows], atol=atol, rtol=rtol)
         biased = linear(x[:rows], packed, bias)
-        torch.testing.assert_close(biased.double(), expected[:rows] + bias.double(), **limits)
+        torch.testing.assert_close(
+            biased.double(), expected[:rows] + bias.double(), atol=atol, rtol=rtol
+        )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_what_follows_the_product(packed: bool, dtype: torch.dtype, rows: int) -> None:
+    plain = (torch.randn(48, 64) / 8).to(dtype)
+    x, other, bias = (torch.randn(n).to(dtype) for n in ((rows, 64), (rows, 48), (48,)))
+    weight = pack(plain) if packed else plain
+    product = x.double() @ plain.double().T + bias.double()
+    tolerance = 1e-5 if dtype == torch.float32 else 0.04
+    cases = (
+        (linear(x, weight, bias, activation="silu"), F.silu(product)),
+        (linear(x, weight, bias, activation="gelu"), F.gelu(product)),
+        (linear(x, weight, bias, activation="gelu_tanh"), F.gelu(product, approximate="tanh")),
+        (linear(x, weight, bias, times=other), product * other.double()),
+        (linear(x, weight, bias, plus=other), product + other.double()),
+    )
+    for got, expected in cases:
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+    with pytest.raises(KernelArgumentError, match="at most one"):
+        linear(x, weight, activation="silu", plus=other)
 
 
 def test_strided_rows_are_read_in_place() -> None:
@@ -42,9 +69,21 @@ def test_deterministic_rows_do_not_depend_on_the_batch(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     packed = pack(torch.randn(shape).to(dtype))
-    x = torch.randn(300, shape[1]).to(dtype)
-    whole = linear(x, packed, deterministic=True)
+    x, other = torch.randn(300, shape[1]).to(dtype), torch.randn(300, shape[0]).to(dtype)
+
+    def products(part: slice) -> list[torch.Tensor]:
+        return [
+            linear(x[part], packed, deterministic=True),
+            linear(x[part], packed, activation="silu", deterministic=True),
+            linear(x[part], packed, activation="gelu", deterministic=True),
+            linear(x[part], packed, activation="gelu_tanh", deterministic=True),
+            linear(x[part], packed, times=other[part], deterministic=True),
+            linear(x[part], packed, plus=other[part], deterministic=True),
+        ]
+
+    whole = products(slice(300))
     for rows in (1, 2, 5, 15, 16, 17, 64, 299):
         for start in (0, 300 - rows):
-            part = linear(x[start : start + rows], packed, deterministic=True)
-            assert torch.equal(part, whole[start : start + rows]), (rows, start)
+            part = slice(start, start + rows)
+            for some, all_rows in zip(products(part), whole, strict=True):
+                assert torch.equal(some, all_rows[part]), (rows, start)

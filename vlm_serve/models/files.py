@@ -1,0 +1,68 @@
+"""Where a checkpoint's files are: a directory, or a Hugging Face hub id."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from vlm_serve.errors import CheckpointError, ModelNotFoundError
+
+INDEX_FILE = "model.safetensors.index.json"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
+
+
+def resolve_checkpoint(model: str | Path) -> Path:
+    """The local directory of a checkpoint; a hub id is downloaded, or found in the hub's cache.
+
+    Raises:
+        ModelNotFoundError: neither a directory nor a hub id that can be fetched.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return path
+    name = str(model)
+    if not _HUB_ID.fullmatch(name):
+        raise ModelNotFoundError(f"{name!r} is neither a directory nor a Hugging Face hub id")
+    # Imported late: it costs start-up time that local checkpoints need not pay.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:
+        # The hub client raises many kinds (network, HTTP, missing, gated); all mean the same here.
+        raise ModelNotFoundError(
+            f"{name!r} is no directory and the hub gave no such model"
+        ) from error
+
+
+def weight_files(path: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint directory, in name order.
+
+    Raises:
+        CheckpointError: there are none, or the index is broken or names a missing file.
+    """
+    if (path / INDEX_FILE).is_file():
+        names = _indexed(path / INDEX_FILE)
+    elif (path / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    else:
+        names = sorted(file.name for file in path.glob("*.safetensors"))
+    if not names:
+        raise CheckpointError("the checkpoint has no safetensors files")
+    for name in names:
+        if not (path / name).is_file():
+            raise CheckpointError(f"{INDEX_FILE} names {name}, which is missing")
+    return tuple(path / name for name in names)
+
+
+def _indexed(index: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index.name} cannot be read") from error
+    for name in names:
+        if name != Path(name).name:
+            raise CheckpointError(f"{index.name} names a file outside the checkpoint")
+    return names

@@ -1,0 +1,112 @@
+"""A checkpoint's identity: its content, not its name, so that fine-tunes share no cache entry."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from blake3 import blake3
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models.files import weight_files
+
+_DOMAIN = b"vlm-serve weights 1"
+_MEMORY_FILE = "fingerprints.json"
+_MOST_REMEMBERED = 4096
+# A file changed within this many seconds of being hashed could change again without a new mtime.
+_SETTLED_SECONDS = 2.0
+# Fields of config.json that say who wrote it, not what it computes.
+_IDLE_FIELDS = ("transformers_version", "_name_or_path")
+
+_Entry = tuple[int, int, str]
+"""(size, mtime in ns, hexadecimal digest)."""
+
+
+def fingerprint(path: Path | str) -> bytes:
+    """32-byte BLAKE3 over config.json and the content of every weight file.
+
+    A file's digest is remembered by path, size and modification time in the user's cache directory
+    (`$XDG_CACHE_HOME/vlm-serve`); where that is unwritable, files are hashed at every start.
+
+    Raises:
+        CheckpointError: a file is missing or unreadable.
+    """
+    path = Path(path)
+    remembered = _recall()
+    fresh: dict[str, _Entry] = {}
+    digests = []
+    for file in weight_files(path):
+        key = str(file.resolve())
+        try:
+            status = os.stat(key)
+            known = remembered.get(key)
+            if known is None or known[:2] != (status.st_size, status.st_mtime_ns):
+                known = (status.st_size, status.st_mtime_ns, _hash_file(key))
+                if time.time() - status.st_mtime > _SETTLED_SECONDS:
+                    fresh[key] = known
+        except OSError as error:
+            raise CheckpointError(f"{file.name} cannot be read") from error
+        digests.append(bytes.fromhex(known[2]))
+    if fresh:
+        _remember(fresh)
+    return blake3(_DOMAIN + _config_digest(path) + b"".join(digests)).digest()
+
+
+def _hash_file(path: str) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
+def _config_digest(path: Path) -> bytes:
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError("config.json cannot be read as JSON") from error
+    if isinstance(config, dict):
+        config = {name: value for name, value in config.items() if name not in _IDLE_FIELDS}
+    return blake3(json.dumps(config, sort_keys=True).encode()).digest()
+
+
+def _memory_path() -> Path | None:
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        root = Path(base) if base else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return root / "vlm-serve" / _MEMORY_FILE
+
+
+def _recall() -> dict[str, _Entry]:
+    path = _memory_path()
+    if path is None:
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            str(key): (int(size), int(mtime), bytes.fromhex(digest).hex())
+            for key, (size, mtime, digest) in content.items()
+            if len(digest) == 64
+        }
+    except (OSError, ValueError, TypeError, AttributeError):
+        # Unreadable or damaged: as good as empty, and the next write replaces it.
+        return {}
+
+
+def _remember(fresh: dict[str, _Entry]) -> None:
+    """Merge into the file and replace it whole, so that a reader never sees half of it."""
+    path = _memory_path()
+    if path is None:
+        return
+    merged = _recall() | fresh
+    kept = dict(list(merged.items())[-_MOST_REMEMBERED:])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, delete=False
+        ) as file:
+            json.dump(kept, file)
+        os.replace(file.name, path)
+    except OSError:
+        return

@@ -1,0 +1,101 @@
+"""Reading weights: memory-mapped files in, fused and packed tensors of the wanted type out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.kernels.linear import pack
+from vlm_serve.models.files import weight_files
+
+_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
+_VISION_PREFIXES = ("model.visual.", "visual.")
+_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Weights:
+    """The tensors of a checkpoint. Files are mapped, and each tensor is copied once, straight into
+    the memory of the model.
+
+    Args:
+        path: checkpoint directory.
+        dtype, device: of the tensors handed out.
+
+    Raises:
+        CheckpointError: from every method: a file is missing or broken, a tensor is missing or has
+            another shape or type than the config implies.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._files: dict[str, safe_open] = {}
+        for file in weight_files(path):
+            try:
+                handle = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{file.name} is not a readable safetensors file") from error
+            names = handle.keys()  # type: ignore[no-untyped-call]
+            self._files.update(dict.fromkeys(names, handle))
+        self.text_prefix = self._prefix(_TEXT_PREFIXES, "embed_tokens.weight")
+
+    def _prefix(self, prefixes: Sequence[str], anchor: str) -> str:
+        for prefix in prefixes:
+            if prefix + anchor in self._files:
+                return prefix
+        raise CheckpointError(f"the checkpoint has no {anchor}")
+
+    def vision_prefix(self) -> str:
+        """What the names of the vision tower start with."""
+        return self._prefix(_VISION_PREFIXES, "patch_embed.proj.weight")
+
+    def head_name(self) -> str:
+        """Name of the output projection of a model without tied embeddings."""
+        for name in _HEAD_NAMES:
+            if name in self._files:
+                return name
+        raise CheckpointError("the checkpoint has no lm_head.weight and does not tie embeddings")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor as it lies in its file, read-only memory that is paged in when touched."""
+        if name not in self._files:
+            raise CheckpointError(f"the checkpoint has no {name}")
+        tensor: torch.Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        if tuple(tensor.shape) != tuple(shape):
+            raise CheckpointError(
+                f"{name} has shape {list(tensor.shape)}, the config implies {list(shape)}"
+            )
+        if tensor.dtype not in _FLOATS:
+            raise CheckpointError(f"{name} is {tensor.dtype}, which is not supported")
+        return tensor
+
+    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor in the model's dtype, in memory of its own."""
+        return self.mapped(name, shape).to(self.device, self.dtype, copy=True)
+
+    def stacked(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Several tensors one below the other, in the model's dtype."""
+        rows = sum(shape[0] for shape in shapes)
+        out = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        start = 0
+        for name, shape in zip(names, shapes, strict=True):
+            out[start : start + shape[0]] = self.mapped(name, shape)
+            start += shape[0]
+        return out
+
+    def projection(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Projections of the same input as one weight, packed for `linear`."""
+        return pack(self.stacked(names, shapes))
+
+    def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """A lookup table. It stays in its file where type and device allow: only the rows that are
+        looked up are ever read."""
+        return self.mapped(name, shape).to(self.device, self.dtype)
