@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import EngineParts, build
+from vlm_serve.engine.media_loading import MediaLoading
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.scheduler import Event
@@ -57,7 +58,9 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._numbers = itertools.count()
         self._closed = False
+        self._stopping = False
         self._lock = threading.Lock()
+        self._media_loader = MediaLoading(parts.scheduler.media, self._post, self._fail_request)
         self._thread = threading.Thread(target=self._loop, name="vlm-serve-engine", daemon=True)
         self._thread.start()
 
@@ -210,20 +213,27 @@ class Engine:
 
     def _handle_commands(self) -> bool:
         """Runs what other threads posted; waits when there is nothing else to do."""
-        while True:
+        while not self._stopping:
             try:
-                command = self._inbox.get(block=not self._scheduler.has_work)
+                self._run_command(self._inbox.get(block=not self._scheduler.has_work))
             except queue.Empty:
                 return True
-            if command is None:
-                return False
+        return False
+
+    def _run_command(self, command: Callable[[], None] | None) -> None:
+        if command is None:
+            self._stopping = True
+        else:
             command()
 
     def _step(self) -> None:
         plan = self._scheduler.plan()
+        self._media_loader.start()
         if plan is None:
             if not self._scheduler.running:
                 self._emit(self._scheduler.reject_head())
+            elif self._media_loader.busy:
+                self._run_command(self._inbox.get())
             return
         self._emit(self._run(plan))
         self.num_steps += 1
@@ -256,11 +266,14 @@ class Engine:
         if request is not None:
             self._emit(self._scheduler.abort(request))
 
+    def _fail_request(self, request: Request, error: VlmServeError) -> None:
+        self._emit(self._scheduler.end_request(request, error))
+
     def _stats(self) -> dict[str, Any]:
         return {
             "num_running": len(self._scheduler.running),
             "num_waiting": len(self._scheduler.waiting),
-            "num_preemptions": self._scheduler.num_preemptions,
+            "num_preemptions": self._scheduler.roster.num_preemptions,
             "num_steps": self.num_steps,
             "num_encoded_spans": self._scheduler.media.num_encoded_spans,
             "cache": self._cache.stats.as_dict(),
@@ -270,6 +283,7 @@ class Engine:
         """Nobody is left waiting for an answer that will never come."""
         with self._lock:
             self._closed = True
+        self._media_loader.close()
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._inbox.get_nowait()

@@ -9,7 +9,8 @@ from dataclasses import replace
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.engine.plan import Encode
 from vlm_serve.engine.sequence import Request, Sequence
-from vlm_serve.preprocess.prompt import MediaSpan, Prompt
+from vlm_serve.preprocess.keys import embedding_key
+from vlm_serve.preprocess.prompt import MediaItem, MediaSpan, Prompt
 
 SpanRows = tuple[int, int, int, int]
 
@@ -23,10 +24,15 @@ class MediaPlanner:
     Args:
         cache: embeddings by key, with pins and a byte budget.
         bytes_per_token: size of one placeholder token's embedding.
+
+    Attributes:
+        loading: media that must be decoded before their request can go on, with that request. The
+            engine has them loaded by another thread and takes them out when that is done.
     """
 
     def __init__(self, cache: EmbeddingCache, bytes_per_token: int) -> None:
         self.cache = cache
+        self.loading: dict[MediaItem, Request] = {}
         self._bytes_per_token = bytes_per_token
         self._pins: dict[int, dict[bytes, int]] = {}
         self._encodes: list[Encode] = []
@@ -48,11 +54,16 @@ class MediaPlanner:
         for span in spans_between(sequence.prompt, start, end):
             if self._key(sequence, span) in self.cache:
                 continue
+            item = sequence.prompt.media[span.item]
             spent += span.end - span.start
-            if spent > self._budget and (self._encodes or spent > span.end - span.start):
-                cuts = sequence.keys.cuts
-                position = bisect_right(cuts, span.start) - 1
-                return max(start, cuts[position]) if position >= 0 else start
+            first = not self._encodes and spent == span.end - span.start
+            if not item.ready:
+                self.loading.setdefault(item, sequence.request)
+            elif spent <= self._budget or first:
+                continue
+            cuts = sequence.keys.cuts
+            position = bisect_right(cuts, span.start) - 1
+            return max(start, cuts[position]) if position >= 0 else start
         return end
 
     def acquire(self, sequence: Sequence, start: int, end: int) -> tuple[SpanRows, ...]:
@@ -132,7 +143,7 @@ class MediaPlanner:
 
     @staticmethod
     def _key(sequence: Sequence, span: MediaSpan) -> bytes:
-        return sequence.keys.root + span.content_hash
+        return embedding_key(sequence.keys.root, span.content_hash)
 
 
 def spans_between(prompt: Prompt, start: int, end: int) -> Iterator[MediaSpan]:

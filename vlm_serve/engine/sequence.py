@@ -106,6 +106,13 @@ class Sequence:
         return tuple(self.token_ids[len(self.prompt) :])
 
     @property
+    def unborn(self) -> list[Sequence]:
+        """The choices that fork from this one when it samples its first token."""
+        if self.index != 0 or self.num_generated > 0:
+            return []
+        return [s for s in self.request.sequences[1:] if s.finish_reason is None]
+
+    @property
     def prefilling(self) -> bool:
         return self.num_computed < self.prefill_target
 

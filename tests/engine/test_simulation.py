@@ -1,0 +1,25 @@
+"""Seeded traffic through the real scheduler and cache (see tests/simulation.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from simulation import Simulation
+
+STEPS = 200
+TOTALS: Counter[str] = Counter()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_traffic_keeps_every_promise(seed: int) -> None:
+    TOTALS.update(Simulation(seed).run(STEPS))
+
+
+def test_the_traffic_was_worth_its_name() -> None:
+    """Runs after the seeds: a simulation in which nothing happens proves nothing."""
+    if not TOTALS:
+        TOTALS.update(Simulation(0).run(STEPS))
+        TOTALS.update(Simulation(34).run(STEPS))
+    for what in ("hit_tokens", "aborts", "failures", "length", "stop"):
+        assert TOTALS[what] > 0, f"no {what}"

@@ -1,0 +1,320 @@
+"""Seeded random traffic through the real scheduler and the real cache over the symbolic runner.
+
+Every step is followed by the cache's own `check()`, and at the end of every request its tokens are
+compared with what the symbolic model answers to the same prompt cold. `Simulation(seed).run(steps)`
+replays exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from symbolic import (
+    END_OF_TURN,
+    VOCABULARY,
+    InjectedFailure,
+    SymbolicMedia,
+    SymbolicRunner,
+    chain,
+    make_prompt,
+    next_token,
+)
+
+from vlm_serve.cache.config import CacheConfig
+from vlm_serve.cache.embeddings import EmbeddingCache
+from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.cache.rows import Snapshot
+from vlm_serve.cache.trie import Node
+from vlm_serve.engine.media import MediaPlanner
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.planning import SchedulerConfig
+from vlm_serve.engine.scheduler import Event, Scheduler
+from vlm_serve.engine.sequence import Request, Sequence
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.sampling_params import SamplingParams
+
+EMBEDDING_BYTES = 4
+
+
+class Letters:
+    """A tokenizer for tokens that stand for one letter each."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([97 + token_id % 26])
+
+
+@dataclass
+class Client:
+    """One caller: collects deltas and knows the answer that must come."""
+
+    request: Request
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, str] = field(default_factory=dict)
+    poisonous: bool = False
+
+    def push(self, delta: Delta) -> None:
+        assert delta.index not in self.finished, "a delta after the last one"
+        self.tokens.setdefault(delta.index, []).extend(delta.token_ids)
+        if delta.finish_reason is not None:
+            self.finished[delta.index] = delta.finish_reason
+        assert (delta.error is not None) == (delta.finish_reason == "error")
+
+    def verify(self) -> None:
+        """What was received is a prefix of (or, if it ended by itself, exactly) the cold answer."""
+        for sequence in self.request.sequences:
+            received = self.tokens.get(sequence.index, [])
+            expected = cold_answer(self.request, sequence.seed, len(received))
+            assert received == expected, "a hit changed the answer"
+            if self.finished[sequence.index] == "length":
+                assert len(received) == self.request.params.max_tokens
+            if self.finished[sequence.index] == "stop":
+                assert received[-1] == END_OF_TURN
+
+
+def cold_answer(request: Request, seed: int, count: int) -> list[int]:
+    digest = chain(request.prompt, request.prompt.token_ids)[-1]
+    answer: list[int] = []
+    for _ in range(count):
+        token = next_token(digest, seed)
+        answer.append(token)
+        message = digest + token.to_bytes(4, "little") + bytes(4)
+        digest = hashlib.blake2b(message, digest_size=12).digest()
+    return answer
+
+
+class Poison:
+    """Tells the symbolic runner what was freed, as the real engine does in tests."""
+
+    def __init__(self) -> None:
+        self.runner: SymbolicRunner | None = None
+
+    def block_freed(self, block: int) -> None:
+        if self.runner is not None:
+            self.runner.poison(blocks=(block,))
+
+    def row_freed(self, row: int) -> None:
+        if self.runner is not None:
+            self.runner.poison(rows=(row,))
+
+    def kv_evicted(self, node: Node) -> None:
+        pass
+
+    def snapshot_evicted(self, snapshot: Snapshot) -> None:
+        pass
+
+
+class Simulation:
+    """Random traffic from one seed.
+
+    Args:
+        seed: everything random follows from it.
+        check_every: steps between two full invariant checks.
+    """
+
+    def __init__(self, seed: int, *, check_every: int = 1) -> None:
+        self.rng = random.Random(seed)
+        rng = self.rng
+        self.check_every = check_every
+        self.block_size = rng.choice([4, 8, 16])
+        max_num_seqs = rng.choice([1, 2, 3, 6])
+        self.max_model_len = self.block_size * rng.choice([8, 16, 24])
+        blocks_per_sequence = self.max_model_len // self.block_size + 1
+        num_blocks = blocks_per_sequence + rng.choice([0, 3, 20, 100])
+        has_state = rng.random() < 0.9
+        config = CacheConfig(
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            num_live_rows=max_num_seqs,
+            num_snapshot_rows=rng.choice([0, 1, 3, 20]),
+            has_state=has_state,
+            enabled=rng.random() < 0.95,
+            min_snapshot_gain=rng.choice([1, 4]),
+            policy=rng.choice(["value", "lru"]),
+        )
+        poison = Poison()
+        self.cache = PrefixCache(config, poison)
+        embeddings = EmbeddingCache(rng.choice([0, 100, 10_000]))
+        self.scheduler = Scheduler(
+            self.cache,
+            MediaPlanner(embeddings, EMBEDDING_BYTES),
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_seqs + self.block_size * rng.choice([1, 2, 8]),
+                block_size=self.block_size,
+                chunk_size=min(8, self.block_size),
+                state_interval=self.block_size * rng.choice([1, 4, 1000]),
+                decode_state_interval=self.block_size * rng.choice([0, 0, 1, 2]),
+            ),
+        )
+        self.runner = SymbolicRunner(
+            num_blocks, config.num_rows, self.block_size, rng, has_state=has_state
+        )
+        poison.runner = self.runner
+        self.clients: dict[str, Client] = {}
+        self.counts: Counter[str] = Counter()
+        self._numbers = itertools.count()
+        self._failure_rate = rng.choice([0.0, 0.01, 0.1])
+        self._media = [self._new_media() for _ in range(4)]
+        self._histories: list[list[tuple[int, ...] | SymbolicMedia]] = [
+            [self._text(rng.randint(1, 3 * self.block_size))] for _ in range(3)
+        ]
+
+    def run(self, steps: int) -> Counter[str]:
+        """Runs that many scheduler steps, then drains; returns what happened how often."""
+        for step in range(steps):
+            self._traffic()
+            self._step()
+            if step % self.check_every == 0:
+                self.cache.check()
+        self._drain()
+        return self.counts
+
+    # Traffic
+
+    def _traffic(self) -> None:
+        rng = self.rng
+        while len(self.clients) < 8 and rng.random() < 0.3:
+            self._submit()
+        if self.clients and rng.random() < 0.03:
+            client = rng.choice(list(self.clients.values()))
+            self.counts["aborts"] += 1
+            self._deliver(self.scheduler.abort(client.request))
+        if rng.random() < 0.002:
+            self.cache.flush()
+            self.counts["flushes"] += 1
+
+    def _submit(self) -> None:
+        rng = self.rng
+        prompt = self._prompt()
+        number = next(self._numbers)
+        params = SamplingParams(
+            max_tokens=rng.randint(1, max(1, min(12, self.max_model_len - len(prompt)))),
+            temperature=0.0,
+            ignore_eos=rng.random() < 0.5,
+            seed=rng.randint(0, 3),
+            n=rng.choice([1, 1, 1, 2, 3]),
+        )
+        request = Request(f"r{number}", prompt, params, self._ignore, rng.choice([0, 0, 1]), number)
+        request.sequences = [
+            Sequence(
+                next(self._numbers),
+                request,
+                index,
+                Letters(),
+                frozenset({END_OF_TURN}),
+                self.max_model_len,
+            )
+            for index in range(params.n)
+        ]
+        client = Client(request, poisonous=rng.random() < self._failure_rate / 2)
+        if client.poisonous:
+            self.runner.poisonous.update(s.number for s in request.sequences)
+        self.clients[request.request_id] = client
+        self.scheduler.add(request)
+        self.counts["requests"] += 1
+
+    @staticmethod
+    def _ignore(delta: Delta) -> None:
+        pass
+
+    def _prompt(self) -> Prompt:
+        """A known history, sometimes grown by media and text, under one of two tenants."""
+        rng = self.rng
+        limit = self.max_model_len - 1
+        history = rng.choice(self._histories)
+        segments = [*history]
+        if rng.random() < 0.5:
+            segments.append(rng.choice(self._media))
+        if rng.random() < 0.8:
+            segments.append(self._text(rng.randint(1, 2 * self.block_size)))
+        if rng.random() < 0.2:
+            self._media[rng.randrange(len(self._media))] = self._grown(rng.choice(self._media))
+        salt = rng.choice(["", "", "tenant"])
+        while True:
+            prompt = make_prompt(segments, block_size=self.block_size, salt=salt)
+            if 0 < len(prompt) <= limit:
+                break
+            segments = segments[:-1] or [self._text(1)]
+        if rng.random() < 0.3:
+            self._histories[rng.randrange(len(self._histories))] = segments
+        elif rng.random() < 0.1:
+            self._histories[rng.randrange(len(self._histories))] = [self._text(3)]
+        return prompt
+
+    def _text(self, length: int) -> tuple[int, ...]:
+        return tuple(
+            END_OF_TURN if self.rng.random() < 0.1 else self.rng.randrange(5, VOCABULARY)
+            for _ in range(length)
+        )
+
+    def _new_media(self) -> SymbolicMedia:
+        patches = self.rng.choice([1, 1, 2, 3])
+        hashes = tuple(self._content() for _ in range(patches))
+        return SymbolicMedia("video" if patches > 1 else "image", (patches, 2, 2), True, hashes)
+
+    def _grown(self, media: SymbolicMedia) -> SymbolicMedia:
+        """A video extended by a frame pair, or a new medium."""
+        if media.modality == "image" or len(media.hashes) > 4 or self.rng.random() < 0.3:
+            return self._new_media()
+        hashes = (*media.hashes, self._content())
+        return SymbolicMedia("video", (len(hashes), 2, 2), True, hashes)
+
+    def _content(self) -> bytes:
+        return hashlib.sha256(bytes([self.rng.randrange(30)])).digest()
+
+    # Steps
+
+    def _step(self) -> None:
+        self.runner.fail_next = self.rng.random() < self._failure_rate
+        plan = self.scheduler.plan()
+        if plan is None:
+            self.runner.fail_next = False
+            assert self.scheduler.running or not self.scheduler.waiting, "stuck"
+            assert not self.scheduler.running, "sequences run but none can make a step"
+            return
+        assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        self.counts["steps"] += 1
+        try:
+            output = self.runner.run(plan)
+        except InjectedFailure as error:
+            self.counts["failures"] += 1
+            self._deliver(self.scheduler.fail(plan, error))
+        else:
+            self._deliver(self.scheduler.commit(plan, output))
+
+    def _deliver(self, events: list[Event]) -> None:
+        for request, delta in events:
+            client = self.clients[request.request_id]
+            client.push(delta)
+            if len(client.finished) == len(request.sequences):
+                client.verify()
+                del self.clients[request.request_id]
+                self.counts[delta.finish_reason or ""] += 1
+                if delta.finish_reason == "error" and not client.poisonous:
+                    # Struck once in company and once alone: bad luck, but only by injection.
+                    self.counts["unlucky"] += 1
+                    assert self._failure_rate > 0
+                for sequence in request.sequences:
+                    self.runner.forget(sequence.number)
+                    self.runner.poisonous.discard(sequence.number)
+
+    def _drain(self) -> None:
+        """Everything ends, everything comes back."""
+        self._failure_rate = 0.0
+        for _ in range(20_000):
+            if not self.scheduler.has_work:
+                break
+            self._step()
+        assert not self.scheduler.has_work and not self.clients, "requests never end"
+        self.cache.check()
+        self.cache.flush()
+        self.cache.check()
+        assert self.cache.free_block_count == self.cache.config.num_blocks, "blocks leaked"
+        self.counts["preemptions"] += self.scheduler.roster.num_preemptions
+        self.counts["hit_tokens"] += self.cache.stats.hit_tokens
+        self.counts["query_tokens"] += self.cache.stats.query_tokens
+        self.counts["computed_tokens"] += self.runner.tokens_computed

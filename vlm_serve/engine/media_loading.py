@@ -1,0 +1,67 @@
+"""Decodes, off the engine's thread, media whose pixels turn out to be needed after all.
+
+A repeated upload is recognised without decoding it. If its KV or embeddings have been evicted, its
+request waits here while a thread decodes; everybody else goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from vlm_serve.engine.media import MediaPlanner
+from vlm_serve.engine.sequence import Request
+from vlm_serve.errors import MediaError, VlmServeError
+from vlm_serve.preprocess.prompt import MediaItem
+
+
+class MediaLoading:
+    """Loads what the planner asks for.
+
+    Args:
+        media: says what is to be loaded.
+        post: runs a function on the engine's thread.
+        fail: ends a request with an error; called on the engine's thread.
+    """
+
+    def __init__(
+        self,
+        media: MediaPlanner,
+        post: Callable[[Callable[[], None]], None],
+        fail: Callable[[Request, VlmServeError], None],
+    ) -> None:
+        self._media = media
+        self._post = post
+        self._fail = fail
+        self._under_way: set[MediaItem] = set()
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vlm-serve-reload")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._under_way)
+
+    def start(self) -> None:
+        """Begins to load what has been asked for since the last call."""
+        for item, request in self._media.loading.items():
+            if item not in self._under_way:
+                self._under_way.add(item)
+                self._pool.submit(self._load, item, request)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _load(self, item: MediaItem, request: Request) -> None:
+        failure: VlmServeError | None = None
+        try:
+            item.load()
+        except VlmServeError as error:
+            failure = error
+        except Exception:
+            failure = MediaError("a medium could not be decoded again")
+        self._post(lambda: self._done(item, request, failure))
+
+    def _done(self, item: MediaItem, request: Request, failure: VlmServeError | None) -> None:
+        self._under_way.discard(item)
+        self._media.loading.pop(item, None)
+        if failure is not None:
+            self._fail(request, failure)

@@ -1,0 +1,190 @@
+"""How much memory everything takes: one arithmetic for start-up and for planning from a config
+alone (design, section 7). Sizes are bytes per rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.errors import ConfigError
+from vlm_serve.models.config import ModelConfig
+
+CPU_SHARE = 4
+"""On a CPU the cache takes one part in this many of the memory that is free at start-up."""
+CPU_CEILING = 4 << 30
+GPU_SHARE = 0.85
+MIN_BLOCKS = 4
+INT8_EXTRA_BYTES = 8
+"""Per token and head for int8: scale and zero point of K and of V, two bytes each."""
+
+_ITEM_BYTES = {
+    torch.float32: 4,
+    torch.bfloat16: 2,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 1,
+    torch.uint8: 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What one token, block and state row consist of on one rank."""
+
+    attention_layers: int
+    kv_heads: int
+    head_dim: int
+    gdn_layers: int
+    conv_dim: int
+    conv_columns: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, tensor_parallel: int = 1) -> CacheShape:
+        """Shape of a model split over `tensor_parallel` ranks.
+
+        Raises:
+            ConfigError: the heads cannot be split that way.
+        """
+        text = model.text
+        for name, heads in (
+            ("linear key heads", text.gdn_key_heads),
+            ("linear value heads", text.gdn_value_heads),
+            ("attention heads", text.attention_heads),
+        ):
+            if heads % tensor_parallel:
+                raise ConfigError(
+                    f"tp: {heads} {name} cannot be split over {tensor_parallel} ranks", param="tp"
+                )
+        key_heads = text.gdn_key_heads // tensor_parallel
+        value_heads = text.gdn_value_heads // tensor_parallel
+        return cls(
+            attention_layers=text.attention_layers,
+            kv_heads=max(1, text.kv_heads // tensor_parallel),
+            head_dim=text.head_dim,
+            gdn_layers=text.gdn_layers,
+            conv_dim=2 * key_heads * text.gdn_key_dim + value_heads * text.gdn_value_dim,
+            conv_columns=text.conv_kernel - 1,
+            value_heads=value_heads,
+            key_dim=text.gdn_key_dim,
+            value_dim=text.gdn_value_dim,
+        )
+
+    def block_bytes(self, block_size: int, kv_dtype: torch.dtype) -> int:
+        """One KV block of all attention layers; uint8 stands for int8 codes with their scales."""
+        per_head = 2 * self.head_dim * _ITEM_BYTES[kv_dtype]
+        per_head += INT8_EXTRA_BYTES if kv_dtype == torch.uint8 else 0
+        return self.attention_layers * block_size * self.kv_heads * per_head
+
+    def state_bytes(self, state_dtype: torch.dtype, conv_dtype: torch.dtype) -> int:
+        """One state row: recurrent matrices and conv tails of all GDN layers."""
+        recurrent = self.value_heads * self.key_dim * self.value_dim * _ITEM_BYTES[state_dtype]
+        conv = self.conv_dim * self.conv_columns * _ITEM_BYTES[conv_dtype]
+        return self.gdn_layers * (recurrent + conv)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How the cache memory is spent. `live_rows`, embeddings and expert rows come on top."""
+
+    cache_memory: int
+    block_size: int
+    block_bytes: int
+    snapshot_bytes: int
+    num_blocks: int
+    num_snapshot_rows: int
+    num_live_rows: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose KV fits."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def live_state_bytes(self) -> int:
+        return self.num_live_rows * self.snapshot_bytes
+
+
+def split_by_interval(
+    cache_memory: int, block_bytes: int, snapshot_bytes: int, interval: int
+) -> tuple[int, int]:
+    """(blocks, snapshots) when every `interval` blocks share the memory with one snapshot."""
+    group = interval * block_bytes + snapshot_bytes
+    snapshots = cache_memory // group
+    blocks = (cache_memory - snapshots * snapshot_bytes) // block_bytes
+    return blocks, snapshots
+
+
+def plan_memory(
+    shape: CacheShape,
+    config: EngineConfig,
+    *,
+    cache_memory: int,
+    kv_dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    conv_dtype: torch.dtype,
+) -> MemoryPlan:
+    """Splits `cache_memory` into KV blocks and snapshot rows.
+
+    An explicit `prefix_cache_state_budget` is taken as it is; an explicit
+    `prefix_cache_state_interval` gives one snapshot per so many blocks; otherwise snapshots get
+    half.
+
+    Raises:
+        ConfigError: too small; the message says which option to change.
+    """
+    assert config.block_size is not None
+    block_bytes = shape.block_bytes(config.block_size, kv_dtype)
+    snapshot_bytes = shape.state_bytes(state_dtype, conv_dtype)
+    budget = config.prefix_cache_state_budget
+    if not config.enable_prefix_caching:
+        budget = 0
+    if budget is not None:
+        snapshots = budget
+        blocks = (cache_memory - snapshots * snapshot_bytes) // block_bytes
+    elif config.prefix_cache_state_interval is not None:
+        interval = config.prefix_cache_state_interval
+        blocks, snapshots = split_by_interval(cache_memory, block_bytes, snapshot_bytes, interval)
+    else:
+        snapshots = cache_memory // 2 // snapshot_bytes
+        blocks = (cache_memory - snapshots * snapshot_bytes) // block_bytes
+    if blocks < MIN_BLOCKS:
+        needed = snapshots * snapshot_bytes + MIN_BLOCKS * block_bytes
+        raise ConfigError(
+            f"cache_memory of {cache_memory} bytes leaves room for {max(0, blocks)} KV blocks of "
+            f"{block_bytes} bytes beside {snapshots} snapshots of {snapshot_bytes} bytes; "
+            f"raise cache_memory to at least {needed}, or lower prefix_cache_state_budget or "
+            "block_size",
+            param="cache_memory",
+        )
+    return MemoryPlan(
+        cache_memory=cache_memory,
+        block_size=config.block_size,
+        block_bytes=block_bytes,
+        snapshot_bytes=snapshot_bytes,
+        num_blocks=blocks,
+        num_snapshot_rows=snapshots,
+        num_live_rows=config.max_num_seqs,
+    )
+
+
+def default_cache_memory(device: torch.device) -> int:
+    """A quarter of the free memory, at most 4 GiB, on a CPU; 85 % of what is free on a GPU."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * GPU_SHARE)
+    return min(CPU_CEILING, _free_host_memory() // CPU_SHARE)
+
+
+def _free_host_memory() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 << 30

@@ -1,0 +1,181 @@
+"""Plans a step: continuous batching of chunked prefill and decode under one token budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vlm_serve.engine.admission import Admission
+from vlm_serve.engine.plan import SampleTask, Slice, StepPlan
+from vlm_serve.engine.roster import Roster, order
+from vlm_serve.engine.sequence import Sequence
+from vlm_serve.engine.slicing import chunk_ends, slice_end
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step; everything is in tokens except the number of sequences."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    chunk_size: int
+    state_interval: int
+    decode_state_interval: int
+
+
+class Planner:
+    """Reserves blocks, rows and embeddings for what runs next.
+
+    Decode tokens come first, then running prefills, oldest first, then admissions. While there are
+    suspects of a failed step, the first of them runs alone.
+    """
+
+    def __init__(self, roster: Roster, config: SchedulerConfig) -> None:
+        self._roster = roster
+        self._cache = roster.cache
+        self._media = roster.media
+        self._config = config
+        self._admission = Admission(roster.cache, config.state_interval)
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if nothing can run."""
+        roster = self._roster
+        roster.planned = []
+        budget = self._config.max_num_batched_tokens
+        self._media.begin_step(budget)
+        candidates = roster.suspects[:1] or roster.running
+        for sequence in sorted((s for s in candidates if not s.prefilling), key=order):
+            budget -= self._grant_decode(sequence)
+        for sequence in sorted((s for s in candidates if s.prefilling), key=order):
+            budget -= self._grant_prefill(sequence, budget)
+        self._admit(budget)
+        if not roster.planned:
+            return None
+        leases = [roster[item.sequence].lease for item in roster.planned]
+        return StepPlan(
+            slices=tuple(roster.planned),
+            encodes=self._media.take_encodes(),
+            copies=tuple(copy for lease in leases if lease is not None for copy in lease.copies),
+            row_copies=tuple(roster.row_copies),
+            dropped_slots=self._media.take_dropped(),
+        )
+
+    def _admit(self, budget: int) -> None:
+        roster = self._roster
+        for sequence in roster.suspects[:1] or list(roster.waiting):
+            if sequence.lease is not None:
+                continue
+            if sequence.suspect_until:
+                self._clear_the_way()
+            full = len(roster.running) >= self._config.max_num_seqs
+            if budget <= 0 or full or not self._try(sequence, budget):
+                return
+            roster.start(sequence)
+            if sequence.prefilling:
+                budget -= self._grant_prefill(sequence, budget)
+            else:
+                budget -= self._grant_decode(sequence)
+
+    def _try(self, sequence: Sequence, budget: int) -> bool:
+        return self._admission.admit(sequence, budget, alone=not self._roster.running)
+
+    def _clear_the_way(self) -> None:
+        """A suspect runs alone. The others wait for it anyway, so they may as well make room."""
+        for other in sorted(self._roster.running, key=order, reverse=True):
+            self._roster.preempt(other)
+
+    def _grant_decode(self, sequence: Sequence) -> int:
+        """Plans one decode token; returns the tokens planned."""
+        if sequence.lease is None or not self._make_room(sequence, sequence.num_computed + 1):
+            return 0
+        start = sequence.num_computed
+        end = start + 1
+        interval = self._config.decode_state_interval
+        snapshots = self._reserve(sequence, (end,)) if interval and end % interval == 0 else ()
+        self._roster.planned.append(self._slice(sequence, start, end, snapshots))
+        return 1
+
+    def _grant_prefill(self, sequence: Sequence, budget: int) -> int:
+        """Plans the next slice of a prefill if budget and blocks allow it; returns its tokens."""
+        if sequence.lease is None or budget <= 0:
+            return 0
+        config, cuts = self._config, sequence.keys.cuts
+        start = sequence.num_computed
+        end = slice_end(cuts, start, sequence.prefill_target, budget)
+        end = self._media.clip(sequence, start, end)
+        if end <= start or not self._make_room(sequence, end):
+            return 0
+        ends = chunk_ends(cuts, start, end, config.block_size, config.chunk_size)
+        wanted = sorted(p for p in sequence.snapshot_positions if start < p <= end)
+        embeddings = self._media.acquire(sequence, start, end)
+        snapshots = self._reserve(sequence, wanted)
+        self._roster.planned.append(
+            self._slice(sequence, start, end, snapshots, ends=ends, embeddings=embeddings)
+        )
+        return end - start
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Grows the lease; preempts sequences that come later in order until it fits."""
+        assert sequence.lease is not None
+        roster = self._roster
+        while not self._cache.grow(sequence.lease, num_tokens):
+            last = max(roster.running, key=order)
+            assert len(roster.running) > 1, "one sequence always fits: checked when submitted"
+            roster.preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def _reserve(self, sequence: Sequence, positions: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        assert sequence.lease is not None
+        reserved = []
+        for position in positions:
+            kind = sequence.snapshot_positions.get(position, "decode")
+            row = self._cache.reserve_snapshot(sequence.lease, position, kind)
+            if row is not None:
+                reserved.append((position, row))
+        return tuple(reserved)
+
+    def _slice(
+        self,
+        sequence: Sequence,
+        start: int,
+        end: int,
+        snapshots: tuple[tuple[int, int], ...],
+        *,
+        ends: tuple[int, ...] = (),
+        embeddings: tuple[tuple[int, int, int, int], ...] = (),
+    ) -> Slice:
+        lease = sequence.lease
+        assert lease is not None
+        return Slice(
+            sequence=sequence.number,
+            prompt=sequence.prompt,
+            token_ids=tuple(sequence.token_ids[start:end]),
+            start=start,
+            end=end,
+            prefill=bool(ends),
+            src_row=lease.src_row,
+            dst_row=lease.row,
+            block_table=tuple(lease.blocks),
+            write_start=lease.shared_tokens,
+            chunk_ends=ends,
+            snapshots=snapshots,
+            embeddings=embeddings,
+            samples=_sample_tasks(sequence) if end == sequence.num_tokens else (),
+        )
+
+
+def _sample_tasks(sequence: Sequence) -> tuple[SampleTask, ...]:
+    return tuple(
+        SampleTask(
+            sequence=each.number,
+            params=each.request.params,
+            history=each.generated,
+            prompt_token_ids=each.prompt.token_ids,
+            banned=each.banned,
+            seed=each.seed,
+        )
+        for each in (sequence, *sequence.unborn)
+    )

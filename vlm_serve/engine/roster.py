@@ -1,0 +1,139 @@
+"""Who waits, who runs, and what each of them holds: the state that planning and settling share."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.engine.media import MediaPlanner
+from vlm_serve.engine.plan import Slice
+from vlm_serve.engine.sequence import Request, Sequence
+
+
+def order(sequence: Sequence) -> tuple[int, int, int]:
+    """FCFS with priority: a lower value runs first."""
+    request = sequence.request
+    return (request.priority, request.arrival, sequence.index)
+
+
+class Roster:
+    """The queues, and the moves between them. Every move gives back what must be given back.
+
+    Attributes:
+        waiting: in order; sequences without a lease.
+        running: sequences with a lease.
+        suspects: sequences of a failed step that have yet to run alone without a failure.
+        planned: slices of the step that is being planned.
+        row_copies: (source, destination) state rows of forked choices, for the next step.
+    """
+
+    def __init__(self, cache: PrefixCache, media: MediaPlanner) -> None:
+        self.cache = cache
+        self.media = media
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.suspects: list[Sequence] = []
+        self.planned: list[Slice] = []
+        self.row_copies: list[tuple[int, int]] = []
+        self.num_preemptions = 0
+        self._by_number: dict[int, Sequence] = {}
+        self._retired: list[Sequence] = []
+
+    def __getitem__(self, number: int) -> Sequence:
+        return self._by_number[number]
+
+    def add(self, request: Request) -> None:
+        """Queues the first choice; the others fork from it when its prompt has been computed."""
+        for sequence in request.sequences:
+            self._by_number[sequence.number] = sequence
+        self.wait(request.sequences[0])
+
+    def wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=order)
+
+    def start(self, sequence: Sequence) -> None:
+        """From waiting to running; the sequence has its lease."""
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to waiting, with its state kept privately for as long as nobody needs the room."""
+        assert sequence.lease is not None
+        self.num_preemptions += 1
+        self._drop_forks_of(sequence)
+        self.media.release_all(sequence)
+        sequence.suspended = self.cache.suspend(sequence.lease)
+        self._leave(sequence)
+
+    def restart(self, sequence: Sequence) -> None:
+        """Back to waiting; it starts again from shared cache entries."""
+        assert sequence.lease is not None
+        self.media.release_all(sequence)
+        self.cache.close(sequence.lease)
+        self._leave(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets a finished sequence and gives back all it held."""
+        for queue in (self.running, self.waiting, self.suspects):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._by_number.pop(sequence.number, None)
+        self.media.release_all(sequence)
+        if sequence.suspended is not None:
+            self.cache.drop(sequence.suspended)
+            sequence.suspended = None
+        if sequence.lease is None:
+            return
+        row = sequence.lease.row
+        self.row_copies = [copy for copy in self.row_copies if copy[1] != row]
+        if any(copy[0] == row for copy in self.row_copies):
+            # A forked choice reads this row at the start of the next step.
+            self._retired.append(sequence)
+            return
+        self._close(sequence)
+        if not self.row_copies:
+            self.forget_row_copies()
+
+    def fork(self, parent: Sequence, child: Sequence, max_num_seqs: int) -> None:
+        """Gives a choice a row and a partial block; without room it recomputes via the cache."""
+        assert parent.lease is not None
+        room = len(self.running) < max_num_seqs
+        lease = self.cache.fork(parent.lease) if room else None
+        if lease is None:
+            self.wait(child)
+            return
+        child.lease = lease
+        child.num_computed = parent.num_computed
+        child.num_cached = parent.num_cached
+        child.prefill_target = parent.prefill_target
+        if lease.row >= 0:
+            self.row_copies.append((parent.lease.row, lease.row))
+        self.running.append(child)
+
+    def forget_row_copies(self) -> None:
+        """The step that made the row copies is over: their sources may go."""
+        self.row_copies = []
+        retired, self._retired = self._retired, []
+        for sequence in retired:
+            self._close(sequence)
+
+    def _drop_forks_of(self, parent: Sequence) -> None:
+        """Choices that were to copy the parent's row in this step start from the cache instead."""
+        assert parent.lease is not None
+        row = parent.lease.row
+        children = {copy[1] for copy in self.row_copies if copy[0] == row}
+        self.row_copies = [copy for copy in self.row_copies if row not in copy]
+        for child in [s for s in self.running if s.lease and s.lease.row in children]:
+            self.restart(child)
+
+    def _leave(self, sequence: Sequence) -> None:
+        sequence.lease = None
+        self.running.remove(sequence)
+        # A decode token may have been planned before a prefill of higher priority needed its room.
+        self.planned = [item for item in self.planned if item.sequence != sequence.number]
+        self.wait(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        assert sequence.lease is not None
+        self.cache.close(sequence.lease)
+        sequence.lease = None
