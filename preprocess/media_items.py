@@ -160,12 +160,19 @@ class MediaLoader:
             options=options_key(options),
             fingerprint=self.fingerprint,
         )
-        record = self._raw_index.get(key)
-        if record is not None:
-            return LoadedMedia(record, config, None, process)
-        done = process()
-        self._raw_index.put(key, done.record)
-        return LoadedMedia(done.record, config, done.pixels, process)
+        known = self._raw_index.get(key)
+        if known is None:
+            done = process()
+            self._raw_index.put(key, done.record)
+            return LoadedMedia(done.record, config, done.pixels, process)
+
+        def process_again() -> Processed:
+            done = process()
+            if done.record != known:
+                self._raw_index.remove(key)
+            return done
+
+        return LoadedMedia(known, config, None, process_again)
 
     def _process(self, part: MediaPart, source: Any, options: Any) -> Processed:
         if part.modality == "image":

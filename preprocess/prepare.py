@@ -29,7 +29,7 @@ from vlm_serve.preprocess.keys import PromptKeys, RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_items import LoadedMedia, MediaLoader
 from vlm_serve.preprocess.messages import MediaPart, read_messages
-from vlm_serve.preprocess.processors import image_config, video_config
+from vlm_serve.preprocess.processors import fingerprint, image_config, video_config
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
 from vlm_serve.preprocess.template import ChatTemplate, find_chat_template
@@ -45,6 +45,13 @@ def _vision_config(directory: Path | str) -> dict[str, Any] | None:
     """The model's config if it has a vision tower, else None."""
     config = read_json(Path(directory) / "config.json")
     return config if config.get("vision_config") else None
+
+
+def processor_fingerprint(directory: Path | str) -> bytes:
+    """32 bytes that name the checkpoint's media processors and their settings."""
+    if _vision_config(directory) is None:
+        return fingerprint(None, None)
+    return fingerprint(image_config(directory), video_config(directory))
 
 
 class Preprocessor:
