@@ -31,7 +31,7 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self._service = service
+        self.service = service
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -40,22 +40,22 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._service.draining or self._loop is None:
+        if self.service.draining or self._loop is None:
             self.should_exit = True
             self.force_exit = True
             return
-        self._service.draining = True
+        self.service.draining = True
         self._loop.call_soon_threadsafe(self._start_draining)
 
     def _start_draining(self) -> None:
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        timeout = self._service.config.shutdown_timeout
-        _log.info("stopping: %d requests are open", self._service.num_open)
-        if not await self._service.drain(timeout):
-            _log.warning("%d requests did not end within %g s", self._service.num_open, timeout)
-            await self._service.close()
+        timeout = self.service.config.shutdown_timeout
+        _log.info("stopping: %d requests are open", self.service.num_open)
+        if not await self.service.drain(timeout):
+            _log.warning("%d requests did not end within %g s", self.service.num_open, timeout)
+            await self.service.close()
         self.should_exit = True
 
 

@@ -1,0 +1,188 @@
+"""An engine that answers from a script, for what a real one does too rarely or too quickly: stalls,
+failures in the middle of an answer, tool calls, its own death."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.outputs import CacheReport, Delta, Usage
+from vlm_serve.errors import EngineClosedError, VlmServeError
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.sampling_params import SamplingParams
+
+
+class FakePreprocessor:
+    """Renders messages as `role: text` lines; the last line is the generation prompt."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.gate = threading.Event()
+        self.reset()
+
+    def reset(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.error: Exception | None = None
+        self.generation_prompt = "assistant:"
+        self.gate.set()
+
+    def prepare(self, messages: Sequence[dict[str, Any]], **options: Any) -> Prompt:
+        self.calls.append({"messages": messages, **options})
+        assert self.gate.wait(30)
+        if self.error is not None:
+            raise self.error
+        lines = [f"{message['role']}: {message.get('content')}" for message in messages]
+        return self._prompt("\n".join([*lines, self.generation_prompt]))
+
+    def prepare_tokens(self, token_ids: Sequence[int], *, cache_salt: str = "") -> Prompt:
+        return self._prompt(self.tokenizer.decode(token_ids))
+
+    def _prompt(self, text: str) -> Prompt:
+        ids = tuple(self.tokenizer.encode(text))
+        keys: Any = None
+        return Prompt(ids, torch.zeros(3, len(ids), dtype=torch.int64), 0, keys, text=text)
+
+
+@dataclass
+class FakeRequest:
+    prompt: Prompt
+    params: SamplingParams
+    on_delta: Callable[[Delta], None]
+    aborted: threading.Event = field(default_factory=threading.Event)
+
+
+class FakeEngine:
+    """Answers every request with `answer`, a token at a time.
+
+    Attributes:
+        answer: the text of every answer.
+        gate: while it is clear, no token is emitted.
+        fail_after: after so many tokens of a choice, requests end with `failure`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig(block_size=16)
+        self.preprocessor = FakePreprocessor(tokenizer)
+        self.max_model_len = 4096
+        self.gate = threading.Event()
+        self.num_checks = 0
+        self.alive = True
+        self.last_step_time = time.monotonic()
+        self.requests: dict[str, FakeRequest] = {}
+        self.num_submitted = 0
+        self.num_waiting = 0
+        self._inbox: SimpleQueue[FakeRequest | None] = SimpleQueue()
+        self._names = itertools.count()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to plain answers, for the next test."""
+        self.answer = "Hello, world!"
+        self.fail_after: int | None = None
+        self.failure: Exception = VlmServeError("the step failed")
+        self.check_error: AssertionError | None = None
+        self.submit_error: Exception | None = None
+        self.gate.set()
+        self.preprocessor.reset()
+
+    @property
+    def num_running(self) -> int:
+        return len(self.requests)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        on_delta: Callable[[Delta], None],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> str:
+        if not self.alive:
+            raise EngineClosedError("the engine is closed")
+        if self.submit_error is not None:
+            raise self.submit_error
+        name = request_id or str(next(self._names))
+        self.num_submitted += 1
+        request = FakeRequest(prompt, params, on_delta)
+        self.requests[name] = request
+        self._inbox.put(request)
+        return name
+
+    def abort(self, request_id: str) -> None:
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            request.aborted.set()
+
+    def check(self) -> None:
+        self.num_checks += 1
+        if self.check_error is not None:
+            raise self.check_error
+
+    def close(self) -> None:
+        if self.alive:
+            self.alive = False
+            self.gate.set()
+            self._inbox.put(None)
+            self._thread.join(10)
+
+    def _loop(self) -> None:
+        while (request := self._inbox.get()) is not None:
+            for delta in self._answer(request):
+                assert self.gate.wait(30)
+                if request.aborted.is_set():
+                    break
+                if delta.finish_reason == "error" or (
+                    delta.finish_reason is not None and delta.index == request.params.n - 1
+                ):
+                    self._forget(request)
+                self.last_step_time = time.monotonic()
+                request.on_delta(delta)
+
+    def _forget(self, request: FakeRequest) -> None:
+        for name, other in list(self.requests.items()):
+            if other is request:
+                del self.requests[name]
+
+    def _answer(self, request: FakeRequest) -> Iterator[Delta]:
+        tokens = self.preprocessor.tokenizer.encode_plain(self.answer)
+        reason: Any = "stop"
+        limit = request.params.max_tokens
+        if limit is not None and limit < len(tokens):
+            tokens, reason = tokens[:limit], "length"
+        prompt_tokens = len(request.prompt)
+        report = CacheReport(prompt_tokens, 0, 0, 0, reason="cold")
+        for index in range(request.params.n):
+            for number, token in enumerate(tokens, start=1):
+                if self.fail_after is not None and number > self.fail_after:
+                    error: Any = self.failure
+                    yield Delta(index, finish_reason="error", error=error)
+                    return
+                last = number == len(tokens)
+                yield Delta(
+                    index,
+                    text=self.preprocessor.tokenizer.token_bytes(token).decode("utf-8", "replace"),
+                    token_ids=(token,),
+                    logprobs=self._logprobs(token, request.params.logprobs),
+                    finish_reason=reason if last else None,
+                    usage=Usage(prompt_tokens, index * len(tokens) + number, 3),
+                    cache_report=report,
+                )
+
+    @staticmethod
+    def _logprobs(token: int, count: int | None) -> tuple[dict[int, float], ...]:
+        if count is None:
+            return ()
+        rivals = {300 + rank: -1.0 - rank for rank in range(count)}
+        return ({**rivals, token: -0.5},)

@@ -1,0 +1,303 @@
+"""What is refused, with which status, and that the refusal names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+from serving import RunningServer, chat_body, connect, running
+
+from vlm_serve.errors import (
+    CheckpointError,
+    ContextLengthError,
+    EngineError,
+    InvalidRequestError,
+    MediaError,
+    MediaFetchError,
+    OverloadedError,
+)
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.config import ServerConfig
+
+JSON = {"Content-Type": "application/json"}
+
+
+def check_error(response: Any, status: int, param: str | None = None) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    if param is not None:
+        assert error["param"] == param
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": "hi"}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [1]}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": "10"}, "max_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
+        ({"cache_salt": "x" * 129}, "cache_salt"),
+        ({"cache_salt": "tenant\n"}, "cache_salt"),
+        ({"cache_salt": "a b"}, "cache_salt"),
+        ({"request_id": "a b"}, "request_id"),
+        ({"priority": 2**40}, "priority"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_bad_field_is_named(fake: RunningServer, fields: dict[str, Any], param: str) -> None:
+    submitted = fake.engine.num_submitted
+    error = check_error(fake.post("/v1/chat/completions", chat_body() | fields), 400, param)
+    assert error["type"] == "invalid_request_error"
+    assert fake.engine.num_submitted == submitted
+    assert fake.chat().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logit_bias", {"5": 1}),
+        ("prompt_logprobs", 1),
+        ("allowed_token_ids", [1]),
+        ("bad_words", ["x"]),
+        ("response_format", {"type": "json_object"}),
+        ("structured_outputs", {"regex": "a"}),
+        ("guided_json", {}),
+        ("chat_template", "{{ 1 }}"),
+        ("return_routed_experts", True),
+        ("best_of", 2),
+        ("best_of", True),
+        ("functions", [{"name": "f"}]),
+        ("modalities", ["audio"]),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ],
+)
+def test_a_known_field_without_implementation_is_refused_by_name(
+    fake: RunningServer, name: str, value: Any
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    error = check_error(fake.chat(tools=tools, **{name: value}), 400, name)
+    assert error["code"] == "unsupported_field"
+    assert name in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logit_bias", {}),
+        ("bad_words", []),
+        ("response_format", {"type": "text"}),
+        ("best_of", 1),
+        ("return_routed_experts", False),
+        ("modalities", ["text"]),
+        ("skip_special_tokens", True),
+    ],
+)
+def test_a_known_field_that_asks_for_nothing_is_fine(
+    fake: RunningServer, name: str, value: Any
+) -> None:
+    response = fake.chat(**{name: value})
+    assert response.status_code == 200
+    assert "x-vlm-serve-ignored-fields" not in response.headers
+
+
+def test_an_unknown_model_is_not_found(fake: RunningServer) -> None:
+    error = check_error(fake.chat(model="gpt-5"), 404, "model")
+    assert error["code"] == "model_not_found"
+    assert "test-model" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"nope",
+        b'"text"',
+        b"\xff\xfe{}",
+        b'{"messages": [], "temperature": NaN}',
+        b'{"n": 1' + b"0" * 5000 + b"}",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b"[" * 100_000,
+        b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
+        b"[" + b"[]," * 2_100_000 + b"1]",
+        b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}",
+    ],
+    ids=lambda body: repr(body[:30]),
+)
+def test_a_body_that_is_no_sane_json_is_refused(fake: RunningServer, body: bytes) -> None:
+    check_error(fake.client.post("/v1/chat/completions", content=body, headers=JSON), 400)
+    assert fake.chat().status_code == 200
+
+
+def test_brackets_inside_strings_do_not_count_as_depth(fake: RunningServer) -> None:
+    assert fake.chat('[{"' * 500 + "\\").status_code == 200
+    assert fake.chat('\\\\"[[[' * 200).status_code == 200
+
+
+def test_a_surrogate_pair_is_a_character(fake: RunningServer) -> None:
+    body = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
+    response = fake.client.post("/v1/chat/completions", content=body, headers=JSON)
+    assert response.status_code == 200
+    assert fake.engine.preprocessor.calls[-1]["messages"][0]["content"] == "\U0001f600"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_only_json_is_read(fake: RunningServer, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    response = fake.client.post("/v1/chat/completions", content=b"{}", headers=headers)
+    check_error(response, 415)
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_unread(fake: RunningServer) -> None:
+    with connect(fake, b"{}", length=fake.service.config.max_body_bytes + 1) as connection:
+        answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"body_too_large" in answer
+
+
+def test_a_body_of_unknown_length_is_read_up_to_the_limit(tokenizer: Tokenizer) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b'{"messages": [{"role": "user", "content": "'
+        for _ in range(200):
+            yield b"x" * 100
+        yield b'"}]}'
+
+    with running(FakeEngine(tokenizer), ServerConfig(port=0, max_body_size=10_000)) as server:
+        response = server.client.post("/v1/chat/completions", content=chunks(), headers=JSON)
+        check_error(response, 413)
+        assert server.chat().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/nowhere", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/models/other", 404),
+    ],
+)
+def test_unknown_routes_answer_in_the_same_form(
+    fake: RunningServer, method: str, path: str, status: int
+) -> None:
+    check_error(fake.client.request(method, path), status)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidRequestError("bad", param="messages"), 400),
+        (ContextLengthError("too long", param="messages", code="context_length_exceeded"), 400),
+        (MediaError("broken image", param="messages[0]"), 400),
+        (MediaFetchError("unreachable", param="messages[0]"), 422),
+        (OverloadedError("full"), 503),
+        (EngineError("the step failed"), 500),
+        (CheckpointError("gone"), 500),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("where", ["prepare", "submit"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_error_has_its_status(
+    fake: RunningServer, error: Any, status: int, where: str, stream: bool
+) -> None:
+    if where == "prepare":
+        fake.engine.preprocessor.error = error
+    else:
+        fake.engine.submit_error = error
+    response = fake.chat(stream=stream)
+    found = check_error(response, status, error.param)
+    assert found["message"] == error.message
+    assert found["type"] == error.type
+    assert ("retry-after" in response.headers) == (status == 503)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unexpected_exception_shows_an_id_and_nothing_else(
+    fake: RunningServer, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.engine.preprocessor.error = RuntimeError("secret /etc/path")
+    response = fake.chat(stream=stream)
+    error = check_error(response, 500)
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] in error["message"]
+    assert "secret" in caplog.text
+    assert response.headers["x-request-id"] in caplog.text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "/etc/passwd",
+        "../x.png",
+        "C:\\x.png",
+        "ftp://host/x.png",
+        "javascript:alert(1)",
+        "fileX://x",
+        5,
+        ["a"],
+    ],
+)
+@pytest.mark.parametrize("kind", ["image", "image_url", "video", "video_url"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_clients_name_media_by_url_only(
+    fake: RunningServer, source: Any, kind: str, wrapped: bool
+) -> None:
+    part = {"type": kind, kind: {"url": source} if wrapped else source}
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
+    error = check_error(fake.post("/v1/chat/completions", body), 400)
+    assert error["param"] == f"messages[0].content[1].{kind}"
+    assert not fake.engine.preprocessor.calls
+
+
+def test_urls_of_known_schemes_pass_on_to_where_they_are_fetched(fake: RunningServer) -> None:
+    for url in ("data:image/png;base64,AA==", "HTTP://h/x", "https://h/x", "file:///x"):
+        content = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}}]
+        body = {"messages": [{"role": "user", "content": content}]}
+        assert fake.post("/v1/chat/completions", body).status_code == 200
+        assert fake.engine.preprocessor.calls[-1]["messages"][0]["content"] == content

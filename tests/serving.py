@@ -1,0 +1,104 @@
+"""A real server on a free port of the loopback interface, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.run import DrainingServer, listen, make_server, url_of
+from vlm_serve.server.service import Service
+
+WAIT_SECONDS = 30.0
+
+
+class RunningServer:
+    """What a test sees of a server: its URL, a client, and its insides."""
+
+    def __init__(self, server: DrainingServer, engine: Any, url: str) -> None:
+        self.server = server
+        self.engine = engine
+        self.url = url
+        self.client = httpx.Client(base_url=url, timeout=WAIT_SECONDS, trust_env=False)
+
+    @property
+    def service(self) -> Service:
+        return self.server.service
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.client.post(path, json=body, **options)
+
+    def chat(self, text: str = "hi", **fields: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", chat_body(text, **fields))
+
+    def stream(self, path: str, body: Any) -> list[dict[str, Any]]:
+        """All chunks of a stream, which must be well formed and end with [DONE]."""
+        with self.client.stream("POST", path, json=body | {"stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            text = "".join(response.iter_text())
+        return parse_events(text)
+
+    def stream_chat(self, text: str = "hi", **fields: Any) -> list[dict[str, Any]]:
+        return self.stream("/v1/chat/completions", chat_body(text, **fields))
+
+
+def chat_body(text: str = "hi", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def parse_events(text: str) -> list[dict[str, Any]]:
+    events = text.split("\n\n")
+    assert events.pop() == ""
+    assert all(event.startswith("data: ") for event in events)
+    assert events.pop() == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@contextmanager
+def running(
+    engine: Any, config: ServerConfig | None = None, names: tuple[str, ...] = ("test-model",)
+) -> Iterator[RunningServer]:
+    """Serves an engine, which is closed at the end."""
+    config = config or ServerConfig(port=0)
+    bound = listen(config)
+    server = make_server(engine, config, names)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    running_server = RunningServer(server, engine, url_of(bound))
+    try:
+        yield running_server
+    finally:
+        running_server.client.close()
+        server.should_exit = True
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive(), "the server did not stop"
+        bound.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Waits until something that happens in another thread has happened."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def connect(server: RunningServer, body: bytes, length: int | None = None) -> socket.socket:
+    """A raw connection that has sent a chat request."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body) if length is None else length}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + body)
+    return connection
