@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vlm_serve.cache.ledger import Ledger
     from vlm_serve.cache.matching import Match
     from vlm_serve.cache.suspension import Suspended, Suspensions
+    from vlm_serve.cache.timed_pins import TimedPins
     from vlm_serve.preprocess.keys import PromptKeys
 
 
@@ -24,11 +25,14 @@ class Leasing:
         leases: the open ones, oldest first.
     """
 
-    def __init__(self, ledger: Ledger, evictor: Evictor, suspensions: Suspensions) -> None:
+    def __init__(
+        self, ledger: Ledger, evictor: Evictor, suspensions: Suspensions, timed_pins: TimedPins
+    ) -> None:
         self.leases: dict[Lease, None] = {}
         self._ledger = ledger
         self._evictor = evictor
         self._suspensions = suspensions
+        self._timed_pins = timed_pins
         self._config = ledger.config
 
     def open(self, match: Match | None) -> Lease:
@@ -80,8 +84,10 @@ class Leasing:
         missing = self._blocks_for(num_tokens) - len(lease.blocks)
         if missing <= 0:
             return True
-        if not self._evictor.make_blocks(missing):
-            return False
+        while not self._evictor.make_blocks(missing):
+            # A single request always fits: timed pins give way to it, and to nothing else.
+            if len(self.leases) > 1 or not self._timed_pins.give_way():
+                return False
         first = len(lease.blocks)
         lease.blocks.extend([self._ledger.blocks.take().id for _ in range(missing)])
         if lease.tail is not None and first * self._config.block_size < lease.boundary:

@@ -47,7 +47,7 @@ class PrefixCache:
         self._suspensions = Suspensions(self._ledger)
         self._evictor = Evictor(self._ledger, self._suspensions)
         self._timed_pins = TimedPins(self._ledger)
-        self._leasing = Leasing(self._ledger, self._evictor, self._suspensions)
+        self._leasing = Leasing(self._ledger, self._evictor, self._suspensions, self._timed_pins)
 
     # Matching
 

@@ -22,7 +22,7 @@ class TimedPins:
     """Times come from the caller, in any unit; there is no clock here.
 
     Pins hold at most half of the blocks, and no more snapshots than there are rows beyond the live
-    ones: running requests always find room.
+    ones. A request that runs alone and still lacks blocks takes them back, earliest end first.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -60,6 +60,14 @@ class TimedPins:
         for key in due:
             self._release(key)
         return len(due)
+
+    def give_way(self) -> bool:
+        """Releases the pin that would end first; False if there is none."""
+        if not self._pins:
+            return False
+        self._release(min(self._pins, key=lambda key: self._pins[key].until))
+        self._ledger.stats.evictions["timed_pin"] += 1
+        return True
 
     def clear(self) -> None:
         for key in list(self._pins):
