@@ -1,0 +1,317 @@
+"""Synthetic pictures: a few coloured shapes, or one handwritten digit, on a varied background.
+
+Everything is a function of the random generator that is passed in.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+RGB = tuple[int, int, int]
+
+COLOURS: dict[str, RGB] = {
+    "red": (222, 32, 32),
+    "green": (36, 160, 58),
+    "blue": (38, 76, 226),
+    "yellow": (246, 222, 40),
+    "orange": (250, 138, 18),
+    "purple": (152, 48, 192),
+    "white": (250, 250, 250),
+    "black": (14, 14, 14),
+}
+SHAPES = ("circle", "square", "triangle", "star", "cross", "heart")
+DIGITS = tuple(str(digit) for digit in range(10))
+KINDS = SHAPES + DIGITS
+
+# Where the centre of a thing lies on one axis, as a share of the picture's side. The gaps between
+# the three ranges are the margin that keeps "left", "middle" and "right" unambiguous.
+AXIS_RANGES = {"low": (0.18, 0.32), "mid": (0.47, 0.53), "high": (0.68, 0.82)}
+TRAIN_DIGITS = 1500
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One drawn object. Lengths are shares: x of the width, y of the height, radius of the shorter
+    side."""
+
+    kind: str
+    colour: str
+    x: float
+    y: float
+    radius: float
+    big: bool
+    glyph: int = 0
+    angle: float = 0.0
+
+    @property
+    def column(self) -> str:
+        return _axis_name(self.x)
+
+    @property
+    def row(self) -> str:
+        return _axis_name(self.y)
+
+
+@dataclass(frozen=True)
+class Background:
+    """Two colours of a gradient, its direction and the strength of blocky noise."""
+
+    first: RGB
+    second: RGB
+    vertical: bool
+    noise: float
+    noise_seed: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A picture before it is drawn."""
+
+    things: tuple[Thing, ...]
+    background: Background
+
+    @property
+    def reading_order(self) -> tuple[Thing, ...]:
+        rank = {"low": 0, "mid": 1, "high": 2}
+        return tuple(sorted(self.things, key=lambda thing: (rank[thing.row], rank[thing.column])))
+
+
+def _axis_name(share: float) -> str:
+    return "low" if share < 0.4 else "high" if share > 0.6 else "mid"
+
+
+def draw_scene(rng: random.Random, split: str, *, things: int | None = None) -> Scene:
+    """A scene of 1-4 shapes, or (one in five) of one digit.
+
+    `split` is "train" or "test": the digits of the two are other people's handwriting.
+    """
+    if things is None and rng.random() < 0.2:
+        return with_background(rng, (random_digit(rng, split),))
+    count = things or rng.choices((1, 2, 3, 4), (0.3, 0.25, 0.25, 0.2))[0]
+    if count == 1:
+        return with_background(rng, (random_single(rng),))
+    return with_background(rng, random_group(rng, count))
+
+
+def random_single(rng: random.Random) -> Thing:
+    """A shape alone: anywhere, and large if it stands in the middle."""
+    column, row = rng.choice(tuple(AXIS_RANGES)), rng.choice(tuple(AXIS_RANGES))
+    if rng.random() < 0.3:
+        column = row = "mid"
+    radius = rng.uniform(0.13, 0.40 if column == row == "mid" else 0.19)
+    return _thing(rng, rng.choice(SHAPES), rng.choice(tuple(COLOURS)), (column, row), radius)
+
+
+def random_digit(rng: random.Random, split: str) -> Thing:
+    """A handwritten digit, mostly in the middle."""
+    labels = _digits()[1]
+    start, end = (0, TRAIN_DIGITS) if split == "train" else (TRAIN_DIGITS, len(labels))
+    glyph = rng.randrange(start, end)
+    column = row = "mid"
+    if rng.random() < 0.3:
+        column, row = rng.choice(tuple(AXIS_RANGES)), rng.choice(tuple(AXIS_RANGES))
+    radius = rng.uniform(0.25, 0.42) if column == row == "mid" else rng.uniform(0.17, 0.19)
+    thing = _thing(rng, str(labels[glyph]), rng.choice(tuple(COLOURS)), (column, row), radius)
+    return replace(thing, glyph=glyph)
+
+
+def random_group(rng: random.Random, count: int) -> tuple[Thing, ...]:
+    """Two to four shapes that do not touch; no two of one kind *and* colour."""
+    while True:
+        group = _group(rng, count)
+        if all(not _touch(a, b) for i, a in enumerate(group) for b in group[:i]):
+            return group
+
+
+def _touch(a: Thing, b: Thing) -> bool:
+    """Whether two things would touch in a square picture."""
+    return math.hypot(a.x - b.x, a.y - b.y) < 1.02 * (a.radius + b.radius)
+
+
+def _group(rng: random.Random, count: int) -> tuple[Thing, ...]:
+    columns: tuple[str, ...] = tuple(AXIS_RANGES)
+    sizes = ((0.11, 0.12), (0.16, 0.17))
+    if rng.random() < 0.5:
+        columns, sizes = ("low", "high"), ((0.115, 0.135), (0.175, 0.195))
+    cells = rng.sample([(column, row) for column in columns for row in columns], count)
+    few = rng.random() < 0.25
+    kinds = rng.sample(SHAPES, 2) if few else list(SHAPES)
+    colours = rng.sample(tuple(COLOURS), 2) if few and rng.random() < 0.5 else list(COLOURS)
+    pairs = rng.sample([(kind, colour) for kind in kinds for colour in colours], count)
+    things = []
+    for cell, (kind, colour) in zip(cells, pairs, strict=True):
+        big = rng.random() < 0.5
+        radius = rng.uniform(*sizes[big])
+        things.append(_thing(rng, kind, colour, cell, radius, big=big, jitter=0.25))
+    return tuple(things)
+
+
+def _thing(
+    rng: random.Random,
+    kind: str,
+    colour: str,
+    cell: tuple[str, str],
+    radius: float,
+    *,
+    big: bool = True,
+    jitter: float = 1.0,
+) -> Thing:
+    """A thing in a cell; `jitter` is the share of the cell's range that is used."""
+    x, y = (_within(rng, AXIS_RANGES[name], jitter) for name in cell)
+    return Thing(kind, colour, x, y, radius, big, angle=rng.uniform(-10, 10))
+
+
+def _within(rng: random.Random, bounds: tuple[float, float], share: float) -> float:
+    low, high = bounds
+    middle = (low + high) / 2
+    return rng.uniform(middle - (high - low) / 2 * share, middle + (high - low) / 2 * share)
+
+
+def with_background(rng: random.Random, things: tuple[Thing, ...]) -> Scene:
+    """Put things on a background that contrasts with all of them."""
+    used = {thing.colour for thing in things}
+    return Scene(things, random_background(rng, used))
+
+
+def random_background(rng: random.Random, used: set[str]) -> Background:
+    """White, black, or a dull colour or gradient, far from every used colour."""
+    colours = [COLOURS[name] for name in used]
+    plain = rng.random()
+    if plain < 0.2 and "white" not in used:
+        first = second = (255, 255, 255)
+    elif plain > 0.9 and "black" not in used:
+        first = second = (0, 0, 0)
+    else:
+        first = _dull_colour(rng, colours)
+        near = max(0.0, rng.uniform(-0.7, 1))
+        other = _dull_colour(rng, colours)
+        mixed = [round(a + (b - a) * near) for a, b in zip(first, other, strict=True)]
+        second = (mixed[0], mixed[1], mixed[2])
+        if any(_distance(second, colour) < 110 for colour in colours):
+            second = first
+    noise = max(0.0, rng.uniform(-8, 14))
+    return Background(first, second, rng.random() < 0.5, noise, rng.randrange(2**31))
+
+
+def _dull_colour(rng: random.Random, avoid: list[RGB]) -> RGB:
+    for _ in range(100):
+        level = rng.uniform(30, 225)
+        tint = rng.choice((8, 8, 25))
+        found = [min(255, max(0, round(level + rng.uniform(-tint, tint)))) for _ in range(3)]
+        colour = (found[0], found[1], found[2])
+        if all(_distance(colour, other) >= 110 for other in avoid):
+            return colour
+    return (128, 128, 128)
+
+
+def _distance(a: RGB, b: RGB) -> float:
+    return math.dist(a, b)
+
+
+def random_size(rng: random.Random) -> tuple[int, int]:
+    """(height, width) of a picture, 64 to 640 pixels; small ones are the most frequent."""
+    base = round(math.exp(rng.uniform(math.log(64), math.log(640))))
+    ratio = math.exp(rng.uniform(-0.65, 0.65)) if rng.random() < 0.5 else 1.0
+    height = round(base * math.sqrt(ratio))
+    width = round(base / math.sqrt(ratio))
+    return min(640, max(64, height)), min(640, max(64, width))
+
+
+def render(scene: Scene, height: int, width: int) -> Image.Image:
+    """Draw a scene as an RGB picture."""
+    picture = render_background(scene.background, height, width)
+    for thing in scene.things:
+        draw_thing(picture, thing)
+    return picture
+
+
+def render_background(background: Background, height: int, width: int) -> Image.Image:
+    """Gradient plus noise in blocks, drawn small and enlarged: cheap at every size."""
+    rows, columns = min(height, 32), min(width, 32)
+    along = np.linspace(0, 1, rows)[:, None] if background.vertical else np.linspace(0, 1, columns)
+    share = np.broadcast_to(along, (rows, columns))[..., None]
+    first, second = (np.array(c, np.float32) for c in (background.first, background.second))
+    pixels = first * (1 - share) + second * share
+    if background.noise > 0:
+        noise = np.random.default_rng(background.noise_seed)
+        pixels = pixels + noise.standard_normal((rows, columns, 1)) * background.noise
+    small = Image.fromarray(pixels.clip(0, 255).round().astype(np.uint8))
+    return small.resize((width, height), Image.Resampling.BILINEAR)
+
+
+def draw_thing(picture: Image.Image, thing: Thing) -> None:
+    """Draw one thing onto a picture, in place."""
+    width, height = picture.size
+    radius = thing.radius * min(width, height)
+    x, y = thing.x * width, thing.y * height
+    fill = COLOURS[thing.colour]
+    if thing.kind in DIGITS:
+        mask = _digit_mask(thing.glyph, max(8, round(2 * radius)))
+        picture.paste(fill, (round(x - mask.width / 2), round(y - mask.height / 2)), mask)
+        return
+    draw = ImageDraw.Draw(picture)
+    if thing.kind == "circle":
+        draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
+        return
+    turn = math.radians(thing.angle)
+    cosine, sine = math.cos(turn), math.sin(turn)
+    corners = [
+        (x + radius * (u * cosine - v * sine), y + radius * (u * sine + v * cosine))
+        for u, v in OUTLINES[thing.kind]
+    ]
+    draw.polygon(corners, fill=fill)
+
+
+def _star() -> list[tuple[float, float]]:
+    spikes = []
+    for step in range(10):
+        length = 1.12 if step % 2 == 0 else 0.46
+        spikes.append(
+            (length * math.sin(step * math.pi / 5), 0.06 - length * math.cos(step * math.pi / 5))
+        )
+    return spikes
+
+
+def _heart() -> list[tuple[float, float]]:
+    points = []
+    for step in range(40):
+        t = step / 40 * 2 * math.pi
+        across = 16 * math.sin(t) ** 3
+        up = 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
+        points.append((across / 16, -(up + 2.5) / 15))
+    return points
+
+
+OUTLINES: dict[str, list[tuple[float, float]]] = {
+    "square": [(-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)],
+    "triangle": [(0, -1), (1.02, 0.8), (-1.02, 0.8)],
+    "cross": [
+        *((-0.33, -1), (0.33, -1), (0.33, -0.33), (1, -0.33), (1, 0.33), (0.33, 0.33)),
+        *((0.33, 1), (-0.33, 1), (-0.33, 0.33), (-1, 0.33), (-1, -0.33), (-0.33, -0.33)),
+    ],
+    "star": _star(),
+    "heart": _heart(),
+}
+
+
+@functools.cache
+def _digits() -> tuple[Any, Any]:
+    """scikit-learn's handwritten digits: images uint8 [1797, 8, 8] of 0-255, labels [1797]."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return (data.images * (255 / 16)).round().astype(np.uint8), data.target
+
+
+def _digit_mask(glyph: int, side: int) -> Image.Image:
+    small = Image.fromarray(_digits()[0][glyph])
+    large = small.resize((side, side), Image.Resampling.BICUBIC)
+    # Steeper than the scan: thin strokes keep their colour.
+    return large.point([min(255, max(0, round((value - 40) * 1.8))) for value in range(256)])

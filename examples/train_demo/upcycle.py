@@ -1,0 +1,57 @@
+"""Train the mixture-of-experts demo checkpoint from the dense one:
+`python examples/train_demo/upcycle.py DENSE OUT`, where DENSE is the folder of a run of train.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from demo_chat import ChatFormat
+from demo_data import BatchMaker
+from demo_experts import upcycle
+from demo_export import export
+from demo_model import DemoShape
+from train import SEED, Plan, Trainee, held_out, load_tokenizer, report, train
+
+EXPERTS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("dense", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(SEED + 2)
+    args.out.mkdir(parents=True, exist_ok=True)
+    chat = ChatFormat(load_tokenizer(args.dense))
+    shape = DemoShape(vocab=chat.tokenizer.get_vocab_size())
+    dense = Trainee(shape)
+    dense.load_state_dict(torch.load(args.dense / "state.pt")["model"])
+    model = Trainee(replace(shape, experts=EXPERTS))
+    upcycle(dense.demo.state_dict(), model.demo)
+    model.cells.load_state_dict(dense.cells.state_dict())
+    print(f"{sum(p.numel() for p in model.demo.parameters())} parameters", flush=True)
+    report(model, held_out(chat, 8), by_kind=False)
+    plan = Plan(BatchMaker(chat, SEED + 2), args.steps, warm=0, single=0)
+    train(
+        model,
+        plan,
+        chat,
+        args.out,
+        muon_lr=0.006,
+        adam_lr=0.001,
+        cell_weight=0.1,
+        report_every=100,
+    )
+    report(model, held_out(chat, 24), by_kind=True)
+    export(model.demo, chat.tokenizer, args.out / "checkpoint")
+
+
+if __name__ == "__main__":
+    main()
