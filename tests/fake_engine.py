@@ -66,6 +66,7 @@ class FakeEngine:
     Attributes:
         answer: the text of every answer.
         gate: while it is clear, no token is emitted.
+        pause_after: after so many deltas of a request, `gate` is cleared.
         fail_after: after so many tokens of a choice, requests end with `failure`.
     """
 
@@ -90,6 +91,7 @@ class FakeEngine:
         """Back to plain answers, for the next test."""
         self.answer = "Hello, world!"
         self.fail_after: int | None = None
+        self.pause_after: int | None = None
         self.failure: Exception = VlmServeError("the step failed")
         self.check_error: AssertionError | None = None
         self.submit_error: Exception | None = None
@@ -139,7 +141,9 @@ class FakeEngine:
 
     def _loop(self) -> None:
         while (request := self._inbox.get()) is not None:
-            for delta in self._answer(request):
+            for number, delta in enumerate(self._answer(request)):
+                if number == self.pause_after:
+                    self.gate.clear()
                 assert self.gate.wait(30)
                 if request.aborted.is_set():
                     break

@@ -194,9 +194,12 @@ def test_only_json_is_read(fake: RunningServer, kind: str | None) -> None:
 
 def test_a_body_that_says_it_is_too_large_is_refused_unread(fake: RunningServer) -> None:
     with connect(fake, b"{}", length=fake.service.config.max_body_bytes + 1) as connection:
-        answer = connection.recv(4096)
+        answer = b""
+        while b"body_too_large" not in answer:
+            part = connection.recv(4096)
+            assert part, answer
+            answer += part
     assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b"body_too_large" in answer
 
 
 def test_a_body_of_unknown_length_is_read_up_to_the_limit(tokenizer: Tokenizer) -> None:

@@ -128,7 +128,7 @@ def test_token_ids_when_asked_for(fake: RunningServer) -> None:
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 def test_a_limit_ends_the_answer(fake: RunningServer, field: str) -> None:
-    body = fake.chat(**{field: 2}).json()
+    body = fake.post("/v1/chat/completions", chat_body() | {field: 2}).json()
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"]["completion_tokens"] == 2
 
@@ -142,7 +142,8 @@ def test_null_means_not_given(fake: RunningServer) -> None:
     names = ["model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "n", "stop"]
     names += ["seed", "tools", "tool_choice", "logprobs", "top_logprobs", "response_format"]
     names += ["logit_bias", "chat_template_kwargs", "cache_salt"]
-    assert fake.chat(**dict.fromkeys(names)).status_code == 200
+    body = chat_body() | dict.fromkeys(names)
+    assert fake.post("/v1/chat/completions", body).status_code == 200
 
 
 def test_options_of_the_prompt_reach_the_preprocessor(fake: RunningServer) -> None:
@@ -173,7 +174,8 @@ def test_messages_reach_the_preprocessor_as_they_came(fake: RunningServer) -> No
 
 
 def test_ignored_fields_are_named(fake: RunningServer) -> None:
-    response = fake.chat(user="ann", metadata={"a": "b"}, nonsense=1, **{"bad\r\nname": 1})
+    fields = {"user": "ann", "metadata": {"a": "b"}, "nonsense": 1, "bad\r\nname": 1}
+    response = fake.post("/v1/chat/completions", chat_body() | fields)
     assert response.status_code == 200
     named = response.headers["x-vlm-serve-ignored-fields"].split(", ")
     assert named == ["user", "metadata", "nonsense", "..."]

@@ -34,13 +34,11 @@ def test_a_client_that_leaves_before_the_first_token_frees_its_request(
 def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_request(
     fake: RunningServer,
 ) -> None:
-    fake.engine.answer = "word " * 500
+    fake.engine.pause_after = 2
     with fake.client.stream(
         "POST", "/v1/chat/completions", json=chat_body(stream=True)
     ) as response:
         next(response.iter_lines())
-        fake.engine.gate.clear()
-        wait_for(lambda: len(fake.engine.requests) == 1)
         (request,) = fake.engine.requests.values()
     assert request.aborted.wait(10)
     wait_for(lambda: fake.service.num_open == 0)

@@ -47,7 +47,9 @@ class GenerationRequest(RequestModel):
     repetition_penalty: float | None = None
     n: int | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=r"^[!-~]*$")
+    cache_salt: str | None = Field(
+        None, max_length=MAX_SALT_LENGTH, pattern=r"^[A-Za-z0-9._:=+/@-]*$"
+    )
     cache_report: bool | None = None
     return_token_ids: bool | None = None
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
