@@ -18,12 +18,12 @@ from pathlib import Path
 # Triton decides at import whether kernels are compiled or interpreted.
 os.environ["TRITON_INTERPRET"] = "0"
 
-import triton  # noqa: E402
-from aot_cases import cases  # noqa: E402
-from aot_compile import TARGETS, Usage, compile_launch, specialisation  # noqa: E402
+import triton
+from aot_cases import cases
+from aot_compile import TARGETS, Usage, compile_launch, specialisation
 
-from vlm_serve.kernels.dispatch import triton_everywhere  # noqa: E402
-from vlm_serve.kernels.triton_support import Launch, record_launches  # noqa: E402
+from vlm_serve.kernels.dispatch import triton_everywhere
+from vlm_serve.kernels.triton_support import Launch, record_launches
 
 OUTPUT = Path(__file__).with_name("aot.md")
 Row = tuple[str, str, Usage]
@@ -53,8 +53,8 @@ def report(rows: Sequence[Row], targets: Sequence[str]) -> str:
         "# Kernels compiled ahead of time",
         "",
         f"Written by `python benchmarks/aot.py` with Triton {triton.__version__}. Per target: "
-        "registers per thread / bytes spilled per thread (stores + loads) / bytes of shared memory, "
-        "of the variant that takes most; in brackets the number of variants.",
+        "registers per thread / bytes spilled per thread (stores + loads) / bytes of shared memory "
+        "per program, of the variant that takes most; in brackets the number of variants.",
         "",
         "| kernel | " + " | ".join(targets) + " |",
         "|---|" + "---|" * len(targets),

@@ -10,6 +10,8 @@ from gpu_shapes import ALL, Shapes
 
 from vlm_serve.kernels.kv_write import copy_kv_rows, write_kv
 from vlm_serve.kernels.metadata import KVLayer
+from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
+from vlm_serve.kernels.rope import qk_norm_rope
 from vlm_serve.kernels.state_copy import copy_rows
 
 BLOCK = 64
@@ -26,6 +28,7 @@ def cases() -> Iterator[Case]:
     """(label, call) of every op, checkpoint and stored form; record what each call launches."""
     for shapes in ALL:
         yield from _memory_ops(shapes)
+        yield from _elementwise(shapes)
 
 
 def _memory_ops(shapes: Shapes) -> Iterator[Case]:
@@ -40,9 +43,23 @@ def _memory_ops(shapes: Shapes) -> Iterator[Case]:
         yield "kv_copy", partial(copy_kv_rows, pool, scales, [(0, 1, 5)])
 
 
-def pages(
-    shapes: Shapes, dtype: torch.dtype
-) -> tuple[KVLayer, torch.Tensor, torch.Tensor | None]:
+def _elementwise(shapes: Shapes) -> Iterator[Case]:
+    hidden, weight = _half(TOKENS, shapes.hidden), _half(shapes.hidden)
+    yield "norms", partial(rms_norm, hidden, weight, 1e-6)
+    yield "norms", partial(rms_norm, hidden, weight, 1e-6, hidden)
+    heads = _half(TOKENS, shapes.value_heads, shapes.state_dim)
+    yield "norms", partial(gated_rms_norm, heads, heads, _half(shapes.state_dim), 1e-6)
+    q = _half(TOKENS, shapes.query_heads, 2 * shapes.head_dim)[..., : shapes.head_dim]
+    k = _half(TOKENS, shapes.kv_heads, shapes.head_dim)
+    weight, angles = _half(shapes.head_dim), torch.empty(TOKENS, shapes.rotated // 2)
+    yield "rope", partial(qk_norm_rope, q, k, weight, weight, angles, angles, 1e-6)
+
+
+def _half(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def pages(shapes: Shapes, dtype: torch.dtype) -> tuple[KVLayer, torch.Tensor, torch.Tensor | None]:
     """One layer of a pool of pages: (layer, pool, scales)."""
     pool = torch.empty(BLOCKS, 1, 2, BLOCK, shapes.kv_heads, shapes.head_dim, dtype=dtype)
     if dtype != torch.uint8:

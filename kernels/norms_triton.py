@@ -1,0 +1,142 @@
+"""RMS norms on a GPU: one pass over a row, reduced in float32."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vlm_serve.kernels.triton_support import launch, power_of_two
+
+
+@triton.jit
+def _rms_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    new_residual,
+    x_stride,
+    residual_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    if ADD:
+        other = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
+        values = (values.to(tl.float32) + other.to(tl.float32)).to(values.dtype)
+        tl.store(new_residual + row * SIZE + columns, values, mask=inside)
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+    factor = 1.0 + tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = wide * scale * factor
+    tl.store(out + row * SIZE + columns, normed.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    size = x.shape[-1]
+    rows = x.reshape(-1, size)
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    added = out if residual is None else torch.empty_like(out)
+    second = rows if residual is None else residual.reshape(-1, size)
+    block = power_of_two(size)
+    arguments = {
+        "x": rows,
+        "residual": second,
+        "weight": weight,
+        "out": out,
+        "new_residual": added,
+        "x_stride": rows.stride(0),
+        "residual_stride": second.stride(0),
+        "eps": eps,
+        "SIZE": size,
+        "BLOCK": block,
+        "ADD": residual is not None,
+    }
+    launch(_rms_kernel, (rows.shape[0],), arguments, num_warps=min(8, max(1, block // 512)))
+    normed = out.view(x.shape)
+    return normed if residual is None else (normed, added.view(x.shape))
+
+
+@triton.jit
+def _gated_kernel(
+    x,
+    gate,
+    weight,
+    out,
+    rows,
+    heads,
+    x_token_stride,
+    x_head_stride,
+    gate_token_stride,
+    gate_head_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, head = row // heads, row % heads
+    columns = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (columns < SIZE)[None, :]
+    x_row = token * x_token_stride + head * x_head_stride
+    gate_row = token * gate_token_stride + head * gate_head_stride
+    values = tl.load(x + x_row[:, None] + columns[None, :], mask=inside, other=0.0)
+    gates = tl.load(gate + gate_row[:, None] + columns[None, :], mask=inside, other=0.0)
+    factor = tl.load(weight + columns, mask=columns < SIZE, other=0.0)
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
+    # Rounded to the input's dtype before the weight and before the gate, as transformers does.
+    normed = (wide * scale[:, None]).to(values.dtype).to(tl.float32)
+    normed = normed * factor.to(tl.float32)[None, :]
+    if factor.dtype == values.dtype:
+        normed = normed.to(values.dtype).to(tl.float32)
+    gates = gates.to(tl.float32)
+    result = normed * (gates * tl.sigmoid(gates))
+    places = row[:, None] * SIZE + columns[None, :]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    wide, gates = _token_heads(x), _token_heads(gate)
+    tokens, heads, size = wide.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = power_of_two(size)
+    # About 2048 elements per program keep four warps busy with 16-byte loads.
+    rows_per_program = max(1, 2048 // block)
+    arguments = {
+        "x": wide,
+        "gate": gates,
+        "weight": weight,
+        "out": out,
+        "rows": tokens * heads,
+        "heads": heads,
+        "x_token_stride": wide.stride(0),
+        "x_head_stride": wide.stride(1),
+        "gate_token_stride": gates.stride(0),
+        "gate_head_stride": gates.stride(1),
+        "eps": eps,
+        "SIZE": size,
+        "BLOCK": block,
+        "ROWS": rows_per_program,
+    }
+    launch(_gated_kernel, (triton.cdiv(tokens * heads, rows_per_program),), arguments)
+    return out
+
+
+def _token_heads(x: torch.Tensor) -> torch.Tensor:
+    """As `[tokens, heads, size]`, without a copy for the layouts that the layers use."""
+    if x.dim() == 3:
+        return x
+    return x.reshape(-1, 1, x.shape[-1])

@@ -1,0 +1,166 @@
+"""Query/key norm and partial rotation on a GPU: both tensors in one launch."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vlm_serve.kernels.triton_support import launch, power_of_two
+
+
+@triton.jit
+def _norm_rotate(
+    x,
+    out,
+    weight,
+    cos,
+    sin,
+    head_stride,
+    first_head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    eps,
+):
+    """One token, some heads: x and out point at the token. The rotated dims are loaded as two
+    halves, so that a rotation needs no exchange between threads."""
+    heads = first_head + tl.arange(0, BLOCK_HEADS)
+    pairs = tl.arange(0, BLOCK_HALF)
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    head_inside = (heads < HEADS)[:, None]
+    pair_mask = head_inside & (pairs < HALF)[None, :]
+    rest_mask = head_inside & (rest < DIM)[None, :]
+    row = heads[:, None] * head_stride
+    first = tl.load(x + row + pairs[None, :], mask=pair_mask, other=0.0).to(tl.float32)
+    second = tl.load(x + row + HALF + pairs[None, :], mask=pair_mask, other=0.0).to(tl.float32)
+    other = tl.load(x + row + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    squares = tl.sum(first * first + second * second, axis=1) + tl.sum(other * other, axis=1)
+    scale = tl.rsqrt(squares / DIM + eps)[:, None]
+    first_weight = tl.load(weight + pairs, mask=pairs < HALF, other=0.0).to(tl.float32)
+    second_weight = tl.load(weight + HALF + pairs, mask=pairs < HALF, other=0.0).to(tl.float32)
+    rest_weight = tl.load(weight + rest, mask=rest < DIM, other=0.0).to(tl.float32)
+    first = first * scale * (1.0 + first_weight)[None, :]
+    second = second * scale * (1.0 + second_weight)[None, :]
+    other = other * scale * (1.0 + rest_weight)[None, :]
+    c = tl.load(cos + pairs, mask=pairs < HALF, other=0.0)[None, :]
+    s = tl.load(sin + pairs, mask=pairs < HALF, other=0.0)[None, :]
+    dtype = out.dtype.element_ty
+    out_row = heads[:, None] * DIM
+    turned = (first * c - second * s).to(dtype)
+    tl.store(out + out_row + pairs[None, :], turned, mask=pair_mask)
+    turned = (second * c + first * s).to(dtype)
+    tl.store(out + out_row + HALF + pairs[None, :], turned, mask=pair_mask)
+    tl.store(out + out_row + rest[None, :], other.to(dtype), mask=rest_mask)
+
+
+@triton.jit
+def _qk_kernel(
+    q,
+    k,
+    q_out,
+    k_out,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    angle_stride,
+    eps,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    q_groups: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    cos += token * angle_stride
+    sin += token * angle_stride
+    if group < q_groups:
+        _norm_rotate(
+            q + token * q_token_stride,
+            q_out + token * Q_HEADS * DIM,
+            q_weight,
+            cos,
+            sin,
+            q_head_stride,
+            group * BLOCK_HEADS,
+            Q_HEADS,
+            DIM,
+            HALF,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+            BLOCK_REST,
+            eps,
+        )
+    else:
+        _norm_rotate(
+            k + token * k_token_stride,
+            k_out + token * K_HEADS * DIM,
+            k_weight,
+            cos,
+            sin,
+            k_head_stride,
+            (group - q_groups) * BLOCK_HEADS,
+            K_HEADS,
+            DIM,
+            HALF,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+            BLOCK_REST,
+            eps,
+        )
+
+
+def qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, q_heads, dim = q.shape
+    k_heads, half = k.shape[1], cos.shape[1]
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    block_heads = 4
+    arguments = {
+        "q": q,
+        "k": k,
+        "q_out": q_out,
+        "k_out": k_out,
+        "q_weight": q_weight,
+        "k_weight": k_weight,
+        "cos": cos,
+        "sin": sin,
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "k_token_stride": k.stride(0),
+        "k_head_stride": k.stride(1),
+        "angle_stride": cos.stride(0),
+        "eps": eps,
+        "Q_HEADS": q_heads,
+        "K_HEADS": k_heads,
+        "DIM": dim,
+        "HALF": half,
+        "BLOCK_HEADS": block_heads,
+        "BLOCK_HALF": power_of_two(half),
+        "BLOCK_REST": power_of_two(dim - 2 * half),
+    }
+    groups = triton.cdiv(q_heads, block_heads) + triton.cdiv(k_heads, block_heads)
+    launch(_qk_kernel, (tokens, groups), arguments, num_warps=2)
+    return q_out, k_out

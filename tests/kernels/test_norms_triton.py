@@ -1,0 +1,51 @@
+"""RMS norms on the Triton path against their float64 references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_case import TOLERANCE, assert_near, kernels, randn
+
+from vlm_serve.kernels.norms import (
+    gated_rms_norm,
+    gated_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 96), (1, 64), (2, 3, 40), (0, 64)])
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, weight = randn(*shape, dtype=dtype), randn(shape[-1], seed=1)
+    with kernels():
+        result = rms_norm(x, weight, 1e-6)
+    assert result.dtype == dtype
+    assert_near(result, rms_norm_reference(x, weight, 1e-6), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_a_sum_in_strided_rows(dtype: torch.dtype) -> None:
+    x, residual = randn(5, 200, dtype=dtype)[:, 8:104], randn(5, 96, dtype=dtype, seed=2)
+    weight = randn(96, dtype=dtype, seed=1)
+    with kernels():
+        normed, total = rms_norm(x, weight, 1e-5, residual)
+    assert_near(total, x.double() + residual.double(), TOLERANCE[dtype])
+    assert_near(normed, rms_norm_reference(total, weight, 1e-5), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(3, 4, 32), (7, 5, 128), (2, 3, 80)])
+def test_gated_rms_norm_reads_heads_out_of_a_fused_projection(
+    dtype: torch.dtype, tokens: int, heads: int, dim: int
+) -> None:
+    fused = randn(tokens, 3 * heads * dim, dtype=dtype)
+    gate = fused[:, heads * dim : 2 * heads * dim].unflatten(1, (heads, dim))
+    x, weight = randn(tokens, heads, dim, dtype=dtype, seed=3), randn(dim, dtype=dtype, seed=1)
+    with kernels():
+        result = gated_rms_norm(x, gate, weight, 1e-6)
+        flat = gated_rms_norm(x.view(-1, dim), gate.reshape(-1, dim), weight, 1e-6)
+    assert_near(result, gated_rms_norm_reference(x, gate, weight, 1e-6), TOLERANCE[dtype])
+    assert torch.equal(flat.view(result.shape), result)
