@@ -48,6 +48,20 @@ def build_parser() -> argparse.ArgumentParser:
     _add_options(serve, options_of(ServerConfig))
     _add_options(serve, options_of(EngineConfig))
 
+    plan = commands.add_parser(
+        "plan", help="show what fits into the cache memory, from a config", allow_abbrev=False
+    )
+    plan.set_defaults(run=run_plan)
+    plan.add_argument(
+        "--model", required=True, metavar="CONFIG.json|DIR", help="config or checkpoint to plan for"
+    )
+    plan.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="ranks that share the heads (default: 1)"
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    _add_config_file(plan)
+    _add_options(plan, options_of(EngineConfig))
+
     chat = commands.add_parser("chat", help="answer one question and exit", allow_abbrev=False)
     chat.set_defaults(run=run_chat)
     chat.add_argument("question", help="what to ask")
@@ -168,6 +182,14 @@ def run_serve(options: argparse.Namespace) -> int:
     from vlm_serve.server.main import serve
 
     return serve(str(model), engine_config, server_config)
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    engine_config = _engine_config(options, read_config_file(options.config))
+    from vlm_serve import plan_command
+
+    plan_command.run(options.model, options.tp, engine_config, as_json=options.json)
+    return 0
 
 
 def run_chat(options: argparse.Namespace) -> int:

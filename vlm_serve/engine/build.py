@@ -15,7 +15,14 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
 from vlm_serve.engine.listener import PoisonListener
 from vlm_serve.engine.media import MediaPlanner
-from vlm_serve.engine.memory import CacheShape, MemoryPlan, default_cache_memory, plan_memory
+from vlm_serve.engine.memory import (
+    DTYPES,
+    EMBEDDING_CACHE_BYTES,
+    CacheShape,
+    MemoryPlan,
+    default_cache_memory,
+    plan_memory,
+)
 from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.runner import ModelRunner
 from vlm_serve.engine.scheduler import Scheduler
@@ -27,14 +34,6 @@ from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
 from vlm_serve.preprocess.tokenizer import read_json
 
-EMBEDDING_CACHE_BYTES = 256 << 20
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.uint8,
-}
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 NUMERICS_VERSION = 1
 """Raised whenever a kernel's arithmetic changes: what older code computed is then not reused."""

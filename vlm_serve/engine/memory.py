@@ -11,6 +11,15 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
 from vlm_serve.models.config import ModelConfig
 
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.uint8,
+}
+"""Option values and the types that are stored; int8 means unsigned codes with scales."""
+EMBEDDING_CACHE_BYTES = 256 << 20
 CPU_SHARE = 4
 """On a CPU the cache takes one part in this many of the memory that is free at start-up."""
 CPU_CEILING = 4 << 30
@@ -112,10 +121,8 @@ def split_by_interval(
     cache_memory: int, block_bytes: int, snapshot_bytes: int, interval: int
 ) -> tuple[int, int]:
     """(blocks, snapshots) when every `interval` blocks share the memory with one snapshot."""
-    group = interval * block_bytes + snapshot_bytes
-    snapshots = cache_memory // group
-    blocks = (cache_memory - snapshots * snapshot_bytes) // block_bytes
-    return blocks, snapshots
+    snapshots, left = divmod(cache_memory, interval * block_bytes + snapshot_bytes)
+    return snapshots * interval + min(interval, left // block_bytes), snapshots
 
 
 def plan_memory(

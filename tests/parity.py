@@ -1,0 +1,166 @@
+"""Compares an engine with transformers: the same conversation, greedy, tokens and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import media_reference
+import oracle
+import torch
+
+from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.plan import StepOutput, StepPlan
+from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
+from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.sampling_params import SamplingParams
+
+NEAR_TIE = 1e-4
+"""A first differing token is no bug if the reference's best two logits are closer than this."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class Reference:
+    """What transformers answers. `logits[i]` is what token i was chosen from."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logits: torch.Tensor
+
+
+@dataclass
+class Comparison:
+    """How far an answer agrees with its reference."""
+
+    equal: bool
+    near_tie: bool
+    logit_error: float
+
+    @property
+    def acceptable(self) -> bool:
+        return self.equal or self.near_tie
+
+
+@dataclass
+class Tap:
+    """Collects the logits that an engine's tokens were sampled from, by sequence number."""
+
+    logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def take(self) -> list[torch.Tensor]:
+        """`[tokens, vocab]` per sequence, in the order of submission; forgets them."""
+        taken = [torch.stack(rows) for _, rows in sorted(self.logits.items())]
+        self.logits.clear()
+        return taken
+
+
+@contextmanager
+def tapped(engine: Engine) -> Iterator[Tap]:
+    """Listens in on an engine's runner."""
+    runner = engine._runner
+    model, run, tap = runner._model, runner.run, Tap()
+    forward = model.forward
+    latest: list[torch.Tensor] = []
+
+    def listening_forward(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
+        output = forward(batch, caches)
+        latest[:] = [output.logits.clone()]
+        return output
+
+    def listening_run(plan: StepPlan) -> StepOutput:
+        output = run(plan)
+        packed = sorted(plan.slices, key=lambda item: item.prefill)
+        rows = iter(latest[0])
+        for item in packed:
+            if item.samples:
+                row = next(rows)
+                for task in item.samples:
+                    tap.logits.setdefault(task.sequence, []).append(row)
+        return output
+
+    model.forward = listening_forward
+    runner.run = listening_run  # type: ignore[method-assign]
+    try:
+        yield tap
+    finally:
+        model.forward = forward
+        runner.run = run  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def reference(checkpoint: Path, prompt: Messages | Sequence[int], num_tokens: int) -> Reference:
+    """transformers' greedy answer to a conversation or to raw token ids."""
+    if prompt and isinstance(prompt[0], int):
+        inputs: dict[str, Any] = {"input_ids": torch.tensor([prompt])}
+    else:
+        inputs = dict(media_reference.inputs(checkpoint, prompt))  # type: ignore[arg-type]
+    length = inputs["input_ids"].shape[1]
+    output = oracle.model(checkpoint).generate(
+        **inputs,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=1 << 40,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return Reference(
+        inputs["input_ids"][0].tolist(),
+        output.sequences[0, length:].tolist(),
+        torch.cat(output.logits).float(),
+    )
+
+
+def compare(output: Output, logits: torch.Tensor | None, expected: Reference) -> Comparison:
+    """Tokens up to the first difference, and the logits up to there."""
+    assert output.prompt_token_ids == expected.prompt_token_ids, "another prompt"
+    count = len(expected.token_ids)
+    assert len(output.token_ids) == count
+    same = 0
+    while same < count and output.token_ids[same] == expected.token_ids[same]:
+        same += 1
+    near_tie = False
+    if same < count:
+        best = expected.logits[same].topk(2).values
+        near_tie = float(best[0] - best[1]) <= NEAR_TIE
+    error = 0.0
+    if logits is not None:
+        upto = min(same + 1, count)
+        error = float((logits[:upto] - expected.logits[:upto]).abs().max())
+    return Comparison(same == count, near_tie, error)
+
+
+def greedy(num_tokens: int, **options: Any) -> SamplingParams:
+    """Exactly that many greedy tokens."""
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **options)
+
+
+def check(
+    pipe: Pipeline,
+    checkpoint: Path,
+    prompts: Sequence[Messages | Sequence[int]],
+    num_tokens: int,
+) -> tuple[list[Output], list[Comparison]]:
+    """Runs prompts through the engine, all at once, and compares each with transformers."""
+    prepared = pipe.engine.preprocessor
+    with tapped(pipe.engine) as tap:
+        outputs = pipe._run(
+            (
+                prepared.prepare_tokens(prompt)  # type: ignore[arg-type]
+                if isinstance(prompt[0], int)
+                else prepared.prepare(prompt)  # type: ignore[arg-type]
+                for prompt in prompts
+            ),
+            [greedy(num_tokens)] * len(prompts),
+        )
+        pipe.engine.check()
+        logits = tap.take()
+    comparisons = [
+        compare(output, rows, reference(checkpoint, prompt, num_tokens))
+        for output, rows, prompt in zip(outputs, logits, prompts, strict=True)
+    ]
+    return outputs, comparisons
