@@ -11,7 +11,8 @@ import pytest
 from vlm_serve.cli import main
 
 DATA = Path(__file__).parent / "data"
-LARGE = [
+LARGE = ["--cache-memory", "8485MiB", "--kv-dtype", "int8", "--state-dtype", "bfloat16"]
+LARGE += ["--block-size", "64", "--tp", "2"]
     "--cache-memory",
     "8485MiB",
     "--kv-dtype",
