@@ -29,6 +29,7 @@ TOOL_END = "</tool_call>"
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]{1,256})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER_END = "</parameter>"
 
 Kind = Literal["content", "reasoning", "tool_name", "tool_arguments"]
 
@@ -59,11 +60,11 @@ class OutputParser:
     def __init__(
         self, *, reasoning: bool | None = None, tools: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        self._splits_reasoning = reasoning is not None
         self._tools = tools
         self._state = _State.REASONING if reasoning else _State.CONTENT
         self._buffer = ""
-        self._at_start = True
+        self._may_think = reasoning is False
+        self._skip_space = reasoning is not None
         self._call: _ToolCallParser | None = None
         self.num_calls = 0
 
@@ -89,42 +90,39 @@ class OutputParser:
                 return
 
     def _content(self, *, final: bool) -> Iterator[Piece]:
-        if self._splits_reasoning and self._at_start:
-            self._buffer = self._buffer.lstrip()
-            if self._buffer.startswith(THINK_START):
-                self._buffer = self._buffer[len(THINK_START) :].lstrip()
-                self._state = _State.REASONING
+        if self._may_think:
+            start = self._buffer.lstrip()
+            if len(start) < len(THINK_START) and THINK_START.startswith(start) and not final:
                 return
-            if THINK_START.startswith(self._buffer) and not final:
+            self._may_think = False
+            if start.startswith(THINK_START):
+                self._buffer, self._state = start[len(THINK_START) :], _State.REASONING
                 return
         if self._tools is None:
             yield from self._emit("content", len(self._buffer))
-            return
-        yield from self._plain("content", TOOL_START, _State.TOOL, final=final)
+        else:
+            yield from self._plain("content", TOOL_START, _State.TOOL, final=final)
 
     def _plain(self, kind: Kind, end: str, then: _State, *, final: bool) -> Iterator[Piece]:
         """Text up to a marker; white space beside the marker belongs to neither side."""
         found = self._buffer.find(end)
         if found >= 0:
+            rest = self._buffer[found + len(end) :]
             yield from self._emit(kind, len(self._buffer[:found].rstrip()))
-            rest = self._buffer[self._buffer.find(end) + len(end) :]
-            self._buffer, self._state, self._at_start = rest, then, True
+            self._buffer, self._state, self._skip_space = rest, then, True
             return
-        keep = 0
-        if not final:
-            keep = next(
-                (n for n in range(len(end) - 1, 0, -1) if self._buffer.endswith(end[:n])), 0
-            )
-            body = self._buffer[: len(self._buffer) - keep]
-            keep += len(body) - len(body.rstrip())
-        yield from self._emit(kind, len(self._buffer) - keep)
+        length = len(self._buffer)
+        if not final:  # hold back what may be the marker's beginning, and white space before it
+            partial = (n for n in range(len(end) - 1, 0, -1) if self._buffer.endswith(end[:n]))
+            length = len(self._buffer[: length - next(partial, 0)].rstrip())
+        yield from self._emit(kind, length)
 
     def _emit(self, kind: Kind, length: int) -> Iterator[Piece]:
         text, self._buffer = self._buffer[:length], self._buffer[length:]
-        if self._at_start and self._splits_reasoning:
+        if self._skip_space:
             text = text.lstrip()
         if text:
-            self._at_start = False
+            self._skip_space = False
             yield Piece(kind, text)
 
     def _tool(self, *, final: bool) -> Iterator[Piece]:
@@ -140,9 +138,10 @@ class OutputParser:
             return
         if self._call.named:
             yield from self._call.close()
-        elif whole.strip():  # it was no tool call after all
+        else:  # it was no tool call after all
             yield Piece("content", TOOL_START + whole + (TOOL_END if end >= 0 else ""))
-        self._buffer = "" if end < 0 else self._buffer[end + len(TOOL_END) :].lstrip()
+        self._skip_space = bool(self._call.named)
+        self._buffer = "" if end < 0 else self._buffer[end + len(TOOL_END) :]
         self._call, self._state = None, _State.CONTENT
 
 
@@ -168,7 +167,11 @@ class _ToolCallParser:
             self._schema = self._tools[found.group(1).strip()].get("properties") or {}
             self._position = found.end()
             pieces.append(Piece("tool_name", found.group(1).strip(), self.index))
-        while found := _PARAMETER.match(block, self._position):
+        # Looked for first: the pattern would read a long value again with every token of it.
+        while block.find(_PARAMETER_END, self._position) >= 0:
+            found = _PARAMETER.match(block, self._position)
+            if found is None:
+                break
             self._position = found.end()
             key = found.group(1).strip()
             if key in self._keys:

@@ -1,0 +1,109 @@
+"""Models, version, load, metrics and the OpenAPI document."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import RunningServer, wait_for
+
+
+def test_models(fake: RunningServer) -> None:
+    body = fake.client.get("/v1/models").json()
+    assert body["object"] == "list"
+    (card,) = body["data"]
+    assert card["id"] == "test-model"
+    assert card["max_model_len"] == 4096
+    assert fake.client.get("/v1/models/test-model").json() == card
+
+
+def test_version_and_load(fake: RunningServer) -> None:
+    assert fake.client.get("/version").json()["version"]
+    assert fake.client.get("/load").json() == {
+        "server_load": 0,
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "open_prompt_tokens": 0,
+    }
+
+
+def samples(server: RunningServer) -> dict[str, float]:
+    text = server.client.get("/metrics").text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "test-model"
+            labels = [v for k, v in sorted(sample.labels.items()) if k not in ("model_name", "le")]
+            if "le" not in sample.labels:
+                found[" ".join([sample.name.removeprefix("vlm_serve:"), *labels])] = sample.value
+    return found
+
+
+def test_metrics_count_what_happened(fake: RunningServer) -> None:
+    before = samples(fake)
+    usage = fake.chat().json()["usage"]
+    after = samples(fake)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert grown("prompt_tokens_total") == usage["prompt_tokens"]
+    assert grown("generation_tokens_total") == usage["completion_tokens"]
+    assert grown("prefix_cache_queries_total") == usage["prompt_tokens"]
+    assert grown("prefix_cache_hits_total") == 3
+    assert grown("time_to_first_token_seconds_count") == 1
+    assert grown("e2e_request_latency_seconds_count") == 1
+    assert grown("inter_token_latency_seconds_count") == usage["completion_tokens"] - 1
+    assert grown("request_success_total stop") == 1
+    assert grown("prefix_cache_reasons_total cold") == 1
+    assert after["num_requests_running"] == after["num_requests_waiting"] == 0
+
+
+def test_metrics_name_how_requests_end(fake: RunningServer) -> None:
+    before = samples(fake)
+    fake.engine.fail_after = 1
+    fake.chat()
+    fake.engine.fail_after = None
+    fake.chat(max_tokens=1)
+    after = samples(fake)
+    for reason in ("error", "length"):
+        name = f"request_success_total {reason}"
+        assert after[name] == before.get(name, 0.0) + 1
+
+
+def test_the_access_log_has_one_line_per_request(
+    fake: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "vlm_serve.access"):
+        request_id = fake.chat().headers["x-request-id"]
+        wait_for(lambda: f"request_id={request_id}" in caplog.text)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "vlm_serve.access"]
+    fields = dict(part.split("=") for part in line.split())
+    assert fields["cached_tokens"] == "3"
+    assert fields["finish_reason"] == "stop"
+    assert fields["cache_reason"] == "cold"
+    assert float(fields["ttft_ms"]) <= float(fields["total_ms"])
+
+
+def test_the_openapi_document_is_closed(fake: RunningServer) -> None:
+    document = fake.client.get("/openapi.json").json()
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize"} <= set(
+        document["paths"]
+    )
+    schemas = document["components"]["schemas"]
+    names = set()
+
+    def collect(value: object) -> None:
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str):
+                names.add(value["$ref"].removeprefix("#/components/schemas/"))
+            for each in value.values():
+                collect(each)
+        elif isinstance(value, list):
+            for each in value:
+                collect(each)
+
+    collect(document)
+    assert names <= set(schemas)
+    assert "temperature" in schemas["ChatCompletionRequest"]["properties"]
