@@ -1,0 +1,152 @@
+"""The command line: flags come from the option tables, and it starts without loading anything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlm_serve.cli import build_parser, collect, main, read_config_file
+from vlm_serve.config import EngineConfig
+from vlm_serve.errors import ConfigError
+from vlm_serve.options import Option, options_of
+from vlm_serve.server.config import ServerConfig
+
+ALL: tuple[Option, ...] = (*options_of(ServerConfig), *options_of(EngineConfig))
+
+
+def flags_of(*arguments: str) -> dict[str, Any]:
+    return vars(build_parser().parse_args(arguments))
+
+
+@pytest.mark.parametrize("command", ["", "serve", "chat"])
+def test_help_loads_nothing_heavy(command: str) -> None:
+    code = (
+        "import sys\n"
+        "from vlm_serve.cli import main\n"
+        "try:\n"
+        f"    main([*{command.split()!r}, '--help'])\n"
+        "except SystemExit as done:\n"
+        "    assert done.code == 0\n"
+        "heavy = {'torch', 'fastapi', 'pydantic', 'transformers', 'numpy', 'av'}\n"
+        "heavy &= set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: vlm-serve" in done.stdout
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = "import sys, vlm_serve; assert not {'torch', 'fastapi'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_option_has_its_flag_in_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for item in ALL:
+        for flag in item.flags:
+            assert f"{flag} " in text or f"{flag}," in text or f"{flag}\n" in text
+        assert item.group in text
+
+
+def test_names_do_not_collide() -> None:
+    names = [name for item in ALL for name in (item.name, *item.aliases)]
+    assert len(names) == len(set(names))
+
+
+def test_flags_that_are_not_given_leave_no_trace() -> None:
+    options = {item.name for item in ALL}
+    assert not options & flags_of("serve").keys()
+
+
+def test_flags_are_read_in_their_types() -> None:
+    flags = flags_of(
+        *("serve", "some/model", "--host", "0.0.0.0", "--port", "9", "--max-num-seqs", "3"),
+        *("--cache-memory", "1GiB", "--no-enable-prefix-caching", "--deterministic"),
+        *("--kv-dtype", "int8", "--state-interval", "4", "--served-model-name", "a,b"),
+        *("--request-timeout", "1.5", "--api-key", "x"),
+    )
+    assert flags["model"] == "some/model"
+    engine = EngineConfig(**collect(options_of(EngineConfig), flags, {}, {}))
+    assert engine.cache_memory_bytes == 1 << 30
+    assert engine.enable_prefix_caching is False
+    assert engine.deterministic is True
+    assert engine.kv_cache_dtype == "int8"
+    assert engine.prefix_cache_state_interval == 4
+    assert engine.max_num_seqs == 3
+    server = ServerConfig(**collect(options_of(ServerConfig), flags, {}, {}))
+    assert (server.host, server.port) == ("0.0.0.0", 9)
+    assert server.served_model_name == ("a", "b")
+    assert server.request_timeout == 1.5
+    assert server.api_key == ("x",)
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file() -> None:
+    options = options_of(EngineConfig)
+    file = {"max_num_seqs": 1, "threads": 1, "block_size": 16, "port": 1}
+    environment = {"VLM_SERVE_MAX_NUM_SEQS": "2", "VLM_SERVE_THREADS": "2"}
+    found = collect(options, {"max_num_seqs": 3}, environment, file)
+    assert found == {"max_num_seqs": 3, "threads": 2, "block_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["--max-num-seqs", "0"], "max_num_seqs"),
+        (["--max-num-seqs", "x"], "max_num_seqs"),
+        (["--cache-memory", "much"], "cache_memory"),
+        (["--block-size", "17"], "block_size"),
+        (["--port", "70000"], "port"),
+    ],
+)
+def test_a_bad_flag_is_a_usage_error(
+    arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *arguments])
+    assert ended.value.code == 2
+    assert f"{name} must be" in capsys.readouterr().err
+
+
+def test_options_that_contradict_each_other_end_with_status_two(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "--max-num-seqs", "64", "--max-num-batched-tokens", "64"]) == 2
+    assert "max_num_batched_tokens must be at least" in capsys.readouterr().err
+
+
+def test_a_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("model: some/model\nblock-size: 32\nport: 9000\nserved-model-name: [a, b]\n")
+    assert read_config_file(str(path)) == {
+        "model": "some/model",
+        "block_size": 32,
+        "port": 9000,
+        "served_model_name": ["a", "b"],
+    }
+    assert read_config_file(None) == {}
+
+
+@pytest.mark.parametrize("text", ["- a\n", "a: [\n", "nonsense: 1\n", "\xff"])
+def test_a_bad_config_file_is_said_so(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_bytes(text.encode("latin-1"))
+    assert main(["serve", "--config", str(path)]) == 2
+    assert "config file" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        read_config_file(str(tmp_path / "none.yaml"))
+
+
+def test_a_missing_checkpoint_ends_with_status_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(tmp_path / "none"), "--port", "0", "--cache-memory", "1MiB"]) == 1
+    assert capsys.readouterr().err.startswith("vlm-serve: ")
