@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from gpu_shapes import ALL, Shapes
 
+from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
 from vlm_serve.kernels.kv_write import copy_kv_rows, write_kv
-from vlm_serve.kernels.metadata import KVLayer
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
 from vlm_serve.kernels.rope import qk_norm_rope
 from vlm_serve.kernels.state_copy import copy_rows
@@ -18,7 +19,7 @@ BLOCK = 64
 BLOCKS = 64
 TOKENS = 512
 BATCH = 32
-STATE_ROWS = 8
+STATE_ROWS = 32
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 
 Case = tuple[str, Callable[[], object]]
@@ -29,6 +30,7 @@ def cases() -> Iterator[Case]:
     for shapes in ALL:
         yield from _memory_ops(shapes)
         yield from _elementwise(shapes)
+        yield from _state_ops(shapes)
 
 
 def _memory_ops(shapes: Shapes) -> Iterator[Case]:
@@ -53,6 +55,39 @@ def _elementwise(shapes: Shapes) -> Iterator[Case]:
     k = _half(TOKENS, shapes.kv_heads, shapes.head_dim)
     weight, angles = _half(shapes.head_dim), torch.empty(TOKENS, shapes.rotated // 2)
     yield "rope", partial(qk_norm_rope, q, k, weight, weight, angles, angles, 1e-6)
+
+
+def _state_ops(shapes: Shapes) -> Iterator[Case]:
+    weight = _half(shapes.conv_channels, shapes.conv_taps)
+    tails = _half(STATE_ROWS, 2, shapes.conv_channels, shapes.conv_taps - 1)[:, 0]
+    x = _half(TOKENS, shapes.conv_channels)
+    yield "causal_conv", partial(causal_conv_prefill, x, weight, tails, prefill_meta())
+    x = _half(BATCH, shapes.conv_channels)
+    yield "causal_conv", partial(causal_conv_decode, x, weight, tails, decode_meta())
+
+
+def prefill_meta() -> PrefillMeta:
+    """One slice of TOKENS tokens in whole chunks, its blocks in order."""
+    return PrefillMeta(
+        cu_seqlens=(0, TOKENS),
+        starts=(BLOCK,),
+        block_tables=(tuple(range(TOKENS // BLOCK + 1)),),
+        src_rows=(0,),
+        dst_rows=(1,),
+        chunk_ends=(tuple(range(BLOCK, TOKENS + 1, BLOCK)),),
+        snapshots=((0, 1, 2),),
+    )
+
+
+def decode_meta() -> DecodeMeta:
+    """BATCH sequences of half the pool's tokens."""
+    return DecodeMeta(
+        block_tables=(tuple(range(BLOCKS // 2)),) * BATCH,
+        kv_lens=(BLOCK * BLOCKS // 2,) * BATCH,
+        src_rows=tuple(range(BATCH)),
+        dst_rows=tuple(range(BATCH)),
+        snapshot_rows=(-1,) * BATCH,
+    )
 
 
 def _half(*shape: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from vlm_serve.kernels.dispatch import triton_everywhere
+from vlm_serve.kernels.metadata import PrefillMeta
 from vlm_serve.kernels.triton_support import interpreted
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
@@ -41,3 +43,40 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) 
         scale = max(1.0, float(expected.abs().max()))
         difference = float((actual - expected).abs().max())
         assert difference <= tolerance * scale, difference
+
+
+def prefill_case(
+    rng: random.Random, *, sequences: int, longest: int, chunk: int, first: int | None = None
+) -> tuple[PrefillMeta, int]:
+    """Random slices, one of them empty and one of a single token: (meta, number of state rows).
+
+    Chunks are cut at random places besides every `chunk` tokens; source rows are random, some zero
+    state, some in place, one row read by several; snapshots lie on random chunk ends.
+    """
+    lengths = [0, 1, *(rng.randint(1, longest) for _ in range(sequences - 2))]
+    rng.shuffle(lengths)
+    if first is not None:
+        lengths[0] = first
+    free = list(range(4 * sequences + 2))
+    rng.shuffle(free)
+    shared = free.pop()
+    offsets, ends, src, dst, snapshots = [0], [], [], [], []
+    for i, length in enumerate(lengths):
+        begin = offsets[-1]
+        cuts = {*range(chunk, length, chunk), *rng.sample(range(1, length + 1), min(2, length))}
+        ends.append(tuple(begin + cut for cut in sorted(cuts | ({length} if length else set()))))
+        offsets.append(begin + length)
+        dst.append(free.pop())
+        src.append(rng.choice([-1, shared, shared, dst[-1], free.pop()]))
+        wanted = rng.sample(range(len(ends[-1])), min(2, len(ends[-1])))
+        snapshots.extend((i, which, free.pop()) for which in wanted[: 2 if len(free) > 12 else 0])
+    meta = PrefillMeta(
+        cu_seqlens=tuple(offsets),
+        starts=tuple(rng.randint(0, 30) for _ in lengths),
+        block_tables=((),) * len(lengths),
+        src_rows=tuple(src),
+        dst_rows=tuple(dst),
+        chunk_ends=tuple(ends),
+        snapshots=tuple(snapshots),
+    )
+    return meta, 4 * sequences + 2

@@ -1,0 +1,106 @@
+"""The causal convolution on the Triton path against its float64 reference."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from triton_case import TOLERANCE, assert_near, kernels, poison, prefill_case, randn
+
+from vlm_serve.kernels.causal_conv import (
+    causal_conv_decode,
+    causal_conv_prefill,
+    causal_conv_reference,
+)
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def tail_pool(
+    rows: int, written: set[int], channels: int, kept: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """A layer's view of a pool of two layers; rows that nobody wrote hold NaN."""
+    pool = poison(rows, 2, channels, kept, dtype=dtype)
+    for row in written:
+        pool[row, 1] = randn(channels, kept, dtype=dtype, seed=row)
+    return pool[:, 1]
+
+
+def check_prefill(
+    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta
+) -> None:
+    before = tails.clone()
+    with kernels():
+        out = causal_conv_prefill(x, weight, tails, meta)
+    changed = set(meta.dst_rows)
+    for i in range(len(meta)):
+        begin, end = meta.cu_seqlens[i], meta.cu_seqlens[i + 1]
+        src = meta.src_rows[i]
+        expected, after = causal_conv_reference(
+            x[begin:end], weight, None if src < 0 else before[src]
+        )
+        assert_near(out[begin:end], expected, TOLERANCE[x.dtype])
+        assert torch.equal(tails[meta.dst_rows[i]], after[-1])
+        for sequence, chunk, row in meta.snapshots:
+            if sequence == i:
+                assert torch.equal(tails[row], after[meta.chunk_ends[i][chunk] - begin])
+                changed.add(row)
+    for row in set(range(tails.shape[0])) - changed:
+        assert torch.equal(tails[row].nan_to_num(9), before[row].nan_to_num(9))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("taps", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_slices(dtype: torch.dtype, taps: int, seed: int) -> None:
+    meta, rows = prefill_case(random.Random(seed), sequences=4, longest=40, chunk=16)
+    channels = 5 + 300 * (seed == 0)
+    x = randn(meta.num_tokens, channels + 3, dtype=dtype, seed=seed)[:, :channels]
+    written = {row for row in meta.src_rows if row >= 0}
+    tails = tail_pool(rows, written, channels, taps - 1, dtype)
+    check_prefill(x, randn(channels, taps, dtype=dtype, seed=9), tails, meta)
+
+
+def test_slices_shorter_than_the_tail_shift_it_in_place() -> None:
+    meta = PrefillMeta(
+        cu_seqlens=(0, 1, 1, 3, 4),
+        starts=(7, 9, 0, 5),
+        block_tables=((), (), (), ()),
+        src_rows=(2, 4, -1, 0),
+        dst_rows=(2, 3, 5, 6),
+        chunk_ends=((1,), (), (2, 3), (4,)),
+        snapshots=((2, 0, 1), (0, 0, 7)),
+    )
+    tails = tail_pool(8, {0, 2, 4}, 6, 3, torch.float32)
+    check_prefill(randn(4, 6), randn(6, 4), tails, meta)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("taps", [2, 4])
+def test_decode(dtype: torch.dtype, taps: int) -> None:
+    channels = 300
+    meta = DecodeMeta(
+        block_tables=((),) * 4,
+        kv_lens=(1,) * 4,
+        src_rows=(3, -1, 0, 0),
+        dst_rows=(3, 1, 5, 6),
+        snapshot_rows=(-1, 2, -1, 7),
+    )
+    tails = tail_pool(9, {0, 3}, channels, taps - 1, dtype)
+    before = tails.clone()
+    x = randn(4, channels + 1, dtype=dtype)[:, :channels]
+    weight = randn(channels, taps, dtype=dtype)
+    with kernels():
+        out = causal_conv_decode(x, weight, tails, meta)
+    for i, src in enumerate(meta.src_rows):
+        expected, after = causal_conv_reference(
+            x[i : i + 1], weight, None if src < 0 else before[src]
+        )
+        assert_near(out[i : i + 1], expected, TOLERANCE[dtype])
+        assert torch.equal(tails[meta.dst_rows[i]], after[1])
+        if meta.snapshot_rows[i] >= 0:
+            assert torch.equal(tails[meta.snapshot_rows[i]], after[1])
+    for row in (0, 4, 8):
+        assert torch.equal(tails[row].nan_to_num(9), before[row].nan_to_num(9))
