@@ -24,6 +24,7 @@ from vlm_serve.preprocess.limits import MediaLimits
 
 _PRINTABLE = re.compile(r"[!-~]+")
 _CONNECT_SECONDS = 5.0
+# How an IPv4 host looks from a network that speaks IPv6 alone.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -93,9 +94,9 @@ def parse_target(url: str, limits: MediaLimits, param: str | None = None) -> Tar
 def is_public(address: Address) -> bool:
     """True for an address of the public internet that embeds no other kind of address."""
     if isinstance(address, ipaddress.IPv6Address):
-        embedded = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
         if address in _NAT64:
-            embedded.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+            return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        embedded = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
         if any(inner is not None and not is_public(inner) for inner in embedded):
             return False
         if address.is_site_local:

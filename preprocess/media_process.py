@@ -132,7 +132,7 @@ def _uniform(total: int, fps: float, options: VideoOptions, config: VideoConfig)
             max_frames=options.max_frames,
         )
     assert config.num_frames is not None
-    return spread_indices(total, min(config.num_frames, total, options.max_frames))
+    return spread_indices(total, min(config.num_frames, options.max_frames))
 
 
 def _frame_size(

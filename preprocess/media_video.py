@@ -99,7 +99,9 @@ def _stack(frames: Any, limits: MediaLimits, param: str | None) -> Any:
         image_to_rgb(frame, limits, param) if isinstance(frame, PIL.Image.Image) else frame
         for frame in frames
     ]
-    if any(getattr(array, "shape", None) != arrays[0].shape for array in arrays):
+    if any(not isinstance(array, np.ndarray) for array in arrays):
+        raise MediaError("the frames of a video must be images or arrays", param=param)
+    if any(array.shape != arrays[0].shape for array in arrays):
         raise MediaError("the frames of a video must be of one size", param=param)
     return np.stack(arrays)
 
