@@ -13,17 +13,6 @@ from vlm_serve.cli import main
 DATA = Path(__file__).parent / "data"
 LARGE = ["--cache-memory", "8485MiB", "--kv-dtype", "int8", "--state-dtype", "bfloat16"]
 LARGE += ["--block-size", "64", "--tp", "2"]
-    "--cache-memory",
-    "8485MiB",
-    "--kv-dtype",
-    "int8",
-    "--state-dtype",
-    "bfloat16",
-    "--block-size",
-    "64",
-    "--tp",
-    "2",
-]
 
 
 def _plan(capsys: pytest.CaptureFixture[str], config: str, *flags: str) -> dict[str, Any]:
