@@ -18,7 +18,7 @@ from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.kernels.triton_support import decode_tables, launch, power_of_two, prefill_tables
 
 TOKEN_TILE = 16
-CHANNEL_TILE = 256
+CHANNEL_TILE = 128
 TAIL_TILE = 256
 
 
@@ -72,9 +72,11 @@ def _prefill_kernel(
             places = source.to(tl.int64)[:, None] * x_stride + channels[None, :]
             seen = tl.load(x + places, mask=fresh, other=0.0).to(tl.float32)
             # Before the slice's first token come the TAPS - 1 columns of the old tail.
-            column = source - begin + TAPS - 1
-            old = inside & ((source < begin) & (column >= unread))[:, None]
-            seen += tl.load(tail[None, :] + column[:, None], mask=old, other=0.0).to(tl.float32)
+            if first - begin < TAPS - 1:
+                column = source - begin + TAPS - 1
+                old = inside & ((source < begin) & (column >= unread))[:, None]
+                kept = tl.load(tail[None, :] + column[:, None], mask=old, other=0.0)
+                seen += kept.to(tl.float32)
             factor = tl.load(
                 weight + channels * weight_stride + tap, mask=channels < CHANNELS, other=0.0
             )
