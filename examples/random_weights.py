@@ -17,8 +17,7 @@ def entries(spec: CheckpointSpec) -> Iterator[Entry]:
     """Every weight of the checkpoint, in the order of the modules."""
     prefix = "model.language_model" if spec.vision_depth else "model"
     hidden = spec.hidden_size
-    rule = "tied_head" if spec.tied_embeddings else "head"
-    yield f"{prefix}.embed_tokens.weight", (spec.vocab_size, hidden), rule
+    yield f"{prefix}.embed_tokens.weight", (spec.vocab_size, hidden), "linear"
     for index in range(spec.num_layers):
         layer = f"{prefix}.layers.{index}"
         attention = (index + 1) % spec.full_attention_interval == 0
@@ -30,7 +29,7 @@ def entries(spec: CheckpointSpec) -> Iterator[Entry]:
     if spec.vision_depth:
         yield from _vision(spec)
     if not spec.tied_embeddings:
-        yield "lm_head.weight", (spec.vocab_size, hidden), "head"
+        yield "lm_head.weight", (spec.vocab_size, hidden), "linear"
 
 
 def _gated_delta(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
@@ -105,7 +104,11 @@ def _layer_norm(name: str, dim: int) -> Iterator[Entry]:
 
 
 def draw(name: str, shape: tuple[int, ...], rule: str, seed: int) -> torch.Tensor:
-    """Float32 values of one weight; they depend on its name, shape, rule and the seed alone."""
+    """Float32 values of one weight; they depend on its name, shape, rule and the seed alone.
+
+    Every projection keeps the scale of its input. That goes for embeddings too: tied ones must be
+    small beside what the layers add, or the last token itself would be the best next one.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     if rule == "A_log":
         return torch.empty(shape).uniform_(1.0, 16.0, generator=generator).log()
@@ -118,10 +121,7 @@ def draw(name: str, shape: tuple[int, ...], rule: str, seed: int) -> torch.Tenso
     if rule == "linear":
         fan_in = shape[-1] if "experts" in name else math.prod(shape[1:])
         return noise / math.sqrt(fan_in)
-    if rule == "tied_head":
-        # Small beside what the layers add: else the last token itself would be the best next one.
-        return noise / math.sqrt(shape[-1])
-    if rule in ("head", "router"):
+    if rule == "router":
         return noise * (3.0 / math.sqrt(shape[-1]))
     offset, scale = {
         "norm": (1.0, 0.1),

@@ -78,6 +78,7 @@ def test_end_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
     assert ModelConfig.from_dir(tmp_path).eos_token_ids == (3,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 3]}')
     assert ModelConfig.from_dir(tmp_path).eos_token_ids == (9, 3)
+    assert ModelConfig.from_dir(tmp_path).generation == {"eos_token_id": [9, 3]}
     (tmp_path / "generation_config.json").write_text("{}")
     assert ModelConfig.from_dir(tmp_path).eos_token_ids == (3,)
 

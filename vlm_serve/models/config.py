@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class ModelConfig:
         vision: None for a text-only checkpoint; then the token ids of media are None too.
         dtype: the checkpoint's own; bfloat16 if it names none.
         eos_token_ids: tokens that end a generation, from the generation config if there is one.
+        generation: the content of generation_config.json: defaults of sampling.
     """
 
     text: TextConfig
@@ -40,6 +41,7 @@ class ModelConfig:
     vision_end_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    generation: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def from_dir(cls, path: Path | str) -> ModelConfig:
@@ -49,9 +51,11 @@ class ModelConfig:
             CheckpointError: a file is missing or broken, or the model is of an unsupported kind.
         """
         config = _read_json(Path(path) / "config.json")
-        generation = Path(path) / "generation_config.json"
-        stops = _read_json(generation).get("eos_token_id") if generation.is_file() else None
-        return cls.from_dict(config if stops is None else config | {"eos_token_id": stops})
+        file = Path(path) / "generation_config.json"
+        generation = _read_json(file) if file.is_file() else {}
+        stops = generation.get("eos_token_id")
+        read = cls.from_dict(config if stops is None else config | {"eos_token_id": stops})
+        return replace(read, generation=generation)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:

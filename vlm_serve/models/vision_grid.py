@@ -1,0 +1,70 @@
+"""What the vision tower derives from a picture's grid alone: interpolated positions and angles."""
+
+from __future__ import annotations
+
+import torch
+
+
+def block_order(height: int, width: int, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column of every patch, in the order the processor emits patches.
+
+    Patches come in squares of `merge * merge` that later become one token: squares row by row,
+    and row by row within a square.
+
+    Args:
+        height, width: the grid in patches, multiples of `merge`.
+
+    Returns:
+        (rows, columns), int64 `[height * width]` each.
+    """
+    rows = torch.arange(height).view(height // merge, 1, merge, 1)
+    columns = torch.arange(width).view(1, width // merge, 1, merge)
+    shape = (height // merge, width // merge, merge, merge)
+    return rows.expand(shape).reshape(-1), columns.expand(shape).reshape(-1)
+
+
+def interpolate_positions(table: torch.Tensor, height: int, width: int, merge: int) -> torch.Tensor:
+    """The learned square grid of position embeddings, resampled to a picture's grid.
+
+    Bilinear with aligned corners (transformers' get_vision_interpolation_indices_and_weights).
+
+    Args:
+        table: `[side * side, hidden]`, any float dtype.
+        height, width, merge: as for `block_order`.
+
+    Returns:
+        `[height * width, hidden]` in the dtype of the table, computed in float32.
+    """
+    side = int(table.shape[0] ** 0.5)
+    rows, columns = block_order(height, width, merge)
+    row_taps, row_weights = _taps(rows, height, side)
+    column_taps, column_weights = _taps(columns, width, side)
+    taps = (row_taps[:, :, None] * side + column_taps[:, None, :]).reshape(-1, 4)
+    weights = (row_weights[:, :, None] * column_weights[:, None, :]).reshape(-1, 4, 1)
+    gathered = table[taps.to(table.device)].float() * weights.to(table.device)
+    return gathered.sum(1).to(table.dtype)
+
+
+def _taps(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two grid lines around each position, and how much each of them counts."""
+    place = index.float() * (side - 1) / max(size - 1, 1)
+    below = place.floor()
+    taps = torch.stack([below, below + 1], dim=1).clamp(max=side - 1).long()
+    above_weight = place - below
+    return taps, torch.stack([1 - above_weight, above_weight], dim=1)
+
+
+def axial_angles(
+    height: int, width: int, merge: int, head_dim: int, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of the axial rotary embedding: half of the frequencies turn with the row,
+    half with the column.
+
+    Returns:
+        (cos, sin), float32 `[height * width, head_dim / 2]` each.
+    """
+    spatial = head_dim // 2
+    inv_freq = 1.0 / (theta ** (torch.arange(0, spatial, 2, dtype=torch.float) / spatial))
+    rows, columns = block_order(height, width, merge)
+    angles = torch.cat([axis.float()[:, None] * inv_freq for axis in (rows, columns)], dim=1)
+    return angles.cos(), angles.sin()
