@@ -1,0 +1,259 @@
+"""Gated delta rule on a GPU, what a chunk's tokens determine without the incoming state.
+
+Inside a chunk with incoming state S, cumulative log decay G and unit keys k, the recurrence is the
+unit lower triangular system (I + A) V' = diag(beta) (V - diag(exp G) K S) with
+A[i, j] = beta_i exp(G_i - G_j) k_i . k_j for j < i (Yang et al. 2024, section 3). With
+T = (I + A)^-1 the solution is V' = U - W S for U = T diag(beta) V, W = T diag(beta exp G) K, and
+
+    O  = diag(exp G) Q S + (Q K^T * decay) V'
+    S' = exp(G_last) S + (diag(exp(G_last - G)) K)^T V'
+
+This kernel runs for all chunks at once and stores W, U, the decayed Q K^T, and the row factors that
+turn raw queries and keys into the scaled ones, so that the sequential kernel is four products.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vlm_serve.kernels.checks import MAX_CHUNK
+from vlm_serve.kernels.metadata import PrefillMeta
+from vlm_serve.kernels.triton_support import (
+    current_target,
+    dot_dtype,
+    launch,
+    power_of_two,
+    prefill_tables,
+)
+
+EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def _invert_unit_lower(a, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 for strictly lower triangular a `[2 * HALF, 2 * HALF]`, in float32.
+
+    Both diagonal blocks by forward substitution, row by row: products of powers of a would cancel
+    catastrophically where keys repeat. The block below follows from them.
+    """
+    blocks = tl.reshape(a, (2, HALF, 2, HALF))
+    # Index vectors of the four axes, each shaped to broadcast over the blocks.
+    upper = tl.arange(0, 2)[:, None, None, None]
+    left = tl.arange(0, 2)[None, None, :, None]
+    diagonal = tl.sum(tl.where(upper == left, blocks, 0.0), axis=2)
+    below = tl.sum(tl.sum(tl.where(upper > left, blocks, 0.0), axis=2), axis=0)
+    rows = tl.arange(0, HALF)[None, :, None]
+    columns = tl.arange(0, HALF)[None, None, :]
+    inverse = tl.where(rows == columns, 1.0, 0.0) + tl.zeros((2, HALF, HALF), tl.float32)
+    for i in range(1, HALF):
+        row = tl.sum(tl.where(rows == i, diagonal, 0.0), axis=1)
+        change = tl.sum(row[:, :, None] * inverse, axis=1)
+        inverse = tl.where(rows == i, inverse - change[:, None, :], inverse)
+    which = tl.arange(0, 2)[:, None, None]
+    first = tl.sum(tl.where(which == 0, inverse, 0.0), axis=0)
+    second = tl.sum(tl.where(which == 1, inverse, 0.0), axis=0)
+    corner = tl.dot(below, first, input_precision=PRECISION)
+    corner = tl.dot(second, corner, input_precision=PRECISION)
+    result = tl.where(upper == left, inverse[:, :, None, :], 0.0)
+    result = tl.where(upper > left, -corner[None, :, None, :], result)
+    return tl.reshape(result, (2 * HALF, 2 * HALF))
+
+
+@triton.jit
+def _row_norms(x, places, inside, DIM: tl.constexpr):
+    """Rows of x and their reciprocal lengths."""
+    rows = tl.load(x + places, mask=inside, other=0.0)
+    wide = rows.to(tl.float32)
+    return rows, tl.rsqrt(tl.sum(wide * wide, axis=1) + EPS)
+
+
+@triton.jit
+def _times_rows(
+    inverse,
+    factors,
+    source,
+    source_places,
+    out,
+    out_places,
+    inside_rows,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out = inverse @ diag(factors) source, in column tiles so that few rows of it are live."""
+    for start in tl.static_range(0, SIZE, TILE):
+        columns = start + tl.arange(0, TILE)
+        inside = inside_rows[:, None] & (columns < SIZE)[None, :]
+        rows = tl.load(source + source_places[:, None] + columns[None, :], mask=inside, other=0.0)
+        scaled = (rows.to(tl.float32) * factors[:, None]).to(DOT)
+        product = tl.dot(inverse, scaled, input_precision=PRECISION)
+        places = out_places[:, None] + columns[None, :]
+        tl.store(out + places, product.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prepare_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    w,
+    u,
+    attention,
+    q_factor,
+    k_factor,
+    chunk_factor,
+    chunk_bounds,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    g_stride,
+    beta_stride,
+    scale,
+    RATIO: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    COLUMN_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    head = tl.program_id(1)
+    begin = tl.load(chunk_bounds + chunk).to(tl.int64)
+    end = tl.load(chunk_bounds + chunk + 1).to(tl.int64)
+    index = tl.arange(0, CHUNK)
+    tokens = begin + index
+    inside = tokens < end
+    dims = tl.arange(0, BLOCK_KEY)
+    inside_keys = inside[:, None] & (dims < KEY_DIM)[None, :]
+    total = tl.cumsum(tl.load(g + tokens * g_stride + head, mask=inside, other=0.0), axis=0)
+    strength = tl.load(beta + tokens * beta_stride + head, mask=inside, other=0.0).to(tl.float32)
+    k += (head // RATIO) * k_head_stride
+    q += (head // RATIO) * q_head_stride
+    places = tokens[:, None] * k_token_stride + dims[None, :]
+    keys, key_norm = _row_norms(k, places, inside_keys, KEY_DIM)
+    keys = keys.to(DOT)
+    # Only j <= i is ever used; above the diagonal the difference may overflow exp.
+    visible = index[:, None] >= index[None, :]
+    decay = tl.exp(tl.where(visible, total[:, None] - total[None, :], 0.0)) * key_norm[None, :]
+
+    places = tokens[:, None] * q_token_stride + dims[None, :]
+    queries, query_norm = _row_norms(q, places, inside_keys, KEY_DIM)
+    query_norm *= scale
+    scores = tl.dot(queries.to(DOT), tl.trans(keys), input_precision=PRECISION)
+    scores = tl.where(visible, scores * decay * query_norm[:, None], 0.0)
+    places = (chunk.to(tl.int64) * HEADS + head) * CHUNK * CHUNK
+    places += index[:, None] * CHUNK + index[None, :]
+    tl.store(attention + places, scores.to(attention.dtype.element_ty))
+
+    system = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+    system = system * decay * (key_norm * strength)[:, None]
+    system = tl.where(index[:, None] > index[None, :], system, 0.0)
+    # The inverse is float32 whatever the inputs: its errors would enter every later token.
+    inverse = _invert_unit_lower(system, CHUNK // 2, "ieee").to(DOT)
+
+    rows = tokens * HEADS + head
+    growth = tl.exp(total)
+    last = tl.sum(tl.where(tokens == end - 1, total, 0.0), axis=0)
+    tl.store(q_factor + rows, query_norm * growth, mask=inside)
+    tl.store(k_factor + rows, key_norm * tl.exp(last - total), mask=inside)
+    tl.store(chunk_factor + chunk * HEADS + head, tl.exp(last))
+    _times_rows(
+        inverse,
+        strength * growth * key_norm,
+        k,
+        tokens * k_token_stride,
+        w,
+        rows * KEY_DIM,
+        inside,
+        KEY_DIM,
+        COLUMN_TILE,
+        DOT,
+        PRECISION,
+    )
+    _times_rows(
+        inverse,
+        strength,
+        v + head * v_head_stride,
+        tokens * v_token_stride,
+        u,
+        rows * VALUE_DIM,
+        inside,
+        VALUE_DIM,
+        COLUMN_TILE,
+        DOT,
+        PRECISION,
+    )
+
+
+def prepare_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    meta: PrefillMeta,
+) -> dict[str, torch.Tensor]:
+    """Everything of a chunk that needs no state.
+
+    Returns:
+        w `[N, Hv, Dk]`, u `[N, Hv, Dv]`, attention `[C, Hv, 64, 64]` in the dtype of products;
+        float32 q_factor and k_factor `[N, Hv]`, chunk_factor `[C, Hv]`. C is the number of chunks;
+        the tile is 64 tokens however short they are, so that a chunk's bits do not depend on the
+        other chunks of the step.
+    """
+    tables = prefill_tables(meta, q.device)
+    chunks = tables["chunk_sequence"].shape[0]
+    tokens, heads, value_dim = v.shape
+    key_dim = q.shape[2]
+    target = current_target()
+    dtype = torch.float32 if target.backend == "interpreter" else q.dtype
+    made = {
+        "w": torch.empty(tokens, heads, key_dim, dtype=dtype, device=q.device),
+        "u": torch.empty(tokens, heads, value_dim, dtype=dtype, device=q.device),
+        "attention": torch.empty(chunks, heads, MAX_CHUNK, MAX_CHUNK, dtype=dtype, device=q.device),
+        "q_factor": torch.empty(tokens, heads, device=q.device),
+        "k_factor": torch.empty(tokens, heads, device=q.device),
+        "chunk_factor": torch.empty(chunks, heads, device=q.device),
+    }
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": g,
+        "beta": beta,
+        **made,
+        "chunk_bounds": tables["chunk_bounds"],
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "k_token_stride": k.stride(0),
+        "k_head_stride": k.stride(1),
+        "v_token_stride": v.stride(0),
+        "v_head_stride": v.stride(1),
+        "g_stride": g.stride(0),
+        "beta_stride": beta.stride(0),
+        "scale": key_dim**-0.5,
+        "RATIO": heads // q.shape[1],
+        "HEADS": heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_KEY": power_of_two(key_dim, 16),
+        "COLUMN_TILE": 64 if min(key_dim, value_dim) >= 64 else 32,
+        "CHUNK": MAX_CHUNK,
+        "DOT": dot_dtype(q.dtype),
+        "PRECISION": target.dot_precision,
+    }
+    launch(_prepare_kernel, (chunks, heads), arguments, num_warps=4)
+    return made
