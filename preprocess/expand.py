@@ -121,7 +121,7 @@ class Expander:
                 else:
                     out.piece_starts.append(len(out.token_ids))
                     self._add_video(out, text, media[item].record, item)
-                out.media_ends.append(len(out.token_ids))
+                out.media_ends.append(out.spans[-1].end)
                 item += 1
             text = ""
         self._add_text(out, text)

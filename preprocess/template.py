@@ -76,7 +76,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.check_deadline()
         return super().getitem(obj, argument)
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, /, *args: Any, **kwargs: Any) -> Any:
         self.check_deadline()
         return super().call(*args, **kwargs)
 
@@ -84,9 +84,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 class _SafeNamespace(jinja2.utils.Namespace):
     """A namespace without underscore names, which would reach into the object itself."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args
-        for name in (values := dict(*rest, **kwargs)):
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        for name in (values := dict(*args, **kwargs)):
             _check_name(name)
         jinja2.utils.Namespace.__init__(self, values)
 
