@@ -69,3 +69,11 @@ class Lease:
     def own_blocks(self) -> list[int]:
         """Blocks that this request holds itself."""
         return self.blocks[self.num_shared :]
+
+    @property
+    def held_blocks(self) -> set[int]:
+        """Every block that this request keeps from being evicted."""
+        held = {*self.blocks, *((self.copy_source,) if self.copy_source >= 0 else ())}
+        if self.tail is not None:
+            held.add(self.tail.block.id)
+        return held

@@ -84,10 +84,12 @@ class Leasing:
         missing = self._blocks_for(num_tokens) - len(lease.blocks)
         if missing <= 0:
             return True
-        while not self._evictor.make_blocks(missing):
-            # A single request always fits: timed pins give way to it, and to nothing else.
-            if len(self.leases) > 1 or not self._timed_pins.give_way():
+        if not self._evictor.make_blocks(missing):
+            # A request that runs alone always fits: timed pins give way to it, and to nothing else.
+            if len(self.leases) > 1 or missing > self._config.num_blocks - len(lease.held_blocks):
                 return False
+            while not self._evictor.make_blocks(missing):
+                self._timed_pins.give_way()
         first = len(lease.blocks)
         lease.blocks.extend([self._ledger.blocks.take().id for _ in range(missing)])
         if lease.tail is not None and first * self._config.block_size < lease.boundary:

@@ -32,11 +32,11 @@ class CacheListener(Protocol):
     def row_freed(self, row: int) -> None: ...
 
     def kv_evicted(self, node: Node) -> None:
-        """The node leaves the trie; its block is still intact."""
+        """The node is about to leave the trie; its block is still intact."""
         ...
 
     def snapshot_evicted(self, snapshot: Snapshot) -> None:
-        """The snapshot leaves its node; its row is still intact."""
+        """The snapshot is about to leave its node; its row is still intact."""
         ...
 
 
@@ -187,33 +187,30 @@ class Ledger:
 
     def remove_snapshot(self, snapshot: Snapshot) -> None:
         """READY -> FREE; the KV behind it is demoted."""
-        node = self._detach_snapshot(snapshot)
-        self.listener.snapshot_evicted(snapshot)
+        self._detach_snapshot(snapshot)
         self.stats.evictions["snapshot"] += 1
-        self.evicted_snapshots.add(node.key)
         self.rows.change(snapshot.row, RowState.READY, RowState.FREE)
 
     def steal_snapshot(self, snapshot: Snapshot) -> int:
         """READY -> LIVE: the only reader goes on in the snapshot's own row."""
         assert snapshot.pins == 1, "others still read the snapshot"
         snapshot.pins = 0
-        node = self._detach_snapshot(snapshot)
-        self.listener.snapshot_evicted(snapshot)
+        self._detach_snapshot(snapshot)
         self.stats.stolen += 1
-        self.evicted_snapshots.add(node.key)
         self.rows.change(snapshot.row, RowState.READY, RowState.LIVE)
         return snapshot.row
 
-    def _detach_snapshot(self, snapshot: Snapshot) -> Node:
+    def _detach_snapshot(self, snapshot: Snapshot) -> None:
         assert snapshot.pins == 0, "a pinned snapshot cannot go"
         node = snapshot.node
         assert node is not None and node.snapshot is snapshot
         self.version += 1
+        self.listener.snapshot_evicted(snapshot)
+        self.evicted_snapshots.add(node.key)
         self.spare_snapshots.discard(snapshot)
         snapshot.node = None
         node.snapshot = None
         self.refresh_unit(node.block)
-        return node
 
     # Candidates
 

@@ -83,7 +83,10 @@ class Publisher:
         """RESERVED -> READY, or back to FREE if the node has one."""
         keys, ledger, position = self._keys, self._ledger, snapshot.position
         index, rest = divmod(position, self._block_size)
-        node = self._child(index, keys.tails[position]) if rest else self._lease.path[index - 1]
+        if rest:
+            node = self._child(index, keys.tails.get(position, b""))
+        else:
+            node = self._lease.path[index - 1]
         assert node is not None and not node.inside_span, f"no snapshot belongs at {position}"
         if node.snapshot is not None:
             ledger.rows.change(snapshot.row, RowState.RESERVED, RowState.FREE)

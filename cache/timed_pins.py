@@ -61,13 +61,10 @@ class TimedPins:
             self._release(key)
         return len(due)
 
-    def give_way(self) -> bool:
-        """Releases the pin that would end first; False if there is none."""
-        if not self._pins:
-            return False
+    def give_way(self) -> None:
+        """Releases the pin that would end first."""
         self._release(min(self._pins, key=lambda key: self._pins[key].until))
         self._ledger.stats.evictions["timed_pin"] += 1
-        return True
 
     def clear(self) -> None:
         for key in list(self._pins):

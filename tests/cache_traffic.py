@@ -1,0 +1,98 @@
+"""Seeded random traffic for the prefix cache alone: one seed, one history."""
+
+from __future__ import annotations
+
+import random
+
+from cache_world import END_OF_TURN, Image, Segment, Text, World
+
+from vlm_serve.cache.config import CacheConfig
+
+SEGMENTS: list[Segment] = [
+    [5],
+    Image("cat", 3),
+    [5, 6, 7, 8, 9],
+    [6, END_OF_TURN],
+    Image("dog", 3),
+    [8, 9, 10],
+    Image("cat", 7),
+    [12] * 6,
+]
+MAX_RUNS = 3
+
+
+def random_world(seed: int) -> World:
+    rng = random.Random(seed)
+    return World(
+        CacheConfig(
+            num_blocks=rng.choice([8, 12, 20]),
+            block_size=4,
+            num_live_rows=rng.randint(1, MAX_RUNS),
+            num_snapshot_rows=rng.choice([0, 1, 4]),
+            has_state=rng.random() < 0.8,
+            enabled=rng.random() < 0.95,
+            min_snapshot_gain=2,
+            policy=rng.choice(["lru", "value"]),
+            ghost_entries=rng.choice([None, 0, 5]),
+        )
+    )
+
+
+def drive(seed: int, steps: int) -> World:
+    """Runs `steps` random operations with a full check after each."""
+    world, rng = random_world(seed), random.Random(seed)
+    for _ in range(steps):
+        _operate(world, rng)
+        world.check()
+    return world
+
+
+def _operate(world: World, rng: random.Random) -> None:
+    choice = rng.random()
+    if len(world.runs) < MAX_RUNS and choice < 0.3:
+        _start(world, rng)
+    elif world.parked and choice < 0.35:
+        index = rng.randrange(len(world.parked))
+        if world.has_live_slot:
+            world.resume(index)
+        else:
+            world.drop(index)
+    elif choice < 0.36:
+        world.cache.expire(rng.random())
+    elif choice < 0.37:
+        world.cache.flush()
+    elif world.runs:
+        _go_on(world, rng, choice)
+
+
+def _start(world: World, rng: random.Random) -> None:
+    few = SEGMENTS[: rng.choice([3, len(SEGMENTS)])]
+    text = Text(*[rng.choice(few) for _ in range(rng.randint(1, 5))])
+    world.start(
+        text,
+        first=rng.randint(1, len(text)),
+        cold=rng.random() < 0.1,
+        complete=rng.random() < 0.1,
+        capture=rng.random() < 0.7,
+    )
+
+
+def _go_on(world: World, rng: random.Random, choice: float) -> None:
+    run = rng.choice(world.runs)
+    left = len(run.text) - run.lease.length
+    if choice < 0.75:
+        if not left:
+            run.text.append(rng.choice([END_OF_TURN, 13, 14]))
+        dense = rng.random()
+        end = rng.randint(run.lease.length + 1, len(run.text))
+        world.step(run, end, lambda position: rng.random() < dense)
+    elif choice < 0.80 and left:
+        world.fail(run, rng.randint(run.lease.length + 1, len(run.text)))
+    elif choice < 0.85:
+        world.suspend(run)
+    elif choice < 0.88 and run.lease.committed and len(world.runs) < MAX_RUNS:
+        world.fork(run)
+    elif choice < 0.89:
+        world.cache.pin(run.text.keys, rng.random())
+    else:
+        world.close(run)
