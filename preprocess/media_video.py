@@ -69,7 +69,7 @@ class ArrayVideo:
         self, frames: Any, fps: float | None, limits: MediaLimits, param: str | None = None
     ) -> None:
         if isinstance(frames, torch.Tensor):
-            frames = frames.numpy()
+            frames = frames.detach().cpu().numpy()
         if not isinstance(frames, np.ndarray):
             frames = _stack(frames, limits, param)
         if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
@@ -87,7 +87,8 @@ class ArrayVideo:
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
         for index in indices:
-            yield self._frames[index]
+            # torch takes neither read-only arrays nor negative strides.
+            yield np.array(self._frames[index], order="C")
 
 
 def _stack(frames: Any, limits: MediaLimits, param: str | None) -> Any:

@@ -6,13 +6,15 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random checkpoint; its weights are of no interest here."""
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    spec = CheckpointSpec(image_max_pixels=1 << 20)
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), spec)
 
 
 def _data_folder(package: str, *parts: str) -> Path:

@@ -13,6 +13,7 @@ import av
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from PIL import Image
 
 from vlm_serve.errors import MediaError
@@ -173,9 +174,12 @@ def test_frames_in_arrays() -> None:
     assert (video.fps, len(video.times)) == (24.0, 6)
     assert np.array_equal(np.stack(list(video.frames([1, 1, 4]))), frames[[1, 1, 4]])
     pictures = [Image.fromarray(frame) for frame in frames]
-    for other in (pictures, tuple(pictures), list(frames)):
+    frames.flags.writeable = False
+    mirrored = frames[:, :, ::-1].copy()[:, :, ::-1]
+    for other in (pictures, tuple(pictures), list(frames), mirrored, torch.tensor(frames.copy())):
         found = list(ArrayVideo(other, 2.0, LIMITS).frames(range(6)))
         assert np.array_equal(np.stack(found), frames)
+        assert all(frame.flags.writeable and frame.flags.c_contiguous for frame in found)
     assert ArrayVideo(pictures, 2.0, LIMITS).times == [0, 0.5, 1, 1.5, 2, 2.5]
 
 
