@@ -12,9 +12,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# Random weights of the real architecture, made once: no trained checkpoint is in the package yet.
+# The demo model comes with the package. Until it is there, random weights of the same architecture are
+# made once and served in its place.
 RANDOM_MODEL := checkpoints/random
-MODEL ?= $(RANDOM_MODEL)
+DEMO_WEIGHTS := vlm_serve/demo/dense/model.safetensors
+MODEL ?= $(if $(wildcard $(DEMO_WEIGHTS)),demo,$(RANDOM_MODEL))
 
 .PHONY: serve test lint format clean
 

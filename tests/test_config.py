@@ -71,7 +71,11 @@ def test_sizes_are_printed_in_binary_units(count: int, text: str) -> None:
         ("max_num_seqs", 0), ("max_num_seqs", True), ("max_num_seqs", 2.0), ("max_num_seqs", None),
         ("max_num_batched_tokens", -1), ("prefix_cache_state_interval", 0),
         ("prefix_cache_state_budget", -1), ("prefix_cache_decode_state_interval", -16),
-        ("allowed_local_media_path", 7), ("threads", 0),
+        ("allowed_local_media_path", 7), ("threads", 0), ("limit_mm_per_prompt", "four"),
+        ("limit_mm_per_prompt", "image=-1"), ("limit_mm_per_prompt", "image=1,image=2"),
+        ("limit_mm_per_prompt", "sound=1"), ("limit_mm_per_prompt", 4),
+        ("max_image_pixels", 1 << 30), ("media_fetch_timeout", float("nan")),
+        ("allowed_media_domains", 5), ("allow_private_networks", "yes"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_named(field: str, value: object) -> None:
@@ -104,6 +108,19 @@ def test_derived_values() -> None:
     assert EngineConfig(block_size=16).gdn_chunk_size == 16
     assert EngineConfig(block_size=16).state_interval_blocks == 64
     assert EngineConfig(block_size=16, prefix_cache_state_interval=3).state_interval_blocks == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "limits"),
+    [
+        ("", {}),
+        ("image=4", {"image": 4}),
+        ("image=4, video = 0", {"image": 4, "video": 0}),
+        ('{"image": 4, "video": 1}', {"image": 4, "video": 1}),
+    ],
+)
+def test_limits_per_modality(text: str, limits: dict[str, int]) -> None:
+    assert EngineConfig(limit_mm_per_prompt=text).max_media_per_prompt == limits
 
 
 def test_a_config_survives_being_made_again_from_its_own_values() -> None:

@@ -19,6 +19,8 @@ _KV_DTYPES = (*_DTYPES, "fp8", "int8")
 _STATE_DTYPES = ("auto", "float32", "bfloat16")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 
+_MEDIA_LIMIT = re.compile(r"(image|video)\s*=\s*(\d{1,6})", re.ASCII)
+
 _MODEL = "model"
 _CACHE = "cache"
 _SCHEDULER = "scheduler"
@@ -157,9 +159,52 @@ class EngineConfig:
         kind="text",
         metavar="DIR",
     )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "hosts from which media may be fetched (comma-separated)",
+        group=_MEDIA,
+        kind="list",
+        default_text="every public host",
+    )
+    allow_private_networks: bool = option(
+        False,
+        "also fetch media from addresses that are not public",
+        group=_MEDIA,
+        kind="bool",
+    )
+    limit_mm_per_prompt: str = option(
+        "",
+        "most images and videos in one prompt, such as image=4,video=1",
+        group=_MEDIA,
+        kind="text",
+        metavar="LIMITS",
+        default_text="none",
+    )
+    max_image_pixels: int = option(
+        1 << 26,
+        "most pixels of an image, read from its header before it is decoded",
+        group=_MEDIA,
+        kind="int",
+        low=1,
+        high=178_956_970,
+    )
+    media_fetch_timeout: float = option(
+        30.0,
+        "seconds for fetching one medium, redirects included",
+        group=_MEDIA,
+        kind="float",
+        low=0.001,
+        high=3600,
+        metavar="SECONDS",
+    )
 
     def __post_init__(self) -> None:
         problems = normalise_all(self)
+        if isinstance(self.limit_mm_per_prompt, str) and self.max_media_per_prompt is None:
+            problems.append(
+                "limit_mm_per_prompt must be of the form image=4,video=1, "
+                f"got {self.limit_mm_per_prompt!r}"
+            )
         if isinstance(self.device, str) and not _DEVICE.fullmatch(self.device):
             problems.append(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if not problems:  # the checks below compare options that are valid by themselves
@@ -189,6 +234,20 @@ class EngineConfig:
         """`cache_memory` in bytes, None if the engine is to choose."""
         assert self.cache_memory is None or isinstance(self.cache_memory, int)
         return self.cache_memory
+
+    @property
+    def max_media_per_prompt(self) -> dict[str, int] | None:
+        """`limit_mm_per_prompt` as numbers by modality; None if it cannot be read."""
+        limits: dict[str, int] = {}
+        text = self.limit_mm_per_prompt.strip()
+        if text.startswith("{"):  # the JSON form that other servers take
+            text = text.strip("{}").replace('"', "").replace(":", "=")
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            found = _MEDIA_LIMIT.fullmatch(part)
+            if found is None or found[1] in limits:
+                return None
+            limits[found[1]] = int(found[2])
+        return limits
 
     @property
     def gdn_chunk_size(self) -> int:

@@ -213,3 +213,16 @@ def from_mapping(options: Iterable[Option], values: Mapping[Any, Any]) -> dict[s
     if unknown:
         raise ConfigError(f"unknown options in the config file: {', '.join(unknown)}")
     return {names[str(key).replace("-", "_")]: value for key, value in values.items()}
+
+
+def markdown_table(options: Iterable[Option]) -> str:
+    """The options as the README shows them: flag, default, what it does; a heading per group."""
+    lines: list[str] = []
+    group = ""
+    for item in options:
+        if item.group != group:
+            group = item.group
+            lines += ["", f"**{group}**", "", "| flag | default | effect |", "|---|---|---|"]
+        flags = " ".join(f"`{flag}`" for flag in item.flags)
+        lines.append(f"| {flags} | {item.shown_default} | {item.help.replace('|', '/')} |")
+    return "\n".join(lines).strip() + "\n"

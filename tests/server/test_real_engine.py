@@ -259,6 +259,30 @@ def test_bad_requests_are_refused_and_the_next_one_is_served(
     assert ask(server, "hi").status_code == 200
 
 
+def test_the_operators_limits_on_media_hold(checkpoint: Path) -> None:
+    config = EngineConfig(
+        device="cpu",
+        block_size=16,
+        cache_memory="16MiB",
+        max_model_len=2048,
+        limit_mm_per_prompt="image=1,video=0",
+        max_image_pixels=300_000,
+        allowed_media_domains=("pictures.example",),
+        threads=2,
+    )
+    engine = Engine.from_checkpoint(str(checkpoint), config)
+    with running(engine, ServerConfig(port=0)) as server:
+        rocket = picture("rocket.jpg")
+        elsewhere = {"type": "image_url", "image_url": {"url": "https://other.example/x.png"}}
+        answer(server, rocket)
+        assert ask(server, rocket, rocket).status_code == 400
+        assert ask(server, video("carphone_pristine.mp4")).status_code == 400
+        assert ask(server, picture("hubble_deep_field.jpg")).status_code == 400
+        refused = ask(server, elsewhere)
+        assert refused.status_code == 400
+        assert "other.example" not in refused.text
+
+
 def test_a_prompt_beyond_the_context_says_so(server: RunningServer) -> None:
     error = ask(server, "word " * 3000).json()["error"]
     assert error["code"] == "context_length_exceeded"

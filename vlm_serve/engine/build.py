@@ -151,9 +151,23 @@ def _preprocessor(
         processor_fingerprint=processor_fingerprint(path),
         numerics_version=2 * NUMERICS_VERSION + config.deterministic,
     )
+    return Preprocessor(
+        path, block_size=config.block_size, root_key=root, limits=_media_limits(config)
+    )
+
+
+def _media_limits(config: EngineConfig) -> MediaLimits:
     allowed = config.allowed_local_media_path
-    limits = MediaLimits(allowed_local_media_path=Path(allowed) if allowed is not None else None)
-    return Preprocessor(path, block_size=config.block_size, root_key=root, limits=limits)
+    most = config.max_media_per_prompt or {}
+    return MediaLimits(
+        max_images=most.get("image"),
+        max_videos=most.get("video"),
+        max_image_pixels=config.max_image_pixels,
+        max_fetch_seconds=config.media_fetch_timeout,
+        allowed_local_media_path=Path(allowed) if allowed is not None else None,
+        allowed_media_domains=config.allowed_media_domains,
+        allow_private_networks=config.allow_private_networks,
+    )
 
 
 def _allocate(

@@ -1,0 +1,53 @@
+"""What the README and the docs say about options and fields is what the code has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.options import markdown_table, options_of
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.fields import UNIMPLEMENTED
+from vlm_serve.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+HTTP = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
+
+
+def section(text: str, name: str) -> str:
+    return text.split(f"<!-- begin {name} -->\n")[1].split(f"<!-- end {name} -->")[0].strip() + "\n"
+
+
+def test_the_readme_has_the_option_tables() -> None:
+    assert section(README, "server options") == markdown_table(options_of(ServerConfig))
+    assert section(README, "engine options") == markdown_table(options_of(EngineConfig))
+
+
+def fields_in(text: str) -> set[str]:
+    """Names in the first column of a table."""
+    rows = re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+def test_every_field_with_an_effect_is_documented() -> None:
+    documented = fields_in(section(HTTP, "fields"))
+    models = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    declared = {name for model in models for name in model.model_fields}
+    assert documented == declared
+
+
+def test_every_refused_field_is_documented() -> None:
+    assert fields_in(section(HTTP, "refused fields")) == set(UNIMPLEMENTED)
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
