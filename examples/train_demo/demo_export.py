@@ -117,7 +117,9 @@ def weights(model: DemoModel) -> dict[str, Tensor]:
 def export(model: DemoModel, tokenizer: Tokenizer, path: Path) -> None:
     """Write weights, configuration, tokenizer, template and processor files into `path`."""
     path.mkdir(parents=True, exist_ok=True)
-    save_file(weights(model), str(path / "model.safetensors"), metadata={"format": "pt"})
+    file = path / "model.safetensors"
+    save_file(weights(model), str(file), metadata={"format": "pt"})
+    file.chmod(0o644)
     write_json(path / "config.json", model_config(model.shape, tokenizer))
     write_tokenizer_files(path, tokenizer, max_length=CONTEXT)
     (path / "chat_template.jinja").write_text(demo_template(), encoding="utf-8")

@@ -1,0 +1,44 @@
+"""Ask questions about one picture: `python examples/chat_image.py [PICTURE QUESTION...]`.
+
+All questions share the picture, so only the first one pays for it: the cache report says how many
+tokens of each prompt were reused, and whether the picture had to be decoded or encoded at all.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from vlm_serve import Pipeline, SamplingParams
+
+PICTURE = Path(__file__).parent / "media" / "shapes.png"
+QUESTIONS = (
+    "Describe the picture.",
+    "How many shapes are there?",
+    "What color is the star?",
+    "Where is the circle?",
+    "Which is bigger, the star or the circle?",
+    "Who drew this?",
+)
+
+
+def main() -> None:
+    picture = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE
+    questions = sys.argv[2:] or QUESTIONS
+    greedy = SamplingParams(temperature=0.0, max_tokens=96)
+    with Pipeline("demo") as pipe:
+        for question in questions:
+            content = [
+                {"type": "image", "image": picture},
+                {"type": "text", "text": question},
+            ]
+            output = pipe.chat([{"role": "user", "content": content}], greedy)
+            usage = output.usage
+            print(f"{question}\n  {output.text}")
+            print(
+                f"  ({usage.cached_tokens} of {usage.prompt_tokens} prompt tokens from the cache)"
+            )
+
+
+if __name__ == "__main__":
+    main()

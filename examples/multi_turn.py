@@ -1,0 +1,45 @@
+"""A conversation about two pictures, streamed: `python examples/multi_turn.py`.
+
+Each turn sends the whole history again, as every chat client does. All of it comes from the cache
+but the newest question; the answers the model made itself are reused, too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vlm_serve import Pipeline, SamplingParams
+
+MEDIA = Path(__file__).parent / "media"
+PICTURES = (MEDIA / "star.png", MEDIA / "heart.png")
+QUESTIONS = (
+    "Which picture has the red star?",
+    "What is in the second picture?",
+    "How many pictures are there?",
+    "What color is the star in the first picture?",
+)
+
+
+def main() -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=96)
+    messages: list[dict[str, Any]] = []
+    with Pipeline("demo") as pipe:
+        for question in QUESTIONS:
+            content: list[dict[str, Any]] = [{"type": "text", "text": question}]
+            if not messages:
+                content = [{"type": "image", "image": path} for path in PICTURES] + content
+            messages.append({"role": "user", "content": content})
+            print(question, end="\n  ")
+            answer = ""
+            for delta in pipe.stream(messages, greedy):
+                print(delta.text, end="", flush=True)
+                answer += delta.text
+                if delta.usage is not None:
+                    usage = delta.usage
+            print(f"\n  ({usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached)")
+            messages.append({"role": "assistant", "content": answer})
+
+
+if __name__ == "__main__":
+    main()

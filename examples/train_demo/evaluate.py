@@ -1,0 +1,91 @@
+"""How often the demo checkpoints are right, by kind of question:
+`python examples/train_demo/evaluate.py demo demo-moe`.
+
+Greedy, through `vlm_serve.Pipeline`, on pictures and videos from seeds never trained on. The
+output is the same every time. `--compare` asks everything again without prefix caching and counts
+answers that differ in any token.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from demo_cases import Case, image_cases, video_cases
+
+from vlm_serve import Pipeline, SamplingParams
+from vlm_serve.config import EngineConfig
+
+# Requests at a time: few enough that the videos of a batch fit into memory.
+BATCH = 16
+MAX_TOKENS = 96
+
+
+def batched(cases: Iterable[Case]) -> Iterator[list[Case]]:
+    iterator = iter(cases)
+    while batch := list(islice(iterator, BATCH)):
+        yield batch
+
+
+def answers(pipe: Pipeline, cases: Iterable[Case]) -> Iterator[tuple[Case, str, list[int]]]:
+    """Each case with the model's answer as text and tokens."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    for batch in batched(cases):
+        outputs = pipe.chat_many([case.messages for case in batch], greedy)
+        for case, output in zip(batch, outputs, strict=True):
+            yield case, output.text, output.token_ids
+
+
+def evaluate(model: str, images: int, videos: int, seed: int, *, compare: bool, show: int) -> None:
+    """Print the accuracy of one model."""
+    uncached = Pipeline(model, EngineConfig(enable_prefix_caching=False)) if compare else None
+    different = 0
+    print(f"{model}")
+    with Pipeline(model) as pipe:
+        for title, cases in (
+            ("images", lambda: image_cases(images, seed)),
+            ("videos", lambda: video_cases(videos, seed)),
+        ):
+            right: dict[str, list[bool]] = defaultdict(list)
+            again = answers(uncached, cases()) if uncached is not None else None
+            for case, text, tokens in answers(pipe, cases()):
+                hit = text == case.answer
+                right[case.kind].append(hit)
+                if not hit and show > 0:
+                    show -= 1
+                    question = case.messages[-1]["content"][-1]["text"]
+                    print(f"    {question!r}: {text!r}, not {case.answer!r}")
+                if again is not None:
+                    different += next(again)[2] != tokens
+            print_accuracy(title, right)
+    if uncached is not None:
+        uncached.close()
+        print(f"  {different} of {images + videos} answers differ without prefix caching")
+
+
+def print_accuracy(title: str, right: dict[str, list[bool]]) -> None:
+    total = [hit for hits in right.values() for hit in hits]
+    if not total:
+        return
+    print(f"  {title}: {sum(total) / len(total):.2%} of {len(total)}")
+    for kind, hits in sorted(right.items()):
+        print(f"    {kind:24s} {sum(hits) / len(hits):7.2%} of {len(hits)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="+", help="demo, demo-moe or a checkpoint directory")
+    parser.add_argument("--images", type=int, default=2000)
+    parser.add_argument("--videos", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compare", action="store_true", help="also run without prefix caching")
+    parser.add_argument("--show", type=int, default=0, help="how many wrong answers to print")
+    args = parser.parse_args()
+    for model in args.models:
+        evaluate(model, args.images, args.videos, args.seed, compare=args.compare, show=args.show)
+
+
+if __name__ == "__main__":
+    main()

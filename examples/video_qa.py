@@ -1,0 +1,42 @@
+"""Ask about a video: `python examples/video_qa.py [VIDEO QUESTION...]`.
+
+Two frames a second are sampled, two frames make one temporal patch, and the prompt carries a
+timestamp before each, so the model can say when something happens.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from vlm_serve import Pipeline, SamplingParams
+
+VIDEO = Path(__file__).parent / "media" / "change.mp4"
+QUESTIONS = (
+    "What happens in the video?",
+    "What color is the circle at the start?",
+    "What color is the circle at the end?",
+    "At which second does the color change?",
+)
+
+
+def main() -> None:
+    video = Path(sys.argv[1]) if len(sys.argv) > 1 else VIDEO
+    questions = sys.argv[2:] or QUESTIONS
+    greedy = SamplingParams(temperature=0.0, max_tokens=96)
+    with Pipeline("demo") as pipe:
+        for question in questions:
+            content = [
+                {"type": "video", "video": video},
+                {"type": "text", "text": question},
+            ]
+            output = pipe.chat([{"role": "user", "content": content}], greedy)
+            usage = output.usage
+            print(f"{question}\n  {output.text}")
+            print(
+                f"  ({usage.cached_tokens} of {usage.prompt_tokens} prompt tokens from the cache)"
+            )
+
+
+if __name__ == "__main__":
+    main()
