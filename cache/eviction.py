@@ -65,7 +65,7 @@ class Evictor:
         if (unit is None or unit[0][0] != WORTHLESS) and self._suspensions.evict_oldest():
             return
         assert unit is not None, "reclaimable blocks without a candidate"
-        (_, value), block = unit
+        (_, value, _), block = unit
         self._ledger.block_policy.evicted(value)
         self._evict_unit(block)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
-Priority = tuple[int, float]
-"""(class, value): a lower class goes first, then a lower value."""
+Priority = tuple[int, float, int]
+"""(class, value, last use): a lower class goes first, then a lower value, then the older use."""
 
 
 class Ticketed(Protocol):

@@ -239,7 +239,7 @@ class Ledger:
             else:
                 saved, reuse = node.snapshot.saved_tokens, node.snapshot.hits + 1
         use = Use(node.last_used, node.credit, saved, reuse, self.config.block_bytes)
-        return (VALUED if saved else WORTHLESS, self.block_policy.value(use))
+        return (VALUED if saved else WORTHLESS, self.block_policy.value(use), node.last_used)
 
     def snapshot_priority(self, snapshot: Snapshot) -> Priority:
         use = Use(
@@ -249,7 +249,7 @@ class Ledger:
             snapshot.hits + 1,
             self.config.snapshot_bytes,
         )
-        return (VALUED, self.row_policy.value(use))
+        return (VALUED, self.row_policy.value(use), snapshot.last_used)
 
 
 def is_unit(block: Block) -> bool:

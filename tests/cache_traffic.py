@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from cache_world import END_OF_TURN, Image, Segment, Text, World
+from cache_texts import END_OF_TURN, Image, Segment, Text
+from cache_world import World
 
 from vlm_serve.cache.config import CacheConfig
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cache_world import END_OF_TURN, Image, Run, Segment, Text, World
+from cache_texts import END_OF_TURN, Image, Segment, Text
+from cache_world import Run, World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -141,7 +142,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 TestPrefixCacheMachine = PrefixCacheMachine.TestCase
 TestPrefixCacheMachine.settings = settings(
-    max_examples=300,
+    max_examples=200,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

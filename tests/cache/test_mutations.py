@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cache_world
+import cache_texts
 import pytest
 from cache_traffic import drive
 
@@ -143,10 +143,10 @@ def hash_another_medium_alike(patch: pytest.MonkeyPatch) -> None:
 
     class Blind(PromptKeys):
         def __init__(self, *args: Any, spans: Any, **options: Any) -> None:
-            alike = [cache_world.Span(s.start, s.end, bytes(32), s.modality) for s in spans]
+            alike = [cache_texts.Span(s.start, s.end, bytes(32), s.modality) for s in spans]
             super().__init__(*args, spans=alike, **options)
 
-    patch.setattr(cache_world, "PromptKeys", Blind)
+    patch.setattr(cache_texts, "PromptKeys", Blind)
 
 
 def resume_what_was_evicted(patch: pytest.MonkeyPatch) -> None:
