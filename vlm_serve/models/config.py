@@ -75,21 +75,19 @@ class ModelConfig:
         vision = _section(config, "vision_config") if config.get("vision_config") else None
         # transformers reads the outer switch; older files carry only the inner one.
         tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-        ids = {
-            name: int(_get(config, name)) if vision is not None else None
-            for name in (
-                "image_token_id",
-                "video_token_id",
-                "vision_start_token_id",
-                "vision_end_token_id",
-            )
-        }
+
+        def media_token(name: str) -> int | None:
+            return None if vision is None else int(_get(config, name))
+
         return cls(
             text=_text(text, moe="moe" in kind, tied=bool(tied)),
             vision=None if vision is None else _vision(vision),
+            image_token_id=media_token("image_token_id"),
+            video_token_id=media_token("video_token_id"),
+            vision_start_token_id=media_token("vision_start_token_id"),
+            vision_end_token_id=media_token("vision_end_token_id"),
             eos_token_ids=_eos(config.get("eos_token_id", text.get("eos_token_id"))),
             dtype=_dtype(config, text),
-            **ids,
         )
 
 
