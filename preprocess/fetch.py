@@ -58,15 +58,24 @@ def _read_data(url: str, max_bytes: int, param: str | None) -> bytes:
     else:
         if len(body) > 2 * max_bytes + 1024:
             raise _too_large(max_bytes, param)
-        body = urllib.parse.unquote(body) if "%" in body else body
-        text = "".join(body.split()).rstrip("=").replace("-", "+").replace("_", "/")
-        try:
-            data = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-        except (binascii.Error, ValueError):
-            raise InvalidRequestError("the data: URL is not valid base64", param=param) from None
+        data = _read_base64(body, param)
     if len(data) > max_bytes:
         raise _too_large(max_bytes, param)
     return data
+
+
+def _read_base64(text: str, param: str | None) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        pass
+    # Only now is it worth looking for escapes, line ends, the URL alphabet and lost padding.
+    text = "".join(urllib.parse.unquote(text).split()).rstrip("=")
+    text = text.replace("-", "+").replace("_", "/")
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequestError("the data: URL is not valid base64", param=param) from None
 
 
 def _fetch_http(url: str, max_bytes: int, limits: MediaLimits, param: str | None) -> bytes:

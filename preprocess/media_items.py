@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
 from vlm_serve.preprocess.fetch import fetch, read_file
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_image import Pixels, decode_image, image_to_rgb
-from vlm_serve.preprocess.media_options import image_options, options_key, video_options
+from vlm_serve.preprocess.media_options import (
+    ImageOptions,
+    VideoOptions,
+    image_options,
+    options_key,
+    video_options,
+)
 from vlm_serve.preprocess.media_process import (
     MediaRecord,
     Processed,
@@ -136,43 +143,65 @@ class MediaLoader:
 
         Raises MediaFetchError, MediaError or InvalidRequestError.
         """
-        config: PixelConfig | None
-        if part.modality == "image":
-            config = self._images
-            assert config is not None
-            options: Any = image_options(part, config)
-        else:
-            config = self._videos
-            assert isinstance(config, VideoConfig)
-            options = video_options(part, config)
-        source = self._read_source(part)
-
-        def process() -> Processed:
-            return self._process(part, source, options)
-
-        if not isinstance(source, bytes) and not _is_contiguous(source):
-            done = process()
-            return LoadedMedia(done.record, config, done.pixels, process)
-        key = raw_key(
-            source,
+        config, options = self._settings(part)
+        key_of = partial(
+            raw_key,
             cache_salt=cache_salt,
             modality=part.modality,
             options=options_key(options),
             fingerprint=self.fingerprint,
         )
-        known = self._raw_index.get(key)
-        if known is None:
+        # The text of a data: URL says as much as its bytes, and base64 is slower than hashing.
+        url_key = key_of(part.source) if _is_data_url(part.source) else None
+        known = self._raw_index.get(url_key) if url_key is not None else None
+        if known is not None:
+            return self._recall(
+                known, config, url_key, lambda: self._read_and_process(part, options)
+            )
+        source = self._read_source(part)
+        indexed = isinstance(source, bytes) or _is_contiguous(source)
+        key = key_of(source) if indexed else None
+        known = self._raw_index.get(key) if key is not None else None
+
+        def process() -> Processed:
+            return self._process(part, source, options)
+
+        if known is not None:
+            item = self._recall(known, config, key, process)
+        else:
             done = process()
-            self._raw_index.put(key, done.record)
-            return LoadedMedia(done.record, config, done.pixels, process)
+            item = LoadedMedia(done.record, config, done.pixels, process)
+        for each in (key, url_key):
+            if each is not None:
+                self._raw_index.put(each, item.record)
+        return item
+
+    def _settings(self, part: MediaPart) -> tuple[PixelConfig, ImageOptions | VideoOptions]:
+        if part.modality == "image":
+            assert self._images is not None
+            return self._images, image_options(part, self._images)
+        assert self._videos is not None
+        return self._videos, video_options(part, self._videos)
+
+    def _recall(
+        self,
+        known: MediaRecord,
+        config: PixelConfig,
+        key: bytes | None,
+        process: Callable[[], Processed],
+    ) -> LoadedMedia:
+        """An item that is known by its record alone."""
 
         def process_again() -> Processed:
             done = process()
-            if done.record != known:
+            if done.record != known and key is not None:
                 self._raw_index.remove(key)
             return done
 
         return LoadedMedia(known, config, None, process_again)
+
+    def _read_and_process(self, part: MediaPart, options: Any) -> Processed:
+        return self._process(part, self._read_source(part), options)
 
     def _process(self, part: MediaPart, source: Any, options: Any) -> Processed:
         if part.modality == "image":
@@ -205,6 +234,10 @@ class MediaLoader:
         if part.url_only:
             raise InvalidRequestError(f"{part.param} must be a URL", param=part.param)
         return source
+
+
+def _is_data_url(source: Any) -> bool:
+    return isinstance(source, str) and source[:5].lower() == "data:" and source.isascii()
 
 
 def _is_contiguous(source: Any) -> bool:

@@ -23,7 +23,7 @@ _HASH_BYTES = 128
 
 
 def raw_key(
-    data: bytes | npt.NDArray[np.uint8],
+    data: bytes | str | npt.NDArray[np.uint8],
     *,
     cache_salt: str,
     modality: str,
@@ -33,11 +33,16 @@ def raw_key(
     """32-byte key of an upload.
 
     Args:
-        data: a file's bytes, or C-contiguous uint8 frames.
+        data: a file's bytes, the ASCII text of a data: URL, or C-contiguous uint8 frames.
         options: all effective options (`options_key`).
         fingerprint: of the processors.
     """
-    shape = "file" if isinstance(data, bytes) else ",".join(map(str, data.shape))
+    if isinstance(data, np.ndarray):
+        shape, raw = ",".join(map(str, data.shape)), data.reshape(-1).data
+    elif isinstance(data, str):
+        shape, raw = "url", memoryview(data.encode("ascii"))
+    else:
+        shape, raw = "file", memoryview(data)
     fields = (
         tagged("domain", _DOMAIN),
         tagged("salt", cache_salt),
@@ -47,7 +52,7 @@ def raw_key(
         tagged("shape", shape),
     )
     hasher = blake3(b"".join(fields))
-    hasher.update(data if isinstance(data, bytes) else data.reshape(-1).data)
+    hasher.update(raw)
     return hasher.digest()
 
 

@@ -80,6 +80,9 @@ def test_a_repeated_upload_is_not_decoded(
     second = ask(preprocessor, {"type": "image_url", "image_url": url}, video(clip))
     assert len(decodes) == 2
     assert not any(item.decoded or item.ready for item in second.media)
+    third = ask(preprocessor, {"type": "image_url", "image_url": url}, video(clip))
+    assert not any(item.decoded for item in third.media)
+    assert torch.equal(third.media[0].patches(0), first.media[0].patches(0))
     assert second.token_ids == first.token_ids
     assert second.spans == first.spans
     assert second.keys.block_keys == first.keys.block_keys
@@ -100,6 +103,16 @@ def test_pixels_are_made_when_they_are_needed_after_all(
     assert len(decodes) == 2  # once more, whoever asks first
     assert all(torch.equal(patches, first.patches(1)) for patches in found)
     assert second.decoded and second.ready
+
+
+def test_the_text_of_a_data_url_is_enough(
+    preprocessor: Preprocessor, photographs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = base64.b64encode((photographs / "coffee.png").read_bytes()).decode()
+    part = {"type": "image_url", "image_url": "data:image/png;base64," + data}
+    first = ask(preprocessor, part)
+    monkeypatch.setattr(media_items, "fetch", None)
+    assert ask(preprocessor, part).spans == first.spans
 
 
 def test_load_decodes(preprocessor: Preprocessor, photographs: Path, decodes: list[str]) -> None:
@@ -194,7 +207,8 @@ def test_every_field_of_the_key_counts() -> None:
         keys.add(raw_key(b"data", **(base | {name: value * 2})))
     keys.add(raw_key(np.frombuffer(b"data", dtype=np.uint8), **base))
     keys.add(raw_key(np.frombuffer(b"data", dtype=np.uint8).reshape(2, 2), **base))
-    assert len(keys) == 8
+    keys.add(raw_key("data", **base))
+    assert len(keys) == 9
 
 
 def record(size: int) -> MediaRecord:
