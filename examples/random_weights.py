@@ -17,7 +17,8 @@ def entries(spec: CheckpointSpec) -> Iterator[Entry]:
     """Every weight of the checkpoint, in the order of the modules."""
     prefix = "model.language_model" if spec.vision_depth else "model"
     hidden = spec.hidden_size
-    yield f"{prefix}.embed_tokens.weight", (spec.vocab_size, hidden), "linear"
+    embedding = "linear" if spec.tied_embeddings else "embedding"
+    yield f"{prefix}.embed_tokens.weight", (spec.vocab_size, hidden), embedding
     for index in range(spec.num_layers):
         layer = f"{prefix}.layers.{index}"
         attention = (index + 1) % spec.full_attention_interval == 0
@@ -106,8 +107,9 @@ def _layer_norm(name: str, dim: int) -> Iterator[Entry]:
 def draw(name: str, shape: tuple[int, ...], rule: str, seed: int) -> torch.Tensor:
     """Float32 values of one weight; they depend on its name, shape, rule and the seed alone.
 
-    Every projection keeps the scale of its input. That goes for embeddings too: tied ones must be
-    small beside what the layers add, or the last token itself would be the best next one.
+    Every projection keeps the scale of its input. Tied embeddings do so as well: they must be small
+    beside what the layers add, or the last token itself would be the best next one. Others have the
+    scale of a layer's output; much smaller ones would magnify rounding errors.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     if rule == "A_log":
@@ -128,6 +130,7 @@ def draw(name: str, shape: tuple[int, ...], rule: str, seed: int) -> torch.Tenso
         "centred_norm": (0.0, 0.1),
         "sharp_norm": (0.5, 0.1),
         "position": (0.0, 0.5),
+        "embedding": (0.0, 1.0),
         "bias": (0.0, 0.1),
     }[rule]
     return offset + scale * noise

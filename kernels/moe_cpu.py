@@ -30,4 +30,4 @@ def routed_experts(
             ).chunk(2, dim=-1)
             parts[picked] = linear(F.silu(gate) * up, down[expert], deterministic=deterministic)
             begin += count
-    return (parts.view(tokens, top_k, -1) * weights.unsqueeze(-1)).sum(1)
+    return (parts.view(tokens, top_k, x.shape[1]) * weights.unsqueeze(-1)).sum(1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import media_reference
 import oracle
+import PIL.Image
 import torch
 
 from vlm_serve.engine.engine import Engine
@@ -92,13 +93,23 @@ def tapped(engine: Engine) -> Iterator[Tap]:
         runner.run = run  # type: ignore[method-assign]
 
 
-@torch.no_grad()
+_known: dict[tuple[str, str, int], Reference] = {}
+
+
 def reference(checkpoint: Path, prompt: Messages | Sequence[int], num_tokens: int) -> Reference:
-    """transformers' greedy answer to a conversation or to raw token ids."""
+    """transformers' greedy answer to a conversation or to raw token ids; computed once."""
+    key = (str(checkpoint), repr(prompt), num_tokens)
+    if key not in _known:
+        _known[key] = _compute(checkpoint, prompt, num_tokens)
+    return _known[key]
+
+
+@torch.no_grad()
+def _compute(checkpoint: Path, prompt: Messages | Sequence[int], num_tokens: int) -> Reference:
     if prompt and isinstance(prompt[0], int):
         inputs: dict[str, Any] = {"input_ids": torch.tensor([prompt])}
     else:
-        inputs = dict(media_reference.inputs(checkpoint, prompt))  # type: ignore[arg-type]
+        inputs = dict(media_reference.inputs(checkpoint, [_opened(each) for each in prompt]))
     length = inputs["input_ids"].shape[1]
     output = oracle.model(checkpoint).generate(
         **inputs,
@@ -113,6 +124,17 @@ def reference(checkpoint: Path, prompt: Messages | Sequence[int], num_tokens: in
         output.sequences[0, length:].tolist(),
         torch.cat(output.logits).float(),
     )
+
+
+def _opened(message: Any) -> dict[str, Any]:
+    """The message with its pictures opened: torchvision's decoder is not built here."""
+    if isinstance(message["content"], str):
+        return dict(message)
+    parts = [
+        part | {"image": PIL.Image.open(part["image"]).convert("RGB")} if "image" in part else part
+        for part in message["content"]
+    ]
+    return dict(message) | {"content": parts}
 
 
 def compare(output: Output, logits: torch.Tensor | None, expected: Reference) -> Comparison:

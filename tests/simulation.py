@@ -46,6 +46,9 @@ class Letters:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([97 + token_id % 26])
 
+    def is_special(self, token_id: int) -> bool:
+        return False
+
 
 @dataclass
 class Client:

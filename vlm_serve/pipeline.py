@@ -70,7 +70,17 @@ class Pipeline:
     """
 
     def __init__(self, model: str | Path = "demo", config: EngineConfig | None = None) -> None:
-        self.engine = Engine.from_checkpoint(str(model), config)
+        self._start(Engine.from_checkpoint(str(model), config))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> Pipeline:
+        """A pipeline over an engine that runs already; closing it closes the engine."""
+        pipeline = cls.__new__(cls)
+        pipeline._start(engine)
+        return pipeline
+
+    def _start(self, engine: Engine) -> None:
+        self.engine = engine
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="vlm-serve-prepare")
 
     def __enter__(self) -> Pipeline:

@@ -18,6 +18,9 @@ class Bytes:
     def token_bytes(self, token_id: int) -> bytes:
         return self.tokens[token_id]
 
+    def is_special(self, token_id: int) -> bool:
+        return self.tokens[token_id] == b"<special>"
+
 
 def test_an_unfinished_character_is_held_back() -> None:
     detokenizer = Detokenizer(Bytes(*(bytes([b]) for b in "é!".encode())))
@@ -31,6 +34,11 @@ def test_a_character_that_never_ends_becomes_a_replacement_at_the_end() -> None:
     detokenizer = Detokenizer(Bytes("é".encode()[:1]))
     assert detokenizer.push(0) == ("", None)
     assert detokenizer.finish() == ("\ufffd", None)
+
+
+def test_special_tokens_are_no_text() -> None:
+    detokenizer = Detokenizer(Bytes(b"a", b"<special>", b"b"))
+    assert [detokenizer.push(i)[0] for i in range(3)] == ["a", "", "b"]
 
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:

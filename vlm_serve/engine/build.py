@@ -97,7 +97,14 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     context = config.max_model_len or model_config.text.max_position_embeddings
     return EngineParts(
         name=model,
-        config=config,
+        config=replace(
+            config,
+            device=str(device),
+            dtype=_name_of(dtype),
+            kv_cache_dtype=_name_of(kv_dtype),
+            state_dtype=_name_of(state_dtype),
+            threads=torch.get_num_threads(),
+        ),
         model_config=model_config,
         memory=memory,
         preprocessor=preprocessor,
@@ -123,6 +130,10 @@ def _device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, but this machine has no usable GPU", param="device")
     return torch.device(name)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return next(name for name, each in DTYPES.items() if each == dtype)
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:

@@ -13,7 +13,11 @@ from typing import Protocol
 
 class TokenBytes(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; empty for special tokens."""
+        """The bytes a token stands for."""
+        ...
+
+    def is_special(self, token_id: int) -> bool:
+        """True for control tokens, which are no part of the text."""
         ...
 
 
@@ -35,7 +39,8 @@ class Detokenizer:
     def push(self, token_id: int, *, check_stop: bool = True) -> tuple[str, str | None]:
         """Adds a token. Returns (text that became certain, the stop string that was completed)."""
         assert not self._done, "push after the end"
-        self._held += self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        if not self._tokenizer.is_special(token_id):
+            self._held += self._decoder.decode(self._tokenizer.token_bytes(token_id))
         return self._release(check_stop=check_stop, final=False)
 
     def finish(self, *, check_stop: bool = True) -> tuple[str, str | None]:

@@ -142,6 +142,10 @@ class Engine:
         """Recomputes every invariant of the cache; raises AssertionError if one is violated."""
         self.call(self._cache.check)
 
+    def flush(self) -> None:
+        """Forgets everything that no running request holds: KV, state and vision embeddings."""
+        self.call(self._flush)
+
     def stats(self) -> dict[str, Any]:
         """Counters of the scheduler and the cache (see docs)."""
         return self.call(self._stats)
@@ -268,6 +272,10 @@ class Engine:
 
     def _fail_request(self, request: Request, error: VlmServeError) -> None:
         self._emit(self._scheduler.end_request(request, error))
+
+    def _flush(self) -> None:
+        self._cache.flush()
+        self._scheduler.media.cache.flush()
 
     def _stats(self) -> dict[str, Any]:
         return {

@@ -1,0 +1,183 @@
+"""The engine answers as transformers does: cold, and after every kind of hit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoint_spec import CheckpointSpec
+from make_checkpoint import make_checkpoint
+from parity import Comparison, Messages, check, greedy
+from parity_cases import CONVERSATIONS, SYSTEM, assistant, photograph, random_ids, user
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.build import build
+from vlm_serve.engine.engine import Engine
+from vlm_serve.pipeline import Output, Pipeline
+
+TOKENS = 64
+LOGIT_ERROR = 1e-4
+SPECS = {
+    "dense": CheckpointSpec(gdn_key_heads=2, gdn_value_heads=4, kv_heads=2),
+    "dense, equal heads, one kv head": CheckpointSpec(
+        gdn_key_heads=2, gdn_value_heads=2, kv_heads=1, seed=1, tied_embeddings=True
+    ),
+    "moe, three value heads, four kv heads": CheckpointSpec(
+        gdn_key_heads=2, gdn_value_heads=6, kv_heads=4, num_experts=8, seed=2
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parity")
+    return make_checkpoint(folder, SPECS[request.param])
+
+
+def config(**options: object) -> EngineConfig:
+    settings: dict[str, object] = {
+        "dtype": "float32",
+        "block_size": 16,
+        "cache_memory": "256MiB",
+        "max_model_len": 8192,
+    }
+    return EngineConfig(**(settings | options))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def pipe(checkpoint: Path) -> Iterator[Pipeline]:
+    with Pipeline(checkpoint, config()) as pipeline:
+        yield pipeline
+
+
+def expect(comparisons: list[Comparison]) -> None:
+    for comparison in comparisons:
+        assert comparison.acceptable, "another token, and no near tie"
+        assert comparison.logit_error <= LOGIT_ERROR
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_cold_then_identical(pipe: Pipeline, checkpoint: Path, name: str) -> None:
+    pipe.engine.flush()
+    outputs, comparisons = check(pipe, checkpoint, [CONVERSATIONS[name]], TOKENS)
+    expect(comparisons)
+    assert outputs[0].usage.cached_tokens == 0
+    outputs, comparisons = check(pipe, checkpoint, [CONVERSATIONS[name]], TOKENS)
+    expect(comparisons)
+    hit = outputs[0]
+    assert hit.usage.cached_tokens >= len(hit.prompt_token_ids) - 2 * 16
+    assert hit.cache_report.media_encoded == 0 and hit.cache_report.media_decoded == 0
+
+
+def test_a_batch_of_eight(pipe: Pipeline, checkpoint: Path) -> None:
+    pipe.engine.flush()
+    prompts: list[Messages | list[int]] = [*CONVERSATIONS.values()][:7]
+    prompts.append(random_ids(77, seed=1))
+    expect(check(pipe, checkpoint, prompts, TOKENS)[1])
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 257, 3000])
+def test_prompts_of_many_lengths(pipe: Pipeline, checkpoint: Path, length: int) -> None:
+    expect(check(pipe, checkpoint, [random_ids(length, seed=length)], 16)[1])
+
+
+def test_another_question_about_the_same_picture(pipe: Pipeline, checkpoint: Path) -> None:
+    pipe.engine.flush()
+    picture = photograph("coffee.png")
+    first, second = ([user(picture, q)] for q in ("What is this?", "How hot might it be?"))
+    expect(check(pipe, checkpoint, [first], TOKENS)[1])
+    outputs, comparisons = check(pipe, checkpoint, [second], TOKENS)
+    expect(comparisons)
+    assert outputs[0].usage.cached_tokens >= media_end(pipe, outputs[0])
+    assert outputs[0].cache_report.media_encoded == 0
+
+
+def test_a_picture_under_text_that_was_cached_without_one(pipe: Pipeline, checkpoint: Path) -> None:
+    pipe.engine.flush()
+    question = "What can be seen in the picture that I am about to show you, in a few words?" * 3
+    expect(check(pipe, checkpoint, [[user(question)]], TOKENS)[1])
+    outputs, comparisons = check(
+        pipe, checkpoint, [[user(question, photograph("rocket.jpg"))]], TOKENS
+    )
+    expect(comparisons)
+    assert outputs[0].cache_report.media_encoded == 1
+
+
+def test_several_turns(pipe: Pipeline, checkpoint: Path) -> None:
+    pipe.engine.flush()
+    history = [SYSTEM, user(photograph("camera.png"), "Who is this?")]
+    for question in ("What does he wear?", "And the weather?", "Is it day or night?"):
+        outputs, comparisons = check(pipe, checkpoint, [history], TOKENS)
+        expect(comparisons)
+        history = [*history, assistant("It is hard to tell from here."), user(question)]
+    outputs, comparisons = check(pipe, checkpoint, [history], TOKENS)
+    expect(comparisons)
+    assert outputs[0].usage.cached_tokens > media_end(pipe, outputs[0])
+
+
+def test_a_junction_heals_on_the_second_request(checkpoint: Path) -> None:
+    """Two prompts share 100 tokens; no snapshot lies at the fork until the second one makes it."""
+    shared = random_ids(100, seed=5)
+    tails = [random_ids(40, seed=6 + index) for index in range(3)]
+    with Pipeline(checkpoint, config(prefix_cache_state_interval=1000)) as pipe:
+        outputs = []
+        for tail in tails:
+            answers, comparisons = check(pipe, checkpoint, [shared + tail], TOKENS)
+            expect(comparisons)
+            outputs += answers
+    assert [output.usage.cached_tokens for output in outputs] == [0, 0, 96]
+    assert outputs[1].cache_report.kv_boundary == 96
+
+
+def small(pipe: Pipeline, blocks: int, snapshots: int) -> EngineConfig:
+    """Options for pools of that many KV blocks and snapshot rows."""
+    memory = pipe.engine.memory
+    total = blocks * memory.block_bytes + snapshots * memory.snapshot_bytes
+    return config(cache_memory=total, prefix_cache_state_budget=snapshots)
+
+
+def test_after_eviction(pipe: Pipeline, checkpoint: Path) -> None:
+    """A pool for one and a half conversations: everything is evicted again and again."""
+    names = ["one image", "several turns", "text", "one image", "several turns", "text"]
+    with Pipeline(checkpoint, small(pipe, 110, 4)) as crowded:
+        for name in names:
+            expect(check(crowded, checkpoint, [CONVERSATIONS[name]], 16)[1])
+        evictions = crowded.engine.stats()["cache"]["evictions"]
+        assert evictions["kv"] and evictions["snapshot"]
+
+
+@pytest.mark.parametrize("snapshots", [0, 8])
+def test_after_preemption(pipe: Pipeline, checkpoint: Path, snapshots: int) -> None:
+    """Four answers grow beyond the pool: the last ones are preempted and resume exactly."""
+    prompts = [random_ids(120, seed=20 + index) for index in range(4)]
+    with Pipeline(checkpoint, small(pipe, 40, snapshots)) as crowded:
+        expect(check(crowded, checkpoint, prompts, 80)[1])
+        assert crowded.engine.stats()["num_preemptions"] > 0
+
+
+def test_a_budget_smaller_than_the_prompt(checkpoint: Path) -> None:
+    options = {"max_num_batched_tokens": 32, "max_num_seqs": 4}
+    with Pipeline(checkpoint, config(**options)) as pipe:
+        expect(check(pipe, checkpoint, [CONVERSATIONS["one image"], random_ids(300, 3)], 16)[1])
+
+
+def test_nan_in_everything_freed_reaches_no_result(pipe: Pipeline, checkpoint: Path) -> None:
+    parts = build(str(checkpoint), small(pipe, 110, 4), poison=True)
+    with Pipeline.from_engine(Engine(parts)) as poisoned:
+        for name in ("one image", "several turns", "one image", "text", "several turns"):
+            expect(check(poisoned, checkpoint, [CONVERSATIONS[name]], 16)[1])
+
+
+def test_choices_fork_from_one_prompt(pipe: Pipeline) -> None:
+    single = pipe.generate(random_ids(50, 9), greedy(12))
+    forked = pipe.generate(random_ids(50, 9), greedy(12, n=3))
+    assert [choice.token_ids for choice in forked.choices] == [single.token_ids] * 3
+    assert forked.usage.completion_tokens == 36
+    pipe.engine.check()
+
+
+def media_end(pipe: Pipeline, output: Output) -> int:
+    """Position after the last placeholder token of a prompt."""
+    pads = {pipe.engine.model_config.image_token_id, pipe.engine.model_config.video_token_id}
+    return 1 + max(i for i, token in enumerate(output.prompt_token_ids) if token in pads)
