@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from vlm_serve.kernels.delta_chunks_cpu import (
+    PIECE,
+    Factors,
+    Inputs,
+    inverse_norm,
+    padded_size,
+    piece_factors,
+)
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
-EPS = 1e-6
-
-
-def _normalise(x: torch.Tensor) -> torch.Tensor:
-    wide = x.float()
-    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPS)
+# Pieces whose factors are made together, times value heads: enough to keep threads busy, few enough
+# to stay near the caches (16 pieces of 8 heads of 128 x 128 are about 6 MB).
+WINDOW = 128
 
 
 def chunk_gated_delta(
@@ -23,47 +30,131 @@ def chunk_gated_delta(
     state: torch.Tensor,
     meta: PrefillMeta,
 ) -> torch.Tensor:
-    ratio = v.shape[1] // k.shape[1]
-    q = (_normalise(q) * q.shape[-1] ** -0.5).repeat_interleave(ratio, dim=1).transpose(0, 1)
-    k = _normalise(k).repeat_interleave(ratio, dim=1).transpose(0, 1)
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    wide_v, beta, g = v.float().transpose(0, 1), beta.float().T, g.float().T
-    rows = {(sequence, chunk): row for sequence, chunk, row in meta.snapshots}
-    for i in range(len(meta)):
-        src = meta.src_rows[i]
-        current = torch.zeros(state.shape[1:]) if src < 0 else state[src].float()
-        begin = meta.cu_seqlens[i]
-        for chunk, end in enumerate(meta.chunk_ends[i]):
-            piece = slice(begin, end)
-            result, current = _one_chunk(
-                q[:, piece], k[:, piece], wide_v[:, piece], g[:, piece], beta[:, piece], current
-            )
-            current = current.to(state.dtype).float()
-            out[piece] = result.transpose(0, 1)
-            if (i, chunk) in rows:
-                state[rows[i, chunk]] = current
-            begin = end
-        state[meta.dst_rows[i]] = current
+    q_scale = inverse_norm(q).mul_(q.shape[-1] ** -0.5)
+    inputs = Inputs(q, k, g, beta, q_scale, inverse_norm(k))
+    out = torch.empty(v.shape, dtype=v.dtype)
+    scan = Scan(v, out, state)
+    plan = [_pieces(meta, i) for i in range(len(meta))]
+    factors = FactorWindow(
+        inputs, [piece for chunks in plan for chunk in chunks for piece in chunk]
+    )
+    snapshots = {(sequence, chunk): row for sequence, chunk, row in meta.snapshots}
+    for i, chunks in enumerate(plan):
+        scan.begin(meta.src_rows[i], meta.dst_rows[i])
+        for index, chunk in enumerate(chunks):
+            for begin, end in chunk:
+                scan.step(begin, end, *factors.next())
+            scan.end_chunk(snapshots.get((i, index)))
+        scan.finish(meta.dst_rows[i])
     return out
 
 
-def _one_chunk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = g.cumsum(-1)
-    decay = (total.unsqueeze(2) - total.unsqueeze(1)).exp().tril()
-    growth = total.exp().unsqueeze(2)
-    system = (k @ k.mT) * decay * beta.unsqueeze(2)
-    seen = (v - growth * (k @ state)) * beta.unsqueeze(2)
-    new = torch.linalg.solve_triangular(system, seen, upper=False, unitriangular=True)
-    out = growth * (q @ state) + ((q @ k.mT) * decay) @ new
-    rest = (total[:, -1:] - total).exp().unsqueeze(2)
-    return out, state * growth[:, -1:] + (k * rest).mT @ new
+def _pieces(meta: PrefillMeta, sequence: int) -> list[list[tuple[int, int]]]:
+    """(begin, end) in the packed tokens of the pieces of every chunk of a sequence."""
+    chunks = []
+    begin = meta.cu_seqlens[sequence]
+    for end in meta.chunk_ends[sequence]:
+        chunks.append([(at, min(at + PIECE, end)) for at in range(begin, end, PIECE)])
+        begin = end
+    return chunks
+
+
+class FactorWindow:
+    """Hands out the factors of one piece after another, made a window of pieces at a time."""
+
+    def __init__(self, inputs: Inputs, pieces: Sequence[tuple[int, int]]) -> None:
+        self._inputs = inputs
+        self._pieces = pieces
+        self._size = max(1, WINDOW // inputs.g.shape[1])
+        self._taken = 0
+        self._window: list[tuple[Factors, int]] = []
+
+    def next(self) -> tuple[Factors, int]:
+        """The next piece's factors: a batch and an index into it."""
+        place = self._taken % self._size
+        if place == 0:
+            self._window = self._make(self._pieces[self._taken : self._taken + self._size])
+        self._taken += 1
+        return self._window[place]
+
+    def _make(self, pieces: Sequence[tuple[int, int]]) -> list[tuple[Factors, int]]:
+        sizes = [padded_size(end - begin) for begin, end in pieces]
+        batches, used = {}, dict.fromkeys(sizes, 0)
+        for size in used:
+            same = [piece for piece, own in zip(pieces, sizes, strict=True) if own == size]
+            batches[size] = piece_factors(self._inputs, same, size)
+        window = []
+        for size in sizes:
+            window.append((batches[size], used[size]))
+            used[size] += 1
+        return window
+
+
+class Scan:
+    """The sequential part: carries the state of one sequence at a time through its chunks.
+
+    A float32 pool's destination row is updated in place. For another dtype a float32 copy is
+    carried and rounded after every chunk, so that a run resumed from a stored row sees what the
+    unsplit run saw.
+    """
+
+    def __init__(self, v: torch.Tensor, out: torch.Tensor, state: torch.Tensor) -> None:
+        self._v = v.transpose(0, 1)
+        self._out = out.transpose(0, 1)
+        self._state = state
+        self._in_place = state.dtype == torch.float32
+        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self.current = state.new_empty(0)
+
+    def begin(self, src: int, dst: int) -> None:
+        """Start a sequence from its source row; -1 for the zero state."""
+        target = self._state[dst]
+        self.current = target if self._in_place else torch.empty(target.shape)
+        if src < 0:
+            self.current.zero_()
+        elif src != dst or not self._in_place:
+            self.current.copy_(self._state[src])
+
+    def finish(self, dst: int) -> None:
+        """Store the sequence's state in its destination row."""
+        if not self._in_place:
+            self._state[dst].copy_(self.current)
+
+    def step(self, begin: int, end: int, factors: Factors, index: int) -> None:
+        """Advance the state over tokens begin:end and write their outputs."""
+        kq, mix, growth = factors.kq[index], factors.mix[index], factors.growth[index]
+        state, length, size = self.current, end - begin, mix.shape[2]
+        seen, new, mixed = self._buffer(kq.shape[0], size)
+        torch.bmm(kq, state, out=seen)
+        if length == size:
+            torch.addcmul(self._v[:, begin:end], seen[:, :size], growth, value=-1.0, out=new)
+        else:
+            short = seen[:, :length]
+            new[:, length:].zero_()
+            new[:, :length] = torch.addcmul(
+                self._v[:, begin:end], short, growth[:, :length], value=-1.0
+            )
+        torch.bmm(mix, new, out=mixed)
+        read, own = seen[:, size : size + length], mixed[:, size : size + length]
+        torch.addcmul(own, read, growth[:, :length], out=self._out[:, begin:end])
+        state.mul_(factors.decay[index]).baddbmm_(kq[:, :size].mT, mixed[:, :size])
+
+    def end_chunk(self, snapshot: int | None) -> None:
+        """Round the state as the pool would; store it in a snapshot row if one is wanted."""
+        if not self._in_place:
+            self.current.copy_(self.current.to(self._state.dtype))
+        if snapshot is not None:
+            self._state[snapshot].copy_(self.current)
+
+    def _buffer(self, heads: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if size not in self._buffers:
+            width = self._v.shape[2]
+            self._buffers[size] = (
+                torch.empty(heads, 2 * size, width),
+                torch.empty(heads, size, width),
+                torch.empty(heads, 2 * size, width),
+            )
+        return self._buffers[size]
 
 
 def recurrent_gated_delta(
@@ -76,8 +167,10 @@ def recurrent_gated_delta(
     meta: DecodeMeta,
 ) -> torch.Tensor:
     ratio = v.shape[1] // k.shape[1]
-    q = (_normalise(q) * q.shape[-1] ** -0.5).repeat_interleave(ratio, dim=1)
-    k = _normalise(k).repeat_interleave(ratio, dim=1)
+    q = (q * inverse_norm(q).mul_(q.shape[-1] ** -0.5).unsqueeze(-1)).repeat_interleave(
+        ratio, dim=1
+    )
+    k = (k * inverse_norm(k).unsqueeze(-1)).repeat_interleave(ratio, dim=1)
     current = torch.stack(
         [torch.zeros(state.shape[1:]) if src < 0 else state[src].float() for src in meta.src_rows]
     )
