@@ -12,15 +12,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# The demo model comes with the package. Until it is there, random weights of the same architecture are
-# made once and served in its place.
-RANDOM_MODEL := checkpoints/random
-DEMO_WEIGHTS := vlm_serve/demo/dense/model.safetensors
-MODEL ?= $(if $(wildcard $(DEMO_WEIGHTS)),demo,$(RANDOM_MODEL))
+MODEL ?= demo
 
 .PHONY: serve test lint format clean
 
-serve: $(VENV)/installed $(if $(filter $(RANDOM_MODEL),$(MODEL)),$(RANDOM_MODEL)/config.json)
+serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(VENV)/installed-dev
@@ -36,7 +32,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) checkpoints build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info
 
 $(VENV)/created:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vlm-serve needs Python 3.11 or newer; say make PYTHON=...")'
@@ -55,6 +51,3 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	$(PIP) install --quiet --no-deps torchvision==0.28.0
 	touch $@
-
-$(RANDOM_MODEL)/config.json: $(VENV)/installed examples/make_checkpoint.py
-	$(BIN)/python examples/make_checkpoint.py $(RANDOM_MODEL)

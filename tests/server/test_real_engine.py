@@ -324,3 +324,13 @@ def test_mixed_clients_at_once_get_the_answers_they_get_alone(server: RunningSer
     for thread in threads:
         thread.join(60)
     assert [together.get(number) for number in range(len(prompts))] == alone
+
+
+def test_special_tokens_are_no_part_of_the_text(server: RunningServer) -> None:
+    fields = {"temperature": 2.0, "seed": 3, "max_tokens": 200, "ignore_eos": True}
+    body = answer(server, "Tell me.", return_token_ids=True, n=4, **fields)
+    tokenizer = server.service.tokenizer
+    ids = [token for choice in body["choices"] for token in choice["token_ids"]]
+    assert any(tokenizer.is_special(token) for token in ids)
+    for choice in body["choices"]:
+        assert choice["message"]["content"] == tokenizer.decode(choice["token_ids"])

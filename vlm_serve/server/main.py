@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-import torch
-
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options import format_size
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.run import listen, make_server, url_of
 
@@ -44,7 +43,24 @@ def startup_rows(
     options = engine.config
     yield "model", ", ".join(names)
     yield "context", f"{engine.max_model_len} tokens"
-    yield "device", f"{options.device}, {torch.get_num_threads()} threads, {options.dtype}"
+    yield "device", f"{options.device}, {options.dtype}"
+    if options.device == "cpu":
+        yield "kernels", f"torch, {options.threads} threads"
+    else:
+        yield "kernels", "Triton"
+    memory = engine.memory
+    yield "cache memory", format_size(memory.cache_memory)
+    yield (
+        "  KV blocks",
+        f"{memory.num_blocks} of {format_size(memory.block_bytes)} ({options.kv_cache_dtype}): "
+        f"{memory.tokens} tokens",
+    )
+    yield (
+        "  snapshots",
+        f"{memory.num_snapshot_rows} of {format_size(memory.snapshot_bytes)} "
+        f"({options.state_dtype})",
+    )
+    yield "live states", f"{memory.num_live_rows}, {format_size(memory.live_state_bytes)} on top"
     yield "sequences", str(options.max_num_seqs)
     yield "step", f"at most {options.max_num_batched_tokens} tokens"
     if options.enable_prefix_caching:
