@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("cache", "kernels", "preprocess")
 CODE = ("vlm_serve", "cache", "kernels", "preprocess", "tests", "examples", "benchmarks")
-MAX_FILE_LINES = 450
+MAX_LINES = {"vlm_serve": 400, "cache": 400, "kernels": 400, "preprocess": 400}
+MAX_LINES_ELSEWHERE = 750
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -79,11 +80,13 @@ def test_cache_reads_no_clock() -> None:
         assert not {"time", "datetime"} & set(imported_modules(path)), path
 
 
-def test_files_fit_in_a_few_looks() -> None:
+@pytest.mark.parametrize("folder", CODE)
+def test_files_fit_in_a_few_looks(folder: str) -> None:
+    most = MAX_LINES.get(folder, MAX_LINES_ELSEWHERE)
     long = {
         str(path.relative_to(ROOT)): lines
-        for path in python_files(*CODE)
-        if (lines := path.read_text(encoding="utf-8").count("\n")) > MAX_FILE_LINES
+        for path in python_files(folder)
+        if (lines := path.read_text(encoding="utf-8").count("\n")) > most
     }
     assert not long
 
