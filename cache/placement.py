@@ -70,9 +70,9 @@ def plan_snapshots(
     messages = sorted({prompt.system_end, *prompt.message_ends[-2:]})
     plan.add(messages, "message", min_gain)
     regular = range(start // interval * interval + interval, len(prompt), interval)
-    points = [keys.last_cut(point) for point in regular]
-    spread = -(-len(points) // max(1, plan.room))
-    plan.add(points[spread - 1 :: spread] if points else [], "interval", min_gain)
+    points = sorted({keys.last_cut(point) for point in regular} - plan.chosen.keys())
+    spread = max(1, -(-len(points) // max(1, plan.room)))
+    plan.add(points[spread - 1 :: spread], "interval", min_gain)
     return tuple(plan.chosen.items())
 
 

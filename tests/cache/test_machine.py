@@ -142,7 +142,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 TestPrefixCacheMachine = PrefixCacheMachine.TestCase
 TestPrefixCacheMachine.settings = settings(
-    max_examples=200,
+    max_examples=300,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,
