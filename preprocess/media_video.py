@@ -158,6 +158,9 @@ class EncodedVideo:
         if stream is None:
             container.close()
             raise MediaError("the file has no video stream", param=self._param)
+        if stream.codec_context is None:
+            container.close()
+            raise MediaError("the video's codec is not supported", param=self._param)
         return container, stream
 
     def _index_packets(self, fps: float | None) -> None:

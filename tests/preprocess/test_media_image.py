@@ -239,3 +239,17 @@ def test_limits_are_those_that_are_set() -> None:
 def test_floating_point_images_are_refused() -> None:
     with pytest.raises(MediaError, match="floating"):
         image_to_rgb(Image.fromarray(np.zeros((4, 4), dtype=np.float32)), LIMITS)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_flipped_bytes_give_pixels_or_media_errors(kind: str) -> None:
+    whole = encode(Image.fromarray(picture(30, 40)), kind)
+    random = np.random.default_rng(0)
+    for _ in range(150):
+        data = bytearray(whole)
+        for at in random.integers(0, len(data), random.integers(1, 20)):
+            data[at] = random.integers(0, 256)
+        try:
+            assert decode_image(bytes(data), LIMITS).shape[2] == 3
+        except MediaError as error:
+            assert error.message

@@ -287,3 +287,20 @@ def test_playlists_and_scripts_open_nothing(tmp_path: Path) -> None:
     for script in scripts:
         with pytest.raises(MediaError, match="not a video"):
             EncodedVideo(script.encode(), None, LIMITS)
+
+
+@pytest.mark.parametrize(("container", "codec"), [("mp4", "libx264"), ("matroska", "mpeg4")])
+def test_flipped_bytes_give_frames_or_media_errors(container: str, codec: str) -> None:
+    whole = encode(moving_square(8), container, codec)
+    random = np.random.default_rng(0)
+    outcomes = set()
+    for _ in range(150):
+        data = bytearray(whole)
+        for at in random.integers(0, len(data), random.integers(1, 20)):
+            data[at] = random.integers(0, 256)
+        try:
+            video = EncodedVideo(bytes(data), None, LIMITS)
+            outcomes.add(len(list(video.frames([0, len(video.times) - 1]))))
+        except MediaError:
+            outcomes.add(0)
+    assert outcomes == {0, 2}
