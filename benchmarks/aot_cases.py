@@ -9,9 +9,11 @@ import torch
 from gpu_shapes import ALL, Shapes
 
 from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
+from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
 from vlm_serve.kernels.kv_write import copy_kv_rows, write_kv
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
+from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
 from vlm_serve.kernels.rope import qk_norm_rope
 from vlm_serve.kernels.state_copy import copy_rows
 
@@ -31,6 +33,7 @@ def cases() -> Iterator[Case]:
         yield from _memory_ops(shapes)
         yield from _elementwise(shapes)
         yield from _state_ops(shapes)
+        yield from _attention(shapes)
 
 
 def _memory_ops(shapes: Shapes) -> Iterator[Case]:
@@ -64,6 +67,38 @@ def _state_ops(shapes: Shapes) -> Iterator[Case]:
     yield "causal_conv", partial(causal_conv_prefill, x, weight, tails, prefill_meta())
     x = _half(BATCH, shapes.conv_channels)
     yield "causal_conv", partial(causal_conv_decode, x, weight, tails, decode_meta())
+    for dtype, label in ((torch.bfloat16, "gated_delta"), (torch.float32, "gated_delta fp32")):
+        state = torch.empty(STATE_ROWS, 2, shapes.value_heads, shapes.state_dim, shapes.state_dim)[
+            :, 0
+        ]
+        arguments = _gated_delta_inputs(shapes, TOKENS, dtype)
+        yield label, partial(chunk_gated_delta, *arguments, state, prefill_meta())
+        arguments = _gated_delta_inputs(shapes, BATCH, dtype)
+        yield label, partial(recurrent_gated_delta, *arguments, state, decode_meta())
+
+
+def _attention(shapes: Shapes) -> Iterator[Case]:
+    scale = shapes.head_dim**-0.5
+    forms = [(torch.bfloat16, dtype) for dtype in KV_DTYPES] + [(torch.float32, torch.float32)]
+    for dtype, stored in forms:
+        kv = pages(shapes, stored)[0]
+        label = f"attention {str(dtype)[6:]} on {str(stored)[6:]}"
+        q = torch.empty(TOKENS, shapes.query_heads, shapes.head_dim, dtype=dtype)
+        yield label, partial(attention_prefill, q, kv, prefill_meta(), scale=scale)
+        q = torch.empty(BATCH, shapes.query_heads, shapes.head_dim, dtype=dtype)
+        yield label, partial(attention_decode, q, kv, decode_meta(), scale=scale)
+
+
+def _gated_delta_inputs(
+    shapes: Shapes, tokens: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    keys, values, dim = shapes.key_heads, shapes.value_heads, shapes.state_dim
+    fused = torch.empty(tokens, shapes.conv_channels, dtype=dtype)
+    q, k, v = fused.split((keys * dim, keys * dim, values * dim), dim=1)
+    g, beta = torch.empty(tokens, values), torch.empty(tokens, values, dtype=dtype)
+    heads = (keys, keys, values)
+    q, k, v = (x.unflatten(1, (n, dim)) for x, n in zip((q, k, v), heads, strict=True))
+    return q, k, v, g, beta
 
 
 def prefill_meta() -> PrefillMeta:

@@ -26,7 +26,6 @@ from vlm_serve.kernels.triton_support import (
     current_target,
     dot_dtype,
     launch,
-    power_of_two,
     prefill_tables,
 )
 
@@ -64,11 +63,36 @@ def _invert_unit_lower(a, HALF: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _row_norms(x, places, inside, DIM: tl.constexpr):
-    """Rows of x and their reciprocal lengths."""
-    rows = tl.load(x + places, mask=inside, other=0.0)
-    wide = rows.to(tl.float32)
-    return rows, tl.rsqrt(tl.sum(wide * wide, axis=1) + EPS)
+def _products(
+    q,
+    k,
+    q_places,
+    k_places,
+    inside_rows,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Q K^T and K K^T of raw rows, and the reciprocal lengths of both, in tiles of their dims."""
+    scores = tl.zeros((CHUNK, CHUNK), tl.float32)
+    system = tl.zeros((CHUNK, CHUNK), tl.float32)
+    q_squares = tl.zeros((CHUNK,), tl.float32)
+    k_squares = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, SIZE, TILE):
+        dims = start + tl.arange(0, TILE)
+        inside = inside_rows[:, None] & (dims < SIZE)[None, :]
+        keys = tl.load(k + k_places[:, None] + dims[None, :], mask=inside, other=0.0)
+        queries = tl.load(q + q_places[:, None] + dims[None, :], mask=inside, other=0.0)
+        wide = keys.to(tl.float32)
+        k_squares += tl.sum(wide * wide, axis=1)
+        wide = queries.to(tl.float32)
+        q_squares += tl.sum(wide * wide, axis=1)
+        turned = tl.trans(keys.to(DOT))
+        system = tl.dot(keys.to(DOT), turned, system, input_precision=PRECISION)
+        scores = tl.dot(queries.to(DOT), turned, scores, input_precision=PRECISION)
+    return scores, system, tl.rsqrt(q_squares + EPS), tl.rsqrt(k_squares + EPS)
 
 
 @triton.jit
@@ -123,7 +147,7 @@ def _prepare_kernel(
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
+    KEY_TILE: tl.constexpr,
     COLUMN_TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     DOT: tl.constexpr,
@@ -136,29 +160,29 @@ def _prepare_kernel(
     index = tl.arange(0, CHUNK)
     tokens = begin + index
     inside = tokens < end
-    dims = tl.arange(0, BLOCK_KEY)
-    inside_keys = inside[:, None] & (dims < KEY_DIM)[None, :]
     total = tl.cumsum(tl.load(g + tokens * g_stride + head, mask=inside, other=0.0), axis=0)
     strength = tl.load(beta + tokens * beta_stride + head, mask=inside, other=0.0).to(tl.float32)
     k += (head // RATIO) * k_head_stride
-    q += (head // RATIO) * q_head_stride
-    places = tokens[:, None] * k_token_stride + dims[None, :]
-    keys, key_norm = _row_norms(k, places, inside_keys, KEY_DIM)
-    keys = keys.to(DOT)
+    scores, system, query_norm, key_norm = _products(
+        q + (head // RATIO) * q_head_stride,
+        k,
+        tokens * q_token_stride,
+        tokens * k_token_stride,
+        inside,
+        KEY_DIM,
+        KEY_TILE,
+        CHUNK,
+        DOT,
+        PRECISION,
+    )
+    query_norm *= scale
     # Only j <= i is ever used; above the diagonal the difference may overflow exp.
     visible = index[:, None] >= index[None, :]
     decay = tl.exp(tl.where(visible, total[:, None] - total[None, :], 0.0)) * key_norm[None, :]
-
-    places = tokens[:, None] * q_token_stride + dims[None, :]
-    queries, query_norm = _row_norms(q, places, inside_keys, KEY_DIM)
-    query_norm *= scale
-    scores = tl.dot(queries.to(DOT), tl.trans(keys), input_precision=PRECISION)
     scores = tl.where(visible, scores * decay * query_norm[:, None], 0.0)
     places = (chunk.to(tl.int64) * HEADS + head) * CHUNK * CHUNK
     places += index[:, None] * CHUNK + index[None, :]
     tl.store(attention + places, scores.to(attention.dtype.element_ty))
-
-    system = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     system = system * decay * (key_norm * strength)[:, None]
     system = tl.where(index[:, None] > index[None, :], system, 0.0)
     # The inverse is float32 whatever the inputs: its errors would enter every later token.
@@ -219,6 +243,8 @@ def prepare_chunks(
     tokens, heads, value_dim = v.shape
     key_dim = q.shape[2]
     target = current_target()
+    # float32 operands are split in three for tensor cores: narrower tiles keep them in registers.
+    tile = 32 if q.dtype == torch.float32 or min(key_dim, value_dim) < 64 else 64
     dtype = torch.float32 if target.backend == "interpreter" else q.dtype
     made = {
         "w": torch.empty(tokens, heads, key_dim, dtype=dtype, device=q.device),
@@ -249,11 +275,12 @@ def prepare_chunks(
         "HEADS": heads,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
-        "BLOCK_KEY": power_of_two(key_dim, 16),
-        "COLUMN_TILE": 64 if min(key_dim, value_dim) >= 64 else 32,
+        "KEY_TILE": tile,
+        "COLUMN_TILE": tile,
         "CHUNK": MAX_CHUNK,
         "DOT": dot_dtype(q.dtype),
         "PRECISION": target.dot_precision,
     }
-    launch(_prepare_kernel, (chunks, heads), arguments, num_warps=4)
+    warps = 8 if q.dtype == torch.float32 else 4
+    launch(_prepare_kernel, (chunks, heads), arguments, num_warps=warps)
     return made

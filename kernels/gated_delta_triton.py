@@ -26,7 +26,6 @@ from vlm_serve.kernels.triton_support import (
     prefill_tables,
 )
 
-SCAN_COLUMNS = 32
 DECODE_COLUMNS = 32
 
 
@@ -140,6 +139,10 @@ def chunk_gated_delta(
     made = prepare_chunks(q, k, v, g, beta, meta)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     target = current_target()
+    # float32 operands take three times the registers (see `Target.dot_precision`). The tile's shape
+    # depends on nothing else, so that a sequence's bits do not depend on the batch.
+    wide = q.dtype == torch.float32
+    columns = 16 if wide else 32
     arguments = {
         "q": q,
         "k": k,
@@ -161,13 +164,15 @@ def chunk_gated_delta(
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "BLOCK_KEY": power_of_two(key_dim, 16),
-        "COLUMNS": SCAN_COLUMNS,
+        "COLUMNS": columns,
         "CHUNK": MAX_CHUNK,
         "DOT": dot_dtype(q.dtype),
         "PRECISION": target.dot_precision,
     }
-    grid = (triton.cdiv(value_dim, SCAN_COLUMNS), heads, len(meta))
-    launch(_scan_kernel, grid, arguments, num_warps=4, num_stages=2 if key_dim <= 128 else 1)
+    grid = (triton.cdiv(value_dim, columns), heads, len(meta))
+    # CDNA keeps the tiles of a second stage in its 64 KiB of LDS and runs out of it.
+    stages = 2 if target.backend == "cuda" and key_dim <= 128 else 1
+    launch(_scan_kernel, grid, arguments, num_warps=8 if wide else 4, num_stages=stages)
     return out
 
 

@@ -1,0 +1,160 @@
+"""Paged attention on the Triton path against its float64 reference."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from triton_case import DEVICE, TOLERANCE, assert_near, kernels, poison, randn
+
+from vlm_serve.kernels import paged_decode_triton
+from vlm_serve.kernels.kv_write import write_kv
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
+from vlm_serve.kernels.paged_attention import (
+    attention_decode,
+    attention_prefill,
+    attention_reference,
+)
+
+BLOCK = 16
+FORMS = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8]
+
+
+def filled(
+    lengths: list[int], heads: int, dim: int, form: torch.dtype, seed: int
+) -> tuple[KVLayer, tuple[tuple[int, ...], ...]]:
+    """Pages of sequences in blocks of random order; every row past a sequence's end is NaN (or, for
+    int8, has NaN scales), as are blocks that nobody owns."""
+    rng = random.Random(seed)
+    counts = [-(-length // BLOCK) for length in lengths]
+    blocks = list(range(sum(counts) + 2))
+    rng.shuffle(blocks)
+    shape = (len(blocks), 2, 2, BLOCK, heads, dim)
+    pool = torch.full((*shape, form.itemsize), 0x7F, dtype=torch.uint8, device=DEVICE)
+    pool = pool.view(form).squeeze(-1)
+    scales = poison(len(blocks), 2, 4, BLOCK, heads, dtype=torch.float16)
+    parts = [scales[:, 1, i] if form == torch.uint8 else None for i in range(4)]
+    kv = KVLayer(pool[:, 1, 0], pool[:, 1, 1], *parts)
+    tables = []
+    for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        table = tuple(blocks.pop() for _ in range(count))
+        slots = [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(length)]
+        k, v = randn(length, heads, dim, seed=seed + i), randn(length, heads, dim, seed=seed - i)
+        slots_there = torch.tensor(slots, dtype=torch.int64)
+        stored = KVLayer(*(None if x is None else x.cpu() for x in vars(kv).values()))
+        write_kv(k.cpu(), v.cpu(), stored, slots_there)
+        for name, part in vars(kv).items():
+            if part is not None:
+                part.view(torch.uint8).copy_(getattr(stored, name).view(torch.uint8))
+        tables.append(table)
+    return kv, tuple(tables)
+
+
+def reference(
+    q: torch.Tensor, kv: KVLayer, table: tuple[int, ...], start: int, scale: float
+) -> torch.Tensor:
+    there = KVLayer(*(None if x is None else x.cpu() for x in vars(kv).values()))
+    return attention_reference(q.cpu(), there, table, start, scale)
+
+
+def prefill_meta(
+    starts: list[int], lengths: list[int], tables: tuple[tuple[int, ...], ...]
+) -> PrefillMeta:
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    empty = (-1,) * len(starts)
+    return PrefillMeta(tuple(offsets), tuple(starts), tables, empty, empty, ((),) * len(starts))
+
+
+def check_prefill(
+    dtype: torch.dtype, form: torch.dtype, heads: tuple[int, int], dim: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    lengths = [0, 1, rng.randint(2, 20), rng.randint(20, 40)]
+    starts = [rng.randint(0, 40), rng.randint(0, 70), 0, rng.randint(0, 40)]
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    kv, tables = filled(ends, heads[1], dim, form, seed)
+    meta = prefill_meta(starts, lengths, tables)
+    q = randn(meta.num_tokens, heads[0], 2 * dim, dtype=dtype, seed=seed)[..., :dim]
+    with kernels():
+        out = attention_prefill(q, kv, meta, scale=dim**-0.5)
+    assert out.dtype == dtype and out.is_contiguous()
+    for i in range(len(meta)):
+        begin, end = meta.cu_seqlens[i], meta.cu_seqlens[i + 1]
+        expected = reference(q[begin:end], kv, tables[i], starts[i], dim**-0.5)
+        assert_near(out[begin:end], expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prefill_of_every_stored_form(dtype: torch.dtype, form: torch.dtype) -> None:
+    check_prefill(dtype, form, (6, 2), 64, seed=FORMS.index(form))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim"), [((1, 1), 64), ((16, 1), 80), ((3, 1), 128), ((2, 1), 256), ((2, 2), 96)]
+)
+def test_prefill_of_every_head_layout(heads: tuple[int, int], dim: int) -> None:
+    check_prefill(torch.float16, torch.float16, heads, dim, seed=dim)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slice_resumed_anywhere_has_the_bits_of_the_whole(seed: int) -> None:
+    rng = random.Random(seed)
+    cut = rng.randint(1, 69)
+    kv, tables = filled([70, 33], 2, 64, torch.float32, seed)
+    q, other = randn(70, 4, 64, seed=seed), randn(33, 4, 64, seed=seed + 1)
+    with kernels():
+        whole = attention_prefill(q, kv, prefill_meta([0], [70], tables[:1]), scale=0.1)
+        meta = prefill_meta([0, cut], [33, 70 - cut], (tables[1], tables[0]))
+        out = attention_prefill(torch.cat([other, q[cut:]]), kv, meta, scale=0.1)
+    assert torch.equal(out[33:], whole[cut:])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode_of_every_stored_form(
+    form: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_decode(torch.float32, form, (6, 2), 64, splits, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "dim"), [((1, 1), 64), ((16, 1), 80), ((3, 1), 128), ((4, 1), 256)]
+)
+def test_decode_of_every_head_layout(
+    dtype: torch.dtype, heads: tuple[int, int], dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_decode(dtype, dtype, heads, dim, 2, monkeypatch)
+
+
+def check_decode(
+    dtype: torch.dtype,
+    form: torch.dtype,
+    heads: tuple[int, int],
+    dim: int,
+    splits: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_decode_triton, "split_count", lambda programs, longest: splits)
+    lengths = [1, 16, 100, 67]
+    kv, tables = filled(lengths, heads[1], dim, form, seed=dim)
+    rows = (0,) * len(lengths)
+    meta = DecodeMeta(tables, tuple(lengths), rows, rows, rows)
+    q = randn(len(lengths), heads[0], dim, dtype=dtype)
+    with kernels():
+        out = attention_decode(q, kv, meta, scale=dim**-0.5)
+    for i, length in enumerate(lengths):
+        expected = reference(q[i : i + 1], kv, tables[i], length - 1, dim**-0.5)
+        assert_near(out[i : i + 1], expected, TOLERANCE[dtype])
+
+
+def test_parts_fill_the_device_and_are_never_many_for_few_keys() -> None:
+    split_count = paged_decode_triton.split_count
+    assert split_count(1, 255) == 1
+    assert split_count(4, 100_000) == 64
+    assert split_count(64, 100_000) == 4
+    assert split_count(4096, 100_000) == 1
