@@ -16,6 +16,7 @@ import torch
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
 from vlm_serve.preprocess.fetch import fetch, read_file
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.media_frames import ArrayVideo, Video
 from vlm_serve.preprocess.media_image import Pixels, decode_image, image_to_rgb
 from vlm_serve.preprocess.media_options import (
     ImageOptions,
@@ -31,7 +32,7 @@ from vlm_serve.preprocess.media_process import (
     process_image,
     process_video,
 )
-from vlm_serve.preprocess.media_video import ArrayVideo, EncodedVideo, Video
+from vlm_serve.preprocess.media_video import EncodedVideo
 from vlm_serve.preprocess.messages import MediaPart
 from vlm_serve.preprocess.processors import (
     PixelConfig,

@@ -9,9 +9,9 @@ import torch
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.hashing import content_hash
+from vlm_serve.preprocess.media_frames import Video
 from vlm_serve.preprocess.media_image import Pixels
 from vlm_serve.preprocess.media_options import ImageOptions, VideoOptions
-from vlm_serve.preprocess.media_video import Video
 from vlm_serve.preprocess.processors import PixelConfig, VideoConfig, resize
 from vlm_serve.preprocess.prompt import Modality
 from vlm_serve.preprocess.sizes import (

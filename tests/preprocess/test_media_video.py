@@ -18,7 +18,8 @@ from PIL import Image
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_video import ArrayVideo, EncodedVideo
+from vlm_serve.preprocess.media_frames import ArrayVideo
+from vlm_serve.preprocess.media_video import EncodedVideo
 
 LIMITS = MediaLimits()
 CLIPS = ("bikes.mp4", "bigbuckbunny.mp4", "carphone_pristine.mp4")

@@ -18,11 +18,11 @@ from PIL import Image
 
 from vlm_serve.errors import CheckpointError, MediaError
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.media_frames import ArrayVideo
 from vlm_serve.preprocess.media_image import image_to_rgb
 from vlm_serve.preprocess.media_items import LoadedMedia
 from vlm_serve.preprocess.media_options import ImageOptions, VideoOptions
 from vlm_serve.preprocess.media_process import Processed, process_image, process_video
-from vlm_serve.preprocess.media_video import ArrayVideo
 from vlm_serve.preprocess.processors import (
     PixelConfig,
     VideoConfig,

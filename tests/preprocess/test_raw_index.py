@@ -12,31 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conversation import build
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess import media_items
-from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.media_process import MediaRecord
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex, raw_key
 
-FIELDS = RootFields(
-    weights_fingerprint=b"w" * 32,
-    weight_dtype="float32",
-    kv_dtype="float32",
-    state_dtype="float32",
-    vision_dtype="float32",
-    block_size=16,
-    chunk_size=16,
-)
-
 
 @pytest.fixture
 def preprocessor(checkpoint: Path) -> Iterator[Preprocessor]:
-    made = Preprocessor(checkpoint, block_size=16, root_key=FIELDS)
+    made = build(checkpoint)
     yield made
     made.close()
 
@@ -189,7 +179,7 @@ def test_failures_are_not_remembered(preprocessor: Preprocessor) -> None:
 
 
 def test_without_memory_everything_is_decoded(checkpoint: Path, photographs: Path) -> None:
-    made = Preprocessor(checkpoint, block_size=16, root_key=FIELDS, raw_index_bytes=0)
+    made = build(checkpoint, raw_index_bytes=0)
     for _ in range(2):
         assert ask(made, image(photographs / "coffee.png")).media[0].decoded
     made.close()
