@@ -166,20 +166,41 @@ def recurrent_gated_delta(
     state: torch.Tensor,
     meta: DecodeMeta,
 ) -> torch.Tensor:
-    ratio = v.shape[1] // k.shape[1]
-    q = (q * inverse_norm(q).mul_(q.shape[-1] ** -0.5).unsqueeze(-1)).repeat_interleave(
-        ratio, dim=1
-    )
-    k = (k * inverse_norm(k).unsqueeze(-1)).repeat_interleave(ratio, dim=1)
-    current = torch.stack(
-        [torch.zeros(state.shape[1:]) if src < 0 else state[src].float() for src in meta.src_rows]
-    )
-    current = current * g.float().exp()[..., None, None]
-    read = (k.unsqueeze(2) @ current).squeeze(2)
-    change = (v.float() - read) * beta.float().unsqueeze(-1)
-    current = current + k.unsqueeze(-1) * change.unsqueeze(-2)
+    # With the decay outside, k and q can read the old state together, and the new one is needed by
+    # nobody: o = decay S^T q + (k . q) change. The state is read once and written once.
+    kq = _unit_keys_and_queries(q, k, v.shape[1])
+    seen = kq.new_empty(*v.shape[:2], 2, v.shape[2])
+    olds = [_read_row(state, src) for src in meta.src_rows]
+    for i, old in enumerate(olds):
+        torch.bmm(kq[i], old, out=seen[i])
+    decay = g.exp().unsqueeze(-1)
+    from_key, from_query = seen.unbind(2)
+    change = torch.addcmul(v, from_key, decay, value=-1.0).mul_(beta.unsqueeze(-1))
+    overlap = kq.prod(2).sum(-1, keepdim=True)
+    out = torch.addcmul(from_query * decay, overlap, change).to(v.dtype)
+    writes, change, decay = kq[:, :, 0].unsqueeze(-1), change.unsqueeze(2), decay.unsqueeze(-1)
     for i, (dst, snapshot) in enumerate(zip(meta.dst_rows, meta.snapshot_rows, strict=True)):
-        state[dst] = current[i]
+        target = state[dst]
+        new = target if target.dtype == torch.float32 else torch.empty(target.shape)
+        torch.mul(olds[i], decay[i], out=new).addcmul_(writes[i], change[i])
+        if new is not target:
+            target.copy_(new)
         if snapshot >= 0:
-            state[snapshot] = current[i]
-    return (q.unsqueeze(2) @ current).squeeze(2).to(v.dtype)
+            state[snapshot].copy_(target)
+    return out
+
+
+def _read_row(state: torch.Tensor, row: int) -> torch.Tensor:
+    """A row in float32, the row itself where it is that; zeros for row -1."""
+    return torch.zeros(state.shape[1:]) if row < 0 else state[row].float()
+
+
+def _unit_keys_and_queries(q: torch.Tensor, k: torch.Tensor, heads: int) -> torch.Tensor:
+    """Unit keys and scaled queries, repeated for each value head: float32 `[B, Hv, 2, Dk]`."""
+    kq = torch.stack((k, q), dim=2).float()
+    kq *= inverse_norm(kq).unsqueeze(-1)
+    kq[:, :, 1] *= q.shape[-1] ** -0.5
+    repeats = heads // q.shape[1]
+    if repeats == 1:
+        return kq
+    return kq.unsqueeze(2).expand(-1, -1, repeats, -1, -1).flatten(1, 2)
