@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+
+from vlm_serve.kernels.elementwise import silu
 
 
 def rms_norm(
@@ -24,4 +25,4 @@ def gated_rms_norm(
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = weight * normed.to(x.dtype)
-    return (normed * F.silu(gate.float())).to(x.dtype)
+    return (normed * silu(gate.float())).to(x.dtype)

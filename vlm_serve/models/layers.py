@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
+from vlm_serve.kernels.elementwise import softplus, times_sigmoid
 from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
 from vlm_serve.kernels.kv_write import write_kv
 from vlm_serve.kernels.linear import linear
@@ -152,10 +153,7 @@ def _gates(
     b, a = wide[:, : layer.value_heads], wide[:, layer.value_heads :] + layer.dt_bias
     if not deterministic:
         return torch.sigmoid(b), layer.neg_decay * F.softplus(a)
-    # exp and log1p give an element the same bits wherever it stands in a tensor; sigmoid and
-    # softplus do not.
-    softplus = a.clamp(min=0) + torch.log1p(torch.exp(-a.abs()))
-    return 1 / (1 + torch.exp(-b)), layer.neg_decay * softplus
+    return times_sigmoid(torch.ones_like(b), b), layer.neg_decay * softplus(a)
 
 
 def _split_heads(
@@ -225,7 +223,7 @@ def attention(
     gate = mixed[:, queries + 2 * keys :]
     if keep is not None:
         out, gate, residual = out[keep], gate[keep], residual[keep]
-    out = out / (1 + torch.exp(-gate)) if step.deterministic else out * torch.sigmoid(gate)
+    out = times_sigmoid(out, gate)
     return linear(
         out, layer.out_proj, layer.out_bias, plus=residual, deterministic=step.deterministic
     )
@@ -271,5 +269,4 @@ def experts(
     hidden = _gated_hidden(layer.shared, x, step)
     shared = linear(hidden, layer.shared.down, deterministic=deterministic)
     gate = scores[:, -1:]
-    shared = shared / (1 + torch.exp(-gate)) if deterministic else shared * torch.sigmoid(gate)
-    return residual + (routed + shared), ids
+    return residual + (routed + times_sigmoid(shared, gate)), ids

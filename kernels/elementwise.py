@@ -1,0 +1,30 @@
+"""Sigmoid and SiLU whose bits depend on the element alone.
+
+torch's own run the last elements of each thread's share of a tensor through a scalar path that
+differs from the vector path in the last bit; so an element's bits depend on the size of its batch
+and on the number of threads. `exp`, `log1p` and exact operations do not (measured with torch 2.13
+on 1 to 8 threads), and cost no more. Everything is float32 inside.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """`x * sigmoid(x)`, in the dtype of x."""
+    return times_sigmoid(x, x)
+
+
+def times_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """`x * sigmoid(gate)` in the dtype of x; the gate's shape broadcasts to that of x."""
+    denominator = torch.neg(gate.float()).exp_().add_(1)
+    if x.dtype == torch.float32 and denominator.shape == x.shape:
+        return torch.div(x, denominator, out=denominator)
+    return (x / denominator).to(x.dtype)
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """`log(1 + exp(x))` without overflow, float32."""
+    x = x.float()
+    return torch.abs(x).neg_().exp_().log1p_().add_(x.clamp(min=0))

@@ -1,0 +1,122 @@
+"""A fingerprint follows the content, is remembered, and never depends on the memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from checkpoint_spec import CheckpointSpec
+from make_checkpoint import make_checkpoint
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models import fingerprint as module
+from vlm_serve.models.fingerprint import fingerprint
+
+SPEC = CheckpointSpec(num_layers=1, vision_depth=0, shards=2)
+LONG_AGO = 1_600_000_000
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = make_checkpoint(tmp_path / "model", SPEC)
+    for file in path.glob("*.safetensors"):
+        os.utime(file, (LONG_AGO, LONG_AGO))
+    return path
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "vlm-serve" / "fingerprints.json"
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that were really read."""
+    names: list[str] = []
+    original = module._hash_file
+
+    def hash_file(path: str) -> str:
+        names.append(Path(path).name)
+        return original(path)
+
+    monkeypatch.setattr(module, "_hash_file", hash_file)
+    return names
+
+
+def test_files_are_hashed_once(path: Path, memory: Path, hashed: list[str]) -> None:
+    first = fingerprint(path)
+    assert len(first) == 32 and len(hashed) == 2
+    assert fingerprint(path) == first
+    assert len(hashed) == 2
+    assert len(json.loads(memory.read_text())) == 2
+    assert fingerprint(path / ".." / "model") == first
+    assert len(hashed) == 2
+
+
+def test_changed_content_is_noticed(path: Path, memory: Path, hashed: list[str]) -> None:
+    first = fingerprint(path)
+    shard = path / "model-00002-of-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    os.utime(shard, (LONG_AGO + 1, LONG_AGO + 1))
+    assert fingerprint(path) != first
+    assert hashed[2:] == [shard.name]
+
+
+def test_a_file_just_written_is_not_remembered(path: Path, memory: Path, hashed: list[str]) -> None:
+    for file in path.glob("*.safetensors"):
+        os.utime(file)
+    assert fingerprint(path) == fingerprint(path)
+    assert len(hashed) == 4
+    assert not memory.exists()
+
+
+def test_equal_content_elsewhere_is_equal(path: Path, memory: Path, tmp_path: Path) -> None:
+    assert fingerprint(make_checkpoint(tmp_path / "other", SPEC)) == fingerprint(path)
+
+
+def test_the_config_counts_but_not_who_wrote_it(path: Path, memory: Path) -> None:
+    first = fingerprint(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"transformers_version": "6"}))
+    assert fingerprint(path) == first
+    (path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    assert fingerprint(path) != first
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"/x": 1}', '{"/x": [1, 2, "zz"]}'])
+def test_a_damaged_memory_is_replaced(path: Path, memory: Path, content: str) -> None:
+    expected = fingerprint(path)
+    memory.write_text(content)
+    assert fingerprint(path) == expected
+    assert len(json.loads(memory.read_text())) == 2
+
+
+def test_an_unwritable_memory_does_no_harm(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed: list[str]
+) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("not a directory")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocker))
+    assert fingerprint(path) == fingerprint(path)
+    assert len(hashed) == 4
+
+
+def test_no_home_directory(path: Path, monkeypatch: pytest.MonkeyPatch, hashed: list[str]) -> None:
+    def home() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert fingerprint(path) == fingerprint(path)
+    assert len(hashed) == 4
+
+
+def test_unreadable_files_are_named(path: Path, memory: Path) -> None:
+    (path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        fingerprint(path)

@@ -1,0 +1,207 @@
+"""Every layout of a checkpoint loads to the same model; broken ones are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from checkpoint_spec import CheckpointSpec
+from make_checkpoint import make_checkpoint
+from model_driver import Driver, text_sequence
+from safetensors.torch import load_file, save_file
+
+from vlm_serve.errors import CheckpointError, ModelNotFoundError
+from vlm_serve.models import load_model, resolve_checkpoint
+from vlm_serve.models.files import weight_files
+
+SPEC = CheckpointSpec(num_layers=4)
+MOE = CheckpointSpec(num_layers=4, num_experts=4)
+TEXT = CheckpointSpec(num_layers=4, vision_depth=0)
+TOKENS = [5, 17, 300, 42, 42, 7, 99, 3]
+
+
+def logits(path: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return Driver(load_model(path, dtype, "cpu")).prefill(text_sequence(TOKENS))
+
+
+def rewrite(path: Path, rename: dict[str, str]) -> None:
+    """Rename the tensors of a single-file checkpoint by prefix; an empty name drops them."""
+    file = path / "model.safetensors"
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        for old, new in rename.items():
+            if name.startswith(old):
+                name = new + name.removeprefix(old) if new else ""
+                break
+        if name:
+            tensors[name] = tensor
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes_are_converted_once(tmp_path: Path, dtype: str) -> None:
+    path = make_checkpoint(tmp_path, dataclasses.replace(SPEC, dtype=dtype))
+    expected = oracle.logits(path, {"input_ids": torch.tensor([TOKENS])})
+    torch.testing.assert_close(logits(path), expected, atol=1e-4, rtol=0)
+
+
+def test_shards_and_odd_file_names(tmp_path: Path) -> None:
+    whole = logits(make_checkpoint(tmp_path / "a", SPEC))
+    shards = make_checkpoint(tmp_path / "b", dataclasses.replace(SPEC, shards=3))
+    assert len(weight_files(shards)) == 3
+    assert torch.equal(logits(shards), whole)
+    (shards / "model.safetensors.index.json").unlink()
+    assert torch.equal(logits(shards), whole)
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        {"model.language_model.": "language_model.model.", "lm_head": "language_model.lm_head"},
+        {"model.language_model.": "model.", "model.visual.": "visual."},
+        {"model.language_model.": "", "mtp.": ""},
+    ],
+)
+def test_other_prefixes(tmp_path: Path, rename: dict[str, str]) -> None:
+    path = make_checkpoint(tmp_path, SPEC)
+    expected = logits(path)
+    if "" in rename.values():
+        tensors = load_file(path / "model.safetensors")
+        plain = {name.removeprefix("model.language_model."): t for name, t in tensors.items()}
+        save_file(plain | {"mtp.fc.weight": torch.zeros(2)}, path / "model.safetensors")
+    else:
+        rewrite(path, rename)
+    assert torch.equal(logits(path), expected)
+
+
+def test_text_model_with_the_language_prefix(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, TEXT)
+    expected = logits(path)
+    rewrite(path, {"model.": "model.language_model."})
+    assert torch.equal(logits(path), expected)
+
+
+def test_experts_stored_one_by_one(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, MOE)
+    expected = logits(path)
+    tensors = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        base, _, kind = name.rpartition(".")
+        for expert, weight in enumerate(tensor if kind.endswith("up_proj") else []):
+            gate, up = weight.chunk(2)
+            tensors[f"{base}.{expert}.gate_proj.weight"] = gate.clone()
+            tensors[f"{base}.{expert}.up_proj.weight"] = up.clone()
+        if kind == "down_proj":
+            for expert, weight in enumerate(tensor):
+                tensors[f"{base}.{expert}.down_proj.weight"] = weight.clone()
+        if not base.endswith("experts"):
+            tensors[name] = tensor
+    save_file(tensors, path / "model.safetensors")
+    assert torch.equal(logits(path), expected)
+
+
+def test_tied_embeddings_without_and_beside_a_stored_head(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, dataclasses.replace(SPEC, tied_embeddings=True))
+    expected = logits(path)
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": torch.zeros(512, 64)}, path / "model.safetensors")
+    assert torch.equal(logits(path), expected)
+
+
+def test_attention_biases(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, TEXT)
+    config = json.loads((path / "config.json").read_text()) | {"attention_bias": True}
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(path / "model.safetensors")
+    for part, rows in (("q", 256), ("k", 64), ("v", 64), ("o", 64)):
+        tensors[f"model.layers.3.self_attn.{part}_proj.bias"] = torch.randn(rows)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    expected = oracle.logits(path, {"input_ids": torch.tensor([TOKENS])})
+    torch.testing.assert_close(logits(path), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("drop", "complaint"),
+    [
+        ("lm_head", "no lm_head.weight and does not tie"),
+        ("model.language_model.embed_tokens", "no embed_tokens.weight"),
+        ("model.language_model.layers.1.linear_attn.A_log", "no model.language_model.layers.1"),
+        ("model.language_model.layers.3.mlp.up", "no model.language_model.layers.3.mlp.up_proj"),
+        ("model.visual.blocks.1.attn.qkv.bias", "no model.visual.blocks.1.attn.qkv.bias"),
+        ("model.visual.patch_embed", "no patch_embed"),
+    ],
+)
+def test_missing_tensors_are_named(tmp_path: Path, drop: str, complaint: str) -> None:
+    path = make_checkpoint(tmp_path, SPEC)
+    rewrite(path, {drop: ""})
+    with pytest.raises(CheckpointError, match=complaint):
+        load_model(path, torch.float32, "cpu")
+
+
+def test_wrong_shapes_and_types_are_named(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, SPEC)
+    tensors = load_file(path / "model.safetensors")
+    norm = "model.language_model.norm.weight"
+    save_file(tensors | {norm: torch.zeros(63)}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"norm.weight has shape \[63\].* \[64\]"):
+        load_model(path, torch.float32, "cpu")
+    save_file(tensors | {norm: torch.zeros(64, dtype=torch.int8)}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="int8, which is not supported"):
+        load_model(path, torch.float32, "cpu")
+
+
+def test_broken_files_are_named_without_their_path(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, dataclasses.replace(SPEC, shards=2))
+    index = path / "model.safetensors.index.json"
+    shard = path / "model-00002-of-00002.safetensors"
+    content = shard.read_bytes()
+
+    def complaint(text: str) -> None:
+        with pytest.raises(CheckpointError, match=text) as caught:
+            load_model(path, torch.float32, "cpu")
+        assert str(path) not in str(caught.value)
+
+    shard.write_bytes(content[: len(content) // 2])
+    complaint("00002-of-00002.safetensors is not a readable")
+    shard.unlink()
+    complaint("names model-00002-of-00002.safetensors, which is missing")
+    index.write_text('{"weight_map": {"a": "../x.safetensors"}}')
+    complaint("outside the checkpoint")
+    index.write_text("{")
+    complaint("cannot be read")
+    index.unlink()
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    complaint("no safetensors files")
+
+
+def test_towers_that_do_not_fit_the_language_model(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, SPEC)
+    config = json.loads((path / "config.json").read_text())
+    config["vision_config"]["out_hidden_size"] = 32
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="out_hidden_size"):
+        load_model(path, torch.float32, "cpu")
+
+
+def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_checkpoint(str(tmp_path)) == tmp_path
+    with pytest.raises(ModelNotFoundError, match="neither a directory nor"):
+        resolve_checkpoint("/no/such/place")
+    fetched: list[str] = []
+
+    def snapshot_download(name: str, **_: object) -> str:
+        fetched.append(name)
+        if name == "some/missing":
+            raise OSError("offline")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve_checkpoint("some/model-1.5") == tmp_path
+    with pytest.raises(ModelNotFoundError, match="the hub gave no such model"):
+        resolve_checkpoint("some/missing")
+    assert fetched == ["some/model-1.5", "some/missing"]
