@@ -49,7 +49,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """Boundaries along a matched path; `tail` is the tail node at `usable`, if one is needed."""
+    """Boundaries along a matched path; `tail` is the tail node at `usable`, if there is one."""
 
     kv: int = 0
     state: int = 0
@@ -109,8 +109,7 @@ def find_boundaries(
             continue
         state = state or cut
         if _has_experts(depth, rest, node, with_experts):
-            tail = node if rest and (has_state or cut > covered) else None
-            return Boundaries(kv, state, cut, tail, snapshot if has_state else None)
+            return Boundaries(kv, state, cut, node if rest else None, snapshot)
     return Boundaries(kv, state)
 
 

@@ -81,6 +81,21 @@ def test_complete_mode_stops_at_the_first_gap() -> None:
     assert [piece[2] for piece in known(world, lease)] == [True, False, True, True]
 
 
+def test_a_tail_may_know_rows_that_its_full_block_lacks() -> None:
+    """Without state layers too, where a tail inside a matched block is not needed for its KV."""
+    world = make_world(has_state=False)
+    text = Text([10, END_OF_TURN, 11, 12, 13])
+    run = world.start(text)
+    assert run is not None
+    world.step(run, 2)
+    run.capture = False
+    world.step(run, 5)
+    match = world.match(text, limit=3, complete=True)
+    assert match.boundary == 2
+    lease = world.cache.open(match)
+    assert known(world, lease) == [(0, 2, True)]
+
+
 def test_a_gap_within_a_block_leaves_the_block_without_rows() -> None:
     world, text = make_world(), Text(numbers(13))
     run = world.start(text)

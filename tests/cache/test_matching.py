@@ -126,11 +126,14 @@ def test_without_state_layers_kv_alone_decides() -> None:
     assert match.boundary == 6 and match.tail is not None
 
 
-def test_without_state_layers_a_cut_inside_a_matched_block_needs_no_tail() -> None:
+def test_without_state_layers_a_cut_inside_a_matched_block_copies_nothing() -> None:
     world, text = make_world(has_state=False), Text([10, END_OF_TURN, 11, 12])
     world.serve(text)
     match = world.match(text)
-    assert (match.boundary, match.kv_tokens, match.tail) == (2, 4, None)
+    assert (match.boundary, match.kv_tokens) == (2, 4)
+    run = world.start(text)
+    assert run is not None and run.lease.copies == ()
+    assert world.step(run, 4)
 
 
 def test_disabled_finds_nothing_and_keeps_nothing() -> None:
