@@ -132,6 +132,14 @@ class FakeEngine:
         if self.check_error is not None:
             raise self.check_error
 
+    def stats(self) -> dict[str, Any]:
+        return {
+            "num_preemptions": 2,
+            "num_steps": 5,
+            "cache": {"saves": {"media": 3}, "skips": {}, "evictions": {"kv": 1}},
+            "usage": {"blocks": 10, "free_blocks": 4, "cached_blocks": 1, "rows": {"free": 7}},
+        }
+
     def close(self) -> None:
         if self.alive:
             self.alive = False

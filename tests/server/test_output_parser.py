@@ -142,7 +142,7 @@ def test_the_result_does_not_depend_on_how_the_text_is_cut(
 def test_any_text_is_parsed_alike_in_any_cut(parts: list[str]) -> None:
     text = "".join(parts)
     for options in ({}, {"tools": TOOLS}, {"reasoning": True}, {"reasoning": True, "tools": TOOLS}):
-        assert parse(list(text), **options) == parse([text], **options)  # type: ignore[arg-type]
+        assert parse(list(text), **options) == parse([text], **options)
 
 
 @given(st.text(alphabet="ab <>\n"))

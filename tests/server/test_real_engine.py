@@ -326,6 +326,16 @@ def test_mixed_clients_at_once_get_the_answers_they_get_alone(server: RunningSer
     assert [together.get(number) for number in range(len(prompts))] == alone
 
 
+def test_metrics_of_the_real_engine(server: RunningServer) -> None:
+    answer(server, picture("rocket.jpg"), "What is this?")
+    text = server.client.get("/metrics").text
+    for name in ("kv_cache_usage_perc", "num_preemptions_total", "state_snapshots_saved_total{"):
+        assert f"vlm_serve:{name}" in text
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(lines['vlm_serve:kv_cache_usage_perc{model_name="test-model"}']) == 0
+    assert float(lines['vlm_serve:kv_cache_fill_perc{model_name="test-model"}']) > 0
+
+
 def test_special_tokens_are_no_part_of_the_text(server: RunningServer) -> None:
     fields = {"temperature": 2.0, "seed": 3, "max_tokens": 200, "ignore_eos": True}
     body = answer(server, "Tell me.", return_token_ids=True, n=4, **fields)

@@ -60,6 +60,16 @@ def test_metrics_count_what_happened(fake: RunningServer) -> None:
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
 
 
+def test_metrics_of_the_engine(fake: RunningServer) -> None:
+    found = samples(fake)
+    assert found["num_preemptions_total"] == 2
+    assert found["kv_cache_usage_perc"] == 0.5
+    assert found["kv_cache_fill_perc"] == 0.6
+    assert found["state_rows free"] == 7
+    assert found["state_snapshots_saved_total media"] == 3
+    assert found["cache_evictions_total kv"] == 1
+
+
 def test_metrics_name_how_requests_end(fake: RunningServer) -> None:
     before = samples(fake)
     fake.engine.fail_after = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import queue
@@ -285,6 +286,7 @@ class Engine:
             "num_steps": self.num_steps,
             "num_encoded_spans": self._scheduler.media.num_encoded_spans,
             "cache": self._cache.stats.as_dict(),
+            "usage": dataclasses.asdict(self._cache.usage),
         }
 
     def _end_all(self) -> None:

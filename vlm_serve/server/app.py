@@ -141,4 +141,4 @@ def _add_gets(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        return status.metrics(service)
+        return await status.metrics(service)

@@ -57,7 +57,7 @@ def envelope(error: VlmServeError) -> dict[str, Any]:
             "message": error.message,
             "type": error.type,
             "param": error.param,
-            "code": error.code or error.status,
+            "code": error.code,
         }
     }
 

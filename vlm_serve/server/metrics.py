@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from vlm_serve.engine.outputs import CacheReport, Usage
 
@@ -68,6 +70,8 @@ class Metrics:
         )
         self._gauge("num_requests_running", "Sequences that run", lambda: engine.num_running)
         self._gauge("num_requests_waiting", "Sequences that wait", lambda: engine.num_waiting)
+        self.engine_stats = EngineStats(model_name)
+        self._registry.register(self.engine_stats)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         metric = Histogram(
@@ -98,3 +102,52 @@ class Metrics:
     def render(self) -> bytes:
         """The text that a Prometheus server scrapes."""
         return generate_latest(self._registry)
+
+
+class EngineStats(Collector):
+    """Counters and gauges that the engine keeps itself, as of the last `update`."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._stats: Mapping[str, Any] = {}
+
+    def update(self, stats: Mapping[str, Any]) -> None:
+        """Takes over what `Engine.stats` returned."""
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        if not self._stats:
+            return
+        yield self._counter("num_preemptions", "Preempted sequences", "num_preemptions")
+        yield self._counter("num_steps", "Steps of the engine", "num_steps")
+        cache, usage = self._stats["cache"], self._stats["usage"]
+        yield self._by_kind("state_snapshots_saved", "Snapshots published", cache["saves"])
+        yield self._by_kind("state_snapshots_skipped", "Snapshots without a row", cache["skips"])
+        yield self._by_kind("cache_evictions", "What was evicted", cache["evictions"])
+        used = usage["blocks"] - usage["free_blocks"] - usage["cached_blocks"]
+        total = usage["blocks"]
+        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 is all", used, total)
+        filled = usage["blocks"] - usage["free_blocks"]
+        yield self._gauge("kv_cache_fill_perc", "KV blocks that hold anything", filled, total)
+        rows = GaugeMetricFamily(
+            PREFIX + "state_rows", "State rows by what they hold", labels=["model_name", "state"]
+        )
+        for state, count in usage["rows"].items():
+            rows.add_metric([self._model_name, state], count)
+        yield rows
+
+    def _counter(self, name: str, text: str, key: str) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], self._stats[key])
+        return family
+
+    def _by_kind(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", "kind"])
+        for kind, count in counts.items():
+            family.add_metric([self._model_name, kind], count)
+        return family
+
+    def _gauge(self, name: str, text: str, part: int, whole: int) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], part / whole if whole else 0.0)
+        return family

@@ -149,7 +149,7 @@ class ErrorDetails(BaseModel):
     message: str
     type: str
     param: str | None
-    code: str | int | None
+    code: str | None
 
 
 class ErrorBody(BaseModel):

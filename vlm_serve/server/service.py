@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import EngineClosedError, ModelNotFoundError, OverloadedError
@@ -59,6 +59,7 @@ class Service:
         self._pool = ThreadPoolExecutor(config.preprocess_threads, thread_name_prefix="prepare")
         self._mailbox: Mailbox | None = None
         self._idle_check: asyncio.Task[None] | None = None
+        self._asking: asyncio.Future[dict[str, Any]] | None = None
         self._all_done = asyncio.Event()
 
     @property
@@ -150,6 +151,17 @@ class Service:
             _log.exception("the idle engine violates an invariant of its cache")
         finally:
             self._idle_check = None
+
+    async def refresh_engine_stats(self, timeout: float) -> None:
+        """Brings the engine's own counters into the metrics. An engine in a long step is not waited
+        for beyond the timeout, nor asked again before it has answered."""
+        asking = self._asking
+        if asking is None or asking.done():
+            asking = asyncio.ensure_future(asyncio.to_thread(self.engine.stats))
+            self._asking = asking
+        await asyncio.wait({asking}, timeout=timeout)
+        if asking.done() and asking.exception() is None:
+            self.metrics.engine_stats.update(asking.result())
 
     async def drain(self, timeout: float) -> bool:
         """Takes no more work and waits for what runs. True if all of it ended in time."""

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from vlm_serve.server.responses import ModelCard, ModelList
 from vlm_serve.server.service import Service
 
+STATS_TIMEOUT_SECONDS = 1.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -81,5 +82,7 @@ def show_version() -> Response:
     return JSONResponse({"version": version("vlm-serve")})
 
 
-def metrics(service: Service) -> Response:
+async def metrics(service: Service) -> Response:
+    """What a Prometheus server scrapes."""
+    await service.refresh_engine_stats(STATS_TIMEOUT_SECONDS)
     return Response(service.metrics.render(), media_type=METRICS_TYPE)
