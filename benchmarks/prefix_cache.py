@@ -26,13 +26,13 @@ def milliseconds(call: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def serve(cache: PrefixCache, keys: PromptKeys) -> float:
-    """One request with eight snapshots; returns the milliseconds of its commit."""
+def serve(cache: PrefixCache, keys: PromptKeys, snapshots: int = 8) -> float:
+    """One request; returns the milliseconds of its commit."""
     lease = cache.open(cache.match(keys, limit=len(keys) - 1))
     assert cache.take_row(lease) and cache.grow(lease, len(keys))
     step = len(keys) // 8 // keys.block_size * keys.block_size
-    for position in range(step, len(keys), step):
-        cache.reserve_snapshot(lease, position, "interval")
+    for index in range(snapshots):
+        cache.reserve_snapshot(lease, (index + 1) * step, "interval")
     cost = milliseconds(lambda: cache.commit(lease, keys, len(keys), exact_until=len(keys)))
     cache.close(lease)
     return cost
@@ -67,15 +67,18 @@ def main() -> None:
     texts = [prompt() for _ in range(prompts)]
     commits = [serve(cache, keys) for keys in texts]
     kept = texts[-1]
+    stateless = make()
+    serve(stateless, kept, snapshots=0)
     limit = len(kept) - 1
     matches = [milliseconds(lambda: cache.match(kept, limit=limit)) for _ in range(20)]
     leases = [milliseconds(lambda: cache.close(cache.open(cache.match(kept, limit=limit))))]
     evicted = options.blocks // 2
     taker = cache.open(None)
-    cost = milliseconds(
-        lambda: cache.grow(taker, (cache.free_block_count + evicted) * options.block_size)
-    )
+    wanted = (cache.free_block_count + evicted) * options.block_size
+    cost = milliseconds(lambda: cache.grow(taker, wanted))
+    without = [milliseconds(lambda: stateless.match(kept, limit=limit)) for _ in range(20)]
     print(f"matching a prompt     {statistics.median(matches):8.3f} ms   ({len(kept)} tokens)")
+    print(f"  with no snapshot    {statistics.median(without):8.3f} ms")
     print(f"match + pin + unpin   {leases[0]:8.3f} ms")
     print(f"publishing a prompt   {statistics.median(commits):8.3f} ms")
     print(f"evicting a block      {1e3 * cost / evicted:8.3f} us")
