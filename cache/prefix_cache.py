@@ -85,15 +85,25 @@ class PrefixCache:
             version=ledger.version,
         )
 
-    def record(self, match: Match, num_prompt_tokens: int, *, replay: bool = False) -> None:
-        """Counts an admission. Recomputation after preemption (`replay`) is no hit and no miss."""
+    def record(
+        self,
+        match: Match,
+        num_prompt_tokens: int,
+        *,
+        used: int | None = None,
+        replay: bool = False,
+    ) -> None:
+        """Counts an admission. Recomputation after preemption (`replay`) is no hit and no miss.
+
+        `used` tokens were taken from the cache: 0 if the request went on without its match.
+        """
         stats = self._ledger.stats
         if replay:
             stats.replays += 1
             return
         stats.requests += 1
         stats.query_tokens += num_prompt_tokens
-        stats.hit_tokens += match.boundary
+        stats.hit_tokens += match.boundary if used is None else used
         stats.reasons[match.reason] += 1
 
     # A request's life

@@ -237,9 +237,10 @@ def test_recorded_admissions_ignore_replays() -> None:
     warm = world.match(text)
     world.cache.record(warm, 9)
     world.cache.record(warm, 9, replay=True)
+    world.cache.record(warm, 9, used=0)
     stats = world.cache.stats
-    assert (stats.requests, stats.query_tokens, stats.hit_tokens, stats.replays) == (2, 18, 8, 1)
-    assert stats.as_dict()["reasons"] == {"cold": 1, "full": 1}
+    assert (stats.requests, stats.query_tokens, stats.hit_tokens, stats.replays) == (3, 27, 8, 1)
+    assert stats.as_dict()["reasons"] == {"cold": 1, "full": 2}
 
 
 def test_hits_count_once_the_first_step_has_succeeded() -> None:
