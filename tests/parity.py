@@ -84,12 +84,12 @@ def tapped(engine: Engine) -> Iterator[Tap]:
                     tap.logits.setdefault(task.sequence, []).append(row)
         return output
 
-    model.forward = listening_forward
+    model.forward = listening_forward  # type: ignore[method-assign]
     runner.run = listening_run  # type: ignore[method-assign]
     try:
         yield tap
     finally:
-        model.forward = forward
+        model.forward = forward  # type: ignore[method-assign]
         runner.run = run  # type: ignore[method-assign]
 
 

@@ -72,8 +72,7 @@ def test_cold_then_identical(pipe: Pipeline, checkpoint: Path, name: str) -> Non
 
 def test_a_batch_of_eight(pipe: Pipeline, checkpoint: Path) -> None:
     pipe.engine.flush()
-    prompts: list[Messages | list[int]] = [*CONVERSATIONS.values()][:7]
-    prompts.append(random_ids(77, seed=1))
+    prompts: list[Messages | list[int]] = [*list(CONVERSATIONS.values())[:7], random_ids(77, 1)]
     expect(check(pipe, checkpoint, prompts, TOKENS)[1])
 
 

@@ -1,0 +1,104 @@
+"""A step that raises loses only the request that makes it raise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_spec import CheckpointSpec
+from make_checkpoint import make_checkpoint
+from parity import greedy
+from parity_cases import random_ids
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.errors import EngineError
+from vlm_serve.models import qwen3_5
+from vlm_serve.pipeline import Pipeline
+
+LAYERS = 4
+POISON_TOKEN = 299
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
+    spec = CheckpointSpec(num_layers=LAYERS, vision_depth=0)
+    path = make_checkpoint(tmp_path_factory.mktemp("isolation"), spec)
+    with Pipeline(path, EngineConfig(dtype="float32", block_size=16, cache_memory="8MiB")) as made:
+        yield made
+
+
+@contextmanager
+def raising_after(pipe: Pipeline, layer: int, *, always: bool) -> Iterator[None]:
+    """Steps raise after that many layers: the first one, or every one that sees the poison token."""
+    model = pipe.engine._runner._model
+    forward = model.forward
+    left = [1]
+
+    def faulty(batch: Any, caches: Any) -> Any:
+        strike = POISON_TOKEN in batch.token_ids.tolist() if always else left[0] > 0
+        if not strike:
+            return forward(batch, caches)
+        left[0] -= 1
+        with interrupted(layer):
+            return forward(batch, caches)
+
+    model.forward = faulty  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        model.forward = forward  # type: ignore[method-assign]
+
+
+@contextmanager
+def interrupted(layer: int) -> Iterator[None]:
+    """Lets that many feed-forward blocks run, then raises in the middle of the model."""
+    original = qwen3_5.dense
+    calls = [0]
+
+    def counting(*args: Any, **options: Any) -> Any:
+        if calls[0] == layer:
+            raise RuntimeError("injected")
+        calls[0] += 1
+        return original(*args, **options)
+
+    qwen3_5.dense = counting
+    try:
+        yield
+    finally:
+        qwen3_5.dense = original
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_passing_fault_costs_nobody_the_answer(pipe: Pipeline, layer: int) -> None:
+    prompts = [random_ids(40 + 9 * index, seed=index, vocabulary=290) for index in range(3)]
+    pipe.engine.flush()
+    expected = [output.token_ids for output in pipe.generate_many(prompts, greedy(12))]
+    pipe.engine.flush()
+    with raising_after(pipe, layer, always=False):
+        outputs = pipe.generate_many(prompts, greedy(12))
+    assert [output.token_ids for output in outputs] == expected
+    pipe.engine.check()
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_only_the_culprit_fails(pipe: Pipeline, layer: int) -> None:
+    good = [random_ids(50 + 7 * index, seed=10 + index, vocabulary=290) for index in range(2)]
+    bad = [*random_ids(60, seed=20, vocabulary=290), POISON_TOKEN]
+    pipe.engine.flush()
+    expected = [output.token_ids for output in pipe.generate_many(good, greedy(12))]
+    pipe.engine.flush()
+    endings: list[Delta] = []
+    with raising_after(pipe, layer, always=True):
+        prompt = pipe.engine.preprocessor.prepare_tokens(bad)
+        pipe.engine.submit(prompt, greedy(12), endings.append)
+        outputs = pipe.generate_many(good, greedy(12))
+        with pytest.raises(EngineError, match="step fail"):
+            pipe.generate(bad, greedy(12))
+    assert [output.token_ids for output in outputs] == expected
+    assert [delta.finish_reason for delta in endings] == ["error"]
+    pipe.engine.check()
+    assert pipe.generate(good[0], greedy(12)).token_ids == expected[0]
