@@ -70,6 +70,30 @@ def test_a_stream_with_usage(fake: RunningServer) -> None:
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
 
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_cache_reports_one_per_prompt(fake: RunningServer, include_usage: bool) -> None:
+    one = complete(fake, cache_report=True)["cache_report"]
+    assert one["reason"] == "cold"
+    two = complete(fake, ["once", "once"], cache_report=True)["cache_report"]
+    assert two == [one, one]
+    assert "cache_report" not in complete(fake)
+    for prompt, wanted in (("once", one), (["once", "once"], two)):
+        body: dict[str, Any] = {"prompt": prompt, "cache_report": True}
+        body["stream_options"] = {"include_usage": include_usage}
+        chunks = fake.stream(PATH, body)
+        assert chunks[-1]["cache_report"] == wanted
+        assert not any("cache_report" in chunk for chunk in chunks[:-1])
+
+
+def test_a_stream_says_every_token_once(fake: RunningServer) -> None:
+    whole = complete(fake, return_token_ids=True)["choices"][0]
+    chunks = fake.stream(PATH, {"prompt": "once", "return_token_ids": True})
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [i for choice in choices for i in choice["token_ids"]] == whole["token_ids"]
+    assert choices[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not any("prompt_token_ids" in choice for choice in choices[1:])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_puts_the_prompt_first(fake: RunningServer, stream: bool) -> None:
     if stream:

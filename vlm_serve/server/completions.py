@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -25,7 +26,7 @@ from vlm_serve.server.logprobs import completion_logprobs
 from vlm_serve.server.protocol import CompletionRequest
 from vlm_serve.server.reports import add_usage, cache_report_body, usage_body
 from vlm_serve.server.request_id import request_id_of
-from vlm_serve.server.responses import Completion, CompletionChoice
+from vlm_serve.server.responses import CacheReportBody, Completion, CompletionChoice
 from vlm_serve.server.service import Service
 from vlm_serve.server.streaming import Chunks, stream_response, until_disconnected
 
@@ -122,8 +123,8 @@ class _Choice:
 
     def push(self, delta: Delta) -> CompletionChoice | None:
         """Adds a delta; returns the stream's part, None if there is nothing to say."""
-        text = delta.text
-        if self._job.body.echo and self._last is None:
+        text, body, first = delta.text, self._job.body, self._last is None
+        if body.echo and first:
             text = self._echo() + text
         offset = self._length
         self._length += len(text)
@@ -131,12 +132,13 @@ class _Choice:
         self._text.append(text)
         self._tokens += delta.token_ids
         self._logprobs += delta.logprobs
-        if not text and not delta.logprobs and delta.finish_reason is None:
+        says_tokens = body.return_token_ids and delta.token_ids
+        if not (text or delta.logprobs or delta.finish_reason or says_tokens):
             return None
-        return self._part(text, delta.token_ids, delta.logprobs, offset)
+        return self._part(text, delta.token_ids, delta.logprobs, offset, with_prompt=first)
 
     def whole(self) -> CompletionChoice:
-        return self._part("".join(self._text), self._tokens, self._logprobs, 0)
+        return self._part("".join(self._text), self._tokens, self._logprobs, 0, with_prompt=True)
 
     def _echo(self) -> str:
         return self._tokenizer.decode(self._prompt.token_ids, skip_special_tokens=False)
@@ -147,6 +149,8 @@ class _Choice:
         tokens: Sequence[int],
         logprobs: Sequence[dict[int, float]],
         offset: int,
+        *,
+        with_prompt: bool,
     ) -> CompletionChoice:
         body, last = self._job.body, self._last
         assert last is not None
@@ -159,7 +163,9 @@ class _Choice:
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
             token_ids=list(tokens) if body.return_token_ids else None,
-            prompt_token_ids=list(self._prompt.token_ids) if body.return_token_ids else None,
+            prompt_token_ids=list(self._prompt.token_ids)
+            if body.return_token_ids and with_prompt
+            else None,
         )
 
 
@@ -197,8 +203,8 @@ async def _merged(
         finally:
             for future in waiting:
                 future.cancel()
-            if waiting:
-                await asyncio.wait(waiting)
+            # Results nobody looks at: asyncio would report their errors as lost.
+            await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def _whole(service: Service, job: CompletionTask) -> Completion:
@@ -209,15 +215,21 @@ async def _whole(service: Service, job: CompletionTask) -> Completion:
             choice.push(delta)
             choices[choice.index] = choice
     usage = add_usage([generation.usage for generation in generations])
-    reports = [cache_report_body(generation.cache_report) for generation in generations]
     return Completion(
         id=job.response_id,
         created=job.created,
         model=job.model,
         choices=[choices[index].whole() for index in sorted(choices)],
         usage=usage_body(usage, *(generation.prompt for generation in generations)),
-        cache_report=reports[0] if job.body.cache_report else None,
+        cache_report=_reports(generations) if job.body.cache_report else None,
     )
+
+
+def _reports(generations: list[Generation]) -> CacheReportBody | list[CacheReportBody] | None:
+    """The prompt's report; a list of them if there are several prompts."""
+    bodies = [cache_report_body(generation.cache_report) for generation in generations]
+    found = [body for body in bodies if body is not None]
+    return found[0] if len(bodies) == 1 and found else found or None
 
 
 async def _chunks(service: Service, job: CompletionTask) -> Chunks:
@@ -236,6 +248,12 @@ async def _chunks(service: Service, job: CompletionTask) -> Chunks:
         total = add_usage([generation.usage for generation in generations])
         return usage_body(total, *(each.prompt for each in generations)).model_dump()
 
+    def last_words() -> dict[str, Any]:
+        if not body.cache_report:
+            return {}
+        reports = [dataclasses.asdict(g.cache_report) for g in generations if g.cache_report]
+        return {"cache_report": reports[0] if len(generations) == 1 else reports}
+
     async with aclosing(_merged(service, job, generations)) as merged:
         async for choice, delta in merged:
             part = choice.push(delta)
@@ -244,6 +262,8 @@ async def _chunks(service: Service, job: CompletionTask) -> Chunks:
             chunk = base | {"choices": [part.model_dump()]}
             if with_usage:
                 chunk["usage"] = usage() if continuous else None
+            elif not any(generation.unfinished for generation in generations):
+                chunk |= last_words()
             yield chunk
     if with_usage:
-        yield base | {"choices": [], "usage": usage()}
+        yield base | {"choices": [], "usage": usage()} | last_words()

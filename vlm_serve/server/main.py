@@ -20,6 +20,8 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    # It would warn of every chunk that was on its way to a client that has gone.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     bound = listen(config)  # first: a taken port should not cost a model's loading time
     try:
         engine = Engine.from_checkpoint(model, engine_config)

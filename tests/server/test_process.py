@@ -1,0 +1,111 @@
+"""The commands as a user runs them: processes of their own, signals included."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+COMMAND = [sys.executable, "-m", "vlm_serve.cli"]
+SMALL = ["--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1"]
+SECONDS = 60
+
+
+@contextmanager
+def serving(*arguments: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process and its URL, read from its start-up table."""
+    process = subprocess.Popen(
+        [*COMMAND, "serve", *arguments, "--port", "0", *SMALL],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | variables,
+    )
+    try:
+        assert process.stdout is not None
+        table = ""
+        while "URL" not in table:
+            line = process.stdout.readline()
+            assert line, f"the server ended early: {table}"
+            table += line
+        found = re.search(r"URL +(http://[^/]+)/v1", table)
+        assert found is not None
+        assert re.search(r"granularity +16 tokens", table)
+        yield process, found.group(1)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_serve_answers_and_ends_on_a_signal(checkpoint: Path) -> None:
+    with serving(
+        str(checkpoint), VLM_SERVE_BLOCK_SIZE="16", VLM_SERVE_SERVED_MODEL_NAME="mine"
+    ) as (process, url):
+        with httpx.Client(base_url=url, timeout=SECONDS, trust_env=False) as client:
+            assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
+            messages = [{"role": "user", "content": "hi"}]
+            body = {"messages": messages, "max_tokens": 4, "temperature": 0}
+            answer = client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200
+            assert answer.json()["usage"]["completion_tokens"] <= 4
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+
+
+def test_a_signal_waits_for_open_requests_and_a_second_one_does_not(checkpoint: Path) -> None:
+    with serving(str(checkpoint), "--block-size", "16") as (process, url):
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"messages": messages, "stream": True, "ignore_eos": True, "max_tokens": 2000}
+        with (
+            httpx.Client(base_url=url, timeout=SECONDS, trust_env=False) as client,
+            client.stream("POST", "/v1/chat/completions", json=body) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert httpx.get(f"{url}/ready", trust_env=False).status_code == 503
+            next(lines)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(SECONDS) == 0
+
+
+def test_chat_answers_about_a_photograph(checkpoint: Path) -> None:
+    spec = importlib.util.find_spec("skimage")
+    assert spec is not None
+    assert spec.origin is not None
+    photograph = Path(spec.origin).parent / "data" / "rocket.jpg"
+    arguments = ["--model", str(checkpoint), "--image", str(photograph), "What is this?"]
+    done = subprocess.run(
+        [*COMMAND, "chat", *arguments, *SMALL, "--max-tokens", "8", "--temperature", "0"]
+        + ["--report"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "media_encoded: 1" in done.stderr
+
+
+def test_chat_says_what_is_wrong(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ["--model", str(checkpoint), "--image", str(tmp_path / "none.png"), "What?"]
+    done = subprocess.run(
+        [*COMMAND, "chat", *arguments, *SMALL],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("vlm-serve: ")
+    assert "Traceback" not in done.stderr
