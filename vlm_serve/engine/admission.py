@@ -72,7 +72,7 @@ class Admission:
         request = sequence.request
         boundary = match.boundary if used is None else used
         replay = request.report is not None
-        self._cache.record(match, num_prompt_tokens=len(sequence.prompt), replay=replay)
+        self._cache.record(match, len(sequence.prompt), used=boundary, replay=replay)
         if replay:
             return
         request.cached_tokens = boundary

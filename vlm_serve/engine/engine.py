@@ -294,6 +294,7 @@ class Engine:
         with self._lock:
             self._closed = True
         self._media_loader.close()
+        self.preprocessor.close()
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._inbox.get_nowait()

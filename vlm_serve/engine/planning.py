@@ -107,7 +107,7 @@ class Planner:
         if end <= start or not self._make_room(sequence, end):
             return 0
         ends = chunk_ends(cuts, start, end, config.block_size, config.chunk_size)
-        wanted = sorted(p for p in sequence.snapshot_positions if start < p <= end)
+        wanted = [p for p in sequence.snapshot_positions if start < p <= end]
         embeddings = self._media.acquire(sequence, start, end)
         snapshots = self._reserve(sequence, wanted)
         self._roster.planned.append(
@@ -128,6 +128,7 @@ class Planner:
         return True
 
     def _reserve(self, sequence: Sequence, positions: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """Rows for state snapshots, most important first; one without a row is skipped."""
         assert sequence.lease is not None
         reserved = []
         for position in positions:
@@ -135,7 +136,7 @@ class Planner:
             row = self._cache.reserve_snapshot(sequence.lease, position, kind)
             if row is not None:
                 reserved.append((position, row))
-        return tuple(reserved)
+        return tuple(sorted(reserved))
 
     def _slice(
         self,
