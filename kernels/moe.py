@@ -32,9 +32,7 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     check_tensor("logits", logits, (None, None), FLOAT_DTYPES, logits.device)
     if not 1 <= top_k <= logits.shape[1]:
         raise KernelArgumentError("top_k", f"{top_k}, expected 1..{logits.shape[1]}")
-    weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
-    weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(logits.dtype), ids
+    return select(moe_cpu.route, logits.device)(logits, top_k)
 
 
 def routed_experts(

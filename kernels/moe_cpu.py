@@ -8,6 +8,12 @@ import torch.nn.functional as F
 from vlm_serve.kernels.linear import linear
 
 
+def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype), ids
+
+
 def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,

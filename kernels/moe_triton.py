@@ -1,0 +1,276 @@
+"""Router and routed experts on a GPU: two grouped products over tokens sorted by expert."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch, power_of_two
+
+
+@triton.jit
+def _route_kernel(
+    logits,
+    weights,
+    ids,
+    tokens,
+    stride,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    experts = tl.arange(0, BLOCK)
+    inside = (row < tokens)[:, None] & (experts < EXPERTS)[None, :]
+    places = row.to(tl.int64)[:, None] * stride + experts[None, :]
+    left = tl.load(logits + places, mask=inside, other=float("-inf")).to(tl.float32)
+    # Rows past the end stay finite; they are not stored.
+    left = tl.where((row < tokens)[:, None], left, 0.0)
+    left = tl.where((experts < EXPERTS)[None, :], left, float("-inf"))
+    largest = tl.max(left, axis=1)
+    ranks = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros((ROWS, BLOCK_K), tl.int32)
+    shares = tl.zeros((ROWS, BLOCK_K), tl.float32)
+    # The softmax's denominator cancels in the renormalisation; the first of equals wins.
+    for rank in range(TOP_K):
+        value = tl.max(left, axis=1)
+        first = tl.where(left == value[:, None], experts[None, :], BLOCK)
+        # A NaN equals nothing; its row still names experts that exist.
+        expert = tl.minimum(tl.min(first, axis=1), EXPERTS - 1)
+        here = (ranks == rank)[None, :]
+        chosen = tl.where(here, expert[:, None], chosen)
+        shares = tl.where(here, tl.exp(value - largest)[:, None], shares)
+        left = tl.where(experts[None, :] == expert[:, None], float("-inf"), left)
+    shares = shares / tl.sum(shares, axis=1)[:, None]
+    stored = (row < tokens)[:, None] & (ranks < TOP_K)[None, :]
+    places = row.to(tl.int64)[:, None] * TOP_K + ranks[None, :]
+    tl.store(weights + places, shares.to(weights.dtype.element_ty), mask=stored)
+    tl.store(ids + places, chosen.to(tl.int64), mask=stored)
+
+
+def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, experts = logits.shape
+    weights = torch.empty(tokens, top_k, dtype=logits.dtype, device=logits.device)
+    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
+    block = power_of_two(experts)
+    rows = max(1, 2048 // block)
+    arguments = {
+        "logits": logits,
+        "weights": weights,
+        "ids": ids,
+        "tokens": tokens,
+        "stride": logits.stride(0),
+        "EXPERTS": experts,
+        "BLOCK": block,
+        "TOP_K": top_k,
+        "BLOCK_K": power_of_two(top_k),
+        "ROWS": rows,
+    }
+    launch(_route_kernel, (triton.cdiv(tokens, rows),), arguments)
+    return weights, ids
+
+
+@triton.jit
+def _gate_up_kernel(
+    x,
+    order,
+    tile_expert,
+    tile_first,
+    ends,
+    gate_up,
+    out,
+    x_stride,
+    expert_stride,
+    row_stride,
+    TOP_K: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """silu(x gate^T) * (x up^T) for up to ROWS sorted (token, expert) pairs of one expert."""
+    tile = tl.program_id(1)
+    expert = tl.load(tile_expert + tile).to(tl.int64)
+    if expert >= 0:
+        pairs = tl.load(tile_first + tile) + tl.arange(0, ROWS)
+        real = pairs < tl.load(ends + expert)
+        token = tl.load(order + pairs, mask=real, other=0) // TOP_K
+        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        depth = tl.arange(0, DEPTH)
+        x_rows = token.to(tl.int64) * x_stride
+        weight = gate_up + expert * expert_stride + columns.to(tl.int64) * row_stride
+        gate = tl.zeros((ROWS, COLUMNS), tl.float32)
+        up = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, HIDDEN, DEPTH):
+            at = start + depth
+            inside = (at < HIDDEN)[:, None] & (columns < WIDTH)[None, :]
+            mask = real[:, None] & (at < HIDDEN)[None, :]
+            rows = tl.load(x + x_rows[:, None] + at[None, :], mask=mask, other=0.0).to(DOT)
+            part = tl.load(weight[None, :] + at[:, None], mask=inside, other=0.0).to(DOT)
+            gate = tl.dot(rows, part, gate, input_precision=PRECISION)
+            below = weight[None, :] + WIDTH * row_stride
+            part = tl.load(below + at[:, None], mask=inside, other=0.0).to(DOT)
+            up = tl.dot(rows, part, up, input_precision=PRECISION)
+        result = gate * tl.sigmoid(gate) * up
+        places = pairs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        mask = real[:, None] & (columns < WIDTH)[None, :]
+        tl.store(out + places, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _down_kernel(
+    x,
+    order,
+    weights,
+    tile_expert,
+    tile_first,
+    ends,
+    down,
+    out,
+    expert_stride,
+    row_stride,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """weight * x down^T, stored at the pair's place in token order."""
+    tile = tl.program_id(1)
+    expert = tl.load(tile_expert + tile).to(tl.int64)
+    if expert >= 0:
+        pairs = tl.load(tile_first + tile) + tl.arange(0, ROWS)
+        real = pairs < tl.load(ends + expert)
+        pair = tl.load(order + pairs, mask=real, other=0).to(tl.int64)
+        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        depth = tl.arange(0, DEPTH)
+        x_rows = pairs.to(tl.int64) * WIDTH
+        weight = down + expert * expert_stride + columns.to(tl.int64) * row_stride
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, WIDTH, DEPTH):
+            at = start + depth
+            inside = (at < WIDTH)[:, None] & (columns < HIDDEN)[None, :]
+            mask = real[:, None] & (at < WIDTH)[None, :]
+            rows = tl.load(x + x_rows[:, None] + at[None, :], mask=mask, other=0.0).to(DOT)
+            part = tl.load(weight[None, :] + at[:, None], mask=inside, other=0.0).to(DOT)
+            total = tl.dot(rows, part, total, input_precision=PRECISION)
+        share = tl.load(weights + pair, mask=real, other=0.0).to(tl.float32)
+        total *= share[:, None]
+        mask = real[:, None] & (columns < HIDDEN)[None, :]
+        places = pair[:, None] * HIDDEN + columns[None, :]
+        tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_kernel(parts, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr):
+    """A token's experts, summed in the order of its router: no atomics, always the same bits."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = columns < HIDDEN
+    total = tl.zeros((TILE,), tl.float32)
+    for rank in range(TOP_K):
+        places = (token * TOP_K + rank) * HIDDEN + columns
+        total += tl.load(parts + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    deterministic: bool,
+) -> torch.Tensor:
+    tokens, hidden = x.shape
+    experts, width = gate_up.shape[0], down.shape[2]
+    top_k = ids.shape[1]
+    tile = _tile(x.dtype, tokens * top_k, experts, deterministic)
+    plan = _group(ids, experts, tile["ROWS"])
+    shared: dict[str, Any] = {
+        **plan,
+        "HIDDEN": hidden,
+        "WIDTH": width,
+        "DOT": dot_dtype(x.dtype),
+        "PRECISION": current_target().dot_precision,
+        **tile,
+    }
+    tiles = plan["tile_expert"].shape[0]
+    inner = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
+    arguments = {
+        **shared,
+        "x": x,
+        "gate_up": gate_up,
+        "out": inner,
+        "x_stride": x.stride(0),
+        "expert_stride": gate_up.stride(0),
+        "row_stride": gate_up.stride(1),
+        "TOP_K": top_k,
+    }
+    stages = 1 if x.dtype == torch.float32 else 3
+    grid = (triton.cdiv(width, tile["COLUMNS"]), tiles)
+    launch(_gate_up_kernel, grid, arguments, num_warps=4, num_stages=stages)
+    parts = torch.empty(tokens * top_k, hidden, dtype=x.dtype, device=x.device)
+    arguments = {
+        **shared,
+        "x": inner,
+        "weights": weights.contiguous(),
+        "down": down,
+        "out": parts,
+        "expert_stride": down.stride(0),
+        "row_stride": down.stride(1),
+    }
+    grid = (triton.cdiv(hidden, tile["COLUMNS"]), tiles)
+    launch(_down_kernel, grid, arguments, num_warps=4, num_stages=stages)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    block = min(1024, power_of_two(hidden))
+    arguments = {"parts": parts, "out": out, "HIDDEN": hidden, "TOP_K": top_k, "TILE": block}
+    launch(_sum_kernel, (tokens, triton.cdiv(hidden, block)), arguments)
+    return out
+
+
+def _tile(dtype: torch.dtype, pairs: int, experts: int, deterministic: bool) -> dict[str, int]:
+    """Tile sizes: few rows where experts have few tokens each, since a weight tile is read once per
+    row tile either way. `deterministic` takes one shape whatever the step holds."""
+    columns, depth = (32, 32) if dtype == torch.float32 else (64, 64)
+    few = 32 if pairs > 8 * experts else 16
+    rows = 64 if deterministic or pairs > 32 * experts else few
+    return {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth}
+
+
+def _group(ids: torch.Tensor, experts: int, rows: int) -> dict[str, torch.Tensor]:
+    """Pairs sorted by expert and cut into tiles of one expert, without reading from the device: the
+    number of tiles is an upper bound and unused ones name expert -1."""
+    flat = ids.flatten()
+    pairs = flat.shape[0]
+    order = torch.argsort(flat, stable=True)
+    numbers = torch.arange(experts, device=ids.device)
+    ends = torch.searchsorted(flat[order], numbers, right=True)
+    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+    tiles = (ends - begins + rows - 1) // rows
+    last_tiles = tiles.cumsum(0)
+    bound = triton.cdiv(pairs, rows) + min(experts, pairs)
+    which = torch.arange(bound, device=ids.device)
+    expert = torch.searchsorted(last_tiles, which, right=True)
+    known = expert < experts
+    expert = expert.clamp(max=experts - 1)
+    first = begins[expert] + (which - (last_tiles - tiles)[expert]) * rows
+    return {
+        "order": order.int(),
+        "ends": ends.int(),
+        "tile_expert": torch.where(known, expert, -1).int(),
+        "tile_first": first.int(),
+    }

@@ -1,0 +1,110 @@
+"""Router and routed experts on the Triton path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn
+
+from vlm_serve.kernels import moe_triton
+from vlm_serve.kernels.moe import route, routed_experts, routed_experts_reference
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 8, 8), (7, 12, 3), (5, 256, 8), (3, 512, 10), (0, 8, 2)]
+)
+def test_router_keeps_the_largest_and_renormalises(
+    dtype: torch.dtype, tokens: int, experts: int, top_k: int
+) -> None:
+    # A permutation per token: no ties, and extremes that overflow an unshifted softmax.
+    order = torch.stack([torch.randperm(experts) for _ in range(tokens)] or [torch.zeros(experts)])
+    spread = (order[:tokens].double() / experts - 0.5) * (400 if dtype == torch.float32 else 12)
+    logits = torch.cat([spread, spread[:, :5]], dim=1).to(dtype).to(DEVICE)[:, :experts]
+    with kernels():
+        weights, ids = route(logits, top_k)
+    expected, expected_ids = logits.double().softmax(-1).topk(top_k, -1)
+    assert weights.dtype == dtype and ids.dtype == torch.int64
+    if dtype == torch.float32:
+        assert torch.equal(ids, expected_ids)
+    else:  # rounding makes ties, which either order breaks rightly
+        assert torch.equal(logits.gather(1, ids), logits.gather(1, expected_ids))
+    assert_near(weights, expected / expected.sum(-1, keepdim=True), TOLERANCE[dtype])
+
+
+def test_equal_logits_choose_distinct_experts() -> None:
+    with kernels():
+        weights, ids = route(torch.zeros(2, 6, device=DEVICE), 4)
+    assert ids.tolist() == [[0, 1, 2, 3]] * 2
+    assert torch.equal(weights, torch.full((2, 4), 0.25, device=DEVICE))
+
+
+def experts_case(
+    tokens: int, experts: int, top_k: int, hidden: int, width: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    x = randn(tokens, hidden + 8, dtype=dtype)[:, :hidden]
+    weights = randn(tokens, top_k, seed=1).softmax(-1).to(dtype)
+    choices = [torch.randperm(experts)[:top_k] for _ in range(tokens)]
+    ids = torch.stack(choices) if choices else torch.empty(0, top_k, dtype=torch.int64)
+    gate_up = randn(experts, 2 * width, hidden, seed=2) * hidden**-0.5
+    down = randn(experts, hidden, width, seed=3) * width**-0.5
+    return x, weights, ids.to(DEVICE), gate_up.to(dtype), down.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "hidden", "width"),
+    [(1, 4, 2, 32, 16), (9, 5, 3, 40, 24), (70, 3, 1, 72, 40), (0, 4, 2, 32, 16)],
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_experts(
+    dtype: torch.dtype,
+    tokens: int,
+    experts: int,
+    top_k: int,
+    hidden: int,
+    width: int,
+    deterministic: bool,
+) -> None:
+    case = experts_case(tokens, experts, top_k, hidden, width, dtype)
+    with kernels():
+        out = routed_experts(*case, deterministic=deterministic)
+    assert out.dtype == dtype
+    assert_near(out, routed_experts_reference(*(x.cpu() for x in case)), TOLERANCE[dtype])
+
+
+def test_all_tokens_to_one_expert_and_unused_experts_hold_nan() -> None:
+    x, weights, ids, gate_up, down = experts_case(40, 6, 1, 32, 16, torch.float32)
+    ids.fill_(4)
+    gate_up[[0, 1, 2, 3, 5]] = float("nan")
+    down[[0, 1, 2, 3, 5]] = float("nan")
+    with kernels():
+        out = routed_experts(x, weights, ids, gate_up, down)
+    expected = routed_experts_reference(*(t.cpu() for t in (x, weights, ids, gate_up, down)))
+    assert_near(out, expected, 2e-5)
+
+
+def test_deterministic_bits_do_not_depend_on_the_other_tokens() -> None:
+    x, weights, ids, gate_up, down = experts_case(30, 4, 2, 40, 24, torch.float32)
+    with kernels():
+        whole = routed_experts(x, weights, ids, gate_up, down, deterministic=True)
+        few = (x[11:13], weights[11:13], ids[11:13])
+        part = routed_experts(*few, gate_up, down, deterministic=True)
+    assert torch.equal(part, whole[11:13])
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_tiles_cover_every_pair_once_and_never_two_experts(rows: int) -> None:
+    ids = torch.randint(0, 9, (50, 3), device=DEVICE)
+    plan = moe_triton._group(ids, 9, rows)
+    covered = []
+    tiles = (plan["tile_expert"].tolist(), plan["tile_first"].tolist())
+    for expert, first in zip(*tiles, strict=True):
+        if expert >= 0:
+            pairs = plan["order"][first : min(first + rows, int(plan["ends"][expert]))]
+            assert len(pairs)
+            assert bool((ids.flatten()[pairs.long()] == expert).all())
+            covered += pairs.tolist()
+    assert sorted(covered) == list(range(150))
