@@ -29,6 +29,10 @@ _TORCHVISION_OPS = (
 )
 
 
+NO_TOKEN = 1 << 40
+"""An end token that no model produces: generation runs to its length."""
+
+
 @cache
 def prepare_torchvision() -> torch.library.Library | None:
     """Make `import torchvision` possible; None where it is missing or has its compiled ops."""
@@ -75,9 +79,9 @@ def model(path: Path | str, dtype: torch.dtype = torch.float32) -> Any:
 @torch.no_grad()
 def greedy(path: Path | str, inputs: dict[str, torch.Tensor], num_tokens: int) -> list[int]:
     """Token ids that transformers generates greedily, not stopping at an end token."""
-    # No token has that id. `min_new_tokens` would not do: it forbids the end tokens.
+    # `min_new_tokens` would not do: it forbids the end tokens.
     output = model(path).generate(
-        **inputs, max_new_tokens=num_tokens, do_sample=False, eos_token_id=1 << 40
+        **inputs, max_new_tokens=num_tokens, do_sample=False, eos_token_id=NO_TOKEN
     )
     return [int(token) for token in output[0, inputs["input_ids"].shape[1] :]]
 
