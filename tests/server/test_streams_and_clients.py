@@ -38,7 +38,8 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_request(
     with fake.client.stream(
         "POST", "/v1/chat/completions", json=chat_body(stream=True)
     ) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: httpx closes the connection with it
+        next(lines)
         (request,) = fake.engine.requests.values()
     assert request.aborted.wait(10)
     wait_for(lambda: fake.service.num_open == 0)
