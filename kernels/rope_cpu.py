@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from vlm_serve.kernels.norms_cpu import BLOCK, blocks, centred_factor, unit_rows
+
 
 def qk_norm_rope(
     q: torch.Tensor,
@@ -21,10 +23,21 @@ def qk_norm_rope(
 def _norm_rotate(
     x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
+    factor = centred_factor(weight)
+    if x.numel() <= BLOCK:
+        return _rotate(unit_rows(x.float(), eps).mul_(factor), cos, sin).to(x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    for part in blocks(x):
+        normed = unit_rows(x[part].float(), eps).mul_(factor)
+        out[part] = _rotate(normed, cos[part], sin[part])
+    return out
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn the first dims of each head in halves, in place."""
     half = cos.shape[-1]
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed = wide * scale * (1.0 + weight.float())
-    first, second, rest = normed[..., :half], normed[..., half : 2 * half], normed[..., 2 * half :]
-    rotated = (first * cos - second * sin, second * cos + first * sin, rest)
-    return torch.cat(rotated, dim=-1).to(x.dtype)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = first * sin
+    first.mul_(cos).addcmul_(second, sin, value=-1.0)
+    second.mul_(cos).add_(turned)
+    return x

@@ -1,0 +1,85 @@
+"""Norms on the CPU path: blocks of rows, their seams, and bits that no neighbour changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vlm_serve.kernels import norms_cpu, rope_cpu
+from vlm_serve.kernels.norms import (
+    gated_rms_norm,
+    gated_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+from vlm_serve.kernels.rope import qk_norm_rope, qk_norm_rope_reference
+
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms_cpu, "BLOCK", 300)
+    monkeypatch.setattr(rope_cpu, "BLOCK", 300)
+
+
+def near(got: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[got.dtype]
+    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 50])
+def test_values(dtype: torch.dtype, rows: int) -> None:
+    x, residual = torch.randn(rows, 100).to(dtype), torch.randn(rows, 100).to(dtype)
+    weight = (torch.randn(100) / 4).to(dtype)
+    near(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+    normed, total = rms_norm(x, weight, 1e-6, residual)
+    assert torch.equal(total, x + residual)
+    near(normed, rms_norm_reference(total, weight, 1e-6))
+    heads, gate = x.view(rows, 4, 25), torch.randn(rows, 200).to(dtype)[:, 50:150].view(rows, 4, 25)
+    near(
+        gated_rms_norm(heads, gate, weight[:25], 1e-6),
+        gated_rms_norm_reference(heads, gate, weight[:25], 1e-6),
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [0, 1, 5, 40])
+def test_query_key_norm_and_rotation(dtype: torch.dtype, rows: int) -> None:
+    mixed = torch.randn(rows, 7 * 24).to(dtype)
+    q, k = mixed[:, :96].view(rows, 4, 24), mixed[:, 96:144].view(rows, 2, 24)
+    q_weight, k_weight = torch.randn(2, 24).to(dtype)
+    angles = torch.rand(rows, 4) * 6
+    kept = mixed.clone()
+    got = qk_norm_rope(q, k, q_weight, k_weight, angles.cos(), angles.sin(), 1e-6)
+    assert torch.equal(mixed, kept)
+    for rotated, x, weight in zip(got, (q, k), (q_weight, k_weight), strict=True):
+        assert rotated.is_contiguous()
+        near(rotated, qk_norm_rope_reference(x, weight, angles.cos(), angles.sin(), 1e-6))
+
+
+def test_zero_and_tiny_rows() -> None:
+    x = torch.stack([torch.zeros(64), torch.full((64,), 1e-12), torch.full((64,), 1e12)])
+    near(rms_norm(x, torch.zeros(64), 1e-6), rms_norm_reference(x, torch.zeros(64), 1e-6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_anywhere(dtype: torch.dtype) -> None:
+    x, gate = torch.randn(2, 60, 3, 20).to(dtype)
+    weight, angles = torch.randn(20).to(dtype), torch.rand(60, 3)
+    cos, sin = angles.cos(), angles.sin()
+    whole = (
+        rms_norm(x, weight, 1e-6),
+        gated_rms_norm(x, gate, weight, 1e-6),
+        qk_norm_rope(x, gate, weight, weight, cos, sin, 1e-6)[0],
+    )
+    for start, end in ((0, 1), (3, 9), (17, 60)):
+        part = slice(start, end)
+        pieces = (
+            rms_norm(x[part], weight, 1e-6),
+            gated_rms_norm(x[part], gate[part], weight, 1e-6),
+            qk_norm_rope(x[part], gate[part], weight, weight, cos[part], sin[part], 1e-6)[0],
+        )
+        for piece, one in zip(pieces, whole, strict=True):
+            assert torch.equal(piece, one[part])
