@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from vlm_serve.kernels.elementwise import silu
 from vlm_serve.kernels.linear import linear
 
 
@@ -34,6 +34,6 @@ def routed_experts(
             gate, up = linear(
                 x[picked // top_k], gate_up[expert], deterministic=deterministic
             ).chunk(2, dim=-1)
-            parts[picked] = linear(F.silu(gate) * up, down[expert], deterministic=deterministic)
+            parts[picked] = linear(silu(gate) * up, down[expert], deterministic=deterministic)
             begin += count
     return (parts.view(tokens, top_k, x.shape[1]) * weights.unsqueeze(-1)).sum(1)
