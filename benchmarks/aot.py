@@ -1,6 +1,6 @@
 """Compiles every Triton kernel ahead of time and writes what it uses to benchmarks/aot.md.
 
-    python benchmarks/aot.py [--only PART] [--targets sm_90,gfx942] [--no-write]
+    python benchmarks/aot.py [--only PART,...] [--models 4B,...] [--targets sm_90,...] [--no-write]
 
 No GPU is needed: the ops are called at the shapes of the shared checkpoints, their launches are
 recorded instead of run, and each distinct specialisation is compiled for each target.
@@ -29,15 +29,15 @@ OUTPUT = Path(__file__).with_name("aot.md")
 Row = tuple[str, str, Usage]
 
 
-def record(target: str, only: str) -> list[tuple[str, Launch]]:
+def record(target: str, only: Sequence[str], models: Sequence[str]) -> list[tuple[str, Launch]]:
     """Every distinct launch of the cases on a target, with the kernel's and the case's names."""
     found: dict[object, tuple[str, Launch]] = {}
-    for label, call in cases():
+    for label, call in cases(models):
         with triton_everywhere(), record_launches(TARGETS[target][0]) as launches:
             call()
         for launch in launches:
             name = f"{label}: {launch.kernel.__name__.strip('_')}"
-            if only in name:
+            if any(part in name for part in only):
                 found.setdefault(specialisation(launch), (name, launch))
     return list(found.values())
 
@@ -73,15 +73,16 @@ def report(rows: Sequence[Row], targets: Sequence[str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="compile kernels whose name contains this")
+    parser.add_argument("--only", default="", help="only kernels whose name contains one of these")
+    parser.add_argument("--models", default="4B,27B,35B-A3B")
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--no-write", action="store_true", help="print, but leave aot.md alone")
     arguments = parser.parse_args()
-    targets = arguments.targets.split(",")
+    targets, only = arguments.targets.split(","), arguments.only.split(",")
     rows: list[Row] = []
     failed = 0
     for target in targets:
-        for name, launch in record(target, arguments.only):
+        for name, launch in record(target, only, arguments.models.split(",")):
             began = time.perf_counter()
             try:
                 usage = compile_launch(launch, target)

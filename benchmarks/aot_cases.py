@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefil
 from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
 from vlm_serve.kernels.kv_write import copy_kv_rows, write_kv
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
+from vlm_serve.kernels.moe import route, routed_experts
 from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
 from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
 from vlm_serve.kernels.rope import qk_norm_rope
@@ -27,13 +28,17 @@ KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 Case = tuple[str, Callable[[], object]]
 
 
-def cases() -> Iterator[Case]:
+def cases(models: Sequence[str]) -> Iterator[Case]:
     """(label, call) of every op, checkpoint and stored form; record what each call launches."""
     for shapes in ALL:
+        if shapes.name not in models:
+            continue
         yield from _memory_ops(shapes)
         yield from _elementwise(shapes)
         yield from _state_ops(shapes)
         yield from _attention(shapes)
+        if shapes.experts:
+            yield from _experts(shapes)
 
 
 def _memory_ops(shapes: Shapes) -> Iterator[Case]:
@@ -87,6 +92,18 @@ def _attention(shapes: Shapes) -> Iterator[Case]:
         yield label, partial(attention_prefill, q, kv, prefill_meta(), scale=scale)
         q = torch.empty(BATCH, shapes.query_heads, shapes.head_dim, dtype=dtype)
         yield label, partial(attention_decode, q, kv, decode_meta(), scale=scale)
+
+
+def _experts(shapes: Shapes) -> Iterator[Case]:
+    """A decode step, a small prefill and a large one: one row tile each."""
+    for tokens in (BATCH, 512, 4096):
+        yield "moe", partial(route, _half(tokens, shapes.experts), shapes.top_k)
+        ids = torch.zeros(tokens, shapes.top_k, dtype=torch.int64)
+        gate_up = _half(shapes.experts, 2 * shapes.expert_width, shapes.hidden)
+        down = _half(shapes.experts, shapes.hidden, shapes.expert_width)
+        weights = _half(tokens, shapes.top_k)
+        x = _half(tokens, shapes.hidden)
+        yield "moe", partial(routed_experts, x, weights, ids, gate_up, down)
 
 
 def _gated_delta_inputs(

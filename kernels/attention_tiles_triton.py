@@ -27,26 +27,31 @@ class Tile:
     stages: int
 
 
-def prefill_tile(dtype: torch.dtype, dim: int) -> Tile:
-    """By target, dtype and head dim alone: equal tiles in every batch keep a token's bits.
+def prefill_tile(dtype: torch.dtype, dim: int, plain: bool) -> Tile:
+    """By target, dtypes and head dim alone: equal tiles in every batch keep a token's bits.
 
-    At head dim 256 the running output of 128 rows takes 128 registers per thread of 8 warps, and
-    two stages of 64 keys and values 128 KiB. CDNA has 64 KiB and halves both.
+    At head dim 256 the running output of 128 rows takes 128 registers per thread of 8 warps;
+    conversions of quantised pages (not `plain`) need some of the rest, and an A100, whose products
+    take operands from registers, more than there are. CDNA has 64 KiB for the keys and values.
     """
-    hip = current_target().backend == "hip"
+    target = current_target()
     if dtype == torch.float32:
-        return Tile(16 if dim > 128 else 32, 32, 4, 1)
+        return Tile(16, 16, 8, 1) if dim > 128 else Tile(32, 32, 4, 1)
+    if target.backend == "hip":
+        return Tile(64, 32 if dim > 128 else 64, 4, 1)
     if dim > 128:
-        return Tile(64, 32, 4, 1) if hip else Tile(128, 64, 8, 2)
-    return Tile(64, 64, 4, 1) if hip else Tile(128, 64, 4 if dim <= 64 else 8, 2)
+        return Tile(128, 64 if plain else 32, 8, 2) if target.roomy else Tile(64, 32, 8, 2)
+    return Tile(128, 64, 4 if dim <= 64 else 8, 2)
 
 
 def decode_tile(dtype: torch.dtype, dim: int, group: int) -> Tile:
     """Query heads of one key head, padded to the smallest dot; enough keys in flight per program
     that a few programs per multiprocessor keep the memory busy."""
     rows = power_of_two(group, 16)
-    stages = 1 if current_target().backend == "hip" or dtype == torch.float32 else 3
-    return Tile(rows, 32 if dim > 128 or dtype == torch.float32 else 64, 4, stages)
+    if dtype == torch.float32:
+        return Tile(rows, 16, 8, 1) if dim > 128 else Tile(rows, 32, 4, 1)
+    stages = 1 if current_target().backend == "hip" else 3
+    return Tile(rows, 32 if dim > 128 else 64, 4, stages)
 
 
 def attention_arguments(
@@ -69,6 +74,7 @@ def attention_arguments(
         "BLOCK_DIM": power_of_two(dim, 16),
         "ROWS": tile.rows,
         "KEY_TILE": tile.keys,
+        "ONE_BLOCK": kv.k.shape[1] % tile.keys == 0,
         "FORM": stored_form(kv, target),
         "DOT": dot_dtype(q.dtype),
         "PRECISION": target.dot_precision,
@@ -102,6 +108,7 @@ def attend_range(
     BLOCK_DIM: tl.constexpr,
     KEY_TILE: tl.constexpr,
     MASKED: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     FORM: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -112,6 +119,8 @@ def attend_range(
     masks all of a row leaves its three values bit for bit as they were. Pages and scales point at
     the key head. MASKED: some keys are invisible to some rows or lie past `length`; rows past the
     end of a sequence hold whatever was there, so values and scales are selected, never multiplied.
+    ONE_BLOCK: a tile of keys never crosses a block: one 64-bit address per tile instead of one per
+    key and thread, which would take half of a prefill program's registers.
 
     Args:
         queries: `[R, BLOCK_DIM]`; positions: `[R]`, the last key each row sees.
@@ -123,22 +132,31 @@ def attend_range(
     for start in range(first_key, last_key, KEY_TILE):
         keys_at = start + offsets
         known = keys_at < length
-        block = tl.load(table + keys_at // block_size, mask=known, other=0).to(tl.int64)
-        offset = keys_at % block_size
-        page = block * page_block_stride + offset * page_slot_stride
+        if ONE_BLOCK:
+            block = tl.load(table + start // block_size).to(tl.int64)
+            page = block * page_block_stride + start % block_size * page_slot_stride
+            scale_at = block * scale_block_stride + start % block_size * scale_slot_stride
+            page_rows = offsets * page_slot_stride
+            scale_rows = offsets * scale_slot_stride
+        else:
+            blocks = tl.load(table + keys_at // block_size, mask=known, other=0).to(tl.int64)
+            page = 0
+            scale_at = 0
+            page_rows = blocks * page_block_stride + keys_at % block_size * page_slot_stride
+            scale_rows = blocks * scale_block_stride + keys_at % block_size * scale_slot_stride
+        places = page_rows[:, None] + dims[None, :]
         if MASKED or BLOCK_DIM != DIM:
             inside = known[:, None] & (dims < DIM)[None, :]
-            keys = tl.load(k_pages + page[:, None] + dims[None, :], mask=inside, other=0)
+            keys = tl.load(k_pages + page + places, mask=inside, other=0)
         else:
-            keys = tl.load(k_pages + page[:, None] + dims[None, :])
+            keys = tl.load(k_pages + page + places)
         keys = decode_stored(keys, FORM, DOT)
         if FORM == INT8:
-            scale_at = block * scale_block_stride + offset * scale_slot_stride
-            zero = tl.load(k_zeros + scale_at, mask=known, other=0.0)
+            zero = tl.load(k_zeros + scale_at + scale_rows, mask=known, other=0.0)
             keys = (keys.to(tl.float32) - zero.to(tl.float32)[:, None]).to(DOT)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         if FORM == INT8:
-            scale = tl.load(k_scales + scale_at, mask=known, other=0.0).to(tl.float32)
+            scale = tl.load(k_scales + scale_at + scale_rows, mask=known, other=0.0).to(tl.float32)
             scores = scores * scale[None, :]
         scores *= score_scale
         if MASKED:
@@ -151,14 +169,14 @@ def attend_range(
         best = larger
         if MASKED or BLOCK_DIM != DIM:
             inside = known[:, None] & (dims < DIM)[None, :]
-            values = tl.load(v_pages + page[:, None] + dims[None, :], mask=inside, other=0)
+            values = tl.load(v_pages + page + places, mask=inside, other=0)
         else:
-            values = tl.load(v_pages + page[:, None] + dims[None, :])
+            values = tl.load(v_pages + page + places)
         values = decode_stored(values, FORM, DOT)
         if FORM == INT8:
-            zero = tl.load(v_zeros + scale_at, mask=known, other=0.0)
+            zero = tl.load(v_zeros + scale_at + scale_rows, mask=known, other=0.0)
             values = (values.to(tl.float32) - zero.to(tl.float32)[:, None]).to(DOT)
-            scale = tl.load(v_scales + scale_at, mask=known, other=0.0).to(tl.float32)
+            scale = tl.load(v_scales + scale_at + scale_rows, mask=known, other=0.0).to(tl.float32)
             weights = weights * scale[None, :]
         total = tl.dot(weights.to(DOT), values, total, input_precision=PRECISION)
     return best, norm, total

@@ -52,6 +52,7 @@ def _prefill_kernel(
     BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     KEY_TILE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     FORM: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -117,6 +118,7 @@ def _prefill_kernel(
             BLOCK_DIM,
             KEY_TILE,
             masked,
+            ONE_BLOCK,
             FORM,
             DOT,
             PRECISION,
@@ -135,7 +137,7 @@ def attention_prefill(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kv_heads = kv.k.shape[2]
     group = q.shape[1] // kv_heads
-    tile = prefill_tile(q.dtype, q.shape[2])
+    tile = prefill_tile(q.dtype, q.shape[2], kv.k.itemsize > 1)
     names = f"tile_sequence/{tile.rows}/{group}", f"tile_row/{tile.rows}/{group}"
     once(meta.tensors, names[0], lambda: _query_tiles(meta, names, tile.rows, group, q.device))
     arguments = {

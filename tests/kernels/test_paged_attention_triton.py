@@ -17,29 +17,28 @@ from vlm_serve.kernels.paged_attention import (
     attention_reference,
 )
 
-BLOCK = 16
 FORMS = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8]
 
 
 def filled(
-    lengths: list[int], heads: int, dim: int, form: torch.dtype, seed: int
+    lengths: list[int], heads: int, dim: int, form: torch.dtype, seed: int, size: int = 16
 ) -> tuple[KVLayer, tuple[tuple[int, ...], ...]]:
     """Pages of sequences in blocks of random order; every row past a sequence's end is NaN (or, for
     int8, has NaN scales), as are blocks that nobody owns."""
     rng = random.Random(seed)
-    counts = [-(-length // BLOCK) for length in lengths]
+    counts = [-(-length // size) for length in lengths]
     blocks = list(range(sum(counts) + 2))
     rng.shuffle(blocks)
-    shape = (len(blocks), 2, 2, BLOCK, heads, dim)
+    shape = (len(blocks), 2, 2, size, heads, dim)
     pool = torch.full((*shape, form.itemsize), 0x7F, dtype=torch.uint8, device=DEVICE)
     pool = pool.view(form).squeeze(-1)
-    scales = poison(len(blocks), 2, 4, BLOCK, heads, dtype=torch.float16)
+    scales = poison(len(blocks), 2, 4, size, heads, dtype=torch.float16)
     parts = [scales[:, 1, i] if form == torch.uint8 else None for i in range(4)]
     kv = KVLayer(pool[:, 1, 0], pool[:, 1, 1], *parts)
     tables = []
     for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         table = tuple(blocks.pop() for _ in range(count))
-        slots = [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(length)]
+        slots = [table[p // size] * size + p % size for p in range(length)]
         k, v = randn(length, heads, dim, seed=seed + i), randn(length, heads, dim, seed=seed - i)
         slots_there = torch.tensor(slots, dtype=torch.int64)
         stored = KVLayer(*(None if x is None else x.cpu() for x in vars(kv).values()))
@@ -69,13 +68,13 @@ def prefill_meta(
 
 
 def check_prefill(
-    dtype: torch.dtype, form: torch.dtype, heads: tuple[int, int], dim: int, seed: int
+    dtype: torch.dtype, form: torch.dtype, heads: tuple[int, int], dim: int, seed: int, size: int
 ) -> None:
     rng = random.Random(seed)
     lengths = [0, 1, rng.randint(2, 20), rng.randint(20, 40)]
     starts = [rng.randint(0, 40), rng.randint(0, 70), 0, rng.randint(0, 40)]
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-    kv, tables = filled(ends, heads[1], dim, form, seed)
+    kv, tables = filled(ends, heads[1], dim, form, seed, size)
     meta = prefill_meta(starts, lengths, tables)
     q = randn(meta.num_tokens, heads[0], 2 * dim, dtype=dtype, seed=seed)[..., :dim]
     with kernels():
@@ -88,16 +87,16 @@ def check_prefill(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_prefill_of_every_stored_form(dtype: torch.dtype, form: torch.dtype) -> None:
-    check_prefill(dtype, form, (6, 2), 64, seed=FORMS.index(form))
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 16), (torch.bfloat16, 64)])
+def test_prefill_of_every_stored_form(dtype: torch.dtype, form: torch.dtype, size: int) -> None:
+    check_prefill(dtype, form, (6, 2), 64, seed=FORMS.index(form), size=size)
 
 
 @pytest.mark.parametrize(
     ("heads", "dim"), [((1, 1), 64), ((16, 1), 80), ((3, 1), 128), ((2, 1), 256), ((2, 2), 96)]
 )
 def test_prefill_of_every_head_layout(heads: tuple[int, int], dim: int) -> None:
-    check_prefill(torch.float16, torch.float16, heads, dim, seed=dim)
+    check_prefill(torch.float16, torch.float16, heads, dim, seed=dim, size=dim)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -114,11 +113,11 @@ def test_a_slice_resumed_anywhere_has_the_bits_of_the_whole(seed: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("splits", "size"), [(1, 16), (4, 16), (2, 32)])
 def test_decode_of_every_stored_form(
-    form: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch
+    form: torch.dtype, splits: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_decode(torch.float32, form, (6, 2), 64, splits, monkeypatch)
+    check_decode(torch.float32, form, (6, 2), 64, splits, size, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -128,7 +127,7 @@ def test_decode_of_every_stored_form(
 def test_decode_of_every_head_layout(
     dtype: torch.dtype, heads: tuple[int, int], dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_decode(dtype, dtype, heads, dim, 2, monkeypatch)
+    check_decode(dtype, dtype, heads, dim, 2, dim, monkeypatch)
 
 
 def check_decode(
@@ -137,11 +136,12 @@ def check_decode(
     heads: tuple[int, int],
     dim: int,
     splits: int,
+    size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(paged_decode_triton, "split_count", lambda programs, longest: splits)
     lengths = [1, 16, 100, 67]
-    kv, tables = filled(lengths, heads[1], dim, form, seed=dim)
+    kv, tables = filled(lengths, heads[1], dim, form, dim, size)
     rows = (0,) * len(lengths)
     meta = DecodeMeta(tables, tuple(lengths), rows, rows, rows)
     q = randn(len(lengths), heads[0], dim, dtype=dtype)

@@ -1,0 +1,144 @@
+"""The Triton kernels on the GPU at hand: correctness against float64, time against the roofline.
+
+    python benchmarks/kernels_gpu.py [--write]
+
+Per kernel: the largest error relative to the reference's scale, the median time, and the share of
+the device's limit that it reaches (bytes moved or FLOPs, whichever takes longer at peak, counted
+from the operands). flash-linear-attention and SDPA are timed beside them where installed.
+`--write` puts the table into benchmarks/gpu.md with the date, device and commit. Without a GPU the
+script says so and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+OUTPUT = Path(__file__).with_name("gpu.md")
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peaks of the device: bytes per second, dense bfloat16 FLOPs per second."""
+
+    name: str
+    bandwidth: float
+    flops: float
+
+
+# Vendors' data sheets; an unknown device is measured against a copy and a GEMM of its own.
+PEAKS = {
+    "H100": (3.35e12, 989e12),
+    "H200": (4.8e12, 989e12),
+    "A100": (2.04e12, 312e12),
+    "B200": (8.0e12, 2250e12),
+    "MI300X": (5.3e12, 1307e12),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `error` is None where the kernel is an exact copy that was compared
+    bit for bit, or a rival that is only timed."""
+
+    kernel: str
+    error: float | None
+    microseconds: float
+    limit: float | None
+
+    def text(self) -> str:
+        error = "" if self.error is None else f"{self.error:.1e}"
+        limit = "" if self.limit is None else f"{100 * self.limit:.0f} %"
+        return f"| {self.kernel} | {error} | {self.microseconds:.1f} | {limit} |"
+
+
+class Bench:
+    """Collects rows; times with CUDA events, a cold L2 cache before every run."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.rows: list[Row] = []
+        self._flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+
+    def add(
+        self,
+        kernel: str,
+        call: Callable[[], object],
+        *,
+        error: float | None = None,
+        bytes_moved: float = 0,
+        flops: float = 0,
+    ) -> None:
+        seconds = self._median(call)
+        ideal = max(bytes_moved / self.device.bandwidth, flops / self.device.flops)
+        row = Row(kernel, error, 1e6 * seconds, ideal / seconds if ideal else None)
+        self.rows.append(row)
+        print(row.text(), flush=True)
+
+    def _median(self, call: Callable[[], object], repeats: int = 25) -> float:
+        for _ in range(3):
+            call()
+        times = []
+        for _ in range(repeats):
+            self._flush.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return sorted(times)[len(times) // 2]
+
+
+def find_device() -> Device:
+    name = torch.cuda.get_device_name()
+    for key, (bandwidth, flops) in PEAKS.items():
+        if key in name:
+            return Device(name, bandwidth, flops)
+    return _measured(name)
+
+
+def _measured(name: str) -> Device:
+    """What a large copy and a large GEMM reach."""
+    probe = Bench(Device(name, 1, 1))
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    probe.add("probe: copy", lambda: target.copy_(source))
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    probe.add("probe: GEMM", lambda: square @ square)
+    copy, product = (row.microseconds / 1e6 for row in probe.rows)
+    return Device(name, 2 * source.numel() / copy, 2 * 8192**3 / product)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write benchmarks/gpu.md")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("No GPU found: nothing was measured. Run this script as it is on a machine with one.")
+        return 0
+    import gpu_cases
+
+    bench = Bench(find_device())
+    head = ["| kernel | error | us | of the limit |", "|---|---|---|---|"]
+    print("\n".join(head))
+    gpu_cases.run(bench)
+    if arguments.write:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+        )
+        title = f"{datetime.date.today()}, {bench.device.name}, commit {commit.stdout.strip()}"
+        lines = ["# Kernels on a GPU", "", title, "", *head, *(row.text() for row in bench.rows)]
+        OUTPUT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
