@@ -1,8 +1,8 @@
 """Seeded random traffic through the real scheduler and the real cache over the symbolic runner.
 
-Every step is followed by the cache's own `check()`, and at the end of every request its tokens are
-compared with what the symbolic model answers to the same prompt cold. `Simulation(seed).run(steps)`
-replays exactly.
+Every step is followed by the cache's own `check()`, and at the end of every request its tokens and
+its routed experts are compared with what the symbolic model answers to the same prompt cold.
+`Simulation(seed).run(steps)` replays exactly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from symbolic import (
     END_OF_TURN,
     VOCABULARY,
@@ -20,6 +23,7 @@ from symbolic import (
     SymbolicMedia,
     SymbolicRunner,
     chain,
+    expert_rows,
     make_prompt,
     next_token,
 )
@@ -58,6 +62,8 @@ class Client:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     poisonous: bool = False
+    complete_experts: bool = False
+    expert_gaps: int = 0
 
     def push(self, delta: Delta) -> None:
         assert delta.index not in self.finished, "a delta after the last one"
@@ -65,6 +71,24 @@ class Client:
         if delta.finish_reason is not None:
             self.finished[delta.index] = delta.finish_reason
         assert (delta.error is not None) == (delta.finish_reason == "error")
+        answered = delta.finish_reason in ("stop", "length")
+        wanted = self.request.params.return_routed_experts
+        assert (delta.routed_experts is not None) == (answered and wanted)
+        if delta.routed_experts is not None:
+            self._verify_experts(delta, delta.routed_experts)
+
+    def _verify_experts(self, delta: Delta, rows: npt.NDArray[Any]) -> None:
+        """Every row outside of the gaps is that of the prefix; gaps lie in what was cached."""
+        prompt = self.request.prompt
+        token_ids = [*prompt.token_ids, *self.tokens[delta.index]]
+        start = self.request.params.routed_experts_prompt_start
+        expected = expert_rows(chain(prompt, token_ids), start, len(token_ids) - 1).copy()
+        for first, last in delta.routed_experts_gaps:
+            assert not self.complete_experts, "a gap although only complete rows may be reused"
+            assert start <= first < last < len(token_ids)
+            expected[first - start : last - start] = 0
+            self.expert_gaps += 1
+        assert np.array_equal(rows, expected), "rows of another prefix"
 
     def verify(self) -> None:
         """What was received is a prefix of (or, if it ended by itself, exactly) the cold answer."""
@@ -151,12 +175,14 @@ class Simulation:
                 chunk_size=min(8, self.block_size),
                 state_interval=self.block_size * rng.choice([1, 4, 1000]),
                 decode_state_interval=self.block_size * rng.choice([0, 0, 1, 2]),
+                complete_experts=rng.random() < 0.5,
             ),
         )
         self.runner = SymbolicRunner(
             num_blocks, config.num_rows, self.block_size, rng, has_state=has_state
         )
         poison.runner = self.runner
+        self._expert_share = rng.choice([0.0, 0.3, 1.0])
         self.clients: dict[str, Client] = {}
         self.counts: Counter[str] = Counter()
         self._numbers = itertools.count()
@@ -194,12 +220,15 @@ class Simulation:
         rng = self.rng
         prompt = self._prompt()
         number = next(self._numbers)
+        with_experts = rng.random() < self._expert_share
         params = SamplingParams(
             max_tokens=rng.randint(1, max(1, min(12, self.max_model_len - len(prompt)))),
             temperature=0.0,
             ignore_eos=rng.random() < 0.5,
             seed=rng.randint(0, 3),
             n=rng.choice([1, 1, 1, 2, 3]),
+            return_routed_experts=with_experts,
+            routed_experts_prompt_start=rng.choice([0, len(prompt) // 2]) if with_experts else 0,
         )
         request = Request(f"r{number}", prompt, params, self._ignore, rng.choice([0, 0, 1]), number)
         request.sequences = [
@@ -213,7 +242,11 @@ class Simulation:
             )
             for index in range(params.n)
         ]
-        client = Client(request, poisonous=rng.random() < self._failure_rate / 2)
+        client = Client(
+            request,
+            poisonous=rng.random() < self._failure_rate / 2,
+            complete_experts=self.scheduler.config.complete_experts,
+        )
         if client.poisonous:
             self.runner.poisonous.update(s.number for s in request.sequences)
         self.clients[request.request_id] = client
@@ -297,6 +330,8 @@ class Simulation:
                 client.verify()
                 del self.clients[request.request_id]
                 self.counts[delta.finish_reason or ""] += 1
+                self.counts["expert gaps"] += client.expert_gaps
+                self.counts["expert answers"] += request.params.return_routed_experts
                 if delta.finish_reason == "error" and not client.poisonous:
                     # Struck once in company and once alone: bad luck, but only by injection.
                     self.counts["unlucky"] += 1

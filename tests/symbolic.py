@@ -2,7 +2,8 @@
 
 Where the real runner would leave keys and values of a token, this one leaves a digest of the whole
 prefix up to that token (ids, media content, tenant); where the real one would leave a recurrent
-state, it leaves the digest of all tokens it has seen. Before it computes a slice it demands that
+state, it leaves the digest of all tokens it has seen; the experts of a token follow from the digest
+of the prefix that ends with it. Before it computes a slice it demands that
 every block, row and embedding the plan tells it to read holds exactly what the prefix needs.
 """
 
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vlm_serve.engine.plan import Sampled, Slice, StepOutput, StepPlan
@@ -22,6 +25,7 @@ from vlm_serve.preprocess.prompt import MediaSpan, Modality, Prompt
 NOTHING = b""
 END_OF_TURN = 1
 VOCABULARY = 50
+MOE_LAYERS, TOP_K = 3, 2
 
 
 class InjectedFailure(RuntimeError):
@@ -114,6 +118,13 @@ def next_token(prefix: bytes, seed: int) -> int:
     return END_OF_TURN if value % 23 == 0 else 5 + value % (VOCABULARY - 5)
 
 
+def expert_rows(digests: Sequence[bytes], start: int, end: int) -> npt.NDArray[np.uint8]:
+    """The routed experts of tokens `[start, end)` of a chain."""
+    used = MOE_LAYERS * TOP_K
+    packed = b"".join(digest[:used] for digest in digests[start + 1 : end + 1])
+    return np.frombuffer(packed, dtype=np.uint8).reshape(end - start, MOE_LAYERS, TOP_K)
+
+
 class SymbolicRunner:
     """Executes step plans on digests.
 
@@ -179,7 +190,16 @@ class SymbolicRunner:
             self.fail_next = False
             raise InjectedFailure
         self.tokens_computed += plan.num_tokens
-        return StepOutput(sampled)
+        return StepOutput(sampled, self._experts(plan))
+
+    def _experts(self, plan: StepPlan) -> dict[int, npt.NDArray[np.uint8]]:
+        """As the real runner: nobody's rows, or those of the whole step."""
+        if not any(item.experts for item in plan.slices):
+            return {}
+        return {
+            item.sequence: expert_rows(self._chains[item.sequence], item.start, item.end)
+            for item in plan.slices
+        }
 
     def _compute(self, item: Slice, writes: set[tuple[int, int]], rows_written: set[int]) -> None:
         digests = self._chain(item)

@@ -137,6 +137,14 @@ class EngineConfig:
         kind="int",
         low=0,
     )
+    expert_replay: str = option(
+        "best_effort",
+        "cached tokens whose routed experts are unknown, when a request asks for them: best_effort "
+        "reuses and reports them, complete computes them again",
+        group=_CACHE,
+        kind="text",
+        choices=("best_effort", "complete"),
+    )
     max_num_seqs: int = option(
         8,
         "most sequences that run at the same time",

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
+from vlm_serve.cache.experts import Rows
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
@@ -30,6 +31,8 @@ class Choice:
     finish_reason: FinishReason
     logprobs: list[dict[int, float]] | None = None
     stop_reason: int | str | None = None
+    routed_experts: Rows | None = field(default=None, compare=False)
+    routed_experts_gaps: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,11 @@ class Output:
         usage: prompt_tokens, completion_tokens (of all choices), cached_tokens.
         cache_report: what the cache did.
         choices: all `n` choices, the first one included.
+        routed_experts: expert ids `[tokens, layers, top_k]`, or None if not asked for: of prompt
+            and answer from `routed_experts_prompt_start` on, all tokens but the last one. uint8 up
+            to 256 experts, else uint16.
+        routed_experts_gaps: (first, last + 1) positions of cached tokens whose rows nobody has
+            recorded; the rows there are zero.
     """
 
     text: str
@@ -56,6 +64,8 @@ class Output:
     logprobs: list[dict[int, float]] | None = None
     stop_reason: int | str | None = None
     choices: list[Choice] = field(default_factory=list)
+    routed_experts: Rows | None = field(default=None, compare=False)
+    routed_experts_gaps: tuple[tuple[int, int], ...] = ()
 
 
 class Pipeline:
@@ -236,6 +246,8 @@ class _Collector:
             logprobs=first.logprobs,
             stop_reason=first.stop_reason,
             choices=choices,
+            routed_experts=first.routed_experts,
+            routed_experts_gaps=first.routed_experts_gaps,
         )
 
     def _choice(self, deltas: list[Delta]) -> Choice:
@@ -248,6 +260,8 @@ class _Collector:
             finish_reason=last.finish_reason,
             logprobs=[d for delta in deltas for d in delta.logprobs] if wants_logprobs else None,
             stop_reason=last.stop_reason,
+            routed_experts=last.routed_experts,
+            routed_experts_gaps=last.routed_experts_gaps,
         )
 
 

@@ -14,7 +14,7 @@ MAX_CHOICES = 128
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling options of one request. None means: the checkpoint's generation config, else neutral.
+    """Sampling options of one request. None: the checkpoint's generation config, else neutral.
 
     Attributes:
         max_tokens: most tokens to generate (None: up to the model's context).
@@ -32,6 +32,10 @@ class SamplingParams:
         logprobs: how many of the most likely tokens to report per generated token (the sampled one
             is always included); None reports none.
         n: number of choices from one prompt.
+        return_routed_experts: also return the experts that each token was routed to (mixture of
+            experts models only).
+        routed_experts_prompt_start: leave out the rows of the prompt's first tokens; less than the
+            prompt's length, and only with return_routed_experts.
     """
 
     max_tokens: int | None = None
@@ -49,6 +53,8 @@ class SamplingParams:
     repetition_penalty: float | None = None
     logprobs: int | None = None
     n: int = 1
+    return_routed_experts: bool = False
+    routed_experts_prompt_start: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -67,6 +73,7 @@ class SamplingParams:
         _check("repetition_penalty", self.repetition_penalty, float, 0.0, 100.0, open_low=True)
         _check("logprobs", self.logprobs, int, 0, MAX_LOGPROBS)
         _check("n", self.n, int, 1, MAX_CHOICES)
+        self._check_experts()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})",
@@ -78,6 +85,19 @@ class SamplingParams:
             raise InvalidRequestError("stop strings must be non-empty strings", param="stop")
         for token in self.stop_token_ids:
             _check("stop_token_ids", token, int, 0)
+
+    def _check_experts(self) -> None:
+        if not isinstance(self.return_routed_experts, bool):
+            raise InvalidRequestError(
+                "return_routed_experts must be true or false", param="return_routed_experts"
+            )
+        start = self.routed_experts_prompt_start
+        _check("routed_experts_prompt_start", start, int, 0)
+        if start and not self.return_routed_experts:
+            raise InvalidRequestError(
+                "routed_experts_prompt_start needs return_routed_experts",
+                param="routed_experts_prompt_start",
+            )
 
     def with_defaults(self, generation_config: dict[str, Any]) -> SamplingParams:
         """Fills every None from the checkpoint's generation config; explicit values win."""

@@ -344,3 +344,9 @@ def test_special_tokens_are_no_part_of_the_text(server: RunningServer) -> None:
     assert any(tokenizer.is_special(token) for token in ids)
     for choice in body["choices"]:
         assert choice["message"]["content"] == tokenizer.decode(choice["token_ids"])
+
+
+def test_a_dense_model_has_no_experts_to_return(server: RunningServer) -> None:
+    response = ask(server, "hi", return_routed_experts=True)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "return_routed_experts"

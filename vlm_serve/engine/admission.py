@@ -15,11 +15,15 @@ class Admission:
     Args:
         cache: where matches, rows and blocks come from.
         state_interval: tokens between the regular snapshots of a long prompt.
+        complete_experts: a request for routed experts reuses only what has them.
     """
 
-    def __init__(self, cache: PrefixCache, state_interval: int) -> None:
+    def __init__(
+        self, cache: PrefixCache, state_interval: int, *, complete_experts: bool = False
+    ) -> None:
         self._cache = cache
         self._state_interval = state_interval
+        self._complete_experts = complete_experts
 
     def admit(self, sequence: Sequence, budget: int, *, alone: bool) -> bool:
         """Gives the sequence a lease with a live row and the blocks of its first slice.
@@ -37,7 +41,11 @@ class Admission:
             if lease is not None:
                 sequence.lease = lease
                 return True
-        match = self._cache.match(sequence.keys, limit=sequence.num_tokens - 1)
+        match = self._cache.match(
+            sequence.keys,
+            limit=sequence.num_tokens - 1,
+            complete_experts=self._complete_experts and sequence.experts is not None,
+        )
         if self._start(sequence, match, budget):
             self._account(sequence, match)
             return True
@@ -55,6 +63,8 @@ class Admission:
             self._cache.close(lease)
             return False
         sequence.lease = lease
+        if sequence.experts is not None:
+            sequence.experts.replay(self._cache.cached_experts(lease))
         sequence.num_cached = sequence.num_computed = start
         sequence.prefill_target = target
         sequence.snapshot_positions = dict(
@@ -69,7 +79,7 @@ class Admission:
         return True
 
     def _account(self, sequence: Sequence, match: Match, used: int | None = None) -> None:
-        request = sequence.request
+        request, experts = sequence.request, sequence.experts
         boundary = match.boundary if used is None else used
         replay = request.report is not None
         self._cache.record(match, len(sequence.prompt), used=boundary, replay=replay)
@@ -83,4 +93,5 @@ class Admission:
             boundary=boundary,
             tiers={"device": boundary} if boundary else {},
             reason=match.reason,
+            experts_missing=0 if experts is None else experts.num_unknown(boundary),
         )

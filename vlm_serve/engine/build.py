@@ -234,4 +234,5 @@ def _scheduler_config(config: EngineConfig, block_size: int) -> SchedulerConfig:
         chunk_size=config.gdn_chunk_size,
         state_interval=config.state_interval_blocks * block_size,
         decode_state_interval=config.prefix_cache_decode_state_interval,
+        complete_experts=config.expert_replay == "complete",
     )

@@ -195,6 +195,7 @@ class Engine:
                 param="messages",
                 code="context_length_exceeded",
             )
+        self._validate_experts(length, params)
         vocabulary = self.model_config.text.vocab_size
         for token in params.stop_token_ids:
             if token >= vocabulary:
@@ -202,6 +203,18 @@ class Engine:
                     f"stop_token_ids: {token} is outside the vocabulary of {vocabulary}",
                     param="stop_token_ids",
                 )
+
+    def _validate_experts(self, length: int, params: SamplingParams) -> None:
+        if params.return_routed_experts and self.model_config.text.moe is None:
+            raise InvalidRequestError(
+                "return_routed_experts: this model has no routed experts",
+                param="return_routed_experts",
+            )
+        if params.routed_experts_prompt_start >= length:
+            raise InvalidRequestError(
+                f"routed_experts_prompt_start must be less than the prompt's {length} tokens",
+                param="routed_experts_prompt_start",
+            )
 
     # -- the engine's thread -----------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vlm_serve.cache.experts import Rows
 from vlm_serve.errors import VlmServeError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -37,6 +38,8 @@ class CacheReport:
         media_encoded: images and videos of which at least one part went through the vision tower.
         media_skipped: images and videos that needed no vision encoding at all.
         reason: why the boundary is not deeper; "full" when nothing more could be reused.
+        experts_missing: reused tokens whose routed experts nobody has recorded; 0 if they were not
+            asked for.
     """
 
     prompt_tokens: int
@@ -48,6 +51,7 @@ class CacheReport:
     media_encoded: int = 0
     media_skipped: int = 0
     reason: str = "cold"
+    experts_missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,10 @@ class Delta:
             sequence.
         usage: counts of the whole request so far.
         cache_report: on every delta.
+        routed_experts: on the last delta, if asked for: expert ids `[tokens, layers, top_k]` of all
+            tokens but the last, from `routed_experts_prompt_start` on; uint8 up to 256 experts,
+            else uint16. Zero in the gaps.
+        routed_experts_gaps: (first, last + 1) positions of the tokens whose rows are unknown.
         error: set (with finish_reason "error") when the request failed.
     """
 
@@ -76,4 +84,6 @@ class Delta:
     stop_reason: int | str | None = None
     usage: Usage = field(default_factory=Usage)
     cache_report: CacheReport | None = None
+    routed_experts: Rows | None = field(default=None, compare=False)
+    routed_experts_gaps: tuple[tuple[int, int], ...] = ()
     error: VlmServeError | None = None

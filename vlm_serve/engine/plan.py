@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from vlm_serve.cache.experts import Rows
 from vlm_serve.preprocess.prompt import MediaItem, Prompt
 from vlm_serve.sampling_params import SamplingParams
 
@@ -56,6 +57,7 @@ class Slice:
             tokens in this slice, absolute positions.
         samples: what to sample from the logits after the last token (several for forked choices);
             empty while prefill goes on.
+        experts: the routed experts of these tokens are wanted.
     """
 
     sequence: int
@@ -72,6 +74,7 @@ class Slice:
     snapshots: tuple[tuple[int, int], ...] = ()
     embeddings: tuple[tuple[int, int, int, int], ...] = ()
     samples: tuple[SampleTask, ...] = ()
+    experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,13 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Sequence number -> sampled token, for every SampleTask of the plan."""
+    """What a step has computed, by sequence number.
+
+    Attributes:
+        sampled: the token of every SampleTask of the plan.
+        experts: if any slice wants them, the routed experts of every slice: `[tokens, layers,
+            top_k]` expert ids, uint8 up to 256 experts, else uint16.
+    """
 
     sampled: dict[int, Sampled]
+    experts: dict[int, Rows] = field(default_factory=dict)

@@ -22,6 +22,8 @@ class SchedulerConfig:
     chunk_size: int
     state_interval: int
     decode_state_interval: int
+    complete_experts: bool = False
+    """Requests for routed experts reuse nothing whose experts are unknown."""
 
 
 class Planner:
@@ -36,7 +38,9 @@ class Planner:
         self._cache = roster.cache
         self._media = roster.media
         self._config = config
-        self._admission = Admission(roster.cache, config.state_interval)
+        self._admission = Admission(
+            roster.cache, config.state_interval, complete_experts=config.complete_experts
+        )
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run."""
@@ -165,6 +169,7 @@ class Planner:
             snapshots=snapshots,
             embeddings=embeddings,
             samples=_sample_tasks(sequence) if end == sequence.num_tokens else (),
+            experts=sequence.experts is not None,
         )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
+from vlm_serve.cache.experts import Rows
 from vlm_serve.engine.plan import Encode, Slice, StepOutput, StepPlan
 from vlm_serve.engine.sampler import sample
 from vlm_serve.kernels.kv_write import copy_kv_rows
@@ -58,6 +60,7 @@ class ModelRunner:
         sampled = sample(output.logits, tasks, tasks_rows)
         return StepOutput(
             {task.sequence: one for task, one in zip(tasks, sampled, strict=True)},
+            _experts_by_sequence(output.experts, (*decodes, *prefills)),
         )
 
     def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
@@ -113,6 +116,7 @@ class ModelRunner:
             media=tuple(media),
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
             deterministic=self._deterministic and bool(prefills),
+            capture_experts=any(item.experts for item in (*decodes, *prefills)),
         )
         return batch, task_rows
 
@@ -124,6 +128,21 @@ class ModelRunner:
         for position in range(item.start + unwritten, item.end):
             slots.append(table[position // size] * size + position % size)
         return slots
+
+
+def _experts_by_sequence(experts: torch.Tensor | None, packed: Iterable[Slice]) -> dict[int, Rows]:
+    """Splits the rows of a step's packed tokens; one copy to the host for all of them."""
+    if experts is None:
+        return {}
+    rows: Rows = experts.cpu().numpy()
+    if rows.dtype == np.int16:
+        rows = rows.view(np.uint16)
+    split, first = {}, 0
+    for item in packed:
+        last = first + item.end - item.start
+        split[item.sequence] = rows[first:last]
+        first = last
+    return split
 
 
 def _positions(decodes: list[Slice], prefills: list[Slice]) -> torch.Tensor:
@@ -155,7 +174,7 @@ def _decode_meta(decodes: list[Slice]) -> DecodeMeta:
 def _prefill_meta(prefills: list[Slice]) -> PrefillMeta:
     cu_seqlens = [0]
     chunk_ends = []
-    snapshots = []
+    snapshots: list[tuple[int, int, int]] = []
     for index, item in enumerate(prefills):
         offset = cu_seqlens[-1] - item.start
         cu_seqlens.append(offset + item.end)

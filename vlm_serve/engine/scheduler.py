@@ -63,9 +63,16 @@ class Scheduler:
             sequence = self.roster[item.sequence]
             assert sequence.lease is not None
             sequence.num_computed = item.end
+            rows = output.experts.get(item.sequence)
             self.cache.commit(
-                sequence.lease, sequence.keys, item.end, exact_until=sequence.prefill_target
+                sequence.lease,
+                sequence.keys,
+                item.end,
+                exact_until=sequence.prefill_target,
+                experts=rows,
             )
+            if sequence.experts is not None and rows is not None:
+                sequence.experts.put(item.start, rows)
             self.media.release_until(sequence, item.end)
             self._clear_suspect(sequence)
             if item.samples:
@@ -115,6 +122,8 @@ class Scheduler:
             self.media.finish_report(request)
         events = [(request, sequence.accept(output.sampled[sequence.number]))]
         for child in unborn:
+            if sequence.experts is not None:
+                child.experts = sequence.experts.copy()
             events.append((request, child.accept(output.sampled[child.number])))
             if child.finish_reason is None:
                 self.roster.fork(sequence, child, self.config.max_num_seqs)

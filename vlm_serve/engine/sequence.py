@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vlm_serve.engine.detokenizer import Detokenizer, TokenBytes
+from vlm_serve.engine.expert_log import ExpertLog, Gaps, Rows
 from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
 from vlm_serve.engine.plan import Sampled
 from vlm_serve.preprocess.keys import PromptKeys
@@ -53,6 +54,7 @@ class Sequence:
         snapshot_positions: cut points at which a state snapshot is wanted, with their kind.
         suspect_until: set after a step with this sequence has raised: it runs alone until it has
             computed that many tokens.
+        experts: the routed experts of its tokens, None if they were not asked for.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Sequence:
         self.suspect_until = 0
         self.finish_reason: FinishReason | None = None
         params = request.params
+        self.experts = ExpertLog() if params.return_routed_experts else None
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         self.seed = seed + index
         self._stop_tokens = stop_tokens
@@ -148,6 +151,7 @@ class Sequence:
                 self.finish_reason = "length"
                 rest, stop = self._detokenizer.finish()
                 text += rest
+        rows, gaps = self._routed_experts()
         return Delta(
             index=self.index,
             text=text,
@@ -157,4 +161,13 @@ class Sequence:
             stop_reason=stop_reason,
             usage=self.request.usage,
             cache_report=self.request.report,
+            routed_experts=rows,
+            routed_experts_gaps=gaps,
         )
+
+    def _routed_experts(self) -> tuple[Rows | None, Gaps]:
+        """Of a choice that has ended: the rows that were asked for."""
+        if self.experts is None or self.finish_reason is None:
+            return None, ()
+        start = self.request.params.routed_experts_prompt_start
+        return self.experts.take(start, self.num_tokens - 1)

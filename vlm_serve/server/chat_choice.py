@@ -10,6 +10,7 @@ from vlm_serve.engine.outputs import Delta
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.logprobs import chat_logprobs
 from vlm_serve.server.output_parser import OutputParser, Piece
+from vlm_serve.server.reports import routed_experts_fields
 from vlm_serve.server.responses import (
     AssistantMessage,
     ChatChoice,
@@ -53,6 +54,7 @@ class ChatChoiceState:
         self._token_ids: list[int] = []
         self._finish_reason = ""
         self._stop_reason: int | str | None = None
+        self._experts: dict[str, Any] = {}
 
     def push(self, delta: Delta) -> list[dict[str, Any]]:
         """Adds a delta; returns the stream's parts that it gives, the role first of all."""
@@ -126,7 +128,8 @@ class ChatChoiceState:
         part["finish_reason"] = self._finish_reason
         if self._stop_reason is not None:
             part["stop_reason"] = self._stop_reason
-        return part
+        self._experts = routed_experts_fields(delta)
+        return part | self._experts
 
     def whole(self) -> ChatChoice:
         """The choice after its last delta."""
@@ -145,4 +148,5 @@ class ChatChoiceState:
             finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
             token_ids=self._token_ids if self._keep_token_ids else None,
+            **self._experts,
         )

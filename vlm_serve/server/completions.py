@@ -24,7 +24,12 @@ from vlm_serve.server.fields import ignored_fields, ignored_header
 from vlm_serve.server.generation import Generation, Task, answering
 from vlm_serve.server.logprobs import completion_logprobs
 from vlm_serve.server.protocol import CompletionRequest
-from vlm_serve.server.reports import add_usage, cache_report_body, usage_body
+from vlm_serve.server.reports import (
+    add_usage,
+    cache_report_body,
+    routed_experts_fields,
+    usage_body,
+)
 from vlm_serve.server.request_id import request_id_of
 from vlm_serve.server.responses import CacheReportBody, Completion, CompletionChoice
 from vlm_serve.server.service import Service
@@ -166,6 +171,7 @@ class _Choice:
             prompt_token_ids=list(self._prompt.token_ids)
             if body.return_token_ids and with_prompt
             else None,
+            **routed_experts_fields(last),
         )
 
 

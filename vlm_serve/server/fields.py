@@ -46,8 +46,6 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "regex": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
-    "return_routed_experts": (False,),
-    "routed_experts_prompt_start": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structural_tag": (),

@@ -52,6 +52,8 @@ class GenerationRequest(RequestModel):
     )
     cache_report: bool | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_prompt_start: int | None = None
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
 
     def stream_option(self, name: str) -> bool:
@@ -81,6 +83,8 @@ class GenerationRequest(RequestModel):
             repetition_penalty=self.repetition_penalty,
             logprobs=logprobs,
             n=1 if self.n is None else self.n,
+            return_routed_experts=bool(self.return_routed_experts),
+            routed_experts_prompt_start=self.routed_experts_prompt_start or 0,
         )
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
+from typing import Any
 
-from vlm_serve.engine.outputs import CacheReport, Usage
+import numpy as np
+
+from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.server.responses import CacheReportBody, PromptTokensDetails, UsageBody
 
@@ -31,6 +36,19 @@ def add_usage(parts: list[Usage]) -> Usage:
         sum(part.completion_tokens for part in parts),
         sum(part.cached_tokens for part in parts),
     )
+
+
+def routed_experts_fields(delta: Delta) -> dict[str, Any]:
+    """What the end of a choice adds to it: the rows as the base64 text of an `.npy` file, and where
+    they have gaps. Nothing if they were not asked for."""
+    if delta.routed_experts is None:
+        return {}
+    file = io.BytesIO()
+    np.save(file, delta.routed_experts, allow_pickle=False)
+    fields: dict[str, Any] = {"routed_experts": base64.b64encode(file.getvalue()).decode()}
+    if delta.routed_experts_gaps:
+        fields["routed_experts_gaps"] = list(delta.routed_experts_gaps)
+    return fields
 
 
 def cache_report_body(report: CacheReport | None) -> CacheReportBody | None:

@@ -35,6 +35,7 @@ class CacheReportBody(BaseModel):
     media_encoded: int
     media_skipped: int
     reason: str
+    experts_missing: int
 
 
 class TopLogprob(BaseModel):
@@ -79,6 +80,8 @@ class ChatChoice(BaseModel):
     finish_reason: str
     stop_reason: Optional[int | str] = None
     token_ids: Optional[list[int]] = None
+    routed_experts: Optional[str] = None
+    routed_experts_gaps: Optional[list[tuple[int, int]]] = None
 
 
 class ChatCompletion(BaseModel):
@@ -107,6 +110,8 @@ class CompletionChoice(BaseModel):
     stop_reason: Optional[int | str] = None
     token_ids: Optional[list[int]] = None
     prompt_token_ids: Optional[list[int]] = None
+    routed_experts: Optional[str] = None
+    routed_experts_gaps: Optional[list[tuple[int, int]]] = None
 
 
 class Completion(BaseModel):
