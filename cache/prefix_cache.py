@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.adopting import Arrival, Places, adopt
 from vlm_serve.cache.audit import Books, audit
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.eviction import Evictor
@@ -20,10 +21,14 @@ from vlm_serve.cache.listing import CacheUsage, TreePage, tree_page, usage
 from vlm_serve.cache.matching import Boundaries, Match, find_boundaries, walk
 from vlm_serve.cache.reasons import Evidence, miss_reason
 from vlm_serve.cache.suspension import Suspended, Suspensions
+from vlm_serve.cache.tiers.lookup import Deeper, find_deeper
 from vlm_serve.cache.timed_pins import TimedPins
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from vlm_serve.cache.stats import CacheStats
+    from vlm_serve.cache.tiers.lookup import Locate
     from vlm_serve.cache.trie import Node
     from vlm_serve.preprocess.keys import PromptKeys
 
@@ -191,6 +196,44 @@ class PrefixCache:
         """Gives back what a suspended request holds; nothing if it has been evicted."""
         if suspended.valid:
             self._suspensions.drop(suspended)
+
+    # Lower tiers
+
+    def deeper(
+        self, keys: PromptKeys, match: Match, *, limit: int, locate: Locate
+    ) -> Deeper | None:
+        """What lower tiers could add to a fresh match. `locate` says where an entry is. Pure.
+
+        None if that is less than `min_snapshot_gain` blocks.
+        """
+        if not self.config.enabled:
+            return None
+        found = find_deeper(
+            self._ledger.trie,
+            match,
+            keys,
+            limit,
+            has_state=self.config.has_state,
+            locate=locate,
+        )
+        least = self.config.min_snapshot_gain * self.config.block_size
+        return found if found and found.boundary - match.boundary >= least else None
+
+    def adopt(self, keys: PromptKeys, arrival: Arrival, fill: Callable[[Places], None]) -> bool:
+        """Takes in what was read from a lower tier, so that the next match finds it.
+
+        `fill` copies it into the blocks and the row it is given; nothing is published before it
+        has returned, and nothing is held if it raises. False, and nothing published, if there is
+        no room or if what was read no longer meets what the device has.
+        """
+        match = self.match(keys, limit=arrival.boundary)
+        if match.boundary >= arrival.boundary:
+            return True
+        return adopt(self._ledger, self._leasing, match, keys, arrival, fill)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node with its snapshot, parents before children. Not to be changed."""
+        return self._ledger.trie.walk()
 
     # Gauges and upkeep
 

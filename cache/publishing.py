@@ -46,6 +46,16 @@ class Publisher:
             if position <= self._length:
                 self._publish_snapshot(self._lease.reserved.pop(position))
 
+    def publish_loaded(self) -> None:
+        """Publishes what came up from a lower tier: of the tails only the one at `length`, for
+        nobody has seen the others."""
+        self._publish_blocks()
+        index, rest = divmod(self._length, self._block_size)
+        if rest and self._child(index, self._keys.tails[self._length]) is None:
+            self._add(index, self._keys.tails[self._length], self._length)
+        if self._length in self._lease.reserved:
+            self._publish_snapshot(self._lease.reserved.pop(self._length))
+
     def _publish_blocks(self) -> None:
         lease, keys = self._lease, self._keys
         for index in range(len(lease.path), self._length // self._block_size):
