@@ -6,12 +6,15 @@ an ordinary MLP and belongs to the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels import moe_cpu
 from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
 from vlm_serve.kernels.dispatch import select
+from vlm_serve.kernels.linear import pack
 
 
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,24 +38,40 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     return select(moe_cpu.route, logits.device)(logits, top_k)
 
 
+def pack_experts(weight: torch.Tensor, parts: int = 1) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The experts' weights in the layout that `routed_experts` reads fastest, once, at loading.
+
+    Args:
+        weight: `[E, parts * N, K]`.
+        parts: how many projections lie below each other; 2 for gate and up.
+
+    Returns:
+        The weight itself, or, where `linear.pack` has a better layout, `E * parts` opaque weights,
+        the parts of an expert next to each other.
+    """
+    if weight.device.type != "cpu":
+        return weight
+    return tuple(pack(part) for expert in weight for part in expert.chunk(parts))
+
+
 def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | Sequence[torch.Tensor],
+    down: torch.Tensor | Sequence[torch.Tensor],
     *,
     deterministic: bool = False,
 ) -> torch.Tensor:
     """`sum_j weights[t, j] * down[e] @ (silu(gate) * up)`, where `e = ids[t, j]` and
-    `gate, up = gate_up[e] @ x[t]`.
+    `gate, up = gate_up[e] @ x[t]`. The sum is taken in float32, over ascending expert ids.
 
     Args:
         x: `[T, H]`, float32, bfloat16 or float16.
         weights: `[T, k]`, the dtype of x.
         ids: int64 `[T, k]`, distinct within a token, 0..E-1.
-        gate_up: `[E, 2I, H]`, gate rows first; the dtype of x.
-        down: `[E, H, I]`, the dtype of x.
+        gate_up: `[E, 2I, H]`, gate rows first, the dtype of x; or `pack_experts(..., parts=2)`.
+        down: `[E, H, I]`, the dtype of x; or `pack_experts(...)`.
         deterministic: a token's bits do not depend on the other tokens.
 
     Returns:
@@ -65,13 +84,34 @@ def routed_experts(
     check_tensor("x", x, (None, None), FLOAT_DTYPES, device)
     check_tensor("weights", weights, (x.shape[0], None), (x.dtype,), device)
     check_tensor("ids", ids, weights.shape, (torch.int64,), device)
-    check_tensor("gate_up", gate_up, (None, None, x.shape[1]), (x.dtype,), device)
-    experts, double = gate_up.shape[:2]
-    if double % 2:
-        raise KernelArgumentError("gate_up", f"{double} rows, expected gate and up halves")
-    check_tensor("down", down, (experts, x.shape[1], double // 2), (x.dtype,), device)
+    _check_experts(x, gate_up, down)
     run = select(moe_cpu.routed_experts, device)
     return run(x, weights, ids, gate_up, down, deterministic=deterministic)
+
+
+def _check_experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor | Sequence[torch.Tensor],
+    down: torch.Tensor | Sequence[torch.Tensor],
+) -> None:
+    if isinstance(gate_up, torch.Tensor) != isinstance(down, torch.Tensor):
+        raise KernelArgumentError("down", "packed if and only if gate_up is")
+    if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+        check_tensor("gate_up", gate_up, (None, None, x.shape[1]), (x.dtype,), x.device)
+        experts, double = gate_up.shape[:2]
+        if double % 2:
+            raise KernelArgumentError("gate_up", f"{double} rows, expected gate and up halves")
+        check_tensor("down", down, (experts, x.shape[1], double // 2), (x.dtype,), x.device)
+        return
+    if len(gate_up) != 2 * len(down):
+        raise KernelArgumentError("gate_up", f"{len(gate_up)} parts for {len(down)} experts")
+    size = gate_up[0].shape[0]
+    for name, parts, shape in (
+        ("gate_up", gate_up, (size, x.shape[1])),
+        ("down", down, (x.shape[1], size)),
+    ):
+        if parts[0].shape != shape or parts[0].dtype != x.dtype:
+            raise KernelArgumentError(name, f"expected {list(shape)} of {x.dtype}")
 
 
 def routed_experts_reference(

@@ -1,6 +1,8 @@
-"""Routed experts, torch CPU path."""
+"""Router and routed experts, torch CPU path."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -18,22 +20,40 @@ def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | Sequence[torch.Tensor],
+    down: torch.Tensor | Sequence[torch.Tensor],
     *,
     deterministic: bool,
 ) -> torch.Tensor:
-    tokens, top_k = ids.shape
-    order = ids.flatten().argsort(stable=True)
-    counts = torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).tolist()
-    parts = x.new_empty(tokens * top_k, x.shape[1])
+    # Each expert adds to a token at most once, and experts run in ascending order: the order of a
+    # token's sum is its own.
+    total = x.new_zeros(x.shape, dtype=torch.float32)
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    hit, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    factors = weights.flatten()[order].float().unsqueeze(1)
     begin = 0
-    for expert, count in enumerate(counts):
-        if count:
-            picked = order[begin : begin + count]
-            gate, up = linear(
-                x[picked // top_k], gate_up[expert], deterministic=deterministic
-            ).chunk(2, dim=-1)
-            parts[picked] = linear(silu(gate) * up, down[expert], deterministic=deterministic)
-            begin += count
-    return (parts.view(tokens, top_k, x.shape[1]) * weights.unsqueeze(-1)).sum(1)
+    for expert, count in zip(hit.tolist(), counts.tolist(), strict=True):
+        end = begin + count
+        tokens = order[begin:end] // ids.shape[1]
+        result = _expert(x[tokens], gate_up, down, expert, deterministic)
+        total.index_add_(0, tokens, result * factors[begin:end])
+        begin = end
+    return total.to(x.dtype)
+
+
+def _expert(
+    x: torch.Tensor,
+    gate_up: torch.Tensor | Sequence[torch.Tensor],
+    down: torch.Tensor | Sequence[torch.Tensor],
+    expert: int,
+    deterministic: bool,
+) -> torch.Tensor:
+    if isinstance(gate_up, torch.Tensor):
+        gate, up = linear(x, gate_up[expert], deterministic=deterministic).chunk(2, dim=-1)
+        hidden = silu(gate) * up
+    else:
+        gate, up = gate_up[2 * expert], gate_up[2 * expert + 1]
+        hidden = linear(x, gate, activation="silu", deterministic=deterministic)
+        hidden = linear(x, up, times=hidden, deterministic=deterministic)
+    return linear(hidden, down[expert], deterministic=deterministic)
