@@ -13,6 +13,8 @@ from vlm_serve.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    PinRequest,
+    ProbeRequest,
     TokenizeRequest,
 )
 
@@ -38,7 +40,14 @@ def fields_in(text: str) -> set[str]:
 
 def test_every_field_with_an_effect_is_documented() -> None:
     documented = fields_in(section(HTTP, "fields"))
-    models = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    models = (
+        ChatCompletionRequest,
+        CompletionRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+        ProbeRequest,
+        PinRequest,
+    )
     declared = {name for model in models for name in model.model_fields}
     assert documented == declared
 

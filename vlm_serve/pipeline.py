@@ -143,6 +143,14 @@ class Pipeline:
             for future in futures:
                 future.cancel()
 
+    def probe(self, messages: Messages, **options: Any) -> CacheReport:
+        """What `chat` would find in the cache for this conversation, without running it.
+
+        Args:
+            messages, options: as for `chat`.
+        """
+        return self.engine.probe(self.engine.preprocessor.prepare(messages, **options))
+
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> Output:

@@ -14,10 +14,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from vlm_serve.cache.listing import TreePage
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import EngineParts, build
+from vlm_serve.engine.inspection import Inspector, check_page, check_prompt, check_ttl
 from vlm_serve.engine.media_loading import MediaLoading
-from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.scheduler import Event
 from vlm_serve.engine.sequence import Request, Sequence
@@ -55,6 +57,7 @@ class Engine:
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._cache = parts.cache
+        self._inspector = Inspector(parts.cache, parts.scheduler.media)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._requests: dict[str, Request] = {}
         self._numbers = itertools.count()
@@ -151,6 +154,31 @@ class Engine:
         """Counters of the scheduler and the cache (see docs)."""
         return self.call(self._stats)
 
+    def probe(self, prompt: Prompt) -> CacheReport:
+        """What a request with this prompt would find in the cache. Nothing runs, nothing changes.
+
+        Raises InvalidRequestError for an empty prompt.
+        """
+        check_prompt(prompt)
+        return self.call(lambda: self._inspector.probe(prompt))
+
+    def tree(self, offset: int = 0, limit: int = 100) -> TreePage:
+        """A page of the cache's trie. Raises InvalidRequestError for a page that cannot be."""
+        check_page(offset, limit)
+        return self.call(lambda: self._inspector.tree(offset, limit))
+
+    def pin(self, prompt: Prompt, ttl_seconds: float) -> int:
+        """Keeps KV and state of the prompt's deepest usable prefix for that many seconds.
+
+        Pinning it again moves the end. Returns the tokens pinned: 0 if nothing of the prompt is
+        cached, or if pins would hold too much.
+
+        Raises InvalidRequestError for an empty prompt or a time that is not positive and finite.
+        """
+        check_prompt(prompt)
+        check_ttl(ttl_seconds)
+        return self.call(lambda: self._inspector.pin(prompt, ttl_seconds))
+
     @property
     def num_running(self) -> int:
         return len(self._scheduler.running)
@@ -239,12 +267,14 @@ class Engine:
         return False
 
     def _run_command(self, command: Callable[[], None] | None) -> None:
+        self._inspector.expire()
         if command is None:
             self._stopping = True
         else:
             command()
 
     def _step(self) -> None:
+        self._inspector.expire()
         plan = self._scheduler.plan()
         self._media_loader.start()
         if plan is None:

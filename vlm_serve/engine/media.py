@@ -137,6 +137,20 @@ class MediaPlanner:
             media_skipped=len(items) - len(request.encoded_items),
         )
 
+    def forecast(self, prompt: Prompt, start: int) -> tuple[int, int]:
+        """(images and videos that were or would be decoded, those that would be encoded) if a
+        request computed the prompt from token `start` on."""
+        encoded: set[int] = set()
+        keys: set[bytes] = set()
+        for span in spans_between(prompt, start, len(prompt)):
+            key = embedding_key(prompt.keys.root, span.content_hash)
+            if key not in self.cache and key not in keys:
+                keys.add(key)
+                encoded.add(span.item)
+        decoded = {index for index, item in enumerate(prompt.media) if item.decoded}
+        decoded |= {index for index in encoded if not prompt.media[index].ready}
+        return len(decoded), len(encoded)
+
     def _unpin(self, pins: dict[bytes, int], key: bytes) -> None:
         for _ in range(pins.pop(key)):
             self.cache.release(key)

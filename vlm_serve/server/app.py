@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from vlm_serve.errors import VlmServeError
-from vlm_serve.server import status
+from vlm_serve.server import cache_routes, status
 from vlm_serve.server.auth import Gate
 from vlm_serve.server.chat import chat_completions
 from vlm_serve.server.completions import completions
@@ -23,17 +23,24 @@ from vlm_serve.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    FlushRequest,
+    PinRequest,
+    ProbeRequest,
     RequestModel,
     TokenizeRequest,
 )
 from vlm_serve.server.request_id import request_id_of
 from vlm_serve.server.responses import (
+    CacheReportBody,
+    CacheTree,
     ChatCompletion,
     Completion,
     Detokenized,
     ErrorBody,
+    Flushed,
     ModelCard,
     ModelList,
+    Pinned,
     Tokens,
 )
 from vlm_serve.server.service import Service
@@ -89,6 +96,9 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
         ("/v1/completions", completions, CompletionRequest, Completion),
         ("/tokenize", tokenize, TokenizeRequest, Tokens),
         ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
+        ("/v1/cache/probe", cache_routes.probe, ProbeRequest, CacheReportBody),
+        ("/v1/cache/pin", cache_routes.pin, PinRequest, Pinned),
+        ("/v1/cache/flush", cache_routes.flush, FlushRequest, Flushed),
     ]
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorBody},
@@ -108,6 +118,18 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
 
 
 def _add_gets(app: FastAPI, service: Service) -> None:
+    for name, handler, answer in (
+        ("stats", cache_routes.stats, dict[str, Any]),
+        ("tree", cache_routes.tree, CacheTree),
+    ):
+        app.add_api_route(
+            f"/v1/cache/{name}",
+            _guarded(service, handler),
+            name=f"cache_{name}",
+            response_model=None,
+            responses={200: {"model": answer}, "4XX": {"model": ErrorBody}},
+        )
+
     @app.get("/v1/models", response_model=None, responses={200: {"model": ModelList}})
     async def list_models() -> Response:
         return status.list_models(service)

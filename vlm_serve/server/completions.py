@@ -66,7 +66,9 @@ def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
     return prompts
 
 
-def _preparing(service: Service, prompt: str | list[int], salt: str) -> Callable[[], Prompt]:
+def preparing_tokens(service: Service, prompt: str | list[int], salt: str) -> Callable[[], Prompt]:
+    """What makes the prompt of a text or of token ids; to be run on a preparation thread."""
+
     def prepare() -> Prompt:
         preprocessor = service.engine.preprocessor
         ids = preprocessor.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -94,7 +96,7 @@ async def completions(service: Service, request: Request) -> Response:
         body=body,
         tasks=[
             Task(
-                _preparing(service, prompt, body.cache_salt or ""),
+                preparing_tokens(service, prompt, body.cache_salt or ""),
                 params,
                 request_id,
                 arrival,

@@ -11,6 +11,7 @@ from vlm_serve.errors import InvalidRequestError
 from vlm_serve.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_SALT_LENGTH = 128
+SALT_PATTERN = r"^[A-Za-z0-9._:=+/@-]*$"
 MAX_PRIORITY = 1 << 31
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -47,9 +48,7 @@ class GenerationRequest(RequestModel):
     repetition_penalty: float | None = None
     n: int | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    cache_salt: str | None = Field(
-        None, max_length=MAX_SALT_LENGTH, pattern=r"^[A-Za-z0-9._:=+/@-]*$"
-    )
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
     cache_report: bool | None = None
     return_token_ids: bool | None = None
     return_routed_experts: bool | None = None
@@ -165,6 +164,34 @@ class TokenizeRequest(RequestModel):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+
+
+class CachePrompt(RequestModel):
+    """A prompt as chat or plain completions would make it. Unknown fields are refused: one that was
+    meant to change the prompt would otherwise make the answer wrong."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: list[ChatMessage] | None = Field(None, max_length=4096)
+    tools: list[Tool] | None = Field(None, max_length=256)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
+
+
+class ProbeRequest(CachePrompt):
+    pass
+
+
+class PinRequest(CachePrompt):
+    ttl_seconds: float
+
+
+class FlushRequest(RequestModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class DetokenizeRequest(RequestModel):

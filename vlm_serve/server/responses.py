@@ -150,6 +150,39 @@ class Detokenized(BaseModel):
     prompt: str
 
 
+class Pinned(BaseModel):
+    object: Literal["cache.pin"] = "cache.pin"
+    prompt_tokens: int
+    pinned_tokens: int
+
+
+class Flushed(BaseModel):
+    object: Literal["cache.flush"] = "cache.flush"
+
+
+class CacheNode(BaseModel):
+    key: str
+    parent: str
+    start: int
+    end: int
+    tail: bool
+    block: int
+    pins: int
+    hits: int
+    exact: bool
+    media: bool
+    snapshot: str | None
+    snapshot_hits: int
+    num_bytes: int
+
+
+class CacheTree(BaseModel):
+    object: Literal["cache.tree"] = "cache.tree"
+    total: int
+    offset: int
+    nodes: list[CacheNode]
+
+
 class ErrorDetails(BaseModel):
     message: str
     type: str

@@ -1,0 +1,107 @@
+"""Routes under /v1/cache: look into the prefix cache, hold on to a part of it, empty it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.server.body import read_json
+from vlm_serve.server.chat import preparing
+from vlm_serve.server.completions import preparing_tokens
+from vlm_serve.server.protocol import (
+    CachePrompt,
+    ChatPrompt,
+    FlushRequest,
+    PinRequest,
+    ProbeRequest,
+)
+from vlm_serve.server.reports import cache_report_body
+from vlm_serve.server.responses import CacheTree, Flushed, Pinned
+from vlm_serve.server.service import Service
+
+DEFAULT_TREE_NODES = 100
+
+
+async def probe(service: Service, request: Request) -> Response:
+    """POST /v1/cache/probe: what a request would find. Nothing runs. Raises InvalidRequestError."""
+    body = await read_json(request, ProbeRequest, service.config.max_body_bytes)
+    with service.admitted():
+        prompt = await _prepared(service, body)
+        report = cache_report_body(await asyncio.to_thread(service.engine.probe, prompt))
+    assert report is not None
+    return JSONResponse(report.model_dump())
+
+
+async def pin(service: Service, request: Request) -> Response:
+    """POST /v1/cache/pin: keeps a prompt's KV and state for a while. Raises InvalidRequestError."""
+    body = await read_json(request, PinRequest, service.config.max_body_bytes)
+    with service.admitted():
+        prompt = await _prepared(service, body)
+        pinned = await asyncio.to_thread(service.engine.pin, prompt, body.ttl_seconds)
+    answer = Pinned(prompt_tokens=len(prompt), pinned_tokens=pinned)
+    return JSONResponse(answer.model_dump())
+
+
+async def flush(service: Service, request: Request) -> Response:
+    """POST /v1/cache/flush: forgets everything that no running request holds."""
+    await read_json(request, FlushRequest, service.config.max_body_bytes)
+    await asyncio.to_thread(service.engine.flush)
+    return JSONResponse(Flushed().model_dump())
+
+
+async def stats(service: Service, request: Request) -> Response:
+    """GET /v1/cache/stats: the engine's counters and gauges."""
+    _refuse_unknown(request.query_params, ())
+    return JSONResponse(await asyncio.to_thread(service.engine.stats))
+
+
+async def tree(service: Service, request: Request) -> Response:
+    """GET /v1/cache/tree?offset=0&limit=100: a page of nodes. Raises InvalidRequestError."""
+    query = request.query_params
+    _refuse_unknown(query, ("offset", "limit"))
+    offset = _number(query, "offset", 0)
+    limit = _number(query, "limit", DEFAULT_TREE_NODES)
+    page = await asyncio.to_thread(service.engine.tree, offset, limit)
+    return JSONResponse(CacheTree(**dataclasses.asdict(page)).model_dump())
+
+
+async def _prepared(service: Service, body: CachePrompt) -> Prompt:
+    """The prompt that the body describes. Raises what preparation raises."""
+    service.resolve_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("give either prompt or messages", param="prompt")
+    salt = body.cache_salt or ""
+    if body.prompt is not None:
+        if not body.prompt:
+            raise InvalidRequestError("prompt must not be empty", param="prompt")
+        return await service.in_pool(preparing_tokens(service, body.prompt, salt))
+    chat = ChatPrompt.model_construct(
+        messages=body.messages or [],
+        tools=body.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    return await service.in_pool(preparing(service, chat, salt))
+
+
+def _refuse_unknown(query: Mapping[str, str], known: tuple[str, ...]) -> None:
+    for name in query:
+        if name not in known:
+            raise InvalidRequestError(f"unknown query parameter {name[:64]!r}", param=name[:64])
+
+
+def _number(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise InvalidRequestError(f"{name} must be a number, got {text[:64]!r}", param=name)
+    return int(text)
