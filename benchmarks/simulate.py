@@ -4,7 +4,7 @@
 
 Each seed makes a world of its own (pool sizes, block size, budgets, failure rates) and runs 1 000
 steps in it: shared prefixes, growing videos, two tenants, several choices, aborts, flushes, steps
-that raise, preemption. The runner computes identities instead of numbers and so notices every block,
+that raise, preemption. The runner computes identities, not numbers, and so notices every block,
 state or embedding that does not belong to the prefix (tests/symbolic.py). The first violation ends
 the run with the seed that replays it.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from simulation import Simulation  # noqa: E402
+from simulation import Simulation
 
 STEPS_PER_SEED = 1000
 
