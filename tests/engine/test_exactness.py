@@ -1,0 +1,39 @@
+"""A hit equals a cold run: the same tokens always, the same bits when asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoint_spec import CheckpointSpec
+from exactness import random_pairs
+from make_checkpoint import make_checkpoint
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.pipeline import Pipeline
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = CheckpointSpec(num_experts=8 if request.param == "moe" else 0, vision_depth=0)
+    return make_checkpoint(tmp_path_factory.mktemp("exactness"), spec)
+
+
+def _config(deterministic: bool, dtype: str) -> EngineConfig:
+    return EngineConfig(
+        dtype=dtype, block_size=16, cache_memory="64MiB", deterministic=deterministic
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_hits_have_the_bits_of_a_cold_run(checkpoint: Path, dtype: str) -> None:
+    with Pipeline(checkpoint, _config(True, dtype)) as pipe:
+        pairs = list(random_pairs(pipe, 50, seed=1))
+    assert all(pair.same_bits and pair.same_tokens for pair in pairs)
+
+
+def test_hits_give_the_tokens_of_a_cold_run(checkpoint: Path) -> None:
+    with Pipeline(checkpoint, _config(False, "float32")) as pipe:
+        pairs = list(random_pairs(pipe, 40, seed=2))
+    assert all(pair.same_tokens for pair in pairs)
+    assert max(pair.max_difference for pair in pairs) < 1e-4
