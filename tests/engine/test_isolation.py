@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from checkpoint_spec import CheckpointSpec
@@ -17,6 +18,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import EngineError
 from vlm_serve.models import qwen3_5
+from vlm_serve.models.layers import mlp
 from vlm_serve.pipeline import Pipeline
 
 LAYERS = 4
@@ -56,20 +58,19 @@ def raising_after(pipe: Pipeline, layer: int, *, always: bool) -> Iterator[None]
 @contextmanager
 def interrupted(layer: int) -> Iterator[None]:
     """Lets that many feed-forward blocks run, then raises in the middle of the model."""
-    original = qwen3_5.dense
     calls = [0]
 
     def counting(*args: Any, **options: Any) -> Any:
         if calls[0] == layer:
             raise RuntimeError("injected")
         calls[0] += 1
-        return original(*args, **options)
+        return mlp(*args, **options)
 
-    qwen3_5.dense = counting
-    try:
-        yield
-    finally:
-        qwen3_5.dense = original
+    with patch.object(qwen3_5, "mlp", counting):
+        try:
+            yield
+        finally:
+            assert calls[0] == layer, "the model was not interrupted where it should have been"
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
