@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -35,7 +34,7 @@ def pipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
 
 @contextmanager
 def raising_after(pipe: Pipeline, layer: int, *, always: bool) -> Iterator[None]:
-    """Steps raise after that many layers: the first one, or every one that sees the poison token."""
+    """Steps raise after that many layers: the first one, or all that see the poison token."""
     model = pipe.engine._runner._model
     forward = model.forward
     left = [1]
