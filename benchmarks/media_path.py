@@ -1,0 +1,87 @@
+"""What a repeated upload costs, and how fast pixels are hashed.
+
+    python benchmarks/media_path.py
+
+Encodes a 30-second 1080p clip, prepares a question about it, then other questions about the same
+bytes. Then compares the content hash of the decoded frames with what blake3 alone does on them.
+"""
+
+from __future__ import annotations
+
+import io
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "examples")]
+
+import av  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from blake3 import blake3  # noqa: E402
+from make_checkpoint import make_checkpoint  # noqa: E402
+
+from vlm_serve.preprocess.hashing import content_hash  # noqa: E402
+from vlm_serve.preprocess.prepare import Preprocessor  # noqa: E402
+
+SECONDS, RATE, WIDTH, HEIGHT = 30, 24, 1920, 1080
+
+
+def clip() -> bytes:
+    """An MP4 of moving gradients with some noise."""
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 24, (HEIGHT, WIDTH, 3), dtype=np.uint8)
+    across = np.linspace(0, 200, WIDTH, dtype=np.uint8)[None, :, None]
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=RATE)
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        for index in range(SECONDS * RATE):
+            pixels = np.roll(across, 5 * index, axis=1) + noise
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    video = clip()
+    with tempfile.TemporaryDirectory() as folder:
+        preprocessor = Preprocessor(
+            make_checkpoint(folder), block_size=64, root_key=lambda salt: bytes(32)
+        )
+
+        def ask(question: str) -> object:
+            content = [{"type": "video", "video": video}, {"type": "text", "text": question}]
+            return preprocessor.prepare([{"role": "user", "content": content}])
+
+        first = seconds(lambda: ask("What happens?"))
+        questions = [f"What happens after {second} seconds?" for second in range(9)]
+        again = statistics.median([seconds(partial(ask, question)) for question in questions])
+        print(f"1080p, {SECONDS} s, {len(video) / 2**20:.1f} MiB: first {1e3 * first:.0f} ms,")
+        print(f"again {1e3 * again:.1f} ms: {100 * again / first:.2f} % of the first")
+        preprocessor.close()
+
+    pixels = torch.randint(0, 256, (2, 3, 1088, 1920), dtype=torch.uint8)
+    raw = pixels.numpy().tobytes()
+    ratios = []
+    for _ in range(21):
+        alone = seconds(lambda: blake3(raw).digest())
+        ours = seconds(lambda: content_hash("video", pixels, (1, 68, 120)))
+        ratios.append(alone / ours)
+    share = 100 * statistics.median(ratios)
+    print(f"content hash of a frame pair: {share:.0f} % of the speed of blake3 alone")
+
+
+if __name__ == "__main__":
+    main()
