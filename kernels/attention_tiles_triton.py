@@ -27,12 +27,12 @@ class Tile:
     stages: int
 
 
-def prefill_tile(dtype: torch.dtype, dim: int, plain: bool) -> Tile:
+def prefill_tile(dtype: torch.dtype, dim: int, int8: bool) -> Tile:
     """By target, dtypes and head dim alone: equal tiles in every batch keep a token's bits.
 
-    At head dim 256 the running output of 128 rows takes 128 registers per thread of 8 warps;
-    conversions of quantised pages (not `plain`) need some of the rest, and an A100, whose products
-    take operands from registers, more than there are. CDNA has 64 KiB for the keys and values.
+    At head dim 256 the running output of 128 rows takes 128 registers per thread of 8 warps. The
+    conversion of int8 pages needs more of the rest than there is, and so does an A100, whose
+    products take operands from registers. CDNA has 64 KiB for keys and values.
     """
     target = current_target()
     if dtype == torch.float32:
@@ -40,7 +40,7 @@ def prefill_tile(dtype: torch.dtype, dim: int, plain: bool) -> Tile:
     if target.backend == "hip":
         return Tile(64, 32 if dim > 128 else 64, 4, 1)
     if dim > 128:
-        return Tile(128, 64 if plain else 32, 8, 2) if target.roomy else Tile(64, 32, 8, 2)
+        return Tile(128 if target.roomy and not int8 else 64, 32, 8, 2)
     return Tile(128, 64, 4 if dim <= 64 else 8, 2)
 
 
@@ -153,7 +153,8 @@ def attend_range(
         keys = decode_stored(keys, FORM, DOT)
         if FORM == INT8:
             zero = tl.load(k_zeros + scale_at + scale_rows, mask=known, other=0.0)
-            keys = (keys.to(tl.float32) - zero.to(tl.float32)[:, None]).to(DOT)
+            # Whole numbers up to 255: exact in every operand dtype.
+            keys = keys - zero.to(DOT)[:, None]
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         if FORM == INT8:
             scale = tl.load(k_scales + scale_at + scale_rows, mask=known, other=0.0).to(tl.float32)
@@ -175,7 +176,7 @@ def attend_range(
         values = decode_stored(values, FORM, DOT)
         if FORM == INT8:
             zero = tl.load(v_zeros + scale_at + scale_rows, mask=known, other=0.0)
-            values = (values.to(tl.float32) - zero.to(tl.float32)[:, None]).to(DOT)
+            values = values - zero.to(DOT)[:, None]
             scale = tl.load(v_scales + scale_at + scale_rows, mask=known, other=0.0).to(tl.float32)
             weights = weights * scale[None, :]
         total = tl.dot(weights.to(DOT), values, total, input_precision=PRECISION)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch, power_of_two
 
 
@@ -195,6 +196,9 @@ def routed_experts(
     *,
     deterministic: bool,
 ) -> torch.Tensor:
+    """Parts are rounded to the dtype of x, then summed in float32 in the router's order."""
+    if not isinstance(gate_up, torch.Tensor):
+        raise KernelArgumentError("gate_up", "packed weights are for the CPU path")
     tokens, hidden = x.shape
     experts, width = gate_up.shape[0], down.shape[2]
     top_k = ids.shape[1]

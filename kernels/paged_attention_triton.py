@@ -137,7 +137,7 @@ def attention_prefill(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kv_heads = kv.k.shape[2]
     group = q.shape[1] // kv_heads
-    tile = prefill_tile(q.dtype, q.shape[2], kv.k.itemsize > 1)
+    tile = prefill_tile(q.dtype, q.shape[2], kv.k_scale is not None)
     names = f"tile_sequence/{tile.rows}/{group}", f"tile_row/{tile.rows}/{group}"
     once(meta.tensors, names[0], lambda: _query_tiles(meta, names, tile.rows, group, q.device))
     arguments = {

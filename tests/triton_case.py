@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vlm_serve.kernels.dispatch import triton_everywhere
-from vlm_serve.kernels.metadata import PrefillMeta
+from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
 from vlm_serve.kernels.triton_support import interpreted
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
@@ -60,7 +60,8 @@ def prefill_case(
     free = list(range(4 * sequences + 2))
     rng.shuffle(free)
     shared = free.pop()
-    offsets, ends, src, dst, snapshots = [0], [], [], [], []
+    offsets, ends, src, dst = [0], [], [], []
+    snapshots: list[tuple[int, int, int]] = []
     for i, length in enumerate(lengths):
         begin = offsets[-1]
         cuts = {*range(chunk, length, chunk), *rng.sample(range(1, length + 1), min(2, length))}
@@ -80,3 +81,19 @@ def prefill_case(
         snapshots=tuple(snapshots),
     )
     return meta, 4 * sequences + 2
+
+
+def heads_of(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """`[T, heads * D]`, any row stride, as a `[T, heads, D]` view."""
+    dim = x.shape[1] // heads
+    return x.as_strided((x.shape[0], heads, dim), (x.stride(0), dim, 1), x.storage_offset())
+
+
+def on_cpu(kv: KVLayer) -> KVLayer:
+    """The same pages where the references run; on the CPU the very same memory."""
+
+    def there(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.cpu()
+
+    scales = (kv.k_scale, kv.k_zero, kv.v_scale, kv.v_zero)
+    return KVLayer(kv.k.cpu(), kv.v.cpu(), *(there(x) for x in scales))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from triton_case import assert_near, kernels, poison, prefill_case, randn
+from triton_case import assert_near, heads_of, kernels, poison, prefill_case, randn
 
 from vlm_serve.kernels.gated_delta import (
     chunk_gated_delta,
@@ -33,13 +33,14 @@ def inputs(
     sizes = (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim)
     fused = randn(tokens, sum(sizes) + 4, seed=seed)
     fused[:, sizes[0] : 2 * sizes[0]] += 2
-    q, k, v, _ = fused.to(dtype).split((*sizes, 4), dim=1)
+    fused = fused.to(dtype)
+    first, second = sizes[0], 2 * sizes[0]
     g = -randn(tokens, value_heads, seed=seed + 1).abs() * 0.2
     beta = torch.sigmoid(3 * randn(tokens, value_heads, seed=seed + 2)).to(dtype)
     return (
-        q.unflatten(1, (key_heads, key_dim)),
-        k.unflatten(1, (key_heads, key_dim)),
-        v.unflatten(1, (value_heads, value_dim)),
+        heads_of(fused[:, :first], key_heads),
+        heads_of(fused[:, first:second], key_heads),
+        heads_of(fused[:, second : second + sizes[2]], value_heads),
         g,
         beta,
     )
@@ -67,8 +68,8 @@ def check_prefill(
         begin, end = meta.cu_seqlens[i], meta.cu_seqlens[i + 1]
         src = meta.src_rows[i]
         first = None if src < 0 else before[src]
-        part = (x[begin:end] for x in arguments)
-        expected, states = gated_delta_reference(*part, first)
+        q, k, v, g, beta = (x[begin:end] for x in arguments)
+        expected, states = gated_delta_reference(q, k, v, g, beta, first)
         assert_near(out[begin:end], expected, tolerance)
         last = torch.zeros_like(state[0]) if first is None else first
         assert_near(state[meta.dst_rows[i]], states[-1] if end > begin else last, tolerance)
@@ -134,8 +135,8 @@ def test_a_run_resumed_at_a_chunk_end_in_another_batch_has_the_same_bits(
     )
     with kernels():
         expected = chunk_gated_delta(*arguments, state, whole)
-        twice = [torch.cat([x, x]) for x in tail]
-        out = chunk_gated_delta(*twice, state, resumed)  # type: ignore[arg-type]
+        q, k, v, g, beta = (torch.cat([x, x]) for x in tail)
+        out = chunk_gated_delta(q, k, v, g, beta, state, resumed)
     assert torch.equal(out[:13], expected[32:])
     assert torch.equal(out[13:], expected[32:])
     assert torch.equal(state[3], state[1]) and torch.equal(state[4], state[1])
@@ -160,8 +161,9 @@ def test_decode(dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int
     with kernels():
         out = recurrent_gated_delta(*arguments, state, meta)
     for i, src in enumerate(meta.src_rows):
-        part = (x[i : i + 1] for x in arguments)
-        expected, states = gated_delta_reference(*part, None if src < 0 else before[src])
+        q, k, v, g, beta = (x[i : i + 1] for x in arguments)
+        first = None if src < 0 else before[src]
+        expected, states = gated_delta_reference(q, k, v, g, beta, first)
         assert_near(out[i : i + 1], expected, TOLERANCE[dtype])
         assert_near(state[meta.dst_rows[i]], states[0], 2e-5)
         if meta.snapshot_rows[i] >= 0:

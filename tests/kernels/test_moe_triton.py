@@ -7,6 +7,7 @@ import torch
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn
 
 from vlm_serve.kernels import moe_triton
+from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.moe import route, routed_experts, routed_experts_reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -93,6 +94,13 @@ def test_deterministic_bits_do_not_depend_on_the_other_tokens() -> None:
         few = (x[11:13], weights[11:13], ids[11:13])
         part = routed_experts(*few, gate_up, down, deterministic=True)
     assert torch.equal(part, whole[11:13])
+
+
+def test_weights_packed_for_the_cpu_are_refused() -> None:
+    x, weights, ids, gate_up, down = experts_case(2, 4, 2, 32, 16, torch.float32)
+    packed = [part for expert in gate_up for part in expert.chunk(2)], list(down)
+    with kernels(), pytest.raises(KernelArgumentError, match="gate_up"):
+        routed_experts(x, weights, ids, *packed)
 
 
 @pytest.mark.parametrize("rows", [16, 64])

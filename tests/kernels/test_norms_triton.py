@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_case import TOLERANCE, assert_near, kernels, randn
+from triton_case import TOLERANCE, assert_near, heads_of, kernels, randn
 
 from vlm_serve.kernels.norms import (
     gated_rms_norm,
@@ -42,7 +42,7 @@ def test_gated_rms_norm_reads_heads_out_of_a_fused_projection(
     dtype: torch.dtype, tokens: int, heads: int, dim: int
 ) -> None:
     fused = randn(tokens, 3 * heads * dim, dtype=dtype)
-    gate = fused[:, heads * dim : 2 * heads * dim].unflatten(1, (heads, dim))
+    gate = heads_of(fused[:, heads * dim : 2 * heads * dim], heads)
     x, weight = randn(tokens, heads, dim, dtype=dtype, seed=3), randn(dim, dtype=dtype, seed=1)
     with kernels():
         result = gated_rms_norm(x, gate, weight, 1e-6)

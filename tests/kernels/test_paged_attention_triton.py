@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from triton_case import DEVICE, TOLERANCE, assert_near, kernels, poison, randn
+from triton_case import DEVICE, TOLERANCE, assert_near, kernels, on_cpu, poison, randn
 
 from vlm_serve.kernels import paged_decode_triton
 from vlm_serve.kernels.kv_write import write_kv
@@ -41,7 +41,7 @@ def filled(
         slots = [table[p // size] * size + p % size for p in range(length)]
         k, v = randn(length, heads, dim, seed=seed + i), randn(length, heads, dim, seed=seed - i)
         slots_there = torch.tensor(slots, dtype=torch.int64)
-        stored = KVLayer(*(None if x is None else x.cpu() for x in vars(kv).values()))
+        stored = on_cpu(kv)
         write_kv(k.cpu(), v.cpu(), stored, slots_there)
         for name, part in vars(kv).items():
             if part is not None:
@@ -53,8 +53,7 @@ def filled(
 def reference(
     q: torch.Tensor, kv: KVLayer, table: tuple[int, ...], start: int, scale: float
 ) -> torch.Tensor:
-    there = KVLayer(*(None if x is None else x.cpu() for x in vars(kv).values()))
-    return attention_reference(q.cpu(), there, table, start, scale)
+    return attention_reference(q.cpu(), on_cpu(kv), table, start, scale)
 
 
 def prefill_meta(
