@@ -169,7 +169,7 @@ def unit_lower_inverse(system: torch.Tensor) -> torch.Tensor:
     blocks = size // BASE
     shape = (batch, blocks, BASE, blocks, BASE)
     base = system.view(shape).diagonal(dim1=1, dim2=3).permute(1, 2, 0, 3)
-    base = base.reshape(BASE, BASE, batch * blocks).neg_()
+    base = base.reshape(BASE, BASE, batch * blocks).neg()
     solved = torch.zeros_like(base)
     for i in range(BASE):
         solved[i, i] = 1.0
