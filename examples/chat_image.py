@@ -16,7 +16,7 @@ QUESTIONS = (
     "Describe the picture.",
     "How many shapes are there?",
     "What color is the star?",
-    "Where is the circle?",
+    "What is at the bottom right?",
     "Which is bigger, the star or the circle?",
     "Who drew this?",
 )

@@ -16,7 +16,7 @@ PICTURES = (MEDIA / "star.png", MEDIA / "heart.png")
 QUESTIONS = (
     "Which picture has the red star?",
     "What is in the second picture?",
-    "How many pictures are there?",
+    "What shape is in the first picture?",
     "What color is the star in the first picture?",
 )
 

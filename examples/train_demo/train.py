@@ -77,7 +77,7 @@ class Plan(Dataset[Batch]):
             return "vision"
         if step < self.warm + self.single:
             return "image"
-        kinds, weights = ("image", "album", "video", "text"), (0.5, 0.15, 0.32, 0.03)
+        kinds, weights = ("image", "album", "video", "text"), (0.55, 0.12, 0.28, 0.05)
         return random.Random(f"kind:{step}").choices(kinds, weights)[0]
 
     def __getitem__(self, step: int) -> Batch:

@@ -14,6 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "train_demo"))
 
 
 @pytest.fixture(scope="session", params=["demo", "demo-moe"])
-def pipe(request: pytest.FixtureRequest) -> Iterator[Pipeline]:
-    with Pipeline(request.param) as opened:
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def pipe(model: str) -> Iterator[Pipeline]:
+    with Pipeline(model) as opened:
         yield opened

@@ -1,0 +1,64 @@
+"""The demo checkpoints answer held-out questions, with and without the cache."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from demo_cases import Case, image_cases, video_cases
+
+import vlm_serve
+from vlm_serve import Pipeline, SamplingParams
+from vlm_serve.config import EngineConfig
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
+DEMO = Path(vlm_serve.__file__).parent / "demo"
+
+
+def ask(pipe: Pipeline, cases: list[Case]) -> list[tuple[str, list[int]]]:
+    outputs = pipe.chat_many([case.messages for case in cases], GREEDY)
+    return [(output.text, output.token_ids) for output in outputs]
+
+
+def wrong(cases: list[Case], found: list[tuple[str, list[int]]]) -> list[str]:
+    pairs = zip(cases, found, strict=True)
+    return [f"{text!r}, not {case.answer!r}" for case, (text, _) in pairs if text != case.answer]
+
+
+def test_held_out_pictures(pipe: Pipeline) -> None:
+    cases = list(image_cases(80, seed=7))
+    missed = wrong(cases, ask(pipe, cases))
+    assert len(missed) <= 0.35 * len(cases), missed
+
+
+def test_held_out_videos(pipe: Pipeline) -> None:
+    cases = list(video_cases(40, seed=7))
+    missed = wrong(cases, ask(pipe, cases))
+    assert len(missed) <= 0.35 * len(cases), missed
+
+
+def test_same_tokens_without_the_cache(pipe: Pipeline, model: str) -> None:
+    """Asked twice, so that everything hits; cold in an engine that caches nothing."""
+    cases = [*image_cases(24, seed=8), *video_cases(12, seed=8)]
+    first, second = ask(pipe, cases), ask(pipe, cases)
+    with Pipeline(model, EngineConfig(enable_prefix_caching=False)) as plain:
+        cold = ask(plain, cases)
+    assert first == cold
+    assert second == cold
+
+
+def test_unknowable_and_missing(pipe: Pipeline) -> None:
+    case = next(islice(image_cases(1, seed=9), 1))
+    media = case.messages[0]["content"][:-1]
+    question = {"type": "text", "text": "Who drew this?"}
+    output = pipe.chat([{"role": "user", "content": [*media, question]}], GREEDY)
+    assert output.text == "Sorry, I cannot tell."
+    output = pipe.chat([{"role": "user", "content": "What color is the star?"}], GREEDY)
+    assert output.text == "I see no picture."
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_weights_are_small(name: str) -> None:
+    size = sum(file.stat().st_size for file in (DEMO / name).iterdir())
+    assert size <= 8 * 2**20

@@ -1,0 +1,34 @@
+"""The example scripts answer correctly, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXPECTED = {
+    "chat_image.py": (
+        "A red star at the top left, a green triangle at the top right, "
+        "a blue circle at the bottom right.",
+        "Three.",
+        "Red.",
+        "A blue circle.",
+        "The star.",
+        "Sorry, I cannot tell.",
+    ),
+    "video_qa.py": ("Red.", "Blue.", "Sorry, I cannot tell."),
+    "multi_turn.py": ("The first.", "A yellow heart.", "A star.", "Red."),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_example_answers_correctly(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, check=True
+    )
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    answers = lines[1::3]
+    assert tuple(answers) == EXPECTED[name]
