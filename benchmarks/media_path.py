@@ -74,12 +74,11 @@ def main() -> None:
 
     pixels = torch.randint(0, 256, (2, 3, 1088, 1920), dtype=torch.uint8)
     raw = pixels.numpy().tobytes()
-    ratios = []
-    for _ in range(21):
-        alone = seconds(lambda: blake3(raw).digest())
-        ours = seconds(lambda: content_hash("video", pixels, (1, 68, 120)))
-        ratios.append(alone / ours)
-    share = 100 * statistics.median(ratios)
+    alone, ours = [], []
+    for _ in range(41):
+        alone.append(seconds(lambda: blake3(raw).digest()))
+        ours.append(seconds(lambda: content_hash("video", pixels, (1, 68, 120))))
+    share = 100 * min(alone) / min(ours)  # the best of each: the rest is other people's load
     print(f"content hash of a frame pair: {share:.0f} % of the speed of blake3 alone")
 
 
