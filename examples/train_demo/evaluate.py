@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 
 from demo_cases import Case, image_cases, video_cases
@@ -45,8 +46,8 @@ def evaluate(model: str, images: int, videos: int, seed: int, *, compare: bool, 
     print(f"{model}")
     with Pipeline(model) as pipe:
         for title, cases in (
-            ("images", lambda: image_cases(images, seed)),
-            ("videos", lambda: video_cases(videos, seed)),
+            ("images", partial(image_cases, images, seed)),
+            ("videos", partial(video_cases, videos, seed)),
         ):
             right: dict[str, list[bool]] = defaultdict(list)
             again = answers(uncached, cases()) if uncached is not None else None
