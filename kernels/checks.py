@@ -76,6 +76,8 @@ def check_prefill_meta(meta: PrefillMeta, num_tokens: int, num_rows: int) -> Non
     for sequence, chunk, _ in meta.snapshots:
         if not 0 <= sequence < len(meta) or not 0 <= chunk < len(meta.chunk_ends[sequence]):
             raise KernelArgumentError("meta.snapshots", f"no chunk {chunk} of sequence {sequence}")
+    if len({place[:2] for place in meta.snapshots}) != len(meta.snapshots):
+        raise KernelArgumentError("meta.snapshots", "a chunk's state goes to one row")
     _check_rows(meta.src_rows, meta.dst_rows, [row for _, _, row in meta.snapshots], num_rows)
     meta.checked.add(key)
 

@@ -37,7 +37,7 @@ def make(
     sizes = (heads[0] * dims[0], heads[0] * dims[0], heads[1] * dims[1], 8)
     fused = randn(tokens, sum(sizes), seed=seed)
     fused[:, sizes[0] : 2 * sizes[0]] += 1
-    q, k, v, _ = torch.split(fused.to(dtype), sizes, dim=1)
+    q, k, v, _ = torch.split(fused.to(dtype), list(sizes), dim=1)
     g = -randn(tokens, heads[1], seed=seed + 1).abs() * 0.3
     beta = torch.sigmoid(2 * randn(tokens, heads[1], seed=seed + 2))
     return (

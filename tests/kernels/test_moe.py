@@ -1,0 +1,112 @@
+"""Router and routed experts on the CPU: against transformers, the reference, and bit by bit."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_case import modeling, randn
+from triton_case import assert_near
+
+from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.moe import (
+    pack_experts,
+    route,
+    routed_experts,
+    routed_experts_reference,
+)
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+EXPERTS, TOP_K, HIDDEN, SIZE = 16, 4, 48, 24
+
+
+def expert_weights(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = randn(EXPERTS, 2 * SIZE, HIDDEN) / HIDDEN**0.5
+    return gate_up.to(dtype), (randn(EXPERTS, HIDDEN, SIZE, seed=1) / SIZE**0.5).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_router_equals_transformers(dtype: torch.dtype, tokens: int) -> None:
+    x = randn(tokens, HIDDEN, dtype=dtype)
+    router = modeling().Qwen3_5MoeTopKRouter(
+        SimpleNamespace(num_experts_per_tok=TOP_K, num_experts=EXPERTS, hidden_size=HIDDEN)
+    )
+    router.weight.data = randn(EXPERTS, HIDDEN, dtype=dtype)
+    logits, weights, ids = router(x)
+    got_weights, got_ids = route(logits.detach(), TOP_K)
+    assert torch.equal(got_ids, ids) and torch.equal(got_weights, weights.detach())
+    assert got_weights.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("tokens", [0, 1, 3, 50])
+@pytest.mark.parametrize("packed", [False, True])
+def test_experts_equal_transformers(dtype: torch.dtype, tokens: int, packed: bool) -> None:
+    x, (gate_up, down) = randn(tokens, HIDDEN, dtype=dtype), expert_weights(dtype)
+    weights, ids = route(randn(tokens, EXPERTS, dtype=dtype, seed=3), TOP_K)
+    if packed:
+        out = routed_experts(x, weights, ids, pack_experts(gate_up, 2), pack_experts(down))
+    else:
+        out = routed_experts(x, weights, ids, gate_up, down)
+    assert out.dtype == dtype and out.shape == x.shape
+    assert_near(out, routed_experts_reference(x, weights, ids, gate_up, down), TOLERANCE[dtype])
+    config = SimpleNamespace(
+        num_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        moe_intermediate_size=SIZE,
+        hidden_act="silu",
+        _experts_implementation="eager",
+    )
+    module = modeling().Qwen3_5MoeExperts(config)
+    module.gate_up_proj.data, module.down_proj.data = gate_up, down
+    assert_near(out, module(x, ids, weights).detach(), 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_deterministic_tokens_have_the_same_bits_in_any_batch(
+    dtype: torch.dtype, packed: bool
+) -> None:
+    rng = random.Random(0)
+    gate_up, down = expert_weights(dtype)
+    experts = (pack_experts(gate_up, 2), pack_experts(down)) if packed else (gate_up, down)
+    x = randn(120, HIDDEN, dtype=dtype)
+    weights, ids = route(randn(120, EXPERTS, dtype=dtype, seed=3), TOP_K)
+    whole = routed_experts(x, weights, ids, *experts, deterministic=True)
+    for _ in range(40):
+        some = torch.tensor(rng.sample(range(120), rng.randint(1, 60)))
+        out = routed_experts(x[some], weights[some], ids[some], *experts, deterministic=True)
+        assert torch.equal(out, whole[some])
+
+
+def test_an_unused_expert_is_never_read() -> None:
+    gate_up, down = expert_weights()
+    gate_up[5:], down[5:] = float("nan"), float("nan")
+    ids = torch.tensor([[0, 4], [3, 1], [0, 3]])
+    out = routed_experts(randn(3, HIDDEN), torch.full((3, 2), 0.5), ids, gate_up, down)
+    assert not out.isnan().any()
+
+
+def test_bad_arguments_are_named() -> None:
+    x, (gate_up, down) = randn(3, HIDDEN), expert_weights()
+    weights, ids = route(randn(3, EXPERTS), TOP_K)
+    packed = pack_experts(gate_up, 2)
+    for name, arguments in {
+        "weights": (x, weights.half(), ids, gate_up, down),
+        "ids": (x, weights, ids.int(), gate_up, down),
+        "gate_up": (x, weights, ids, gate_up[:, :, :5], down),
+        "down": (x, weights, ids, gate_up, down[:3]),
+    }.items():
+        with pytest.raises(KernelArgumentError, match=name) as error:
+            routed_experts(*arguments)
+        assert error.value.argument == name
+    with pytest.raises(KernelArgumentError, match="down"):
+        routed_experts(x, weights, ids, packed, down)
+    with pytest.raises(KernelArgumentError, match="gate_up"):
+        routed_experts(x, weights, ids, packed[:4], pack_experts(down))
+    with pytest.raises(KernelArgumentError, match="top_k"):
+        route(randn(3, 4), 5)
