@@ -27,6 +27,7 @@ from symbolic import (
     make_prompt,
     next_token,
 )
+from symbolic_tiers import SymbolicTiers
 
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
@@ -163,7 +164,8 @@ class Simulation:
             policy=rng.choice(["value", "lru"]),
         )
         poison = Poison()
-        self.cache = PrefixCache(config, poison)
+        self.tiers = SymbolicTiers(seed, config, poison)
+        self.cache = PrefixCache(config, self.tiers.listener)
         embeddings = EmbeddingCache(rng.choice([0, 100, 10_000]))
         self.scheduler = Scheduler(
             self.cache,
@@ -177,11 +179,12 @@ class Simulation:
                 decode_state_interval=self.block_size * rng.choice([0, 0, 1, 2]),
                 complete_experts=rng.random() < 0.5,
             ),
+            self.tiers.attach(self.cache),
         )
         self.runner = SymbolicRunner(
             num_blocks, config.num_rows, self.block_size, rng, has_state=has_state
         )
-        poison.runner = self.runner
+        poison.runner = self.tiers.transfer.runner = self.runner
         self._expert_share = rng.choice([0.0, 0.3, 1.0])
         self.clients: dict[str, Client] = {}
         self.counts: Counter[str] = Counter()
@@ -306,7 +309,10 @@ class Simulation:
 
     def _step(self) -> None:
         self.runner.fail_next = self.rng.random() < self._failure_rate
+        self.tiers.step()
         plan = self.scheduler.plan()
+        if plan is None and self.tiers.busy:
+            return
         if plan is None:
             self.runner.fail_next = False
             assert self.scheduler.running or not self.scheduler.waiting, "stuck"
@@ -356,3 +362,5 @@ class Simulation:
         self.counts["hit_tokens"] += self.cache.stats.hit_tokens
         self.counts["query_tokens"] += self.cache.stats.query_tokens
         self.counts["computed_tokens"] += self.runner.tokens_computed
+        self.counts["came up"] += self.tiers.stack.counts["hit_host"]
+        self.counts["tier errors"] += self.tiers.stack.counts["failed"]

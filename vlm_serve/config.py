@@ -145,6 +145,30 @@ class EngineConfig:
         kind="text",
         choices=("best_effort", "complete"),
     )
+    host_cache_memory: int | str = option(
+        0,
+        "host memory below the cache memory: what is evicted stays there and comes up on demand",
+        group=_CACHE,
+        kind="size",
+        low=0,
+        metavar="SIZE",
+        default_text="none",
+    )
+    disk_cache_path: str | None = option(
+        None,
+        "folder for what host memory has no room for either; it survives a restart",
+        group=_CACHE,
+        kind="text",
+        metavar="DIR",
+    )
+    disk_cache_size: int | str = option(
+        10 << 30,
+        "most bytes of the entries in disk_cache_path",
+        group=_CACHE,
+        kind="size",
+        low=1,
+        metavar="SIZE",
+    )
     max_num_seqs: int = option(
         8,
         "most sequences that run at the same time",

@@ -83,10 +83,10 @@ def find_deeper(
 def _on_device(trie: Trie, match: Match, keys: PromptKeys, cut: int) -> bool:
     """Whether the KV of the part of a block that ends at `cut` is there."""
     index = cut // keys.block_size
-    if index < len(match.nodes):
-        return True
+    if index != len(match.nodes):
+        return index < len(match.nodes)
     branch: Branch | None = match.nodes[index - 1] if index else trie.root(keys.root)
-    return index == len(match.nodes) and branch is not None and keys.tails[cut] in branch.children
+    return branch is not None and keys.tails[cut] in branch.children
 
 
 def _segments(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from vlm_serve.cache.tiers.disk import DiskStore
 from vlm_serve.cache.tiers.entry import (
@@ -22,6 +22,9 @@ from vlm_serve.cache.tiers.entry import (
     unseal,
 )
 from vlm_serve.cache.tiers.host import HostStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TierName = Literal["host", "disk"]
 
@@ -41,7 +44,7 @@ class TierStack:
     """All methods may be called from any thread. Failures are counted in `counts`, never raised.
 
     Counts: "put", "dropped" (the queue was full or nothing had room), "hit_host", "hit_disk",
-    "bad" (damaged or foreign entries), "evicted_host".
+    "bad" (damaged or foreign entries), "failed" (read or written in vain), "evicted_host".
 
     Args:
         origin: whose entries these are.
@@ -90,11 +93,16 @@ class TierStack:
         if self.disk is not None:
             self.disk.touch(entry_id)
 
-    def put(self, entry: Entry) -> None:
-        """Takes an entry over. Never waits for the disk."""
+    def put(self, entry: Entry, wait_seconds: float = 0.0) -> None:
+        """Takes an entry over. Waits for room in the queue only if told to, and not for longer."""
+
+        def has_room() -> bool:
+            return self._queued + entry.num_bytes <= self._queue_bytes
+
         with self._changed:
-            full = self._queued + entry.num_bytes > self._queue_bytes
-            if self._closing or entry.id in self._queue or full:
+            if not has_room() and wait_seconds > 0:
+                self._changed.wait_for(has_room, wait_seconds)
+            if self._closing or entry.id in self._queue or not has_room():
                 self.counts["dropped"] += 1
                 return
             self.counts["put"] += 1
@@ -148,16 +156,19 @@ class TierStack:
         if self.disk is not None:
             self.disk.clear()
 
-    def sink(self) -> None:
-        """Shutdown: moves the host tier to the disk, most recently used entries last, and files
-        there from now on."""
+    def sink(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
+        """Shutdown: moves the host tier to the disk, most recently used entries last, for as long
+        as it may, and files there from now on."""
         if self.disk is None:
             return
         with self._changed:
             self._straight_to_disk = True
             sealed = [(entry_id, self.host.get(entry_id)) for entry_id in list(self.host)]
             self.host.clear()
-        self._write([(entry_id, each) for entry_id, each in sealed if each is not None])
+        rest = [(entry_id, each) for entry_id, each in sealed if each is not None]
+        while rest and may_go_on():
+            batch, rest = _first(rest)
+            self._write(batch)
 
     def close(self, timeout: float | None = None) -> None:
         """Files what is queued, for at most `timeout` seconds, and closes the disk's file."""

@@ -21,5 +21,5 @@ def test_the_traffic_was_worth_its_name() -> None:
     if not TOTALS:
         TOTALS.update(Simulation(0).run(STEPS))
         TOTALS.update(Simulation(34).run(STEPS))
-    for what in ("hit_tokens", "aborts", "failures", "length", "stop", "expert answers"):
+    for what in ("hit_tokens", "aborts", "failures", "length", "stop", "expert answers", "came up"):
         assert TOTALS[what] > 0, f"no {what}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 from vlm_serve.cache.placement import plan_snapshots
 from vlm_serve.cache.prefix_cache import Match, PrefixCache
 from vlm_serve.engine.outputs import CacheReport
-from vlm_serve.engine.sequence import Sequence
+from vlm_serve.engine.sequence import Fetched, Sequence
 from vlm_serve.engine.slicing import slice_end
+from vlm_serve.engine.tier_up import TierFetcher
 
 
 class Admission:
@@ -16,20 +20,28 @@ class Admission:
         cache: where matches, rows and blocks come from.
         state_interval: tokens between the regular snapshots of a long prompt.
         complete_experts: a request for routed experts reuses only what has them.
+        tiers: fetches from lower cache tiers; None: there are none.
     """
 
     def __init__(
-        self, cache: PrefixCache, state_interval: int, *, complete_experts: bool = False
+        self,
+        cache: PrefixCache,
+        state_interval: int,
+        *,
+        complete_experts: bool = False,
+        tiers: TierFetcher | None = None,
     ) -> None:
         self._cache = cache
         self._state_interval = state_interval
         self._complete_experts = complete_experts
+        self._tiers = tiers
 
     def admit(self, sequence: Sequence, budget: int, *, alone: bool) -> bool:
         """Gives the sequence a lease with a live row and the blocks of its first slice.
 
         A tentative match is rolled back completely if something is missing. If nothing else runs,
         the match itself may hold the only evictable snapshot: then one more try goes without it.
+        If lower cache tiers have more of the prompt, it is not admitted but `fetching` from now on.
 
         Args:
             budget: tokens its first slice may have.
@@ -46,6 +58,9 @@ class Admission:
             limit=sequence.num_tokens - 1,
             complete_experts=self._complete_experts and sequence.experts is not None,
         )
+        trusted = not sequence.suspect_until  # what made a step fail is computed anew
+        if self._tiers is not None and trusted and self._tiers.ask(sequence, match):
+            return False
         if self._start(sequence, match, budget):
             self._account(sequence, match)
             return True
@@ -82,6 +97,9 @@ class Admission:
         request, experts = sequence.request, sequence.experts
         boundary = match.boundary if used is None else used
         replay = request.report is not None
+        fetched, sequence.fetched = sequence.fetched, None
+        if fetched is not None and fetched.failed and match.reason != "full":
+            match = replace(match, reason="tier_error")
         self._cache.record(match, len(sequence.prompt), used=boundary, replay=replay)
         if replay:
             return
@@ -91,7 +109,16 @@ class Admission:
             kv_boundary=match.kv_boundary,
             state_boundary=match.state_boundary,
             boundary=boundary,
-            tiers={"device": boundary} if boundary else {},
+            tiers=_by_tier(boundary, fetched),
             reason=match.reason,
             experts_missing=0 if experts is None else experts.num_unknown(boundary),
         )
+
+
+def _by_tier(boundary: int, fetched: Fetched | None) -> dict[str, int]:
+    """Tokens reused from each tier; what did not come up was on the device."""
+    tokens: Counter[str] = Counter()
+    for start, end, tier in fetched.segments if fetched is not None else ():
+        tokens[tier] += max(0, min(end, boundary) - start)
+    tokens["device"] = boundary - (tokens.total() - tokens["device"])
+    return {tier: tokens[tier] for tier in ("device", "host", "disk") if tokens[tier]}

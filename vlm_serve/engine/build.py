@@ -26,6 +26,8 @@ from vlm_serve.engine.memory import (
 from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.runner import ModelRunner
 from vlm_serve.engine.scheduler import Scheduler
+from vlm_serve.engine.tier_loading import Tiers, make_tiers
+from vlm_serve.engine.tier_up import TierFetcher
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import Model, ModelConfig, load_model, resolve_checkpoint
 from vlm_serve.models.batch import CacheTensors
@@ -54,6 +56,8 @@ class EngineParts:
     generation_config: dict[str, Any]
     stop_tokens: frozenset[int]
     max_model_len: int
+    tiers: Tiers | None = None
+    fetcher: TierFetcher | None = None
 
 
 def build(model: str, config: EngineConfig, *, poison: bool = False) -> EngineParts:
@@ -88,7 +92,11 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     preprocessor = _preprocessor(path, config, loaded, dtype, kv_dtype, state_dtype)
     caches = _allocate(model_config, memory, device, dtype, kv_dtype, state_dtype)
     runner = ModelRunner(loaded, caches, block_size=block_size, deterministic=config.deterministic)
-    cache = PrefixCache(_cache_config(config, memory), PoisonListener(runner) if poison else None)
+    listener = PoisonListener(runner) if poison else None
+    cache_config = _cache_config(config, memory)
+    tiers = make_tiers(config, cache_config, caches, preprocessor.root_key(), listener)
+    cache = PrefixCache(cache_config, tiers.listener if tiers else listener)
+    fetcher = tiers.fetcher(cache) if tiers else None
     media = MediaPlanner(
         EmbeddingCache(EMBEDDING_CACHE_BYTES),
         model_config.text.hidden_size * torch.empty(0, dtype=dtype).element_size(),
@@ -108,12 +116,14 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         model_config=model_config,
         memory=memory,
         preprocessor=preprocessor,
-        scheduler=Scheduler(cache, media, _scheduler_config(config, block_size)),
+        scheduler=Scheduler(cache, media, _scheduler_config(config, block_size), fetcher),
         runner=runner,
         cache=cache,
         generation_config=read_json(path / "generation_config.json"),
         stop_tokens=preprocessor.tokenizer.eos_ids,
         max_model_len=min(context, tokens_that_fit),
+        tiers=tiers,
+        fetcher=fetcher,
     )
 
 

@@ -23,6 +23,7 @@ from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.scheduler import Event
 from vlm_serve.engine.sequence import Request, Sequence
+from vlm_serve.engine.tier_loading import TierLoading
 from vlm_serve.errors import (
     ContextLengthError,
     EngineClosedError,
@@ -64,6 +65,7 @@ class Engine:
         self._closed = False
         self._stopping = False
         self._lock = threading.Lock()
+        self._tiers = TierLoading(parts.tiers, parts.fetcher, self._post)
         self._media_loader = MediaLoading(parts.scheduler.media, self._post, self._fail_request)
         self._thread = threading.Thread(target=self._loop, name="vlm-serve-engine", daemon=True)
         self._thread.start()
@@ -277,8 +279,11 @@ class Engine:
         self._inspector.expire()
         plan = self._scheduler.plan()
         self._media_loader.start()
+        self._tiers.start()
         if plan is None:
-            if not self._scheduler.running:
+            if self._tiers.busy:
+                self._run_command(self._inbox.get())
+            elif not self._scheduler.running:
                 self._emit(self._scheduler.reject_head())
             elif self._media_loader.busy:
                 self._run_command(self._inbox.get())
@@ -318,7 +323,7 @@ class Engine:
         self._emit(self._scheduler.end_request(request, error))
 
     def _flush(self) -> None:
-        self._cache.flush()
+        self._tiers.flush(self._cache)
         self._scheduler.media.cache.flush()
 
     def _stats(self) -> dict[str, Any]:
@@ -330,6 +335,7 @@ class Engine:
             "num_encoded_spans": self._scheduler.media.num_encoded_spans,
             "cache": self._cache.stats.as_dict(),
             "usage": dataclasses.asdict(self._cache.usage),
+            "tiers": self._tiers.stats(),
         }
 
     def _end_all(self) -> None:
@@ -347,3 +353,4 @@ class Engine:
         for request in list(self._requests.values()):
             with contextlib.suppress(Exception):
                 self._emit(self._scheduler.end_request(request, error))
+        self._tiers.close(self._cache)

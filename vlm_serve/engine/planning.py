@@ -10,6 +10,7 @@ from vlm_serve.engine.plan import SampleTask, Slice, StepPlan
 from vlm_serve.engine.roster import Roster, order
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.slicing import chunk_ends, slice_end
+from vlm_serve.engine.tier_up import TierFetcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,18 @@ class Planner:
     suspects of a failed step, the first of them runs alone.
     """
 
-    def __init__(self, roster: Roster, config: SchedulerConfig) -> None:
+    def __init__(
+        self, roster: Roster, config: SchedulerConfig, tiers: TierFetcher | None = None
+    ) -> None:
         self._roster = roster
         self._cache = roster.cache
         self._media = roster.media
         self._config = config
         self._admission = Admission(
-            roster.cache, config.state_interval, complete_experts=config.complete_experts
+            roster.cache,
+            config.state_interval,
+            complete_experts=config.complete_experts,
+            tiers=tiers,
         )
 
     def plan(self) -> StepPlan | None:
@@ -68,12 +74,16 @@ class Planner:
     def _admit(self, budget: int) -> None:
         roster = self._roster
         for sequence in roster.suspects[:1] or list(roster.waiting):
-            if sequence.lease is not None:
+            if sequence.lease is not None or sequence.fetching:
                 continue
             if sequence.suspect_until:
                 self._clear_the_way()
             full = len(roster.running) >= self._config.max_num_seqs
-            if budget <= 0 or full or not self._try(sequence, budget):
+            if budget <= 0 or full:
+                return
+            if not self._try(sequence, budget):
+                if sequence.fetching:
+                    continue  # others need not wait for what comes up for this one
                 return
             roster.start(sequence)
             if sequence.prefilling:

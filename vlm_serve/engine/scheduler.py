@@ -13,6 +13,7 @@ from vlm_serve.engine.plan import StepOutput, StepPlan
 from vlm_serve.engine.planning import Planner, SchedulerConfig
 from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Request, Sequence
+from vlm_serve.engine.tier_up import TierFetcher
 from vlm_serve.errors import EngineError, OverloadedError, VlmServeError
 
 Event = tuple[Request, Delta]
@@ -25,14 +26,21 @@ class Scheduler:
         cache: blocks, state rows, snapshots and the trie.
         media: which spans need the vision tower, and where their embeddings are.
         config: limits.
+        tiers: fetches from lower cache tiers; None: there are none.
     """
 
-    def __init__(self, cache: PrefixCache, media: MediaPlanner, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        media: MediaPlanner,
+        config: SchedulerConfig,
+        tiers: TierFetcher | None = None,
+    ) -> None:
         self.cache = cache
         self.media = media
         self.config = config
         self.roster = Roster(cache, media)
-        self._planner = Planner(self.roster, config)
+        self._planner = Planner(self.roster, config, tiers)
 
     @property
     def running(self) -> list[Sequence]:

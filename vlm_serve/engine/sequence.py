@@ -45,6 +45,14 @@ class Request:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What lower cache tiers gave a sequence: (start, end, tier) of the tokens that came up."""
+
+    segments: tuple[tuple[int, int, str], ...]
+    failed: bool
+
+
 class Sequence:
     """Token ids, keys and lengths of one choice: `num_cached <= num_computed <= num_tokens`.
 
@@ -55,6 +63,8 @@ class Sequence:
         suspect_until: set after a step with this sequence has raised: it runs alone until it has
             computed that many tokens.
         experts: the routed experts of its tokens, None if they were not asked for.
+        fetching: entries of lower cache tiers are on their way up for it.
+        fetched: what came up since it began to wait; it asks once.
     """
 
     def __init__(
@@ -78,6 +88,8 @@ class Sequence:
         self.suspended: Suspended | None = None
         self.snapshot_positions: dict[int, str] = {}
         self.suspect_until = 0
+        self.fetching = False
+        self.fetched: Fetched | None = None
         self.finish_reason: FinishReason | None = None
         params = request.params
         self.experts = ExpertLog() if params.return_routed_experts else None

@@ -1,0 +1,190 @@
+"""Lower cache tiers under a real engine: what was evicted comes up again and changes no answer."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from checkpoint_spec import CheckpointSpec
+from make_checkpoint import make_checkpoint
+from parity import greedy
+from parity_cases import CONVERSATIONS, random_ids
+
+from vlm_serve.cache.tiers.disk import FILE_NAME
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.build import build
+from vlm_serve.engine.engine import Engine
+from vlm_serve.errors import ConfigError
+from vlm_serve.pipeline import Output, Pipeline
+
+LENGTH = 210
+CACHED = 208
+"""The deepest block boundary before the last token."""
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = CheckpointSpec(num_experts=8 if request.param == "moe" else 0)
+    return make_checkpoint(tmp_path_factory.mktemp("tiers"), spec)
+
+
+def open_pipeline(checkpoint: Path, **options: object) -> Pipeline:
+    """An engine with room for little more than one prompt; freed memory is poisoned."""
+    settings: dict[str, object] = {
+        "dtype": "float32",
+        "block_size": 16,
+        "cache_memory": "2MiB",
+        "max_num_seqs": 3,
+        "prefix_cache_state_budget": 3,
+    }
+    config = EngineConfig(**(settings | options))  # type: ignore[arg-type]
+    return Pipeline.from_engine(Engine(build(str(checkpoint), config, poison=True)))
+
+
+def evict(pipe: Pipeline) -> None:
+    """Other prompts until nothing is left of what was there."""
+    blocks = pipe.engine.memory.num_blocks
+    before = pipe.engine.stats()["cache"]["evictions"].get("kv", 0)
+    seed = 1000
+    while pipe.engine.stats()["cache"]["evictions"].get("kv", 0) < before + 2 * blocks:
+        pipe.generate(random_ids(LENGTH, seed=seed), greedy(1))
+        seed += 1
+
+
+def ask(pipe: Pipeline, seed: int = 1) -> Output:
+    output = pipe.generate(random_ids(LENGTH, seed=seed), greedy(12))
+    pipe.engine.check()
+    return output
+
+
+def test_what_was_evicted_comes_back_from_host_memory(checkpoint: Path) -> None:
+    with open_pipeline(checkpoint, host_cache_memory="64MiB") as pipe:
+        cold = ask(pipe)
+        assert cold.usage.cached_tokens == 0
+        evict(pipe)
+        hit = ask(pipe)
+        assert hit.token_ids == cold.token_ids
+        assert hit.usage.cached_tokens == CACHED
+        assert hit.cache_report.reason == "full"
+        assert hit.cache_report.tiers == {"host": CACHED}
+        again = ask(pipe)
+        assert again.token_ids == cold.token_ids
+        assert again.cache_report.tiers == {"device": CACHED}
+
+
+def test_without_tiers_it_does_not(checkpoint: Path) -> None:
+    """The other tests evict indeed."""
+    with open_pipeline(checkpoint) as pipe:
+        ask(pipe)
+        evict(pipe)
+        assert ask(pipe).usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_media_come_back_too(checkpoint: Path, name: str) -> None:
+    options = {"host_cache_memory": "64MiB", "cache_memory": "8MiB", "max_model_len": 4096}
+    with open_pipeline(checkpoint, **options) as pipe:
+        cold = pipe.chat(CONVERSATIONS[name], greedy(8))
+        evict(pipe)
+        hit = pipe.chat(CONVERSATIONS[name], greedy(8))
+        assert hit.token_ids == cold.token_ids
+        assert hit.cache_report.reason == "full"
+        assert hit.cache_report.tiers.get("host", 0) > 0
+        pipe.engine.check()
+
+
+def test_a_warm_restart_hits_from_the_first_request(checkpoint: Path, tmp_path: Path) -> None:
+    """What was evicted and what the device still held, host memory in between or not."""
+    for host in ("0", "64MiB"):
+        folder = str(tmp_path / host)
+        with open_pipeline(checkpoint, disk_cache_path=folder, host_cache_memory=host) as pipe:
+            cold = [ask(pipe, seed) for seed in range(4)]
+        with open_pipeline(checkpoint, disk_cache_path=folder, host_cache_memory=host) as pipe:
+            for seed, expected in enumerate(cold):
+                hit = ask(pipe, seed)
+                assert hit.token_ids == expected.token_ids
+                assert hit.cache_report.tiers == {"disk": CACHED}
+            assert pipe.engine.stats()["tiers"]["disk_errors"] == 0
+
+
+def test_flipped_bits_are_a_counted_miss(checkpoint: Path, tmp_path: Path) -> None:
+    with open_pipeline(checkpoint, disk_cache_path=str(tmp_path)) as pipe:
+        cold = ask(pipe)
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        rows = connection.execute("SELECT number, payload FROM entries WHERE kind = 1").fetchall()
+        assert len(rows) >= CACHED // 16
+        for number, payload in rows:
+            changed = bytearray(payload)
+            changed[len(changed) // 2] ^= 1
+            connection.execute(
+                "UPDATE entries SET payload = ? WHERE number = ?", (bytes(changed), number)
+            )
+    connection.close()
+    with open_pipeline(checkpoint, disk_cache_path=str(tmp_path)) as pipe:
+        miss = ask(pipe)
+        assert miss.token_ids == cold.token_ids
+        assert miss.usage.cached_tokens == 0
+        assert miss.cache_report.reason == "tier_error"
+        assert pipe.engine.stats()["tiers"]["counts"]["bad"] == 1
+        assert ask(pipe).usage.cached_tokens == CACHED
+
+
+def test_another_dtype_or_block_size_finds_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    with open_pipeline(checkpoint, disk_cache_path=str(tmp_path)) as pipe:
+        ask(pipe)
+    for options in ({"dtype": "bfloat16"}, {"block_size": 32}, {"state_dtype": "bfloat16"}):
+        with open_pipeline(checkpoint, disk_cache_path=str(tmp_path), **options) as pipe:
+            assert ask(pipe).usage.cached_tokens == 0
+            pipe.engine.flush()
+            expected = ask(pipe).token_ids
+        with open_pipeline(checkpoint, disk_cache_path=str(tmp_path), **options) as pipe:
+            assert ask(pipe).token_ids == expected
+
+
+def test_a_flush_reaches_every_tier(checkpoint: Path, tmp_path: Path) -> None:
+    options = {"disk_cache_path": str(tmp_path), "host_cache_memory": "200KiB"}
+    with open_pipeline(checkpoint, **options) as pipe:
+        ask(pipe)
+        evict(pipe)
+        pipe.engine.flush()
+        assert ask(pipe).usage.cached_tokens == 0
+        stats = pipe.engine.stats()["tiers"]
+        assert stats["host_bytes"] == stats["disk_bytes"] == 0
+
+
+def test_requests_that_wait_for_a_tier_hold_up_nobody(checkpoint: Path) -> None:
+    """All at once: hits from the host tier, from the device, and cold ones."""
+    with open_pipeline(checkpoint, host_cache_memory="64MiB", cache_memory="4MiB") as pipe:
+        prompts = [random_ids(LENGTH, seed=seed) for seed in range(6)]
+        cold = [pipe.generate(prompt, greedy(12)).token_ids for prompt in prompts]
+        evict(pipe)
+        for _ in range(3):
+            outputs = pipe.generate_many([*prompts, *prompts], greedy(12))
+            assert [output.token_ids for output in outputs] == cold * 2
+            pipe.engine.check()
+
+
+def test_expert_rows_come_back_with_their_blocks(checkpoint: Path) -> None:
+    with open_pipeline(checkpoint, host_cache_memory="64MiB") as pipe:
+        if pipe.engine.model_config.text.moe is None:
+            pytest.skip("a dense model has no expert rows")
+        params = greedy(4)
+        params = type(params)(temperature=0.0, max_tokens=4, return_routed_experts=True)
+        prompt = random_ids(LENGTH, seed=1)
+        cold = pipe.generate(prompt, params)
+        evict(pipe)
+        hit = pipe.generate(prompt, params)
+        assert hit.usage.cached_tokens == CACHED
+        assert hit.cache_report.experts_missing == 0
+        assert cold.routed_experts is not None and hit.routed_experts is not None
+        assert (cold.routed_experts == hit.routed_experts).all()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="disk_cache_path cannot be used") as raised:
+        open_pipeline(checkpoint, disk_cache_path=str(tmp_path / "file" / "cache"))
+    assert raised.value.param == "disk_cache_path"
