@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vlm_serve.kernels.norms_cpu import inverse_rms
+from vlm_serve.kernels.norms_cpu import BLOCK, blocks, centred_factor, unit_rows
 
 
 def qk_norm_rope(
@@ -23,11 +23,21 @@ def qk_norm_rope(
 def _norm_rotate(
     x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    half = cos.shape[-1]
-    normed = (x.float() * inverse_rms(x, eps)).mul_(weight.float() + 1.0)
+    factor = centred_factor(weight)
+    if x.numel() <= BLOCK:
+        return _rotate(unit_rows(x.float(), eps).mul_(factor), cos, sin).to(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype)
-    first, second = normed[..., :half], normed[..., half : 2 * half]
-    torch.addcmul(first * cos, second, sin, value=-1.0, out=out[..., :half])
-    torch.addcmul(second * cos, first, sin, out=out[..., half : 2 * half])
-    out[..., 2 * half :] = normed[..., 2 * half :]
+    for part in blocks(x):
+        normed = unit_rows(x[part].float(), eps).mul_(factor)
+        out[part] = _rotate(normed, cos[part], sin[part])
     return out
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn the first dims of each head in halves, in place."""
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = first * sin
+    first.mul_(cos).addcmul_(second, sin, value=-1.0)
+    second.mul_(cos).add_(turned)
+    return x
