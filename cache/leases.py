@@ -34,6 +34,7 @@ class Lease:
         exact: everything this request reads was made by prefill.
         copies: (source block, destination block, rows) to copy before the first step.
         committed: a step has succeeded since the lease was opened.
+        private: nothing that it computes is ever published.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -45,6 +46,7 @@ class Lease:
     exact: bool = True
     copies: tuple[tuple[int, int, int], ...] = ()
     committed: bool = False
+    private: bool = False
     state: LeaseState = LeaseState.OPEN
     # The cache's own:
     num_shared: int = 0

@@ -35,8 +35,9 @@ class Leasing:
         self._timed_pins = timed_pins
         self._config = ledger.config
 
-    def open(self, match: Match | None) -> Lease:
-        lease = Lease()
+    def open(self, match: Match | None, *, private: bool = False) -> Lease:
+        assert not (private and match is not None), "a private lease shares nothing"
+        lease = Lease(private=private)
         self.leases[lease] = None
         if match is None:
             lease.expert_rows = []
@@ -100,7 +101,7 @@ class Leasing:
     def reserve_snapshot(self, lease: Lease, position: int, kind: str) -> int | None:
         assert lease.state is LeaseState.OPEN
         assert position > lease.length, "the state at this position has gone by"
-        if not (self._config.has_state and self._config.enabled):
+        if lease.private or not (self._config.has_state and self._config.enabled):
             return None
         if position in lease.reserved:
             return lease.reserved[position].row
@@ -130,7 +131,7 @@ class Leasing:
         now = self._ledger.tick()
         if not lease.committed:
             self._count_use(lease, now)
-        if self._config.enabled:
+        if self._config.enabled and not lease.private:
             Publisher(self._ledger, lease, keys, length, exact_until).publish()
             experts.record(self._ledger, lease, keys, length, rows)
             depth = len(lease.path)
@@ -181,6 +182,7 @@ class Leasing:
             boundary=parent.boundary,
             length=parent.length,
             exact=parent.exact,
+            private=parent.private,
             num_shared=parent.num_shared,
             path=list(parent.path),
             expert_seed=parent.expert_seed,

@@ -113,9 +113,12 @@ class PrefixCache:
 
     # A request's life
 
-    def open(self, match: Match | None) -> Lease:
-        """Pins everything a match found; None: an empty lease. Never fails on a fresh match."""
-        return self._leasing.open(match)
+    def open(self, match: Match | None, *, private: bool = False) -> Lease:
+        """Pins everything a match found; None: an empty lease. Never fails on a fresh match.
+
+        A private lease is empty, and nothing it computes is published.
+        """
+        return self._leasing.open(match, private=private)
 
     def take_row(self, lease: Lease) -> bool:
         """Gives the lease its live row; False, and nothing changed, if there is none to have.

@@ -136,6 +136,7 @@ class FakeEngine:
         return {
             "num_preemptions": 2,
             "num_steps": 5,
+            "audit": {"audits": 9, "mismatches": 1, "near_ties": 2, "dropped": 3},
             "cache": {"saves": {"media": 3}, "skips": {}, "evictions": {"kv": 1}},
             "usage": {"blocks": 10, "free_blocks": 4, "cached_blocks": 1, "rows": {"free": 7}},
         }
@@ -174,7 +175,9 @@ class FakeEngine:
         if limit is not None and limit < len(tokens):
             tokens, reason = tokens[:limit], "length"
         prompt_tokens = len(request.prompt)
-        report = CacheReport(prompt_tokens, 0, 0, 0, reason="cold")
+        report = CacheReport(
+            prompt_tokens, 0, 0, 0, tiers={"device": 2, "host": 1}, media_skipped=1, reason="cold"
+        )
         for index in range(request.params.n):
             for number, token in enumerate(tokens, start=1):
                 if self.fail_after is not None and number > self.fail_after:

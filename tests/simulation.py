@@ -233,7 +233,15 @@ class Simulation:
             return_routed_experts=with_experts,
             routed_experts_prompt_start=rng.choice([0, len(prompt) // 2]) if with_experts else 0,
         )
-        request = Request(f"r{number}", prompt, params, self._ignore, rng.choice([0, 0, 1]), number)
+        request = Request(
+            f"r{number}",
+            prompt,
+            params,
+            self._ignore,
+            rng.choice([0, 0, 1]),
+            number,
+            cold=rng.random() < 0.05,
+        )
         request.sequences = [
             Sequence(
                 next(self._numbers),
@@ -336,6 +344,8 @@ class Simulation:
                 client.verify()
                 del self.clients[request.request_id]
                 self.counts[delta.finish_reason or ""] += 1
+                self.counts["cold"] += request.cold
+                assert not (request.cold and request.cached_tokens)
                 self.counts["expert gaps"] += client.expert_gaps
                 self.counts["expert answers"] += request.params.return_routed_experts
                 if delta.finish_reason == "error" and not client.poisonous:

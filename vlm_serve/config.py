@@ -169,6 +169,16 @@ class EngineConfig:
         low=1,
         metavar="SIZE",
     )
+    cache_audit: float = option(
+        0.0,
+        "share (0 to 1) of the greedy requests with a hit that are run again cold, in the "
+        "background, and compared",
+        group=_CACHE,
+        kind="float",
+        low=0.0,
+        high=1.0,
+        metavar="RATE",
+    )
     max_num_seqs: int = option(
         8,
         "most sequences that run at the same time",

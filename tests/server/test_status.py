@@ -57,6 +57,10 @@ def test_metrics_count_what_happened(fake: RunningServer) -> None:
     assert grown("inter_token_latency_seconds_count") == usage["completion_tokens"] - 1
     assert grown("request_success_total stop") == 1
     assert grown("prefix_cache_reasons_total cold") == 1
+    assert grown("prefix_cache_hits_by_tier_total device") == 2
+    assert grown("prefix_cache_hits_by_tier_total host") == 1
+    assert grown("mm_cache_queries_total") == grown("mm_cache_hits_total") == 1
+    assert grown("mm_decodes_skipped_total") == 1
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
 
 
@@ -68,6 +72,8 @@ def test_metrics_of_the_engine(fake: RunningServer) -> None:
     assert found["state_rows free"] == 7
     assert found["state_snapshots_saved_total media"] == 3
     assert found["cache_evictions_total kv"] == 1
+    names = ("audits", "mismatches", "near_ties", "dropped")
+    assert [found[f"cache_audit_{name}_total"] for name in names] == [9, 1, 2, 3]
 
 
 def test_metrics_name_how_requests_end(fake: RunningServer) -> None:

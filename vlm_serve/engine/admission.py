@@ -53,6 +53,8 @@ class Admission:
             if lease is not None:
                 sequence.lease = lease
                 return True
+        if sequence.request.cold:
+            return self._start(sequence, None, budget)
         match = self._cache.match(
             sequence.keys,
             limit=sequence.num_tokens - 1,
@@ -70,7 +72,7 @@ class Admission:
         return False
 
     def _start(self, sequence: Sequence, match: Match | None, budget: int) -> bool:
-        lease = self._cache.open(match)
+        lease = self._cache.open(match, private=sequence.request.cold)
         target = sequence.num_tokens
         start = lease.boundary
         end = slice_end(sequence.keys.cuts, start, target, budget)

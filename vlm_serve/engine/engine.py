@@ -16,21 +16,17 @@ from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import TreePage
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.build import EngineParts, build
-from vlm_serve.engine.inspection import Inspector, check_page, check_prompt, check_ttl
+from vlm_serve.engine.inspection import Inspector
 from vlm_serve.engine.media_loading import MediaLoading
 from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.scheduler import Event
 from vlm_serve.engine.sequence import Request, Sequence
 from vlm_serve.engine.tier_loading import TierLoading
-from vlm_serve.errors import (
-    ContextLengthError,
-    EngineClosedError,
-    EngineError,
-    InvalidRequestError,
-    VlmServeError,
-)
+from vlm_serve.engine.validation import check_page, check_prompt, check_request, check_ttl
+from vlm_serve.errors import EngineClosedError, EngineError, VlmServeError
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
@@ -58,6 +54,7 @@ class Engine:
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._cache = parts.cache
+        self._auditor = Auditor(parts.config.cache_audit)
         self._inspector = Inspector(parts.cache, parts.scheduler.media)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._requests: dict[str, Request] = {}
@@ -100,27 +97,17 @@ class Engine:
             EngineClosedError: the engine no longer runs.
         """
         params = params.with_defaults(self.generation_config)
-        self._validate(prompt, params)
-        number = next(self._numbers)
-        request = Request(
-            request_id=request_id or f"req-{secrets.token_hex(8)}",
-            prompt=prompt,
-            params=params,
-            on_delta=on_delta,
-            priority=priority,
-            arrival=number,
-        )
-        request.sequences = [
-            Sequence(
-                next(self._numbers),
-                request,
-                index,
-                self.preprocessor.tokenizer,
-                self._stop_tokens,
-                self.max_model_len,
+        check_request(prompt, params, self.model_config, self.max_model_len)
+        request = self._with_sequences(
+            Request(
+                request_id=request_id or f"req-{secrets.token_hex(8)}",
+                prompt=prompt,
+                params=params,
+                on_delta=on_delta,
+                priority=priority,
+                arrival=next(self._numbers),
             )
-            for index in range(params.n)
-        ]
+        )
         self._post(lambda: self._add(request))
         return request.request_id
 
@@ -183,11 +170,12 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return len(self._scheduler.running)
+        """Sequences of callers; an audit is nobody's."""
+        return sum(not sequence.request.cold for sequence in self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._scheduler.waiting)
+        return sum(not sequence.request.cold for sequence in self._scheduler.waiting)
 
     @property
     def alive(self) -> bool:
@@ -205,46 +193,25 @@ class Engine:
 
     # -- helpers of the above ----------------------------------------------------------------------
 
+    def _with_sequences(self, request: Request) -> Request:
+        request.sequences = [
+            Sequence(
+                next(self._numbers),
+                request,
+                index,
+                self.preprocessor.tokenizer,
+                self._stop_tokens,
+                self.max_model_len,
+            )
+            for index in range(request.params.n)
+        ]
+        return request
+
     def _post(self, command: Callable[[], None]) -> None:
         with self._lock:
             if self._closed or not self._thread.is_alive():
                 raise EngineClosedError("the engine is closed")
             self._inbox.put(command)
-
-    def _validate(self, prompt: Prompt, params: SamplingParams) -> None:
-        length = len(prompt)
-        if length == 0:
-            raise InvalidRequestError("the prompt is empty", param="messages")
-        wanted = params.max_tokens or 1
-        if length + 1 > self.max_model_len or (
-            params.max_tokens is not None and length + wanted > self.max_model_len
-        ):
-            raise ContextLengthError(
-                f"this model's context is {self.max_model_len} tokens, but the request needs "
-                f"{length + wanted} ({length} in the prompt and {wanted} for the answer)",
-                param="messages",
-                code="context_length_exceeded",
-            )
-        self._validate_experts(length, params)
-        vocabulary = self.model_config.text.vocab_size
-        for token in params.stop_token_ids:
-            if token >= vocabulary:
-                raise InvalidRequestError(
-                    f"stop_token_ids: {token} is outside the vocabulary of {vocabulary}",
-                    param="stop_token_ids",
-                )
-
-    def _validate_experts(self, length: int, params: SamplingParams) -> None:
-        if params.return_routed_experts and self.model_config.text.moe is None:
-            raise InvalidRequestError(
-                "return_routed_experts: this model has no routed experts",
-                param="return_routed_experts",
-            )
-        if params.routed_experts_prompt_start >= length:
-            raise InvalidRequestError(
-                f"routed_experts_prompt_start must be less than the prompt's {length} tokens",
-                param="routed_experts_prompt_start",
-            )
 
     # -- the engine's thread -----------------------------------------------------------------------
 
@@ -253,6 +220,7 @@ class Engine:
             while self._handle_commands():
                 if self._scheduler.has_work:
                     self._step()
+                self._tend_audits()
         except BaseException:
             _log.exception("the engine's thread died")
             self._closed = True
@@ -303,12 +271,25 @@ class Engine:
 
     def _emit(self, events: list[Event]) -> None:
         for request, delta in events:
-            if request.finished:
-                self._requests.pop(request.request_id, None)
+            if request.finished and self._requests.pop(request.request_id, None) is not None:
+                self._auditor.consider(request)
             try:
                 request.on_delta(delta)
             except Exception:
                 _log.exception("a callback of request %s raised", request.request_id)
+
+    def _tend_audits(self) -> None:
+        """Audits run while there is a seat for them, and give it up to whoever waits for it."""
+        scheduler, auditor = self._scheduler, self._auditor
+        full = len(scheduler.running) >= self.config.max_num_seqs
+        waiting = any(not sequence.request.cold for sequence in scheduler.waiting)
+        running = auditor.running
+        if running is not None and full and waiting:
+            self._abort(running.request_id)
+        elif running is None and not full and not waiting:
+            task = auditor.start()
+            if task is not None:
+                self._add(self._with_sequences(task))
 
     def _add(self, request: Request) -> None:
         self._requests[request.request_id] = request
@@ -328,12 +309,13 @@ class Engine:
 
     def _stats(self) -> dict[str, Any]:
         return {
-            "num_running": len(self._scheduler.running),
-            "num_waiting": len(self._scheduler.waiting),
+            "num_running": self.num_running,
+            "num_waiting": self.num_waiting,
             "num_preemptions": self._scheduler.roster.num_preemptions,
             "num_steps": self.num_steps,
             "num_encoded_spans": self._scheduler.media.num_encoded_spans,
             "cache": self._cache.stats.as_dict(),
+            "audit": dataclasses.asdict(self._auditor.counts),
             "usage": dataclasses.asdict(self._cache.usage),
             "tiers": self._tiers.stats(),
         }

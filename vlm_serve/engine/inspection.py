@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
@@ -10,11 +9,7 @@ from vlm_serve.cache.listing import TreePage
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import CacheReport
-from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prompt import Prompt
-
-MAX_TREE_NODES = 1000
-MAX_PIN_SECONDS = 30 * 24 * 3600.0
 
 
 class Inspector:
@@ -62,28 +57,3 @@ class Inspector:
     def expire(self) -> None:
         """Lets go of the pins whose time has come."""
         self._cache.expire(self.clock())
-
-
-def check_page(offset: int, limit: int) -> None:
-    """Raises InvalidRequestError for a page that cannot be."""
-    if offset < 0:
-        raise InvalidRequestError(f"offset must be at least 0, got {offset}", param="offset")
-    if not 1 <= limit <= MAX_TREE_NODES:
-        raise InvalidRequestError(
-            f"limit must be at least 1 and at most {MAX_TREE_NODES}, got {limit}", param="limit"
-        )
-
-
-def check_ttl(ttl_seconds: float) -> None:
-    """Raises InvalidRequestError for a time to live that cannot be."""
-    if not (math.isfinite(ttl_seconds) and 0 < ttl_seconds <= MAX_PIN_SECONDS):
-        raise InvalidRequestError(
-            f"ttl_seconds must be more than 0 and at most {MAX_PIN_SECONDS:g}, got {ttl_seconds}",
-            param="ttl_seconds",
-        )
-
-
-def check_prompt(prompt: Prompt) -> None:
-    """Raises InvalidRequestError for a prompt without tokens."""
-    if not len(prompt):
-        raise InvalidRequestError("the prompt is empty", param="messages")

@@ -125,6 +125,11 @@ class MediaPlanner:
         for key in list(pins):
             self._unpin(pins, key)
 
+    def discard(self, sequence: Sequence) -> None:
+        """Forgets the embeddings of a cold sequence that has ended: nobody else can use them."""
+        for span in sequence.prompt.spans:
+            self.cache.invalidate(self._key(sequence, span))
+
     def finish_report(self, request: Request) -> None:
         """Completes the cache report once the whole prompt has been computed."""
         if request.report is None:

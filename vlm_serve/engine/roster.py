@@ -79,6 +79,8 @@ class Roster:
                 queue.remove(sequence)
         self._by_number.pop(sequence.number, None)
         self.media.release_all(sequence)
+        if sequence.request.cold:
+            self.media.discard(sequence)
         if sequence.suspended is not None:
             self.cache.drop(sequence.suspended)
             sequence.suspended = None

@@ -11,7 +11,7 @@ from vlm_serve.engine.detokenizer import Detokenizer, TokenBytes
 from vlm_serve.engine.expert_log import ExpertLog, Gaps, Rows
 from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
 from vlm_serve.engine.plan import Sampled
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.keys import KEY_BYTES, PromptKeys
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Request:
-    """What the caller submitted. `params` has the checkpoint's defaults filled in."""
+    """What the caller submitted. `params` has the checkpoint's defaults filled in.
+
+    A `cold` one shares nothing with others: it matches nothing and publishes nothing, and its media
+    are encoded for it alone.
+    """
 
     request_id: str
     prompt: Prompt
@@ -34,6 +38,7 @@ class Request:
     report: CacheReport | None = None
     cached_tokens: int = 0
     encoded_items: set[int] = field(default_factory=set)
+    cold: bool = False
 
     @property
     def usage(self) -> Usage:
@@ -81,6 +86,8 @@ class Sequence:
         self.index = index
         self.token_ids = list(request.prompt.token_ids)
         self.keys: PromptKeys = request.prompt.keys.fork()
+        if request.cold:
+            self.keys.root = secrets.token_bytes(KEY_BYTES)
         self.num_cached = 0
         self.num_computed = 0
         self.prefill_target = len(self.token_ids)

@@ -53,6 +53,9 @@ class Metrics:
         self.mm_cache_hits = self._counter(
             "mm_cache_hits", "Images and videos that needed no vision encoding"
         )
+        self.mm_decodes_skipped = self._counter(
+            "mm_decodes_skipped", "Images and videos that were known without being decoded"
+        )
         self.check_failures = self._counter(
             "idle_check_failures", "Idle checks that found a violated invariant"
         )
@@ -66,6 +69,12 @@ class Metrics:
             PREFIX + "prefix_cache_reasons",
             "Requests by the reason why not more of their prompt was cached",
             ("model_name", "reason"),
+            registry=self._registry,
+        )
+        self._hits_by_tier = Counter(
+            PREFIX + "prefix_cache_hits_by_tier",
+            "Prompt tokens found in the prefix cache, by where they were",
+            ("model_name", "tier"),
             registry=self._registry,
         )
         self._gauge("num_requests_running", "Sequences that run", lambda: engine.num_running)
@@ -96,8 +105,12 @@ class Metrics:
         self._finished.labels(self._model_name, reason).inc()
         if report is not None:
             self._misses.labels(self._model_name, report.reason).inc()
-            self.mm_cache_queries.inc(report.media_encoded + report.media_skipped)
+            media = report.media_encoded + report.media_skipped
+            self.mm_cache_queries.inc(media)
             self.mm_cache_hits.inc(report.media_skipped)
+            self.mm_decodes_skipped.inc(max(0, media - report.media_decoded))
+            for tier, tokens in report.tiers.items():
+                self._hits_by_tier.labels(self._model_name, tier).inc(tokens)
 
     def render(self) -> bytes:
         """The text that a Prometheus server scrapes."""
@@ -135,6 +148,20 @@ class EngineStats(Collector):
         for state, count in usage["rows"].items():
             rows.add_metric([self._model_name, state], count)
         yield rows
+        yield from self._audits(self._stats["audit"])
+
+    def _audits(self, audit: Mapping[str, int]) -> Iterator[Metric]:
+        for name, text in (
+            ("audits", "Hits that were run again cold and compared"),
+            ("mismatches", "Audits that found another answer"),
+            ("near_ties", "Audits that found another answer of about the same likelihood"),
+            ("dropped", "Audits given up before they had a result"),
+        ):
+            family = CounterMetricFamily(
+                PREFIX + "cache_audit_" + name, text, labels=["model_name"]
+            )
+            family.add_metric([self._model_name], audit[name])
+            yield family
 
     def _counter(self, name: str, text: str, key: str) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])

@@ -1,0 +1,164 @@
+"""Runs a share of the hits again without the cache, and compares (design, section 8)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.sequence import Request
+from vlm_serve.sampling_params import MAX_LOGPROBS, SamplingParams
+
+_log = logging.getLogger(__name__)
+
+NEAR_TIE = 1e-4
+"""A first differing token is no mismatch if the cold run preferred its own by no more than this."""
+AUDIT_PRIORITY = 1 << 40
+"""Behind every caller's."""
+MAX_PENDING = 16
+
+Verdict = Literal["equal", "near_tie", "mismatch"]
+
+
+@dataclass(slots=True)
+class AuditCounts:
+    """What became of the audits.
+
+    Attributes:
+        audits: cold runs that were compared.
+        mismatches: of those, the ones that the cache made wrong.
+        near_ties: of those, the ones that differ where two tokens were about equally likely.
+        dropped: audits without a result: too many at once, a seat given up to a caller, a failure.
+    """
+
+    audits: int = 0
+    mismatches: int = 0
+    near_ties: int = 0
+    dropped: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Audit:
+    """A finished request, and the cold run's tokens so far."""
+
+    request: Request
+    answer: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+
+
+class Auditor:
+    """Chooses what is audited and judges the results. Only the engine's thread calls it.
+
+    Greedy requests without penalties are eligible: of others a differing token proves nothing.
+
+    Args:
+        rate: share of the eligible requests. Which ones follows from counting, not from chance.
+
+    Attributes:
+        running: the cold request under way.
+        counts: results so far.
+    """
+
+    def __init__(self, rate: float) -> None:
+        assert 0.0 <= rate <= 1.0
+        self.running: Request | None = None
+        self.counts = AuditCounts()
+        self._rate = rate
+        self._num_eligible = 0
+        self._pending: deque[_Audit] = deque()
+
+    def consider(self, request: Request) -> None:
+        """A request has ended. Notes it for an audit if it is its turn."""
+        if not self._rate or not _eligible(request):
+            return
+        before = math.floor(self._num_eligible * self._rate)
+        self._num_eligible += 1
+        if math.floor(self._num_eligible * self._rate) == before:
+            return
+        if len(self._pending) == MAX_PENDING:
+            self.counts.dropped += 1
+            return
+        self._pending.append(_Audit(request, request.sequences[0].generated))
+
+    def start(self) -> Request | None:
+        """The next cold request, still without sequences; None if nothing is to be audited."""
+        assert self.running is None
+        if not self._pending:
+            return None
+        audit = self._pending.popleft()
+        audited = audit.request
+        self.running = Request(
+            request_id=f"audit of {audited.request_id}",
+            prompt=audited.prompt,
+            params=_cold_params(audited.params, len(audit.answer)),
+            on_delta=lambda delta: self._receive(audit, delta),
+            priority=AUDIT_PRIORITY,
+            arrival=audited.arrival,
+            cold=True,
+        )
+        return self.running
+
+    def _receive(self, audit: _Audit, delta: Delta) -> None:
+        audit.tokens += delta.token_ids
+        audit.logprobs += delta.logprobs
+        if delta.finish_reason is None:
+            return
+        self.running = None
+        if delta.finish_reason in ("abort", "error"):
+            self.counts.dropped += 1
+            return
+        self.counts.audits += 1
+        verdict = judge(audit.answer, audit.tokens, audit.logprobs)
+        self.counts.near_ties += verdict == "near_tie"
+        if verdict == "mismatch":
+            self.counts.mismatches += 1
+            _log.error(
+                "request %s answered otherwise from the cache (%d of %d tokens) than it does cold",
+                audit.request.request_id,
+                audit.request.cached_tokens,
+                len(audit.request.prompt),
+            )
+
+
+def judge(
+    answer: Sequence[int], cold: Sequence[int], logprobs: Sequence[dict[int, float]]
+) -> Verdict:
+    """Compares an answer with a cold run's tokens and the log-probabilities it chose them from.
+
+    Only the first difference counts; what comes after it follows from another prefix.
+    """
+    for token, reference, row in zip(answer, cold, logprobs, strict=False):
+        if token != reference:
+            gap = row[reference] - row.get(token, -math.inf)
+            return "near_tie" if gap <= NEAR_TIE else "mismatch"
+    return "equal" if len(answer) == len(cold) else "mismatch"
+
+
+def _eligible(request: Request) -> bool:
+    params = request.params
+    return (
+        not request.cold
+        and request.cached_tokens > 0
+        and request.sequences[0].finish_reason in ("stop", "length")
+        and params.temperature == 0
+        and not params.presence_penalty
+        and not params.frequency_penalty
+        and params.repetition_penalty in (None, 1.0)
+    )
+
+
+def _cold_params(params: SamplingParams, num_tokens: int) -> SamplingParams:
+    return replace(
+        params,
+        n=1,
+        max_tokens=num_tokens,
+        min_tokens=min(params.min_tokens, num_tokens),
+        logprobs=MAX_LOGPROBS,
+        return_routed_experts=False,
+        routed_experts_prompt_start=0,
+    )

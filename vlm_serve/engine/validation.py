@@ -1,0 +1,78 @@
+"""What callers may ask of an engine. Everything here raises InvalidRequestError or its kin."""
+
+from __future__ import annotations
+
+import math
+
+from vlm_serve.errors import ContextLengthError, InvalidRequestError
+from vlm_serve.models import ModelConfig
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.sampling_params import SamplingParams
+
+MAX_TREE_NODES = 1000
+MAX_PIN_SECONDS = 30 * 24 * 3600.0
+
+
+def check_request(
+    prompt: Prompt, params: SamplingParams, model: ModelConfig, max_model_len: int
+) -> None:
+    """Raises ContextLengthError if prompt and answer do not fit, InvalidRequestError for an empty
+    prompt or parameters that do not fit the model."""
+    check_prompt(prompt)
+    length = len(prompt)
+    wanted = params.max_tokens or 1
+    if length + 1 > max_model_len or (
+        params.max_tokens is not None and length + wanted > max_model_len
+    ):
+        raise ContextLengthError(
+            f"this model's context is {max_model_len} tokens, but the request needs "
+            f"{length + wanted} ({length} in the prompt and {wanted} for the answer)",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    _check_experts(length, params, model)
+    vocabulary = model.text.vocab_size
+    for token in params.stop_token_ids:
+        if token >= vocabulary:
+            raise InvalidRequestError(
+                f"stop_token_ids: {token} is outside the vocabulary of {vocabulary}",
+                param="stop_token_ids",
+            )
+
+
+def _check_experts(length: int, params: SamplingParams, model: ModelConfig) -> None:
+    if params.return_routed_experts and model.text.moe is None:
+        raise InvalidRequestError(
+            "return_routed_experts: this model has no routed experts",
+            param="return_routed_experts",
+        )
+    if params.routed_experts_prompt_start >= length:
+        raise InvalidRequestError(
+            f"routed_experts_prompt_start must be less than the prompt's {length} tokens",
+            param="routed_experts_prompt_start",
+        )
+
+
+def check_page(offset: int, limit: int) -> None:
+    """Raises InvalidRequestError for a page that cannot be."""
+    if offset < 0:
+        raise InvalidRequestError(f"offset must be at least 0, got {offset}", param="offset")
+    if not 1 <= limit <= MAX_TREE_NODES:
+        raise InvalidRequestError(
+            f"limit must be at least 1 and at most {MAX_TREE_NODES}, got {limit}", param="limit"
+        )
+
+
+def check_ttl(ttl_seconds: float) -> None:
+    """Raises InvalidRequestError for a time to live that cannot be."""
+    if not (math.isfinite(ttl_seconds) and 0 < ttl_seconds <= MAX_PIN_SECONDS):
+        raise InvalidRequestError(
+            f"ttl_seconds must be more than 0 and at most {MAX_PIN_SECONDS:g}, got {ttl_seconds}",
+            param="ttl_seconds",
+        )
+
+
+def check_prompt(prompt: Prompt) -> None:
+    """Raises InvalidRequestError for a prompt without tokens."""
+    if not len(prompt):
+        raise InvalidRequestError("the prompt is empty", param="messages")
