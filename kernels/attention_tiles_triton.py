@@ -31,8 +31,8 @@ def prefill_tile(dtype: torch.dtype, dim: int, int8: bool) -> Tile:
     """By target, dtypes and head dim alone: equal tiles in every batch keep a token's bits.
 
     At head dim 256 the running output of 128 rows takes 128 registers per thread of 8 warps. The
-    conversion of int8 pages needs more of the rest than there is, and so does an A100, whose
-    products take operands from registers. CDNA has 64 KiB for keys and values.
+    conversion of int8 pages spills with more than 16 keys at a time, and an A100, whose products
+    take operands from registers, with more than 64 rows. CDNA has 64 KiB for keys and values.
     """
     target = current_target()
     if dtype == torch.float32:
@@ -40,7 +40,7 @@ def prefill_tile(dtype: torch.dtype, dim: int, int8: bool) -> Tile:
     if target.backend == "hip":
         return Tile(64, 32 if dim > 128 else 64, 4, 1)
     if dim > 128:
-        return Tile(128 if target.roomy and not int8 else 64, 32, 8, 2)
+        return Tile(128, 16 if int8 else 32, 8, 2) if target.roomy else Tile(64, 32, 8, 2)
     return Tile(128, 64, 4 if dim <= 64 else 8, 2)
 
 
