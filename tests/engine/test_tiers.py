@@ -34,7 +34,7 @@ def open_pipeline(checkpoint: Path, **options: object) -> Pipeline:
     settings: dict[str, object] = {
         "dtype": "float32",
         "block_size": 16,
-        "cache_memory": "2MiB",
+        "cache_memory": "1MiB",
         "max_num_seqs": 3,
         "prefix_cache_state_budget": 3,
     }
@@ -43,6 +43,11 @@ def open_pipeline(checkpoint: Path, **options: object) -> Pipeline:
 
 
 def evict(pipe: Pipeline) -> None:
+    """Evicts all that the device holds."""
+    pipe.engine.call(pipe.engine._cache.flush)
+
+
+def crowd_out(pipe: Pipeline) -> None:
     """Other prompts until nothing is left of what was there."""
     blocks = pipe.engine.memory.num_blocks
     before = pipe.engine.stats()["cache"]["evictions"].get("kv", 0)
@@ -62,7 +67,7 @@ def test_what_was_evicted_comes_back_from_host_memory(checkpoint: Path) -> None:
     with open_pipeline(checkpoint, host_cache_memory="64MiB") as pipe:
         cold = ask(pipe)
         assert cold.usage.cached_tokens == 0
-        evict(pipe)
+        crowd_out(pipe)
         hit = ask(pipe)
         assert hit.token_ids == cold.token_ids
         assert hit.usage.cached_tokens == CACHED
@@ -77,11 +82,11 @@ def test_without_tiers_it_does_not(checkpoint: Path) -> None:
     """The other tests evict indeed."""
     with open_pipeline(checkpoint) as pipe:
         ask(pipe)
-        evict(pipe)
+        crowd_out(pipe)
         assert ask(pipe).usage.cached_tokens == 0
 
 
-@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("name", ["image after text", "one video", "everything"])
 def test_media_come_back_too(checkpoint: Path, name: str) -> None:
     options = {"host_cache_memory": "64MiB", "cache_memory": "8MiB", "max_model_len": 4096}
     with open_pipeline(checkpoint, **options) as pipe:
@@ -143,7 +148,7 @@ def test_another_dtype_or_block_size_finds_nothing(checkpoint: Path, tmp_path: P
 
 
 def test_a_flush_reaches_every_tier(checkpoint: Path, tmp_path: Path) -> None:
-    options = {"disk_cache_path": str(tmp_path), "host_cache_memory": "200KiB"}
+    options = {"disk_cache_path": str(tmp_path), "host_cache_memory": "100KiB"}
     with open_pipeline(checkpoint, **options) as pipe:
         ask(pipe)
         evict(pipe)
