@@ -68,7 +68,7 @@ def make_tiers(
     disk = None
     if config.disk_cache_path is not None:
         try:
-            disk = DiskStore(Path(config.disk_cache_path), disk_bytes)
+            disk = DiskStore(Path(config.disk_cache_path).expanduser(), disk_bytes)
         except OSError as error:
             raise ConfigError(
                 f"disk_cache_path cannot be used: {error}", param="disk_cache_path"
