@@ -120,11 +120,11 @@ def gated_delta_net(
         `[T or len(keep), hidden]`.
     """
     tokens, deterministic = x.shape[0], step.deterministic
-    values = layer.value_heads * layer.value_dim
+    values, first = layer.value_heads * layer.value_dim, step.num_decode
     channels = 2 * layer.key_heads * layer.key_dim + values
     mixed = linear(x, layer.in_proj, deterministic=deterministic)
-    beta, decay = _gates(layer, mixed[:, channels + values :], deterministic)
-    qkv, first = mixed[:, :channels], step.num_decode
+    qkv, z, raw = torch.split_with_sizes(mixed, (channels, values, 2 * layer.value_heads), 1)
+    beta, decay = _gates(layer, raw, deterministic)
     if step.prefill is None:
         core = _decode_delta(layer, qkv, decay, beta, state, step.decode)
     elif step.decode is None:
@@ -138,7 +138,7 @@ def gated_delta_net(
                 ),
             ]
         )
-    z = mixed[:, channels : channels + values].view(tokens, layer.value_heads, layer.value_dim)
+    z = z.view(tokens, layer.value_heads, layer.value_dim)
     if keep is not None:
         core, z, residual = core[keep], z[keep], residual[keep]
     out = gated_rms_norm(core, z, layer.norm, layer.eps).flatten(1)
@@ -160,11 +160,11 @@ def _split_heads(
     layer: GatedDeltaNet, qkv: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens, width = qkv.shape[0], layer.key_heads * layer.key_dim
-    keys = (tokens, layer.key_heads, layer.key_dim)
+    q, k, v = torch.split_with_sizes(qkv, (width, width, qkv.shape[1] - 2 * width), 1)
     return (
-        qkv[:, :width].view(keys),
-        qkv[:, width : 2 * width].view(keys),
-        qkv[:, 2 * width :].view(tokens, layer.value_heads, layer.value_dim),
+        q.view(tokens, layer.key_heads, layer.key_dim),
+        k.view(tokens, layer.key_heads, layer.key_dim),
+        v.view(tokens, layer.value_heads, layer.value_dim),
     )
 
 
@@ -208,19 +208,19 @@ def attention(
     tokens, dim = x.shape[0], layer.head_dim
     queries, keys = layer.heads * dim, layer.kv_heads * dim
     mixed = linear(x, layer.in_proj, layer.in_bias, deterministic=step.deterministic)
+    q, k, v, gate = torch.split_with_sizes(mixed, (queries, keys, keys, queries), 1)
     q, k = qk_norm_rope(
-        mixed[:, :queries].view(tokens, layer.heads, dim),
-        mixed[:, queries : queries + keys].view(tokens, layer.kv_heads, dim),
+        q.view(tokens, layer.heads, dim),
+        k.view(tokens, layer.kv_heads, dim),
         layer.q_norm,
         layer.k_norm,
         step.cos,
         step.sin,
         layer.eps,
     )
-    v = mixed[:, queries + keys : queries + 2 * keys].view(tokens, layer.kv_heads, dim)
+    v = v.view(tokens, layer.kv_heads, dim)
     write_kv(k, v, kv, step.slots)
     out = _attend(q, kv, step, dim**-0.5).flatten(1)
-    gate = mixed[:, queries + 2 * keys :]
     if keep is not None:
         out, gate, residual = out[keep], gate[keep], residual[keep]
     out = times_sigmoid(out, gate)
