@@ -89,11 +89,12 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """`router` has one row per expert and a last one for the gate of the shared expert."""
+    """`router` has one row per expert and a last one for the gate of the shared expert; `gate_up`
+    and `down` are from `pack_experts`."""
 
     router: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | tuple[torch.Tensor, ...]
+    down: torch.Tensor | tuple[torch.Tensor, ...]
     shared: Mlp
     top_k: int
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vlm_serve.kernels.linear import pack
+from vlm_serve.kernels.moe import pack_experts
 from vlm_serve.models.layers import Attention, Experts, GatedDeltaNet, Mlp
 from vlm_serve.models.sizes import MoEConfig, TextConfig
 from vlm_serve.models.weights import Weights
@@ -116,8 +117,8 @@ class TextLoader:
                 [f"{name}.gate.weight", f"{name}.shared_expert_gate.weight"],
                 [(moe.num_experts, hidden), (1, hidden)],
             ),
-            gate_up=gate_up,
-            down=down,
+            gate_up=pack_experts(gate_up, parts=2),
+            down=pack_experts(down),
             shared=self._mlp(f"{name}.shared_expert", moe.shared_intermediate_size),
             top_k=moe.top_k,
         )
