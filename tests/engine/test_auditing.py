@@ -32,7 +32,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(**options: Any) -> EngineConfig:
-    settings = {"dtype": "float32", "block_size": 16, "cache_memory": "64MiB", "cache_audit": 1.0}
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "block_size": 16,
+        "cache_memory": "64MiB",
+        "cache_audit": 1.0,
+    }
     return EngineConfig(max_model_len=4096, **(settings | options))
 
 

@@ -70,6 +70,19 @@ def test_a_probe_tells_what_a_new_picture_costs(pipe: Pipeline) -> None:
     assert replace(probe, media_decoded=report.media_decoded) == report
 
 
+def test_a_probe_sees_lower_tiers(checkpoint: Path) -> None:
+    options = config(cache_memory="2MiB", prefix_cache_state_budget=3, host_cache_memory="64MiB")
+    with Pipeline(checkpoint, options) as pipe:
+        ids = random_ids(210, seed=6)
+        cold = pipe.generate(ids, greedy(4))
+        pipe.engine.call(pipe.engine._cache.flush)
+        probe = pipe.engine.probe(pipe.engine.preprocessor.prepare_tokens(ids))
+        assert probe.tiers == {"host": 208}
+        hit = pipe.generate(ids, greedy(4))
+        assert hit.token_ids == cold.token_ids
+        assert hit.cache_report == probe
+
+
 def test_a_probe_changes_nothing(pipe: Pipeline) -> None:
     prompt = prompt_of(pipe.engine, 100, 1)
     pipe.generate(random_ids(100, 1), greedy(1))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from vlm_serve.cache.placement import plan_snapshots
 from vlm_serve.cache.prefix_cache import Match, PrefixCache
 from vlm_serve.engine.outputs import CacheReport
-from vlm_serve.engine.sequence import Fetched, Sequence
+from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.slicing import slice_end
 from vlm_serve.engine.tier_up import TierFetcher
 
@@ -111,16 +112,16 @@ class Admission:
             kv_boundary=match.kv_boundary,
             state_boundary=match.state_boundary,
             boundary=boundary,
-            tiers=_by_tier(boundary, fetched),
+            tiers=tokens_by_tier(boundary, fetched.segments if fetched is not None else ()),
             reason=match.reason,
             experts_missing=0 if experts is None else experts.num_unknown(boundary),
         )
 
 
-def _by_tier(boundary: int, fetched: Fetched | None) -> dict[str, int]:
+def tokens_by_tier(boundary: int, segments: Iterable[tuple[int, int, str]]) -> dict[str, int]:
     """Tokens reused from each tier; what did not come up was on the device."""
     tokens: Counter[str] = Counter()
-    for start, end, tier in fetched.segments if fetched is not None else ():
+    for start, end, tier in segments:
         tokens[tier] += max(0, min(end, boundary) - start)
     tokens["device"] = boundary - (tokens.total() - tokens["device"])
     return {tier: tokens[tier] for tier in ("device", "host", "disk") if tokens[tier]}

@@ -55,7 +55,7 @@ class Engine:
         self._runner = parts.runner
         self._cache = parts.cache
         self._auditor = Auditor(parts.config.cache_audit)
-        self._inspector = Inspector(parts.cache, parts.scheduler.media)
+        self._inspector = Inspector(parts.cache, parts.scheduler.media, parts.fetcher)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._requests: dict[str, Request] = {}
         self._numbers = itertools.count()

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 from vlm_serve.cache.listing import TreePage
 from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.engine.admission import tokens_by_tier
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import CacheReport
+from vlm_serve.engine.tier_up import TierFetcher
 from vlm_serve.preprocess.prompt import Prompt
 
 
@@ -17,6 +19,7 @@ class Inspector:
 
     Args:
         cache, media: the engine's books.
+        fetcher: knows what lower cache tiers hold; None: there are none.
         clock: seconds; the cache itself knows no time.
     """
 
@@ -24,26 +27,35 @@ class Inspector:
         self,
         cache: PrefixCache,
         media: MediaPlanner,
+        fetcher: TierFetcher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
         self._cache = cache
         self._media = media
+        self._fetcher = fetcher
 
     def probe(self, prompt: Prompt) -> CacheReport:
         """The report that a request with this prompt would begin with now. Changes nothing."""
-        match = self._cache.match(prompt.keys, limit=len(prompt) - 1)
-        decoded, encoded = self._media.forecast(prompt, match.boundary)
+        limit = len(prompt) - 1
+        match = self._cache.match(prompt.keys, limit=limit)
+        boundary, reason = match.boundary, match.reason
+        segments: tuple[tuple[int, int, str], ...] = ()
+        deeper = self._fetcher.deeper(prompt.keys, match, limit) if self._fetcher else None
+        if deeper is not None:
+            boundary, segments = deeper.boundary, deeper.segments
+            reason = "full" if boundary == prompt.keys.last_cut(limit) else reason
+        decoded, encoded = self._media.forecast(prompt, boundary)
         return CacheReport(
             prompt_tokens=len(prompt),
-            kv_boundary=match.kv_boundary,
-            state_boundary=match.state_boundary,
-            boundary=match.boundary,
-            tiers={"device": match.boundary} if match.boundary else {},
+            kv_boundary=max(match.kv_boundary, boundary),
+            state_boundary=max(match.state_boundary, boundary),
+            boundary=boundary,
+            tiers=tokens_by_tier(boundary, segments),
             media_decoded=decoded,
             media_encoded=encoded,
             media_skipped=len(prompt.media) - encoded,
-            reason=match.reason,
+            reason=reason,
         )
 
     def tree(self, offset: int, limit: int) -> TreePage:

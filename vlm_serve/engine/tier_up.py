@@ -57,12 +57,17 @@ class TierFetcher:
         """Sequences wait for entries."""
         return bool(self._under_way)
 
+    def deeper(self, keys: PromptKeys, match: Match, limit: int) -> Deeper | None:
+        """What lower tiers could add to a match. Changes nothing."""
+        if match.reason == "experts_missing":
+            return None
+        return self._cache.deeper(keys, match, limit=limit, locate=self._stack.locate)
+
     def ask(self, sequence: Sequence, match: Match) -> bool:
         """True if the sequence is to wait because lower tiers have much more of its prompt."""
-        if sequence.fetched is not None or match.reason == "experts_missing":
+        if sequence.fetched is not None:
             return False
-        limit = sequence.num_tokens - 1
-        deeper = self._cache.deeper(sequence.keys, match, limit=limit, locate=self._stack.locate)
+        deeper = self.deeper(sequence.keys, match, sequence.num_tokens - 1)
         if deeper is None or not deeper.needed:
             return False
         fetch = self._under_way.get(deeper.needed[-1])
