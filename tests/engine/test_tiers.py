@@ -78,6 +78,20 @@ def test_what_was_evicted_comes_back_from_host_memory(checkpoint: Path) -> None:
         assert again.cache_report.tiers == {"device": CACHED}
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_keys_and_values_come_back_with_their_scales(
+    checkpoint: Path, kv_dtype: str
+) -> None:
+    options = {"host_cache_memory": "64MiB", "kv_cache_dtype": kv_dtype, "max_model_len": 512}
+    with open_pipeline(checkpoint, **options) as pipe:
+        ask(pipe)
+        device = ask(pipe)
+        evict(pipe)
+        hit = ask(pipe)
+        assert hit.token_ids == device.token_ids
+        assert hit.cache_report.tiers == {"host": CACHED}
+
+
 def test_without_tiers_it_does_not(checkpoint: Path) -> None:
     """The other tests evict indeed."""
     with open_pipeline(checkpoint) as pipe:
