@@ -219,7 +219,9 @@ class Leasing:
         return self._suspensions.add(lease)
 
     def resume(self, suspended: Suspended) -> Lease | None:
-        if not suspended.valid:
+        if suspended.lease is None:
+            return None
+        if suspended.lease.row >= 0 and not self._ledger.rows.may_go_live:
             return None
         lease = self._suspensions.resume(suspended)
         self.leases[lease] = None

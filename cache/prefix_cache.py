@@ -192,7 +192,11 @@ class PrefixCache:
         return self._leasing.suspend(lease)
 
     def resume(self, suspended: Suspended) -> Lease | None:
-        """The lease as it was, its row live again; None if it has been evicted."""
+        """The lease as it was, its row live again.
+
+        None if it has been evicted, or, while it stays valid, if no more rows may be live now: a
+        request that has ended may hold its row until a forked choice has read it.
+        """
         return self._leasing.resume(suspended)
 
     def drop(self, suspended: Suspended) -> None:

@@ -154,3 +154,21 @@ def test_the_blocks_of_a_suspended_request_serve_others_meanwhile() -> None:
     assert world.resume(0)
     world.close(run)
     world.check()
+
+
+def test_resuming_waits_for_a_live_row() -> None:
+    """The rows are there, but as many are live as may be: nothing is lost by asking."""
+    world = make_world(num_live_rows=1, num_snapshot_rows=2)
+    run = world.start(Text(numbers(7)))
+    assert run is not None
+    world.step(run, 6, lambda position: False)
+    assert world.suspend(run)
+    other = world.cache.open(None)
+    assert world.cache.take_row(other)
+    suspended = world.parked[0][1]
+    assert world.cache.resume(suspended) is None
+    assert suspended.valid
+    world.check()
+    world.cache.close(other)
+    assert world.resume(0)
+    world.check()

@@ -50,6 +50,8 @@ class Admission:
         """
         if sequence.suspended is not None:
             lease = self._cache.resume(sequence.suspended)
+            if lease is None and sequence.suspended.valid:
+                return False
             sequence.suspended = None
             if lease is not None:
                 sequence.lease = lease
