@@ -262,15 +262,18 @@ async def _chunks(service: Service, job: CompletionTask) -> Chunks:
         reports = [dataclasses.asdict(g.cache_report) for g in generations if g.cache_report]
         return {"cache_report": reports[0] if len(generations) == 1 else reports}
 
+    # Choices whose last delta has yet to be passed on; a generation may be ahead of that.
+    unfinished = len(job.tasks) * job.params.n
     async with aclosing(_merged(service, job, generations)) as merged:
         async for choice, delta in merged:
             part = choice.push(delta)
+            unfinished -= delta.finish_reason is not None
             if part is None:
                 continue
             chunk = base | {"choices": [part.model_dump()]}
             if with_usage:
                 chunk["usage"] = usage() if continuous else None
-            elif not any(generation.unfinished for generation in generations):
+            elif not unfinished:
                 chunk |= last_words()
             yield chunk
     if with_usage:
