@@ -23,6 +23,7 @@ class DecodeMeta:
         dst_rows: state row written; may equal the source.
         snapshot_rows: extra state row that also receives the new state, -1 for none.
         tensors: device copies of the above, made at most once per step.
+        plans: what the CPU path derives from the above, made at most once per step.
         checked: which host checks have passed already; see `kernels/checks.py`.
     """
 
@@ -32,6 +33,7 @@ class DecodeMeta:
     dst_rows: tuple[int, ...]
     snapshot_rows: tuple[int, ...]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    plans: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
     checked: set[tuple[str, int, int]] = field(default_factory=set, compare=False, repr=False)
 
     def __len__(self) -> int:
@@ -55,6 +57,7 @@ class PrefillMeta:
         snapshots: (sequence, chunk index within the sequence, state row): the state after that
             chunk (recurrent and conv tail) is also written to the row.
         tensors: device copies of the above, made at most once per step.
+        plans: what the CPU path derives from the above, made at most once per step.
         checked: which host checks have passed already; see `kernels/checks.py`.
     """
 
@@ -66,6 +69,7 @@ class PrefillMeta:
     chunk_ends: tuple[tuple[int, ...], ...]
     snapshots: tuple[tuple[int, int, int], ...] = ()
     tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    plans: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
     checked: set[tuple[str, int, int]] = field(default_factory=set, compare=False, repr=False)
 
     def __len__(self) -> int:

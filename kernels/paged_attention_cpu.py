@@ -8,7 +8,9 @@ absolute multiples of 64, queries and keys are padded with zeros to the tile's e
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,8 @@ from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 TILE = 64
 # Scores of one product, in elements: beyond this, key heads take turns.
 MAX_SCORES = 1 << 23
+# Keys of one decode call, in elements; more sequences than that take turns.
+MAX_KEYS = 1 << 20
 
 
 def attention_prefill(
@@ -100,35 +104,105 @@ def _future(rows: int) -> torch.Tensor:
 def attention_decode(
     q: torch.Tensor, kv: KVLayer, meta: DecodeMeta, *, scale: float
 ) -> torch.Tensor:
+    size, key_heads, dim = kv.k.shape[1:]
+    groups = _decode_groups(meta, size, key_heads * dim)
+    results = [_decode_group(q, kv, group, scale) for group in groups]
+    if len(groups) == 1 and groups[0].members is None:
+        return results[0]
     out = torch.empty(q.shape, dtype=q.dtype)
-    tables = _tables(meta)
-    key_heads, dim = kv.k.shape[2:]
-    fused = q.dtype != torch.float32
-    dtype = q.dtype if fused else torch.float32
-    for i, length in enumerate(meta.kv_lens):
-        keys = _gather(kv.k, kv.k_scale, kv.k_zero, tables[i], length, length, dtype)
-        values = _gather(kv.v, kv.v_scale, kv.v_zero, tables[i], length, length, dtype)
-        # Query heads that share keys are the rows of one product, so keys are read once.
-        query = q[i].reshape(key_heads, -1, dim)
-        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-        if fused:
-            mixed = F.scaled_dot_product_attention(
-                query.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), scale=scale
-            )
-        else:
-            scores = torch.bmm(query * scale, keys.mT)
-            mixed = torch.bmm(torch.softmax(scores, dim=-1, out=scores), values)
-        out[i] = mixed.reshape(q.shape[1:])
+    for group, result in zip(groups, results, strict=True):
+        out[group.members] = result
     return out
 
 
-def _tables(meta: PrefillMeta | DecodeMeta) -> list[torch.Tensor]:
+@dataclass(frozen=True)
+class _Group:
+    """Sequences that attend in one call, padded to the longest.
+
+    Attributes:
+        members: places in the batch; None for all of them in order.
+        table: int64 `[n * W]` blocks, a sequence's missing ones filled with its first.
+        lengths: keys of each sequence.
+        mask: float32 `[n, 1, 1, W * block_size]`, -inf where a sequence has no key; None if all do.
+    """
+
+    members: torch.Tensor | None
+    table: torch.Tensor
+    lengths: tuple[int, ...]
+    mask: torch.Tensor | None
+
+
+def _decode_groups(meta: DecodeMeta, size: int, width: int) -> list[_Group]:
+    """All sequences together if that stays small, else neighbours in order of length."""
+    if "attention_decode" not in meta.plans:
+        groups: list[_Group] = []
+        longest = -(-max(meta.kv_lens, default=0) // size) * size
+        if len(meta) and len(meta) * longest * width <= MAX_KEYS:
+            groups.append(_group(meta, size, None))
+        else:
+            order = sorted(range(len(meta)), key=lambda i: -meta.kv_lens[i])
+            while order:
+                count = max(1, MAX_KEYS // (meta.kv_lens[order[0]] * width))
+                groups.append(_group(meta, size, order[:count]))
+                order = order[count:]
+        meta.plans["attention_decode"] = groups
+    return cast(list[_Group], meta.plans["attention_decode"])
+
+
+def _group(meta: DecodeMeta, size: int, members: list[int] | None) -> _Group:
+    chosen = range(len(meta)) if members is None else members
+    lengths = tuple(meta.kv_lens[i] for i in chosen)
+    blocks = -(-max(lengths) // size)
+    table: list[int] = []
+    for i, length in zip(chosen, lengths, strict=True):
+        own = list(meta.block_tables[i][: -(-length // size)])
+        table.extend(own + own[:1] * (blocks - len(own)))
+    mask = None
+    if min(lengths) < blocks * size:
+        mask = torch.zeros(len(lengths), 1, 1, blocks * size)
+        for place, length in enumerate(lengths):
+            mask[place, ..., length:] = float("-inf")
+    return _Group(
+        None if members is None else torch.tensor(members),
+        torch.tensor(table),
+        lengths,
+        mask,
+    )
+
+
+def _decode_group(q: torch.Tensor, kv: KVLayer, group: _Group, scale: float) -> torch.Tensor:
+    key_heads, dim = kv.k.shape[2:]
+    count = len(group.lengths)
+    query = q if group.members is None else q[group.members]
+    keys = pick(kv.k, kv.k_scale, kv.k_zero, group.table, q.dtype).view(count, -1, key_heads, dim)
+    values = pick(kv.v, kv.v_scale, kv.v_zero, group.table, q.dtype).view(keys.shape)
+    mask = group.mask
+    if count == 1:  # A slice needs no mask.
+        keys, values = keys[:, : group.lengths[0]], values[:, : group.lengths[0]]
+        mask = None
+    elif mask is not None:
+        # What pages hold past a sequence's end may be NaN, which no mask removes.
+        for i, length in enumerate(group.lengths):
+            keys[i, length:].zero_()
+            values[i, length:].zero_()
+        mask = mask.to(q.dtype)
+    # Query heads that share keys are the rows of one product, so keys are read once.
+    mixed = F.scaled_dot_product_attention(
+        query.reshape(count, key_heads, -1, dim),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=mask,
+        scale=scale,
+    )
+    return mixed.reshape(query.shape)
+
+
+def _tables(meta: PrefillMeta) -> list[torch.Tensor]:
     """Block tables as index tensors, made once per step."""
-    if "cpu_block_tables" not in meta.tensors:
-        flat = [block for table in meta.block_tables for block in table]
-        meta.tensors["cpu_block_tables"] = torch.tensor(flat, dtype=torch.int64)
-    sizes = [len(table) for table in meta.block_tables]
-    return list(torch.split(meta.tensors["cpu_block_tables"], sizes))
+    if "attention_prefill" not in meta.plans:
+        tables = [torch.tensor(table, dtype=torch.int64) for table in meta.block_tables]
+        meta.plans["attention_prefill"] = tables
+    return cast(list[torch.Tensor], meta.plans["attention_prefill"])
 
 
 def _gather(
@@ -146,18 +220,27 @@ def _gather(
     missing = -(-padded // size) - len(table)
     if missing > 0:  # Any block will do, it is overwritten with zeros.
         table = torch.cat([table, table[:1].expand(missing)])
-    if scale is not None and zero is not None:
-        picked = dequantise(
-            pages.index_select(0, table),
-            scale.index_select(0, table),
-            zero.index_select(0, table),
-            dtype,
-        )
-    elif pages.dtype == torch.float8_e4m3fn:
-        codes = pages.view(torch.uint8).index_select(0, table)
-        picked = codes.view(pages.dtype).to(dtype)
-    else:
-        picked = pages.index_select(0, table).to(dtype)
-    rows = picked.flatten(0, 1)[:padded]
+    rows = pick(pages, scale, zero, table, dtype).flatten(0, 1)[:padded]
     rows[length:].zero_()
     return rows
+
+
+def pick(
+    pages: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    blocks: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A copy of some blocks as they are stored, `[n, block_size, Hkv, D]`, in `dtype`."""
+    if scale is not None and zero is not None:
+        return dequantise(
+            pages.index_select(0, blocks),
+            scale.index_select(0, blocks),
+            zero.index_select(0, blocks),
+            dtype,
+        )
+    if pages.dtype == torch.float8_e4m3fn:
+        codes = pages.view(torch.uint8).index_select(0, blocks)
+        return codes.view(pages.dtype).to(dtype)
+    return pages.index_select(0, blocks).to(dtype)

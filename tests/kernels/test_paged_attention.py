@@ -168,6 +168,32 @@ def test_key_heads_take_turns_when_scores_are_large(monkeypatch: pytest.MonkeyPa
     assert torch.equal(apart, together)
 
 
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("most", [1, 6000, 1 << 20])
+def test_decode_batches_of_any_grouping_agree(
+    stored: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention_cpu, "MAX_KEYS", most)
+    lengths = [1, 16, 33, 47, 2, 64]
+    blocks, tables = tables_for(random.Random(1), lengths, 16)
+    kv = poisoned_pages(blocks, 16, 2, 32, stored)
+    for i, length in enumerate(lengths):
+        store(kv, tables[i], randn(length, 2, 32, seed=i), randn(length, 2, 32, seed=i + 9))
+    q = randn(6, 6, 32)
+    meta = DecodeMeta(tables, tuple(lengths), (), (), ())
+    for _ in range(2):  # The second layer of a step finds the groups made.
+        out = attention_decode(q, kv, meta, scale=0.2)
+        for i, length in enumerate(lengths):
+            expected = attention_reference(q[i : i + 1], kv, tables[i], length - 1, 0.2)
+            assert_near(out[i], expected[0], 2e-6)
+
+
+def test_an_empty_decode_batch() -> None:
+    kv = poisoned_pages(2, 16, 2, 32, torch.float32)
+    out = attention_decode(randn(0, 4, 32), kv, DecodeMeta((), (), (), (), ()), scale=1.0)
+    assert out.shape == (0, 4, 32)
+
+
 def test_bad_arguments_are_named() -> None:
     kv = poisoned_pages(4, 16, 2, 32, torch.float32)
     q = randn(5, 4, 32)
