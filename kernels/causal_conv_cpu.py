@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 
+from vlm_serve.kernels.derived import derived
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
 # Elements worked on at a time: all taps and the activation of a block happen in the cache.
@@ -15,7 +18,7 @@ def causal_conv_prefill(
     x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta
 ) -> torch.Tensor:
     # Negated taps, since the activation needs exp(-y) first; see `_convolve`.
-    taps = weight.float().neg().T.contiguous()
+    taps = derived(weight, "prefill taps", lambda w: w.float().neg().T.contiguous())
     kept = taps.shape[0] - 1
     out = torch.empty(x.shape, dtype=x.dtype)
     rows = max(kept, BLOCK // x.shape[1])
@@ -68,10 +71,11 @@ def causal_conv_decode(
     for i, row in enumerate(meta.src_rows):
         if row < 0:
             old[i].zero_()
-    taps = weight.float()
+    old_taps = derived(weight, "old taps", lambda w: w[:, :kept].float().contiguous())
+    new_tap = derived(weight, "new tap", lambda w: w[:, kept].float().contiguous())
     # The sum over taps as a matrix-vector product: torch's sum over so short a dimension is slow.
-    total = (old * taps[:, :kept].contiguous()).view(-1, kept) @ taps.new_ones(kept)
-    total = torch.addcmul(total.view(x.shape), x, taps[:, kept].contiguous())
+    total = (old * old_taps).view(-1, kept) @ _ones(kept)
+    total = torch.addcmul(total.view(x.shape), x, new_tap)
     new = torch.empty_like(old)
     new.flatten(1)[:, :-1] = old.flatten(1)[:, 1:]
     new[:, :, -1] = x
@@ -80,6 +84,11 @@ def causal_conv_decode(
         if row >= 0:
             tails[row].copy_(new[i])
     return F.silu(total).to(x.dtype)
+
+
+@cache
+def _ones(size: int) -> torch.Tensor:
+    return torch.ones(size)
 
 
 def _row_index(meta: DecodeMeta) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,8 @@ from functools import cache
 
 import torch
 
+from vlm_serve.kernels.derived import derived
+
 # Elements worked on at a time.
 BLOCK = 1 << 17
 
@@ -36,7 +38,7 @@ def rms_norm(
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    factor = weight.float() * math.sqrt(weight.shape[0])
+    factor = derived(weight, "gated norm", lambda w: w.float() * math.sqrt(w.shape[0]))
     if x.numel() <= BLOCK:
         return _gated(x, gate, factor, eps).to(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -61,7 +63,7 @@ def unit_rows(wide: torch.Tensor, eps: float) -> torch.Tensor:
 
 def centred_factor(weight: torch.Tensor) -> torch.Tensor:
     """What `unit_rows` is multiplied with for a zero-centred norm, float32 `[D]`."""
-    return (weight.float() + 1.0).mul_(math.sqrt(weight.shape[0]))
+    return derived(weight, "norm", lambda w: (w.float() + 1.0).mul_(math.sqrt(w.shape[0])))
 
 
 def blocks(x: torch.Tensor) -> list[slice]:

@@ -1,0 +1,33 @@
+"""What an op computes from a weight alone, made once and kept with the weight.
+
+At one token a layer's small launches cost as much as its arithmetic, and several of them would only
+turn the same weight into the same factors again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+_ATTRIBUTE = "_vlm_serve_derived"
+
+
+def derived(
+    weight: torch.Tensor, name: str, build: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """`build(weight)`, remembered under `name` until the weight is written to or collected.
+
+    Args:
+        weight: any tensor; the result is kept as an attribute of this object.
+        name: one per kind of result.
+        build: a pure function of the weight.
+    """
+    version = -1 if weight.is_inference() else weight._version
+    kept: dict[str, tuple[int, torch.Tensor]] = weight.__dict__.setdefault(_ATTRIBUTE, {})
+    found = kept.get(name)
+    if found is not None and found[0] == version:
+        return found[1]
+    result = build(weight)
+    kept[name] = (version, result)
+    return result
