@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
 from vlm_serve.kernels.delta_chunks_cpu import (
+    EPS,
     PIECE,
     Factors,
     Inputs,
@@ -198,9 +200,16 @@ def _read_row(state: torch.Tensor, row: int) -> torch.Tensor:
 def _unit_keys_and_queries(q: torch.Tensor, k: torch.Tensor, heads: int) -> torch.Tensor:
     """Unit keys and scaled queries, repeated for each value head: float32 `[B, Hv, 2, Dk]`."""
     kq = torch.stack((k, q), dim=2).float()
-    kq *= inverse_norm(kq).unsqueeze(-1)
-    kq[:, :, 1] *= q.shape[-1] ** -0.5
+    floor, factors = _norm_constants(q.shape[-1])
+    length: torch.Tensor = torch.linalg.vector_norm(kq, 2, -1, True)
+    kq *= torch.addcmul(floor, length, length).rsqrt_().mul_(factors)
     repeats = heads // q.shape[1]
     if repeats == 1:
         return kq
     return kq.unsqueeze(2).expand(-1, -1, repeats, -1, -1).flatten(1, 2)
+
+
+@cache
+def _norm_constants(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is added to a square norm, and the length that keys and queries get, `[2, 1]`."""
+    return torch.tensor(EPS), torch.tensor([[1.0], [dim**-0.5]])
