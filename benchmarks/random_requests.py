@@ -1,0 +1,174 @@
+"""Random requests against the real engine, each compared with a cold run.
+
+    python benchmarks/random_requests.py [--requests 2000] [--seed 0] [--deterministic]
+
+Small pools, a host tier and a disk tier, so that eviction, preemption and loading from below happen
+all the time; several requests at once, text and pictures, two tenants. A request whose cached part
+was all made by prefill must give the tokens of a cold engine (with --deterministic also the very
+bits of the first logits). Elsewhere (parts made by decode steps) a first difference must be a near
+tie of the cold run: a top-2 logit gap of at most 1e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+
+import PIL.Image  # noqa: E402
+import torch  # noqa: E402
+from make_checkpoint import make_checkpoint  # noqa: E402
+from parity import NEAR_TIE, greedy, tapped  # noqa: E402
+from parity_cases import random_ids, user  # noqa: E402
+
+from vlm_serve import EngineConfig, Pipeline  # noqa: E402
+from vlm_serve.engine.sequence import Sequence  # noqa: E402
+from vlm_serve.pipeline import Output  # noqa: E402
+from vlm_serve.preprocess.prompt import Prompt  # noqa: E402
+
+TOKENS = 12
+BLOCKS, SNAPSHOTS = 60, 6
+
+
+class Traffic:
+    """Prompts that share prefixes, pictures and earlier answers."""
+
+    def __init__(self, pipe: Pipeline, seed: int) -> None:
+        self._preprocessor = pipe.engine.preprocessor
+        self._rng = random.Random(seed)
+        self._texts = [random_ids(self._rng.randint(20, 300), i) for i in range(6)]
+        self._pictures = [
+            PIL.Image.effect_noise((64, 48 + 16 * i), 90).convert("RGB") for i in range(4)
+        ]
+
+    def prompt(self) -> Prompt:
+        rng = self._rng
+        salt = rng.choice(["", "", "tenant"])
+        if rng.random() < 0.3:
+            words = " ".join(rng.choice(["what", "where", "why", "red"]) for _ in range(6))
+            parts: list[Any] = [
+                {"type": "image", "image": picture}
+                for picture in rng.sample(self._pictures, rng.randint(1, 2))
+            ]
+            return self._preprocessor.prepare([user(*parts, words)], cache_salt=salt)
+        base = rng.choice(self._texts)
+        ids = base[: rng.randint(1, len(base))] if rng.random() < 0.5 else base
+        tail = random_ids(rng.randint(1, 60), rng.randrange(10**9))
+        return self._preprocessor.prepare_tokens(ids + tail, cache_salt=salt)
+
+    def learn(self, prompt: Prompt, output: Output) -> None:
+        """Some answers become the beginning of later prompts."""
+        if not prompt.spans and len(prompt) < 350 and self._rng.random() < 0.3:
+            history = [*prompt.token_ids, *output.token_ids]
+            self._texts[self._rng.randrange(len(self._texts))] = history
+
+
+def watch_exactness(pipe: Pipeline) -> dict[int, bool]:
+    """Sequence number -> everything it read was made by prefill; filled as sequences end."""
+    roster = pipe.engine._scheduler.roster
+    remove, exact = roster.remove, dict[int, bool]()
+
+    def watching(sequence: Sequence) -> None:
+        assert sequence.lease is not None
+        exact[sequence.number] = sequence.lease.exact
+        remove(sequence)
+
+    roster.remove = watching  # type: ignore[method-assign]
+    return exact
+
+
+def run(checkpoint: Path, folder: Path, options: argparse.Namespace) -> Counter[str]:
+    """Counts what happened. Raises AssertionError at the first wrong answer."""
+    common: dict[str, Any] = {
+        "dtype": "float32",
+        "block_size": 16,
+        "threads": 1,
+        "deterministic": options.deterministic,
+    }
+    with Pipeline(checkpoint, EngineConfig(cache_memory="16MiB", **common)) as measure:
+        memory = measure.engine.memory
+    pool = BLOCKS * memory.block_bytes + SNAPSHOTS * memory.snapshot_bytes
+    hot_config = EngineConfig(
+        cache_memory=pool,
+        prefix_cache_state_budget=SNAPSHOTS,
+        max_num_seqs=5,
+        host_cache_memory="512KiB",
+        disk_cache_path=str(folder / "tier"),
+        disk_cache_size="8MiB",
+        **common,
+    )
+    counts: Counter[str] = Counter()
+    cold_config = EngineConfig(cache_memory="64MiB", enable_prefix_caching=False, **common)
+    with Pipeline(checkpoint, hot_config) as hot, Pipeline(checkpoint, cold_config) as cold:
+        traffic, exact = Traffic(hot, options.seed), watch_exactness(hot)
+        while counts["requests"] < options.requests:
+            prompts = [traffic.prompt() for _ in range(6)]
+            params = [greedy(TOKENS)] * len(prompts)
+            exact.clear()
+            with tapped(hot.engine) as tap:
+                outputs = hot._run(iter(prompts), params)
+                logits = tap.take()
+            numbers = sorted(exact)
+            for prompt, output, rows, number in zip(prompts, outputs, logits, numbers, strict=True):
+                with tapped(cold.engine) as tap:
+                    (expected,) = cold._run(iter([prompt]), params[:1])
+                    reference = tap.take()[0]
+                compare(output, rows, expected, reference, exact[number], options, counts)
+                traffic.learn(prompt, output)
+            hot.engine.check()
+        stats = hot.engine.stats()
+    counts["preemptions"] = stats["num_preemptions"]
+    for name in ("kv", "snapshot"):
+        counts[f"evictions of {name}"] = stats["cache"]["evictions"][name]
+    return counts
+
+
+def compare(
+    output: Output,
+    logits: torch.Tensor,
+    expected: Output,
+    reference: torch.Tensor,
+    exact: bool,
+    options: argparse.Namespace,
+    counts: Counter[str],
+) -> None:
+    counts["requests"] += 1
+    if not output.usage.cached_tokens:
+        counts["cold"] += 1
+    for tier, tokens in output.cache_report.tiers.items():
+        counts[f"tokens from {tier}"] += tokens
+    counts["exact" if exact else "with decode-made parts"] += 1
+    if options.deterministic and exact:
+        assert torch.equal(logits[0], reference[0]), "other bits on an exact path"
+    if output.token_ids == expected.token_ids:
+        return
+    first = [a == b for a, b in zip(output.token_ids, expected.token_ids, strict=True)].index(False)
+    best = reference[first].topk(2).values
+    assert not exact, "another token on an exact path"
+    assert float(best[0] - best[1]) <= NEAR_TIE, "another token, and no near tie"
+    counts["near ties"] += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("checkpoint", nargs="?", help="default: a small random one")
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--deterministic", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        checkpoint = options.checkpoint or make_checkpoint(folder / "checkpoint")
+        for what, count in run(Path(checkpoint), folder, options).items():
+            print(f"{what:<26}{count:>9}")
+
+
+if __name__ == "__main__":
+    main()
