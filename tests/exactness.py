@@ -34,7 +34,7 @@ def random_pairs(pipe: Pipeline, count: int, *, seed: int, num_tokens: int = 4) 
     while made < count:
         base = random_ids(rng.randint(20, 220), rng.randrange(10**6))
         prompts = [
-            base[: rng.randint(10, len(base))] + random_ids(rng.randint(1, 60), rng.randrange(10**6))
+            base[: rng.randint(10, len(base))] + random_ids(rng.randint(1, 60), rng.getrandbits(20))
             for _ in range(rng.randint(1, 4))
         ]
         cold = []
