@@ -169,27 +169,25 @@ def recurrent_gated_delta(
     meta: DecodeMeta,
 ) -> torch.Tensor:
     # With the decay outside, k and q can read the old state together, and the new one is needed by
-    # nobody: o = decay S^T q + (k . q) change. The state is read once and written once.
+    # nobody: o = decay S^T q + (k . q) change. Each state crosses the memory bus once each way.
     kq = _unit_keys_and_queries(q, k, v.shape[1])
-    seen = kq.new_empty(*v.shape[:2], 2, v.shape[2])
-    olds = [_read_row(state, src) for src in meta.src_rows]
-    for i, old in enumerate(olds):
-        torch.bmm(kq[i], old, out=seen[i])
-    decay = g.exp().unsqueeze(-1)
+    decay, beta = g.exp().unsqueeze(-1), beta.unsqueeze(-1)
+    change, strength = v * beta.float(), decay * beta
+    seen = torch.empty(*v.shape[:2], 2, v.shape[2])
     from_key, from_query = seen.unbind(2)
-    change = torch.addcmul(v, from_key, decay, value=-1.0).mul_(beta.unsqueeze(-1))
-    overlap = kq.prod(2).sum(-1, keepdim=True)
-    out = torch.addcmul(from_query * decay, overlap, change).to(v.dtype)
-    writes, change, decay = kq[:, :, 0].unsqueeze(-1), change.unsqueeze(2), decay.unsqueeze(-1)
-    for i, (dst, snapshot) in enumerate(zip(meta.dst_rows, meta.snapshot_rows, strict=True)):
-        target = state[dst]
+    keys, decays = kq[:, :, 0].unsqueeze(-1), decay.unsqueeze(-1)
+    for i, (src, dst) in enumerate(zip(meta.src_rows, meta.dst_rows, strict=True)):
+        old, target = _read_row(state, src), state[dst]
         new = target if target.dtype == torch.float32 else torch.empty(target.shape)
-        torch.mul(olds[i], decay[i], out=new).addcmul_(writes[i], change[i])
+        torch.bmm(kq[i], old, out=seen[i])
+        own = change[i].addcmul_(from_key[i], strength[i], value=-1.0)
+        torch.mul(old, decays[i], out=new).addcmul_(keys[i], own.unsqueeze(1))
         if new is not target:
             target.copy_(new)
-        if snapshot >= 0:
-            state[snapshot].copy_(target)
-    return out
+        if meta.snapshot_rows[i] >= 0:
+            state[meta.snapshot_rows[i]].copy_(target)
+    overlap = kq.prod(2).sum(-1, keepdim=True)
+    return change.mul_(overlap).addcmul_(from_query, decay).to(v.dtype)
 
 
 def _read_row(state: torch.Tensor, row: int) -> torch.Tensor:
