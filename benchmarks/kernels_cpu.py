@@ -1,0 +1,203 @@
+"""The CPU ops against what they replace; one run, paired.
+
+    python benchmarks/kernels_cpu.py [--threads 2] [--rounds 9] [--only gated-delta,attention,...]
+
+Sizes are those of the 49M-parameter benchmark checkpoint: hidden 512, GDN with 4 key and 8 value
+heads of 128, attention with 8 query and 2 key heads of 128, blocks of 64. In each round both sides
+run one after the other, in changing order, so that both see the same neighbours on a busy machine.
+A ratio is the median over rounds of (their time / our time); times are the best of each side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import torch
+import torch.nn.functional as F
+from kernel_case import modeling
+from kernels_cpu_step import DecodeStep
+
+from vlm_serve.kernels.causal_conv import causal_conv_prefill
+from vlm_serve.kernels.gated_delta import chunk_gated_delta
+from vlm_serve.kernels.host_memory import retain_freed_memory
+from vlm_serve.kernels.linear import linear, pack
+from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
+from vlm_serve.kernels.paged_attention import attention_prefill
+
+TOKENS, BLOCK = 4096, 64
+KEY_HEADS, VALUE_HEADS, DIM = 4, 8, 128
+QUERY_HEADS, KV_HEADS = 8, 2
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass
+class Case:
+    """One row: what we run, what it is measured against, and the ratio it should reach."""
+
+    name: str
+    ours: Callable[[], object]
+    theirs: Callable[[], object]
+    goal: float | None = None
+
+    def row(self, rounds: int) -> str:
+        """Measures both sides and returns the row of the table."""
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for round_number in range(-1, rounds):
+            sides = [True, False] if round_number % 2 else [False, True]
+            for side in sides:
+                begin = time.perf_counter()
+                (self.ours if side else self.theirs)()
+                if round_number >= 0:
+                    seconds[side].append(time.perf_counter() - begin)
+        ratio = statistics.median(
+            theirs / ours for ours, theirs in zip(seconds[True], seconds[False], strict=True)
+        )
+        goal = "" if self.goal is None else f">= {self.goal:.2f}"
+        best = [1e3 * min(seconds[side]) for side in (True, False)]
+        return f"| {self.name} | {best[0]:.2f} | {best[1]:.2f} | {ratio:.2f} | {goal} |"
+
+
+def slices(ends: tuple[int, ...], start: int = 0, table: tuple[int, ...] = ()) -> PrefillMeta:
+    """One sequence from zero state."""
+    return PrefillMeta((0, ends[-1]), (start,), (table,), (-1,), (0,), (ends,))
+
+
+def gated_delta_cases() -> Iterator[Case]:
+    full = tuple(range(64, TOKENS + 1, 64))
+    for dtype in DTYPES:
+        yield gated_delta(dtype, "chunk 64", full, 2.0)
+        cut = tuple(sorted({*full, *range(300, TOKENS, 700)}))
+        yield gated_delta(dtype, "chunk 64, six more cuts", cut, None)
+        yield gated_delta(dtype, "chunk 16", tuple(range(16, TOKENS + 1, 16)), None)
+
+
+def gated_delta(dtype: torch.dtype, name: str, ends: tuple[int, ...], goal: float | None) -> Case:
+    widths = [KEY_HEADS * DIM, KEY_HEADS * DIM, VALUE_HEADS * DIM]
+    parts = torch.split(torch.randn(TOKENS, sum(widths)).to(dtype), widths, dim=1)
+    q, k, v = (part.view(TOKENS, -1, DIM) for part in parts)
+    g, beta = -torch.rand(TOKENS, VALUE_HEADS), torch.rand(TOKENS, VALUE_HEADS)
+    state, meta = torch.zeros(1, VALUE_HEADS, DIM, DIM), slices(ends)
+    return Case(
+        f"gated delta, {name}, {short(dtype)}",
+        lambda: chunk_gated_delta(q, k, v, g, beta, state, meta),
+        lambda: modeling().torch_chunk_gated_delta_rule(
+            *(x[None] for x in (q, k, v, g, beta)),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        ),
+        goal,
+    )
+
+
+def convolution_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        yield convolution(dtype)
+
+
+def convolution(dtype: torch.dtype) -> Case:
+    channels = (2 * KEY_HEADS + VALUE_HEADS) * DIM
+    x, weight = torch.randn(TOKENS, channels).to(dtype), torch.randn(channels, 4).to(dtype)
+    tails = torch.zeros(1, channels, 3, dtype=dtype)
+    meta = slices(tuple(range(64, TOKENS + 1, 64)))
+    return Case(
+        f"causal conv, {short(dtype)}",
+        lambda: causal_conv_prefill(x, weight, tails, meta),
+        lambda: modeling().causal_conv1d_fn(x.T[None], weight, activation="silu"),
+    )
+
+
+def attention_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        for start, count in ((0, TOKENS), (0, 512), (TOKENS - 512, 512)):
+            yield attention(dtype, start, count, False, 1 / 1.2)
+            yield attention(dtype, start, count, True, 1 / 1.5)
+
+
+def attention(dtype: torch.dtype, start: int, count: int, deterministic: bool, goal: float) -> Case:
+    length = start + count
+    blocks = length // BLOCK
+    pool = torch.randn(blocks + 7, 2, 2, BLOCK, KV_HEADS, DIM).to(dtype)
+    kv = KVLayer(pool[:, 1, 0], pool[:, 1, 1])
+    meta = slices((count,), start, tuple(torch.randperm(blocks + 7)[:blocks].tolist()))
+    q = torch.randn(count, QUERY_HEADS, DIM).to(dtype)
+    query, key, value = (
+        torch.randn(1, heads, size, DIM).to(dtype)
+        for heads, size in ((QUERY_HEADS, count), (KV_HEADS, length), (KV_HEADS, length))
+    )
+    mask = torch.ones(count, length, dtype=torch.bool).tril(start) if start else None
+    mode = ", deterministic" if deterministic else ""
+    return Case(
+        f"attention, {count} of {length}{mode}, {short(dtype)}",
+        lambda: attention_prefill(q, kv, meta, scale=DIM**-0.5, deterministic=deterministic),
+        lambda: F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        ),
+        goal,
+    )
+
+
+def linear_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        for rows in (1, 8, 512):
+            yield projections(dtype, rows)
+
+
+def projections(dtype: torch.dtype, rows: int) -> Case:
+    # More weights than the caches hold, as in a decode step.
+    weights = [torch.randn(1024, 1024).to(dtype) for _ in range(38)]
+    packed = [pack(weight) for weight in weights]
+    x = torch.randn(rows, 1024).to(dtype)
+    return Case(
+        f"38 x 1M weights, {rows} rows, {short(dtype)}",
+        lambda: [linear(x, weight) for weight in packed],
+        lambda: [F.linear(x, weight) for weight in weights],
+    )
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "gated-delta": gated_delta_cases,
+    "conv": convolution_cases,
+    "attention": attention_cases,
+    "linear": linear_cases,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default=",".join([*CASES, "decode"]))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.set_grad_enabled(False)
+    torch.manual_seed(0)
+    retained = retain_freed_memory()  # For both sides, or page faults would be compared.
+    print(f"torch {torch.__version__}, {arguments.threads} threads, memory retained: {retained}\n")
+    print("| case | ours, ms | theirs, ms | theirs / ours | goal |\n|---|---|---|---|---|")
+    chosen = arguments.only.split(",")
+    for name, cases in CASES.items():
+        if name in chosen:
+            for case in cases():
+                print(case.row(arguments.rounds), flush=True)
+    if "decode" in chosen:
+        print("\n| decode step | ms | its GEMMs, ms | outside them | goal |\n|---|---|---|---|---|")
+        for dtype in DTYPES:
+            for batch, context in ((1, 128), (8, 128), (8, 1024)):
+                step = DecodeStep(dtype, batch, context)
+                print(step.row(short(dtype), 3 * arguments.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
