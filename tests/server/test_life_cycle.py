@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.run import listen
+from vlm_serve.server.run import listen, make_server
 
 
 class Background:
@@ -45,6 +46,22 @@ def engine(tokenizer: Tokenizer) -> Iterator[FakeEngine]:
     )
     yield engine
     engine.close()
+
+
+def test_the_url_is_announced_once_it_answers(engine: Any) -> None:
+    config = ServerConfig(port=0)
+    answers: list[socket.socket] = []
+    with listen(config) as bound:
+        address = bound.getsockname()
+
+        def announce() -> None:
+            answers.append(socket.create_connection(address, timeout=10))
+            server.should_exit = True
+
+        server = make_server(engine, config, ("test-model",), announce)
+        server.run(sockets=[bound])
+    assert len(answers) == 1
+    answers[0].close()
 
 
 def test_a_full_queue_answers_at_once(engine: FakeEngine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
@@ -30,8 +31,10 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
         raise
     names = config.served_model_name or (model,)
     try:
-        server = make_server(engine, config, names)
-        print(table(startup_rows(engine, config, names, url_of(bound))), flush=True)
+        rows = list(startup_rows(engine, config, names, url_of(bound)))
+        # Whoever reads the URL there may use it at once.
+        announce = partial(print, table(rows), flush=True)
+        server = make_server(engine, config, names, announce)
         server.run(sockets=[bound])
     finally:
         engine.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -29,15 +30,22 @@ class DrainingServer(uvicorn.Server):
     """Stops in two steps. The first signal refuses new work (/ready says so at once, the port stays
     open to tell) and lets running requests end; a second one, or the timeout, ends everything."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        on_listening: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(config)
         self.service = service
+        self._on_listening = on_listening
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        self._on_listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.service.draining or self._loop is None:
@@ -80,9 +88,15 @@ def url_of(bound: socket.socket) -> str:
 
 
 def make_server(
-    engine: Engine, config: ServerConfig, model_names: tuple[str, ...]
+    engine: Engine,
+    config: ServerConfig,
+    model_names: tuple[str, ...],
+    on_listening: Callable[[], None] = lambda: None,
 ) -> DrainingServer:
-    """A server that is not running yet; run it with `run(sockets=[...])`. It closes the engine."""
+    """A server that is not running yet; run it with `run(sockets=[...])`. It closes the engine.
+
+    `on_listening` is called once it accepts connections.
+    """
     service = Service(engine, config, model_names)
     settings = uvicorn.Config(
         create_app(service),
@@ -94,4 +108,4 @@ def make_server(
         lifespan="on",
         ws="none",
     )
-    return DrainingServer(settings, service)
+    return DrainingServer(settings, service, on_listening)
