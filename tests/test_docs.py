@@ -9,6 +9,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.options import markdown_table, options_of
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.fields import UNIMPLEMENTED
+from vlm_serve.server.messages_input import MESSAGES_REFUSED, MessagesRequest
 from vlm_serve.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -17,6 +18,7 @@ from vlm_serve.server.protocol import (
     ProbeRequest,
     TokenizeRequest,
 )
+from vlm_serve.server.responses_input import RESPONSES_REFUSED, ResponsesRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,6 +52,15 @@ def test_every_field_with_an_effect_is_documented() -> None:
     )
     declared = {name for model in models for name in model.model_fields}
     assert documented == declared
+
+
+def test_the_fields_of_the_other_forms_of_chat_are_documented() -> None:
+    for name, model, refused in (
+        ("responses", ResponsesRequest, RESPONSES_REFUSED),
+        ("messages", MessagesRequest, MESSAGES_REFUSED),
+    ):
+        assert fields_in(section(HTTP, f"{name} fields")) == set(model.model_fields)
+        assert fields_in(section(HTTP, f"refused {name} fields")) == set(refused)
 
 
 def test_every_refused_field_is_documented() -> None:

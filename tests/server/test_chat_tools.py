@@ -8,25 +8,11 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine
 from serving import RunningServer, running
+from tool_texts import CALL
+from tool_texts import CITY_TOOL as TOOL
 
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-
-CALL = (
-    "Let me look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
-    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
-)
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-        },
-    },
-}
 
 
 def streamed_calls(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:

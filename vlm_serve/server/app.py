@@ -17,7 +17,15 @@ from vlm_serve.server import cache_routes, status
 from vlm_serve.server.auth import Gate
 from vlm_serve.server.chat import chat_completions
 from vlm_serve.server.completions import completions
-from vlm_serve.server.errors import error_response, on_http_exception, public_error
+from vlm_serve.server.errors import (
+    MESSAGES_PATH,
+    error_for,
+    error_response,
+    on_http_exception,
+    public_error,
+)
+from vlm_serve.server.messages_api import MessageBody, MessagesErrorBody, create_message
+from vlm_serve.server.messages_input import MessagesRequest
 from vlm_serve.server.openapi import DescribedApp
 from vlm_serve.server.protocol import (
     ChatCompletionRequest,
@@ -43,6 +51,8 @@ from vlm_serve.server.responses import (
     Pinned,
     Tokens,
 )
+from vlm_serve.server.responses_api import ResponseBody, create_response
+from vlm_serve.server.responses_input import ResponsesRequest
 from vlm_serve.server.service import Service
 from vlm_serve.server.streaming import ClientGoneError
 from vlm_serve.server.tokenization import detokenize, tokenize
@@ -84,7 +94,7 @@ def _guarded(service: Service, handler: Handler) -> Callable[[Request], Awaitabl
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)  # for logs: nobody reads it
         except Exception as error:
-            return error_response(public_error(error, request_id_of(request.scope)))
+            return error_for(request.scope, public_error(error, request_id_of(request.scope)))
 
     return route
 
@@ -94,17 +104,20 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
     posts: list[tuple[str, Handler, type[RequestModel], type[Any]]] = [
         ("/v1/chat/completions", chat_completions, ChatCompletionRequest, ChatCompletion),
         ("/v1/completions", completions, CompletionRequest, Completion),
+        ("/v1/responses", create_response, ResponsesRequest, ResponseBody),
+        (MESSAGES_PATH, create_message, MessagesRequest, MessageBody),
         ("/tokenize", tokenize, TokenizeRequest, Tokens),
         ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
         ("/v1/cache/probe", cache_routes.probe, ProbeRequest, CacheReportBody),
         ("/v1/cache/pin", cache_routes.pin, PinRequest, Pinned),
         ("/v1/cache/flush", cache_routes.flush, FlushRequest, Flushed),
     ]
-    errors: dict[int | str, dict[str, Any]] = {
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    }
     for path, handler, body, answer in posts:
+        error: type[Any] = MessagesErrorBody if path == MESSAGES_PATH else ErrorBody
+        errors: dict[int | str, dict[str, Any]] = {
+            "4XX": {"model": error},
+            "5XX": {"model": error},
+        }
         app.add_api_route(
             path,
             _guarded(service, handler),

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlm_serve.server.errors import AuthenticationError, error_response
+from vlm_serve.server.errors import AuthenticationError, error_for
 from vlm_serve.server.request_id import request_id_of
 
 OPEN_PATHS = frozenset({b"/health", b"/ready", b"/metrics"})
@@ -42,22 +42,34 @@ class Gate:
 
         if self._digests and not self._allowed(scope):
             refusal = AuthenticationError("a valid API key is needed", code="invalid_api_key")
-            await error_response(refusal)(scope, receive, named)
+            await error_for(scope, refusal)(scope, receive, named)
             return
         await self._app(scope, receive, named)
 
     def _allowed(self, scope: Scope) -> bool:
         if scope.get("raw_path") in OPEN_PATHS:
             return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
+        key = _key_of(scope)
+        if key is None:
             return False
-        scheme, _, key = given[0].partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        digest = _digest(key.strip())
+        digest = _digest(key)
         # No early end: the time must not tell which key was nearly right.
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+
+def _key_of(scope: Scope) -> bytes | None:
+    """The one key that a request brings, as a bearer token or as `x-api-key`; None if there is
+    none, or more than one."""
+    keys = []
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            keys.append(value.strip())
+        elif name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            if scheme.lower() != b"bearer":
+                return None
+            keys.append(key.strip())
+    return keys[0] if len(keys) == 1 else None
 
 
 def _digest(key: bytes) -> bytes:

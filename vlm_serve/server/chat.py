@@ -97,8 +97,22 @@ async def chat_completions(service: Service, request: Request) -> Response:
     arrival = time.monotonic()
     body = await read_json(request, ChatCompletionRequest, service.config.max_body_bytes)
     headers = ignored_header(ignored_fields(body.model_extra or {}))
+    chat = chat_task(service, request, body, arrival)
+    if body.stream:
+        return await stream_response(request, _chunks(service, chat), headers, chat.task.request_id)
+    answer = await until_disconnected(request, _whole(service, chat))
+    return JSONResponse(answer.model_dump(), headers=headers)
+
+
+def chat_task(
+    service: Service, request: Request, body: ChatCompletionRequest, arrival: float
+) -> ChatTask:
+    """Checks a chat request, whichever API it came over, and says how to answer it.
+
+    Raises VlmServeError for what the server refuses before any work is done.
+    """
     body.check_stream_options()
-    chat = ChatTask(
+    return ChatTask(
         body=body,
         task=Task(
             prepare=preparing(service, _with_effort(body), body.cache_salt),
@@ -111,10 +125,6 @@ async def chat_completions(service: Service, request: Request) -> Response:
         tools=_tool_schemas(service, body),
         created=int(time.time()),
     )
-    if body.stream:
-        return await stream_response(request, _chunks(service, chat), headers, chat.task.request_id)
-    answer = await until_disconnected(request, _whole(service, chat))
-    return JSONResponse(answer.model_dump(), headers=headers)
 
 
 def _with_effort(body: ChatCompletionRequest) -> ChatCompletionRequest:
@@ -127,14 +137,19 @@ def _with_effort(body: ChatCompletionRequest) -> ChatCompletionRequest:
     )
 
 
-def _choices(service: Service, chat: ChatTask, generation: Generation) -> list[ChatChoiceState]:
+def output_parser(service: Service, chat: ChatTask, generation: Generation) -> OutputParser:
+    """A new parser for one choice of the answer."""
     reasoning = None
     if service.config.reasoning_parser != "none":
         reasoning = generation.prompt.text.rstrip().endswith(THINK_START)
+    return OutputParser(reasoning=reasoning, tools=chat.tools)
+
+
+def _choices(service: Service, chat: ChatTask, generation: Generation) -> list[ChatChoiceState]:
     return [
         ChatChoiceState(
             index=index,
-            parser=OutputParser(reasoning=reasoning, tools=chat.tools),
+            parser=output_parser(service, chat, generation),
             tokenizer=service.tokenizer,
             top_logprobs=chat.body.top_logprobs or 0 if chat.body.logprobs else None,
             keep_token_ids=bool(chat.body.return_token_ids),

@@ -8,8 +8,10 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from vlm_serve.errors import InvalidRequestError, OverloadedError, VlmServeError
+from vlm_serve.server.request_id import request_id_of
 
 _log = logging.getLogger(__name__)
 
@@ -62,14 +64,46 @@ def envelope(error: VlmServeError) -> dict[str, Any]:
     }
 
 
-def error_response(error: VlmServeError) -> JSONResponse:
+MESSAGES_PATH = "/v1/messages"
+"""The route whose errors have Anthropic's form."""
+
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def messages_envelope(error: VlmServeError, request_id: str) -> dict[str, Any]:
+    """The JSON body that describes an error to a client of /v1/messages."""
+    kind = _MESSAGES_TYPES.get(error.status, "invalid_request_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": error.message},
+        "request_id": request_id,
+    }
+
+
+def error_for(scope: Scope, error: VlmServeError) -> JSONResponse:
+    """The whole response, in the form of the route that was asked."""
+    if scope.get("path") == MESSAGES_PATH:
+        return error_response(error, messages_envelope(error, request_id_of(scope)))
+    return error_response(error)
+
+
+def error_response(error: VlmServeError, body: dict[str, Any] | None = None) -> JSONResponse:
     """The whole response; overload says when to come back."""
     headers = {}
     if error.status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(envelope(error), status_code=error.status, headers=headers)
+    return JSONResponse(body or envelope(error), status_code=error.status, headers=headers)
 
 
 def internal_error(error: BaseException, request_id: str) -> VlmServeError:

@@ -7,6 +7,7 @@ unless its value asks for nothing. Everything else is ignored and named in a res
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from vlm_serve.server.errors import UnsupportedFieldError
@@ -64,16 +65,18 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 
 
-def ignored_fields(extra: dict[str, Any]) -> list[str]:
+def ignored_fields(
+    extra: dict[str, Any], unimplemented: Mapping[str, tuple[Any, ...]] = UNIMPLEMENTED
+) -> list[str]:
     """The names of the undeclared fields that have no effect.
 
     Raises UnsupportedFieldError for the first one that would have had an effect elsewhere.
     """
     ignored = []
     for name, value in extra.items():
-        if name not in UNIMPLEMENTED:
+        if name not in unimplemented:
             ignored.append(name)
-        elif value is not None and not _asks_for_nothing(value, UNIMPLEMENTED[name]):
+        elif value is not None and not _asks_for_nothing(value, unimplemented[name]):
             raise UnsupportedFieldError(
                 f"{name} is not implemented by this server", param=name, code="unsupported_field"
             )
