@@ -22,7 +22,7 @@ def flags_of(*arguments: str) -> dict[str, Any]:
     return vars(build_parser().parse_args(arguments))
 
 
-@pytest.mark.parametrize("command", ["", "serve", "chat"])
+@pytest.mark.parametrize("command", ["", "serve", "chat", "run-batch", "video-qa"])
 def test_help_loads_nothing_heavy(command: str) -> None:
     code = (
         "import sys\n"

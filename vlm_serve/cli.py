@@ -62,6 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_config_file(plan)
     _add_options(plan, options_of(EngineConfig))
 
+    add_batch_commands(commands)
+
     chat = commands.add_parser("chat", help="answer one question and exit", allow_abbrev=False)
     chat.set_defaults(run=run_chat)
     chat.add_argument("question", help="what to ask")
@@ -80,6 +82,70 @@ def build_parser() -> argparse.ArgumentParser:
     _add_config_file(chat)
     _add_options(chat, options_of(EngineConfig))
     return parser
+
+
+def add_batch_commands(commands: Any) -> None:
+    """run-batch and video-qa: files of requests, answered without a server."""
+    batch = commands.add_parser(
+        "run-batch", help="answer a file of requests in OpenAI's batch form", allow_abbrev=False
+    )
+    batch.set_defaults(run=run_batch)
+    _add_files(batch, "JSON lines {custom_id, method, url, body}", "JSON lines, one per request")
+    batch.add_argument(
+        "--ordered",
+        action="store_true",
+        help="write the output in the input's order, when all is done",
+    )
+    _add_batch_options(batch)
+
+    video = commands.add_parser(
+        "video-qa", help="answer questions about many videos", allow_abbrev=False
+    )
+    video.set_defaults(run=run_video_qa)
+    _add_files(
+        video, "folder of videos, or .csv or .jsonl with video and question", ".jsonl or .csv"
+    )
+    video.add_argument(
+        "--question",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="asked about every video; may be given repeatedly",
+    )
+    video.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: 256)")
+    video.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    _add_batch_options(video)
+
+
+def _add_files(parser: argparse.ArgumentParser, source: str, output: str) -> None:
+    parser.add_argument("-i", "--input", required=True, type=Path, metavar="PATH", help=source)
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help=f"{output}; what an earlier run has written there is not done again",
+    )
+
+
+def _add_batch_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=None, help=f"as for serve (default: {DEMO_MODEL})")
+    parser.add_argument(
+        "--concurrency",
+        type=_positive,
+        metavar="N",
+        help="requests that are open at a time (default: twice max_num_seqs)",
+    )
+    _add_config_file(parser)
+    _add_options(parser, options_of(ServerConfig))
+    _add_options(parser, options_of(EngineConfig))
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -172,16 +238,48 @@ def _engine_config(options: argparse.Namespace, file: Mapping[str, Any]) -> Engi
     return EngineConfig(**collect(options_of(EngineConfig), vars(options), os.environ, file))
 
 
-def run_serve(options: argparse.Namespace) -> int:
+def _model_and_configs(options: argparse.Namespace) -> tuple[str, EngineConfig, ServerConfig]:
     file = read_config_file(options.config)
     engine_config = _engine_config(options, file)
     server_config = ServerConfig(
         **collect(options_of(ServerConfig), vars(options), os.environ, file)
     )
     model = options.model or os.environ.get("VLM_SERVE_MODEL") or file.get("model") or DEMO_MODEL
+    return str(model), engine_config, server_config
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    configured = _model_and_configs(options)
     from vlm_serve.server.main import serve
 
-    return serve(str(model), engine_config, server_config)
+    return serve(*configured)
+
+
+def run_batch(options: argparse.Namespace) -> int:
+    configured = _model_and_configs(options)
+    from vlm_serve.batch import run_batch
+
+    return run_batch.run(
+        options.input,
+        options.output,
+        *configured,
+        in_order=options.ordered,
+        concurrency=options.concurrency,
+    )
+
+
+def run_video_qa(options: argparse.Namespace) -> int:
+    configured = _model_and_configs(options)
+    from vlm_serve.batch import video_qa
+
+    return video_qa.run(
+        options.input,
+        options.output,
+        *configured,
+        questions=options.question,
+        options=video_qa.AnswerOptions(options.max_tokens, options.temperature),
+        concurrency=options.concurrency,
+    )
 
 
 def run_plan(options: argparse.Namespace) -> int:

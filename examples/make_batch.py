@@ -1,0 +1,50 @@
+"""Write a batch file that asks about the example pictures:
+`python examples/make_batch.py examples/batch/pictures.jsonl`."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+MEDIA = Path(__file__).parent / "media"
+QUESTIONS = {
+    "shapes.png": ("How many objects are in the picture?", "What color is the star?"),
+    "star.png": ("What object is in the picture?", "What color is the star?"),
+    "heart.png": ("What object is in the picture?", "What color is the heart?"),
+}
+
+
+def line(custom_id: str, body: dict[str, Any], url: str = "/v1/chat/completions") -> str:
+    request = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+    return json.dumps(request) + "\n"
+
+
+def chat(picture: str, question: str) -> dict[str, Any]:
+    """A greedy chat request with the picture inside."""
+    data = base64.b64encode((MEDIA / picture).read_bytes()).decode()
+    content = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        {"type": "text", "text": question},
+    ]
+    messages = [{"role": "user", "content": content}]
+    return {"messages": messages, "max_completion_tokens": 32, "temperature": 0}
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("w", encoding="utf-8") as file:
+        # One question after the other, the pictures in turn: run-batch puts them in a better order.
+        for number in range(2):
+            for picture, questions in QUESTIONS.items():
+                name = f"{Path(picture).stem}-{number + 1}"
+                file.write(line(name, chat(picture, questions[number])))
+        text = {"prompt": "A red", "max_tokens": 4, "temperature": 0}
+        file.write(line("text", text, "/v1/completions"))
+
+
+if __name__ == "__main__":
+    main()

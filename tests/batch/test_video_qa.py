@@ -1,0 +1,93 @@
+"""`vlm-serve video-qa` with the demo model."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from vlm_serve.batch.video_questions import read_questions
+from vlm_serve.cli import main
+from vlm_serve.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ENGINE = ("--cache-memory", "64MiB", "--no-idle-check")
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_shipped_table_is_answered_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = EXAMPLES / "batch" / "videos.csv", tmp_path / "out.csv"
+    command = ["video-qa", "-i", str(source), "-o", str(output), *ENGINE]
+    assert main(command) == 0
+    found = table(output)
+    assert [row["answer"] for row in found] == ["Red.", "Blue.", "Sorry, I cannot tell."]
+    assert sum(int(row["cached_tokens"]) > 0 for row in found) == 2
+    assert "change.mp4  3 questions" in capsys.readouterr().err
+    assert main([*command, "--question", "Who drew this?"]) == 0, "which has been answered"
+    assert sorted(row["id"] for row in table(output)) == sorted(row["id"] for row in found)
+    assert all(row in found for row in table(output))
+    assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
+
+
+def test_a_folder_with_a_broken_video(tmp_path: Path) -> None:
+    folder = tmp_path / "videos"
+    (folder / "sub").mkdir(parents=True)
+    shutil.copy(EXAMPLES / "media" / "change.mp4", folder / "sub" / "a b%20.mp4")
+    (folder / "broken.mp4").write_bytes(b"no video")
+    (folder / "notes.txt").write_text("no video")
+    output = tmp_path / "out.jsonl"
+    command = ["video-qa", "-i", str(folder), "-o", str(output), *ENGINE]
+    question = "What color is the circle at the start?"
+    assert main([*command, "--question", question]) == 0
+    rows = {row["video"]: row for row in map(json.loads, output.read_text().splitlines())}
+    assert set(rows) == {"sub/a b%20.mp4", "broken.mp4"}
+    good, bad = rows["sub/a b%20.mp4"], rows["broken.mp4"]
+    assert (good["answer"], good["error"]) == ("Red.", None)
+    assert bad["answer"] is None
+    assert bad["error"]
+    assert str(tmp_path) not in bad["error"]
+
+
+def test_json_lines_with_ids_and_urls(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    rows = [
+        {"id": "one", "video": "clip.mp4", "question": "Who?"},
+        {"video": "https://host/x.mp4", "question": "Who?"},
+    ]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    local, remote = read_questions(source, [])
+    assert (local.id, local.file) == ("one", tmp_path / "clip.mp4")
+    assert (remote.url, remote.file) == ("https://host/x.mp4", None)
+    assert [each.text for each in read_questions(source, ["What?"])] == ["Who?", "What?"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("in.csv", "video,question\n", "no videos"),
+        ("in.csv", "video\nx.mp4\n", "--question"),
+        ("in.csv", "film\nx.mp4\n", "line 2"),
+        ("in.jsonl", "{", "line 1"),
+        ("in.jsonl", '{"video": 5}', "line 1"),
+        (
+            "in.jsonl",
+            '{"id": "a", "video": "x", "question": "q"}\n'
+            '{"id": "a", "video": "y", "question": "q"}',
+            "appears twice",
+        ),
+        ("in.txt", "", "folder"),
+    ],
+)
+def test_what_is_missing_is_said(tmp_path: Path, name: str, content: str, said: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        read_questions(tmp_path / name, [])

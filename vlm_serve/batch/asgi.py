@@ -1,0 +1,64 @@
+"""A client of the server's routes without a network: what HTTP checks, this passes too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole response."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def post(
+    app: ASGIApp, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> Reply:
+    """Sends JSON to a route and returns all of its answer. Cancelling it ends the request as a
+    client does that goes away."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    status = 500
+    head: dict[str, str] = {}
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()  # this client stays
+        raise AssertionError("unreachable")
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            head.update((name.decode(), value.decode()) for name, value in message["headers"])
+        elif message["type"] == "http.response.body":
+            parts.append(message.get("body", b""))
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            *headers,
+        ],
+        "client": None,
+        "server": None,
+    }
+    await app(scope, receive, send)
+    return Reply(status, head, b"".join(parts))

@@ -1,0 +1,110 @@
+"""An output file that grows by finished lines and tells after a kill what is done."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vlm_serve.errors import ConfigError
+
+Row = dict[str, Any]
+
+
+class Journal:
+    """JSON lines, one per job, each with the job's `id`. A line counts once its end is written: a
+    process that is killed leaves whole lines and at most one piece, which is cut off on opening.
+
+    Args:
+        path: the file; made if it is missing.
+
+    Attributes:
+        done: ids of the jobs that have a line.
+
+    Raises ConfigError if the file cannot be written, or holds anything but such lines.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._places: dict[str, int] = {}
+        try:
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}", param="output") from None
+        try:
+            self._scan()
+        except ConfigError:
+            self._file.close()
+            raise
+
+    def _scan(self) -> None:
+        self._file.seek(0)
+        end = 0
+        for number, line in enumerate(self._file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            self._places[self._id_of(line, number)] = end
+            end += len(line)
+        self._file.truncate(end)
+        self._file.seek(0, os.SEEK_END)
+
+    def _id_of(self, line: bytes, number: int) -> str:
+        try:
+            found = json.loads(line)["id"]
+        except (ValueError, KeyError, TypeError):
+            found = None
+        if not isinstance(found, str) or found in self._places:
+            raise ConfigError(
+                f"{self.path}, line {number}: this is no output of an earlier run; "
+                "give another output file or remove it",
+                param="output",
+            )
+        return found
+
+    @property
+    def done(self) -> frozenset[str]:
+        return frozenset(self._places)
+
+    def append(self, row: Row) -> None:
+        """Writes one job's line, whole, past every buffer of this process."""
+        line = json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        self._places[row["id"]] = self._file.tell()
+        self._file.write(line)
+        self._file.flush()
+
+    def rows(self, ids: Sequence[str] | None = None) -> Iterator[Row]:
+        """The rows of some jobs in the order given, or of all in the order written."""
+        with self.path.open("rb") as file:
+            for name in self._places if ids is None else ids:
+                file.seek(self._places[name])
+                yield json.loads(file.readline())
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+
+def partial_of(output: Path) -> Path:
+    """Where rows wait whose output file is written at the end."""
+    return output.with_name(output.name + ".partial")
+
+
+def replace_file(path: Path, chunks: Iterator[bytes]) -> None:
+    """Writes a file beside the path and puts it there: a kill leaves the old one or the new one."""
+    beside = path.with_name(path.name + ".new")
+    with beside.open("wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)

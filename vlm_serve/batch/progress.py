@@ -1,0 +1,62 @@
+"""How far a run is, on one line of a terminal, or now and then in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+TERMINAL_SECONDS = 0.2
+LOG_SECONDS = 10.0
+BAR_WIDTH = 24
+
+
+class Progress:
+    """Counts finished jobs.
+
+    Args:
+        total: jobs of the whole run.
+        done: jobs that an earlier run has finished.
+        out: where to; standard error unless told otherwise.
+    """
+
+    def __init__(self, total: int, done: int = 0, out: TextIO | None = None) -> None:
+        self._out = sys.stderr if out is None else out
+        self._terminal = self._out.isatty()
+        self._total, self._before, self._done = total, done, done
+        self._failed = self._prompt = self._cached = 0
+        self._start = self._shown = time.monotonic()
+
+    def add(self, *, failed: bool, prompt_tokens: int, cached_tokens: int) -> None:
+        """One job has ended."""
+        self._done += 1
+        self._failed += failed
+        self._prompt += prompt_tokens
+        self._cached += cached_tokens
+        now = time.monotonic()
+        if now - self._shown >= (TERMINAL_SECONDS if self._terminal else LOG_SECONDS):
+            self._shown = now
+            self._show(now, "\r" if self._terminal else "")
+
+    def close(self) -> None:
+        """Shows the final count."""
+        self._show(time.monotonic(), "\r" if self._terminal else "")
+        if self._terminal:
+            self._out.write("\n")
+
+    def _show(self, now: float, start: str) -> None:
+        filled = BAR_WIDTH * self._done // max(self._total, 1)
+        rate = (self._done - self._before) / max(now - self._start, 1e-6)
+        left = (self._total - self._done) / rate if rate else None
+        text = (
+            f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {self._done}/{self._total}, "
+            f"{self._failed} failed, {rate:.2f}/s, {percent(self._cached, self._prompt)} cached"
+        )
+        if left:
+            text += f", {left:.0f} s left"
+        self._out.write(f"{start}{text:<100}" if self._terminal else f"{text}\n")
+        self._out.flush()
+
+
+def percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "0.0 %"

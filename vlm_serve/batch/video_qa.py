@@ -1,0 +1,227 @@
+"""`vlm-serve video-qa`: questions about many videos, answered by the server's own routes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from vlm_serve.batch.asgi import Reply
+from vlm_serve.batch.journal import Journal, Row, partial_of, replace_file
+from vlm_serve.batch.order import affinity_of
+from vlm_serve.batch.progress import Progress, percent
+from vlm_serve.batch.runner import Job, reply_json, run_jobs, usage_of
+from vlm_serve.batch.video_questions import Question, read_questions
+from vlm_serve.config import EngineConfig
+from vlm_serve.errors import ConfigError
+from vlm_serve.server.config import ServerConfig
+
+COLUMNS = (
+    "id",
+    "video",
+    "question",
+    "answer",
+    "prompt_tokens",
+    "cached_tokens",
+    "hit_rate",
+    "completion_tokens",
+    "cache_reason",
+    "error",
+)
+_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """How each question is answered."""
+
+    max_tokens: int = 256
+    temperature: float | None = 0.0
+
+
+@dataclass(slots=True)
+class VideoTally:
+    """What was reused for one video's questions."""
+
+    questions: int = 0
+    failed: int = 0
+    prompt: int = 0
+    cached: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was reused, by video."""
+
+    videos: dict[str, VideoTally] = field(default_factory=dict)
+
+    def add(self, row: Row) -> None:
+        video = self.videos.setdefault(row["video"], VideoTally())
+        video.questions += 1
+        video.failed += row["error"] is not None
+        video.prompt += row["prompt_tokens"]
+        video.cached += row["cached_tokens"]
+
+    def lines(self) -> Iterator[str]:
+        """A line per video: its questions, failures and hit rate."""
+        width = max(map(len, self.videos), default=0)
+        for name, video in sorted(self.videos.items()):
+            failed = f", {video.failed} failed" if video.failed else ""
+            rate = percent(video.cached, video.prompt)
+            yield f"  {name:<{width}}  {video.questions} questions{failed}, {rate} cached"
+
+
+def chat_body(question: Question, options: AnswerOptions) -> bytes:
+    """The chat request of a question: the video first, so that all of its questions share it."""
+    content = [
+        {"type": "video_url", "video_url": {"url": question.url}},
+        {"type": "text", "text": question.text},
+    ]
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "max_completion_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "cache_report": True,
+    }
+    return json.dumps(body, ensure_ascii=False).encode()
+
+
+def row_of(question: Question, reply: Reply) -> Row:
+    """The output row of a question: its answer, or the error's message."""
+    body = reply_json(reply)
+    row: Row = {"id": question.id, "video": question.video, "question": question.text}
+    prompt, cached = usage_of(body)
+    answered = reply.status == 200
+    return row | {
+        "answer": body["choices"][0]["message"]["content"] if answered else None,
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "hit_rate": round(cached / prompt, 4) if prompt else 0.0,
+        "completion_tokens": body["usage"]["completion_tokens"] if answered else 0,
+        "cache_reason": body["cache_report"]["reason"] if answered else None,
+        "error": None if answered else body["error"]["message"],
+    }
+
+
+def run(
+    source: Path,
+    output: Path,
+    model: str,
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    *,
+    questions: Sequence[str] = (),
+    options: AnswerOptions | None = None,
+    concurrency: int | None = None,
+) -> int:
+    """Answers every question that has no row in `output` yet.
+
+    Args:
+        source: a folder of videos, or a .csv or .jsonl file with `video` and `question`.
+        output: its ending decides: .csv or .jsonl. Rows of a CSV file wait in `OUTPUT.partial`
+            until all are there.
+        questions: asked about every video; needed for a folder.
+
+    Returns the exit status: 0, also if some questions could not be answered.
+
+    Raises:
+        ConfigError: nothing to ask, or files that cannot be read or written.
+        CheckpointError, EngineClosedError: see `run_jobs`.
+    """
+    if output.suffix not in (".csv", ".jsonl"):
+        raise ConfigError("the output's name must end with .csv or .jsonl", param="output")
+    options = options or AnswerOptions()
+    asked = {each.id: each for each in read_questions(source, questions)}
+    tally = Tally()
+    with Journal(_seeded(output) if output.suffix == ".csv" else output) as journal:
+        for row in journal.rows():
+            if row["id"] not in asked:
+                raise ConfigError(
+                    f"{output} has rows of other questions; give another output file or remove it",
+                    param="output",
+                )
+            tally.add(row)
+        progress = Progress(len(asked), len(journal.done))
+
+        def on_reply(job: Job, reply: Reply) -> None:
+            row = row_of(asked[job.id], reply)
+            journal.append(row)
+            tally.add(row)
+            progress.add(
+                failed=row["error"] is not None,
+                prompt_tokens=row["prompt_tokens"],
+                cached_tokens=row["cached_tokens"],
+            )
+
+        jobs = _jobs([each for each in asked.values() if each.id not in journal.done], options)
+        config = _with_root(engine_config, asked.values())
+        try:
+            run_jobs(model, config, server_config, jobs, on_reply, concurrency)
+        finally:
+            progress.close()
+        if output.suffix == ".csv":
+            replace_file(output, _as_csv(journal.rows(list(asked))))
+            journal.path.unlink()
+    for line in tally.lines():
+        print(line, file=sys.stderr)
+    return 0
+
+
+def _jobs(questions: Sequence[Question], options: AnswerOptions) -> list[Job]:
+    jobs = []
+    for each in questions:
+        affinity = affinity_of(json.loads(chat_body(each, options)))
+        body = partial(chat_body, each, options)
+        jobs.append(Job(each.id, "/v1/chat/completions", body, affinity))
+    return jobs
+
+
+def _with_root(config: EngineConfig, questions: Iterable[Question]) -> EngineConfig:
+    """The engine may read the folder that holds all of the videos, unless a folder was given."""
+    files = [str(each.file.parent) for each in questions if each.file is not None]
+    if config.allowed_local_media_path is not None or not files:
+        return config
+    return replace(config, allowed_local_media_path=os.path.commonpath(files))
+
+
+def _seeded(output: Path) -> Path:
+    """The partial file of a CSV output. If only the output is there, its rows are put back."""
+    path = partial_of(output)
+    if output.exists() and not path.exists():
+        replace_file(path, _from_csv(output))
+    return path
+
+
+def _from_csv(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for found in csv.DictReader(file):
+                row: Row = {name: found[name] or None for name in COLUMNS}
+                row |= {name: int(found[name]) for name in _COUNTS}
+                row["hit_rate"] = float(found["hit_rate"])
+                if row["error"] is None:
+                    row["answer"] = found["answer"]
+                yield json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    except (KeyError, TypeError, ValueError, csv.Error):
+        raise ConfigError(
+            f"{path} is no output of an earlier run; give another output file or remove it",
+            param="output",
+        ) from None
+
+
+def _as_csv(rows: Iterable[Row]) -> Iterator[bytes]:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS)
+    writer.writeheader()
+    for row in rows:
+        writer.writerow(row)
+        yield text.getvalue().encode()
+        text.seek(0)
+        text.truncate()
+    yield text.getvalue().encode()

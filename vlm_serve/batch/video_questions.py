@@ -1,0 +1,129 @@
+"""Which questions about which videos: from a folder, a CSV file or JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlm_serve.errors import ConfigError
+
+SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".3gp")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question about one video.
+
+    Attributes:
+        id: from the input if it has one, else made from video and question.
+        video: as the input names it.
+        url: what the request names.
+        file: the video's file; None for a URL.
+    """
+
+    id: str
+    video: str
+    text: str
+    url: str
+    file: Path | None
+
+
+def read_questions(source: Path, questions: Sequence[str]) -> list[Question]:
+    """The questions in the input's order; the same question about a video is asked once.
+
+    Args:
+        source: a folder, searched with its subfolders, or a .csv or .jsonl file with `video`,
+            `question` and, if wanted, `id`. Its relative paths begin at its own folder.
+        questions: asked about every video; a file may then leave out its own.
+
+    Raises ConfigError that says what is missing, with the file's line.
+    """
+    try:
+        if source.is_dir():
+            rows: list[Fields] = [(video, None, None) for video in _videos_below(source)]
+            root = source
+        elif source.suffix in (".csv", ".jsonl"):
+            rows = list(_csv_rows(source) if source.suffix == ".csv" else _json_rows(source))
+            root = source.parent
+        else:
+            raise ConfigError("the input must be a folder, a .csv or a .jsonl file", param="input")
+    except OSError as error:
+        raise ConfigError(f"{source}: {error.strerror}", param="input") from None
+    if not rows:
+        raise ConfigError(f"{source}: there are no videos", param="input")
+    found: dict[str, Question] = {}
+    for video, text, name in rows:
+        texts = questions if text is None else (text, *questions)
+        if not texts:
+            raise ConfigError(
+                f"{source}: no question about {video}; give --question", param="input"
+            )
+        for number, each in enumerate(dict.fromkeys(texts)):
+            question = _question(root, video, each, name if number == 0 else None)
+            other = found.setdefault(question.id, question)
+            if (other.video, other.text) != (video, each):
+                raise ConfigError(f"{source}: the id {question.id!r} appears twice", param="input")
+    return list(found.values())
+
+
+def _question(root: Path, video: str, text: str, name: str | None) -> Question:
+    digest = hashlib.blake2b(json.dumps([video, text]).encode(), digest_size=12)
+    file = None
+    url = video
+    if not video.lower().startswith(("http://", "https://", "data:", "file://")):
+        # A missing file is that question's error, not the run's.
+        file = (root / video).resolve()
+        url = file.as_uri()
+    return Question(name or f"video_qa_{digest.hexdigest()}", video, text, url, file)
+
+
+def _videos_below(folder: Path) -> list[str]:
+    return sorted(
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.suffix.lower() in SUFFIXES and path.is_file()
+    )
+
+
+Fields = tuple[str, str | None, str | None]
+"""Video, question and id of a row."""
+
+
+def _csv_rows(path: Path) -> Iterator[Fields]:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+        reader = csv.DictReader(file)
+        try:
+            for row in reader:
+                yield _fields(row, path, reader.line_num)
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {reader.line_num}: {error}", param="input") from None
+
+
+def _json_rows(path: Path) -> Iterator[Fields]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}, line {number}: it is no JSON object", param="input")
+            yield _fields(row, path, number)
+
+
+def _fields(row: dict[str, Any], path: Path, number: int) -> Fields:
+    video, text, name = (row.get(key) or None for key in ("video", "question", "id"))
+    if not isinstance(video, str) or not all(
+        value is None or isinstance(value, str) for value in (text, name)
+    ):
+        raise ConfigError(
+            f"{path}, line {number}: it needs texts for video and question", param="input"
+        )
+    return video, text, name
