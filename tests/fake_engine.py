@@ -19,6 +19,7 @@ from vlm_serve.errors import EngineClosedError, VlmServeError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.structured_outputs import StructuredOutputs
 
 
 class FakePreprocessor:
@@ -52,6 +53,15 @@ class FakePreprocessor:
         return Prompt(ids, torch.zeros(3, len(ids), dtype=torch.int64), 0, keys, text=text)
 
 
+class FakeGrammars:
+    """Lets every answer be: the script decides."""
+
+    def find(self, form: StructuredOutputs, after: bytes) -> None:
+        return None
+
+    compile = find
+
+
 @dataclass
 class FakeRequest:
     prompt: Prompt
@@ -73,6 +83,7 @@ class FakeEngine:
     def __init__(self, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig(block_size=16)
         self.preprocessor = FakePreprocessor(tokenizer)
+        self.grammars = FakeGrammars()
         self.max_model_len = 4096
         self.gate = threading.Event()
         self.num_checks = 0

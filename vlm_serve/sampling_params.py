@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_BIASES = 1024
+MAX_ALLOWED_TOKENS = 1 << 16
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 256
 MAX_CHOICES = 128
 
 
@@ -31,6 +37,12 @@ class SamplingParams:
         repetition_penalty: > 0, over prompt and generated tokens; 1 is neutral.
         logprobs: how many of the most likely tokens to report per generated token (the sampled one
             is always included); None reports none.
+        prompt_logprobs: how many of the most likely tokens to report per prompt token (the prompt's
+            own is always included). The prompt is computed without the cache.
+        logit_bias: token id -> what is added to its logit, in [-100, 100].
+        allowed_token_ids: nothing else is sampled.
+        bad_words: texts that are not generated.
+        structured_outputs: the form of the answer.
         n: number of choices from one prompt.
         return_routed_experts: also return the experts that each token was routed to (mixture of
             experts models only).
@@ -52,6 +64,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
     n: int = 1
     return_routed_experts: bool = False
     routed_experts_prompt_start: int = 0
@@ -72,7 +89,9 @@ class SamplingParams:
         _check("frequency_penalty", self.frequency_penalty, float, -2.0, 2.0)
         _check("repetition_penalty", self.repetition_penalty, float, 0.0, 100.0, open_low=True)
         _check("logprobs", self.logprobs, int, 0, MAX_LOGPROBS)
+        _check("prompt_logprobs", self.prompt_logprobs, int, 0, MAX_LOGPROBS)
         _check("n", self.n, int, 1, MAX_CHOICES)
+        self._check_logit_rules()
         self._check_experts()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
@@ -85,6 +104,39 @@ class SamplingParams:
             raise InvalidRequestError("stop strings must be non-empty strings", param="stop")
         for token in self.stop_token_ids:
             _check("stop_token_ids", token, int, 0)
+
+    def _check_logit_rules(self) -> None:
+        bias = self.logit_bias or {}
+        if not isinstance(bias, Mapping) or len(bias) > MAX_BIASES:
+            raise InvalidRequestError(
+                f"logit_bias must map at most {MAX_BIASES} token ids to numbers", param="logit_bias"
+            )
+        for token, value in bias.items():
+            _check("logit_bias", token, int, 0)
+            _check("logit_bias", value, float, -100.0, 100.0)
+            if value is None:
+                raise InvalidRequestError("logit_bias must be numbers", param="logit_bias")
+        allowed = self.allowed_token_ids
+        if allowed is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(allowed))
+            if not 1 <= len(allowed) <= MAX_ALLOWED_TOKENS:
+                raise InvalidRequestError(
+                    f"allowed_token_ids must have at least 1 and at most {MAX_ALLOWED_TOKENS} ids",
+                    param="allowed_token_ids",
+                )
+            for token in allowed:
+                _check("allowed_token_ids", token, int, 0)
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
+        object.__setattr__(self, "bad_words", tuple(words or ()))
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequestError(f"at most {MAX_BAD_WORDS} bad words", param="bad_words")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_LENGTH:
+                raise InvalidRequestError(
+                    "bad_words must be texts that are not blank and have at most "
+                    f"{MAX_BAD_WORD_LENGTH} characters",
+                    param="bad_words",
+                )
 
     def _check_experts(self) -> None:
         if not isinstance(self.return_routed_experts, bool):

@@ -128,7 +128,6 @@ def test_logprobs_in_the_older_form(fake: RunningServer) -> None:
         ({"prompt": ["x"] * 129}, "prompt"),
         ({"prompt": [1.5]}, "prompt"),
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
-        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 3}, "best_of"),
     ],

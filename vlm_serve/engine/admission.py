@@ -60,10 +60,11 @@ class Admission:
             return self._start(sequence, None, budget)
         match = self._cache.match(
             sequence.keys,
-            limit=sequence.num_tokens - 1,
+            limit=sequence.match_limit,
             complete_experts=self._complete_experts and sequence.experts is not None,
         )
-        trusted = not sequence.suspect_until  # what made a step fail is computed anew
+        # What made a step fail is computed anew, and so is what has to report its logits.
+        trusted = not sequence.suspect_until and not sequence.reports_prompt
         if self._tiers is not None and trusted and self._tiers.ask(sequence, match):
             return False
         if self._start(sequence, match, budget):

@@ -146,6 +146,9 @@ def _eligible(request: Request) -> bool:
         and request.cached_tokens > 0
         and request.sequences[0].finish_reason in ("stop", "length")
         and params.temperature == 0
+        and request.rules is None
+        and request.grammar is None
+        and params.prompt_logprobs is None
         and not params.presence_penalty
         and not params.frequency_penalty
         and params.repetition_penalty in (None, 1.0)

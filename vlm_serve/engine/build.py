@@ -37,6 +37,8 @@ from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
 from vlm_serve.preprocess.tokenizer import read_json
 
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
+REPORTED_LOGITS_BYTES = 256 << 20
+"""Logits of prompt tokens that one step may compute for requests that want to see them."""
 NUMERICS_VERSION = 1
 """Raised whenever a kernel's arithmetic changes: what older code computed is then not reused."""
 
@@ -116,7 +118,9 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         model_config=model_config,
         memory=memory,
         preprocessor=preprocessor,
-        scheduler=Scheduler(cache, media, _scheduler_config(config, block_size), fetcher),
+        scheduler=Scheduler(
+            cache, media, _scheduler_config(config, block_size, model_config), fetcher
+        ),
         runner=runner,
         cache=cache,
         generation_config=read_json(path / "generation_config.json"),
@@ -236,7 +240,7 @@ def _cache_config(config: EngineConfig, memory: MemoryPlan) -> CacheConfig:
     )
 
 
-def _scheduler_config(config: EngineConfig, block_size: int) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, block_size: int, model: ModelConfig) -> SchedulerConfig:
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -244,5 +248,6 @@ def _scheduler_config(config: EngineConfig, block_size: int) -> SchedulerConfig:
         chunk_size=config.gdn_chunk_size,
         state_interval=config.state_interval_blocks * block_size,
         decode_state_interval=config.prefix_cache_decode_state_interval,
+        reported_tokens=max(block_size, REPORTED_LOGITS_BYTES // (4 * model.text.vocab_size)),
         complete_experts=config.expert_replay == "complete",
     )

@@ -18,6 +18,7 @@ from vlm_serve.cache.listing import TreePage
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.build import EngineParts, build
+from vlm_serve.engine.constraints import LogitRules
 from vlm_serve.engine.inspection import Inspector
 from vlm_serve.engine.media_loading import MediaLoading
 from vlm_serve.engine.outputs import CacheReport, Delta
@@ -27,6 +28,8 @@ from vlm_serve.engine.sequence import Request, Sequence
 from vlm_serve.engine.tier_loading import TierLoading
 from vlm_serve.engine.validation import check_page, check_prompt, check_request, check_ttl
 from vlm_serve.errors import EngineClosedError, EngineError, VlmServeError
+from vlm_serve.grammar.compiler import GrammarCompiler
+from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
@@ -51,6 +54,10 @@ class Engine:
         self.num_steps = 0
         self.last_step_time = time.monotonic()
         self._stop_tokens = parts.stop_tokens
+        self._vocabulary = parts.model_config.text.vocab_size
+        self.grammars = GrammarCompiler(
+            parts.preprocessor.tokenizer, self._vocabulary, parts.stop_tokens
+        )
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._cache = parts.cache
@@ -87,9 +94,11 @@ class Engine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        grammar: Grammar | None = None,
     ) -> str:
         """Queues a request; `on_delta` receives its increments, the last one of every choice with a
-        finish reason.
+        finish reason. `grammar`: of `params.structured_outputs`, if it has been compiled already;
+        else it is compiled here.
 
         Raises:
             ContextLengthError: prompt and answer do not fit the context.
@@ -98,6 +107,9 @@ class Engine:
         """
         params = params.with_defaults(self.generation_config)
         check_request(prompt, params, self.model_config, self.max_model_len)
+        rules = LogitRules.of(params, self.preprocessor.tokenizer, self._vocabulary)
+        if grammar is None and params.structured_outputs is not None:
+            grammar = self.grammars.compile(params.structured_outputs)
         request = self._with_sequences(
             Request(
                 request_id=request_id or f"req-{secrets.token_hex(8)}",
@@ -106,6 +118,9 @@ class Engine:
                 on_delta=on_delta,
                 priority=priority,
                 arrival=next(self._numbers),
+                rules=rules,
+                grammar=grammar,
+                vocabulary=self._vocabulary,
             )
         )
         self._post(lambda: self._add(request))
@@ -188,6 +203,7 @@ class Engine:
                 return
             self._closed = True
         self._inbox.put(None)
+        self.grammars.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

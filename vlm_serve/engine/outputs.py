@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vlm_serve.cache.experts import Rows
+from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.errors import VlmServeError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -73,6 +74,8 @@ class Delta:
             tokens but the last, from `routed_experts_prompt_start` on; uint8 up to 256 experts,
             else uint16. Zero in the gaps.
         routed_experts_gaps: (first, last + 1) positions of the tokens whose rows are unknown.
+        prompt_logprobs: on the first delta, if asked for: of the prompt's tokens, the first one
+            excepted.
         error: set (with finish_reason "error") when the request failed.
     """
 
@@ -86,4 +89,5 @@ class Delta:
     cache_report: CacheReport | None = None
     routed_experts: Rows | None = field(default=None, compare=False)
     routed_experts_gaps: tuple[tuple[int, int], ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
     error: VlmServeError | None = None

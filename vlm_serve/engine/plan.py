@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vlm_serve.cache.experts import Rows
+from vlm_serve.engine.constraints import Constraint
 from vlm_serve.preprocess.prompt import MediaItem, Prompt
 from vlm_serve.sampling_params import SamplingParams
 
@@ -28,6 +29,7 @@ class SampleTask:
         prompt_token_ids: for the repetition penalty.
         banned: token ids that may not be sampled at this step.
         seed: seed of this choice's draws.
+        constraint: what else changes its logits.
     """
 
     sequence: int
@@ -36,6 +38,7 @@ class SampleTask:
     prompt_token_ids: tuple[int, ...]
     banned: tuple[int, ...]
     seed: int
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class Slice:
         samples: what to sample from the logits after the last token (several for forked choices);
             empty while prefill goes on.
         experts: the routed experts of these tokens are wanted.
+        prompt_logprobs: how many rivals to report for each prompt token that follows one of these
+            tokens; None: no report.
     """
 
     sequence: int
@@ -75,6 +80,15 @@ class Slice:
     embeddings: tuple[tuple[int, int, int, int], ...] = ()
     samples: tuple[SampleTask, ...] = ()
     experts: bool = False
+    prompt_logprobs: int | None = None
+
+    @property
+    def reported_end(self) -> int:
+        """Tokens `[start, reported_end)` of the slice are followed by a prompt token whose
+        log-probability is wanted."""
+        if self.prompt_logprobs is None:
+            return self.start
+        return max(self.start, min(self.end, len(self.prompt) - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +118,19 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of one prompt token, given those before it.
+
+    Attributes:
+        logprobs: token id -> log-probability of the most likely tokens and of the prompt's own.
+        rank: how likely the prompt's own token was; 1: the most likely one.
+    """
+
+    logprobs: dict[int, float]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step has computed, by sequence number.
 
@@ -111,7 +138,9 @@ class StepOutput:
         sampled: the token of every SampleTask of the plan.
         experts: if any slice wants them, the routed experts of every slice: `[tokens, layers,
             top_k]` expert ids, uint8 up to 256 experts, else uint16.
+        prompt_logprobs: of the slices that want them, for the tokens `start + 1 ... reported_end`.
     """
 
     sampled: dict[int, Sampled]
     experts: dict[int, Rows] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[PromptLogprobs]] = field(default_factory=dict)

@@ -23,6 +23,8 @@ class SchedulerConfig:
     chunk_size: int
     state_interval: int
     decode_state_interval: int
+    reported_tokens: int = 1 << 30
+    """Prompt tokens whose log-probabilities are computed in one step; at least a block."""
     complete_experts: bool = False
     """Requests for routed experts reuse nothing whose experts are unknown."""
 
@@ -41,6 +43,7 @@ class Planner:
         self._cache = roster.cache
         self._media = roster.media
         self._config = config
+        self._reports_left = 0
         self._admission = Admission(
             roster.cache,
             config.state_interval,
@@ -53,6 +56,7 @@ class Planner:
         roster = self._roster
         roster.planned = []
         budget = self._config.max_num_batched_tokens
+        self._reports_left = self._config.reported_tokens
         self._media.begin_step(budget)
         candidates = roster.suspects[:1] or roster.running
         for sequence in sorted((s for s in candidates if not s.prefilling), key=order):
@@ -116,12 +120,16 @@ class Planner:
             return 0
         config, cuts = self._config, sequence.keys.cuts
         start = sequence.num_computed
+        if sequence.reports_prompt:
+            budget = min(budget, self._reports_left)
         end = slice_end(cuts, start, sequence.prefill_target, budget)
         end = self._media.clip(sequence, start, end)
         if end <= start or not self._make_room(sequence, end):
             return 0
         ends = chunk_ends(cuts, start, end, config.block_size, config.chunk_size)
         wanted = [p for p in sequence.snapshot_positions if start < p <= end]
+        if sequence.reports_prompt:
+            self._reports_left -= end - start
         embeddings = self._media.acquire(sequence, start, end)
         snapshots = self._reserve(sequence, wanted)
         self._roster.planned.append(
@@ -180,6 +188,9 @@ class Planner:
             embeddings=embeddings,
             samples=_sample_tasks(sequence) if end == sequence.num_tokens else (),
             experts=sequence.experts is not None,
+            prompt_logprobs=sequence.request.params.prompt_logprobs
+            if sequence.reports_prompt
+            else None,
         )
 
 
@@ -192,6 +203,7 @@ def _sample_tasks(sequence: Sequence) -> tuple[SampleTask, ...]:
             prompt_token_ids=each.prompt.token_ids,
             banned=each.banned,
             seed=each.seed,
+            constraint=each.constraint,
         )
         for each in (sequence, *sequence.unborn)
     )

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from vlm_serve.cache.experts import Rows
-from vlm_serve.engine.plan import Encode, Slice, StepOutput, StepPlan
-from vlm_serve.engine.sampler import sample
+from vlm_serve.engine.plan import Encode, PromptLogprobs, Slice, StepOutput, StepPlan
+from vlm_serve.engine.sampler import prompt_logprobs, sample
 from vlm_serve.kernels.kv_write import copy_kv_rows
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.kernels.state_copy import copy_rows
@@ -57,10 +57,12 @@ class ModelRunner:
         batch, tasks_rows = self._batch(decodes, prefills)
         output = self._model.forward(batch, self._caches)
         tasks = [task for item in (*decodes, *prefills) for task in item.samples]
+        reports = _prompt_reports(output.logits, (*decodes, *prefills))
         sampled = sample(output.logits, tasks, tasks_rows)
         return StepOutput(
             {task.sequence: one for task, one in zip(tasks, sampled, strict=True)},
             _experts_by_sequence(output.experts, (*decodes, *prefills)),
+            reports,
         )
 
     def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
@@ -103,6 +105,7 @@ class ModelRunner:
             for first, last, slot, row in item.embeddings:
                 embedding = self._embeddings[slot][row : row + last - first]
                 media.append((offset + first, embedding))
+            logit_rows.extend(range(offset + item.start, offset + item.reported_end))
             if item.samples:
                 task_rows.extend([len(logit_rows)] * len(item.samples))
                 logit_rows.append(len(token_ids) - 1)
@@ -128,6 +131,21 @@ class ModelRunner:
         for position in range(item.start + unwritten, item.end):
             slots.append(table[position // size] * size + position % size)
         return slots
+
+
+def _prompt_reports(
+    logits: torch.Tensor, packed: Iterable[Slice]
+) -> dict[int, list[PromptLogprobs]]:
+    """Log-probabilities of prompt tokens, from the rows that `_batch` asked for."""
+    reports, row = {}, 0
+    for item in packed:
+        if item.prompt_logprobs is not None:
+            following = item.prompt.token_ids[item.start + 1 : item.reported_end + 1]
+            rows = logits[row : row + len(following)]
+            reports[item.sequence] = prompt_logprobs(rows, following, item.prompt_logprobs)
+            row += len(following)
+        row += bool(item.samples)
+    return reports
 
 
 def _experts_by_sequence(experts: torch.Tensor | None, packed: Iterable[Slice]) -> dict[int, Rows]:

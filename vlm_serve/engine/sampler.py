@@ -9,7 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from vlm_serve.engine.plan import Sampled, SampleTask
+from vlm_serve.engine.plan import PromptLogprobs, Sampled, SampleTask
+
+_REPORTED_AT_ONCE = 32
+"""Rows of prompt log-probabilities whose softmax is in memory at once."""
 
 
 def sample(logits: torch.Tensor, tasks: Sequence[SampleTask], rows: Sequence[int]) -> list[Sampled]:
@@ -20,10 +23,14 @@ def sample(logits: torch.Tensor, tasks: Sequence[SampleTask], rows: Sequence[int
         tasks: what to sample.
         rows: for each task its row of `logits` (several tasks may share one).
     """
-    if all(_is_plain_greedy(task) for task in tasks):
-        best = torch.argmax(logits, dim=-1).tolist()
+    plain = [_is_plain_greedy(task) for task in tasks]
+    best = torch.argmax(logits, dim=-1).tolist() if any(plain) else []
+    if all(plain):
         return [Sampled(best[row], {}) for row in rows]
-    return [_sample_one(logits[row], task) for task, row in zip(tasks, rows, strict=True)]
+    return [
+        Sampled(best[row], {}) if simple else _sample_one(logits[row], task)
+        for task, row, simple in zip(tasks, rows, plain, strict=True)
+    ]
 
 
 def _is_plain_greedy(task: SampleTask) -> bool:
@@ -32,6 +39,7 @@ def _is_plain_greedy(task: SampleTask) -> bool:
         params.temperature == 0
         and params.logprobs is None
         and not task.banned
+        and task.constraint is None
         and not _has_penalties(task)
     )
 
@@ -47,13 +55,26 @@ def _has_penalties(task: SampleTask) -> bool:
 
 def _sample_one(raw: torch.Tensor, task: SampleTask) -> Sampled:
     logits = raw
-    if task.banned or _has_penalties(task):
-        logits = raw.clone()
-        _apply_penalties(logits, task)
-        if task.banned:
-            logits[list(task.banned)] = float("-inf")
+    if task.banned or task.constraint is not None or _has_penalties(task):
+        logits = _changed(raw, task)
     token = int(torch.argmax(logits)) if task.params.temperature == 0 else _draw(logits, task)
     return Sampled(token, _top_logprobs(raw, token, task.params.logprobs))
+
+
+def _changed(raw: torch.Tensor, task: SampleTask) -> torch.Tensor:
+    """A row with all that the request changes in it; at least one token stays possible."""
+    logits, constraint = raw.clone(), task.constraint
+    if constraint is not None:
+        constraint.bias(logits)
+    _apply_penalties(logits, task)
+    if task.banned:
+        logits[list(task.banned)] = float("-inf")
+    if constraint is not None:
+        constraint.mask(logits, task.history)
+        if bool(logits.max() == float("-inf")):
+            logits = raw.clone()
+            constraint.mask_at_least(logits)
+    return logits
 
 
 def _apply_penalties(logits: torch.Tensor, task: SampleTask) -> None:
@@ -111,3 +132,29 @@ def _top_logprobs(raw: torch.Tensor, token: int, count: int | None) -> dict[int,
         for token_id, value in zip(ids.tolist(), values.tolist(), strict=True):
             result.setdefault(token_id, value)
     return result
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], count: int
+) -> list[PromptLogprobs]:
+    """Reports prompt tokens.
+
+    Args:
+        logits: float32 `[R, vocab]`, each given everything before the token of its row.
+        token_ids: the R tokens.
+        count: how many of the most likely tokens to report besides.
+    """
+    reports: list[PromptLogprobs] = []
+    for first in range(0, len(token_ids), _REPORTED_AT_ONCE):
+        own = list(token_ids[first : first + _REPORTED_AT_ONCE])
+        rows = torch.log_softmax(logits[first : first + len(own)].float(), dim=-1)
+        chosen = rows.gather(1, torch.tensor(own, device=rows.device)[:, None])
+        ranks = ((rows > chosen).sum(dim=-1) + 1).tolist()
+        values, ids = torch.topk(rows, min(count, rows.shape[1]), dim=-1)
+        columns = zip(own, chosen[:, 0].tolist(), ranks, ids.tolist(), values.tolist(), strict=True)
+        for token, value, rank, others, theirs in columns:
+            found = {token: value}
+            for other, its in zip(others, theirs, strict=True):
+                found.setdefault(other, its)
+            reports.append(PromptLogprobs(found, rank))
+    return reports

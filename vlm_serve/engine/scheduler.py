@@ -81,6 +81,9 @@ class Scheduler:
             )
             if sequence.experts is not None and rows is not None:
                 sequence.experts.put(item.start, rows)
+            reports = output.prompt_logprobs.get(item.sequence)
+            if reports is not None:
+                sequence.report_prompt(item.start, reports)
             self.media.release_until(sequence, item.end)
             self._clear_suspect(sequence)
             if item.samples:

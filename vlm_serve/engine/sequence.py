@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vlm_serve.engine.constraints import Constraint, LogitRules
 from vlm_serve.engine.detokenizer import Detokenizer, TokenBytes
 from vlm_serve.engine.expert_log import ExpertLog, Gaps, Rows
 from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
-from vlm_serve.engine.plan import Sampled
+from vlm_serve.engine.plan import PromptLogprobs, Sampled
+from vlm_serve.grammar.state import Grammar, GrammarState
 from vlm_serve.preprocess.keys import KEY_BYTES, PromptKeys
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
@@ -39,6 +41,11 @@ class Request:
     cached_tokens: int = 0
     encoded_items: set[int] = field(default_factory=set)
     cold: bool = False
+    rules: LogitRules | None = None
+    grammar: Grammar | None = None
+    vocabulary: int = 0
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    """Of its tokens from the second on, as far as they have been computed."""
 
     @property
     def usage(self) -> Usage:
@@ -107,13 +114,43 @@ class Sequence:
             frozenset() if params.ignore_eos else stop_tokens
         )
         self._detokenizer = Detokenizer(tokenizer, params.stop)
+        self.constraint = self._make_constraint(tokenizer)
         self._max_length = max_length
         if params.max_tokens is not None:
             self._max_length = min(max_length, len(self.token_ids) + params.max_tokens)
 
+    def _make_constraint(self, tokenizer: TokenBytes) -> Constraint | None:
+        rules, grammar = self.request.rules, self.request.grammar
+        if rules is None and grammar is None:
+            return None
+        state = None
+        if grammar is not None:
+            state = GrammarState(grammar, tokenizer.token_bytes, self.request.vocabulary)
+        return Constraint(rules, state, self._ends)
+
     @property
     def prompt(self) -> Prompt:
         return self.request.prompt
+
+    @property
+    def match_limit(self) -> int:
+        """How many tokens may come from the cache. The last token is always computed, and all are
+        while log-probabilities of the prompt are missing."""
+        if self.reports_prompt:
+            return 0
+        return self.num_tokens - 1
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Log-probabilities of the prompt are wanted and have yet to be computed."""
+        request = self.request
+        missing = len(request.prompt_logprobs) < len(request.prompt) - 1
+        return request.params.prompt_logprobs is not None and missing
+
+    def report_prompt(self, start: int, reports: list[PromptLogprobs]) -> None:
+        """Keeps the reports of the tokens from `start + 1` on; known ones were computed again."""
+        known = self.request.prompt_logprobs
+        known.extend(reports[len(known) - start :])
 
     @property
     def num_tokens(self) -> int:
@@ -158,9 +195,13 @@ class Sequence:
         self.keys.extend((token,))
         may_stop = self.num_generated >= self._min_tokens
         stop_reason: int | str | None = None
-        if token in self._ends and may_stop:
+        complete = False
+        if self.constraint is not None:
+            self.constraint.accept(token)
+            complete = self.constraint.finished
+        if (token in self._ends and may_stop) or complete:
             self.finish_reason = "stop"
-            stop_reason = None if token in self._stop_tokens else token
+            stop_reason = None if token in self._stop_tokens or complete else token
             text, _ = self._detokenizer.finish()
         else:
             text, stop = self._detokenizer.push(token, check_stop=may_stop)
@@ -182,7 +223,14 @@ class Sequence:
             cache_report=self.request.report,
             routed_experts=rows,
             routed_experts_gaps=gaps,
+            prompt_logprobs=self._first_report(),
         )
+
+    def _first_report(self) -> tuple[PromptLogprobs, ...] | None:
+        """The prompt's log-probabilities, on a choice's first delta."""
+        if self.request.params.prompt_logprobs is None or self.num_generated != 1:
+            return None
+        return tuple(self.request.prompt_logprobs)
 
     def _routed_experts(self) -> tuple[Rows | None, Gaps]:
         """Of a choice that has ended: the rows that were asked for."""

@@ -15,11 +15,12 @@ from starlette.responses import Response
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.body import read_json
 from vlm_serve.server.chat_choice import ChatChoiceState
-from vlm_serve.server.errors import UnsupportedFieldError
 from vlm_serve.server.fields import ignored_fields, ignored_header
 from vlm_serve.server.generation import Generation, Task, answering
+from vlm_serve.server.logprobs import prompt_logprobs_body
 from vlm_serve.server.media_sources import check_media_sources
 from vlm_serve.server.output_parser import THINK_START, OutputParser
 from vlm_serve.server.protocol import ChatCompletionRequest, ChatPrompt
@@ -28,6 +29,7 @@ from vlm_serve.server.request_id import request_id_of
 from vlm_serve.server.responses import ChatCompletion
 from vlm_serve.server.service import Service
 from vlm_serve.server.streaming import Chunks, stream_response, until_disconnected
+from vlm_serve.server.structured import ToolChoice, with_tools
 
 
 def preparing(service: Service, body: ChatPrompt, cache_salt: str | None) -> Callable[[], Prompt]:
@@ -58,20 +60,31 @@ def preparing(service: Service, body: ChatPrompt, cache_salt: str | None) -> Cal
     )
 
 
-def _tool_schemas(service: Service, body: ChatCompletionRequest) -> dict[str, Any] | None:
-    """Parameter schemas by function, None if tool calls are not to be parsed."""
-    choice = body.tool_choice
-    if choice is not None and choice not in ("none", "auto"):
-        raise UnsupportedFieldError(
-            'tool_choice is implemented for "none" and "auto" only',
-            param="tool_choice",
-            code="unsupported_field",
+def _tool_choice(service: Service, body: ChatCompletionRequest) -> ToolChoice:
+    names = [tool.function.name for tool in body.tools or []]
+    choice = ToolChoice.of(body.tool_choice, names, body.parallel_tool_calls)
+    if service.config.tool_call_parser != "none":
+        return choice
+    if choice.mode == "required":
+        raise InvalidRequestError(
+            "tool_choice: this server runs without a tool call parser", param="tool_choice"
         )
-    if choice == "auto" and not body.tools:
-        raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
-    if not body.tools or choice == "none" or service.config.tool_call_parser == "none":
+    return ToolChoice("none", (), parallel=True)
+
+
+def _params(body: ChatCompletionRequest, choice: ToolChoice) -> SamplingParams:
+    """Sampling options, the form of the answer included."""
+    params = body.sampling_params()
+    schemas = {tool.function.name: tool.function.parameters for tool in body.tools or []}
+    form = with_tools(params.structured_outputs, choice, schemas)
+    return dataclasses.replace(params, structured_outputs=form)
+
+
+def _tool_schemas(body: ChatCompletionRequest, choice: ToolChoice) -> dict[str, Any] | None:
+    """Parameter schemas by function, None if tool calls are not to be parsed."""
+    if choice.mode == "none":
         return None
-    return {tool.function.name: tool.function.parameters or {} for tool in body.tools}
+    return {tool.function.name: tool.function.parameters or {} for tool in body.tools or []}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +125,19 @@ def chat_task(
     Raises VlmServeError for what the server refuses before any work is done.
     """
     body.check_stream_options()
+    choice = _tool_choice(service, body)
     return ChatTask(
         body=body,
         task=Task(
             prepare=preparing(service, _with_effort(body), body.cache_salt),
-            params=body.sampling_params(),
+            params=_params(body, choice),
             request_id=body.request_id or request_id_of(request.scope),
             arrival=arrival,
             priority=body.priority or 0,
+            reasoning=service.config.reasoning_parser != "none",
         ),
         model=service.resolve_model(body.model),
-        tools=_tool_schemas(service, body),
+        tools=_tool_schemas(body, choice),
         created=int(time.time()),
     )
 
@@ -172,6 +187,9 @@ async def _whole(service: Service, chat: ChatTask) -> ChatCompletion:
         usage=usage_body(generation.usage, prompt),
         cache_report=cache_report_body(generation.cache_report) if chat.body.cache_report else None,
         prompt_token_ids=list(prompt.token_ids) if chat.body.return_token_ids else None,
+        prompt_logprobs=prompt_logprobs_body(
+            service.tokenizer, prompt.token_ids, generation.prompt_logprobs
+        ),
     )
 
 

@@ -15,14 +15,14 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.body import read_json
-from vlm_serve.server.errors import UnsupportedFieldError
 from vlm_serve.server.fields import ignored_fields, ignored_header
 from vlm_serve.server.generation import Generation, Task, answering
-from vlm_serve.server.logprobs import completion_logprobs
+from vlm_serve.server.logprobs import completion_logprobs, prompt_logprobs_body
 from vlm_serve.server.protocol import CompletionRequest
 from vlm_serve.server.reports import (
     add_usage,
@@ -84,12 +84,6 @@ async def completions(service: Service, request: Request) -> Response:
     body = await read_json(request, CompletionRequest, service.config.max_body_bytes)
     headers = ignored_header(ignored_fields(body.model_extra or {}))
     body.check_stream_options()
-    if body.echo and body.logprobs is not None:
-        raise UnsupportedFieldError(
-            "echo together with logprobs is not implemented by this server",
-            param="echo",
-            code="unsupported_field",
-        )
     params = body.sampling_params()
     request_id = body.request_id or request_id_of(request.scope)
     job = CompletionTask(
@@ -124,28 +118,40 @@ class _Choice:
         self._prompt = prompt
         self._text: list[str] = []
         self._tokens: list[int] = []
-        self._logprobs: list[dict[int, float]] = []
+        self._reported: list[int] = []
+        self._logprobs: list[dict[int, float] | None] = []
+        self._reports: tuple[PromptLogprobs, ...] | None = None
         self._length = 0
         self._last: Delta | None = None
 
     def push(self, delta: Delta) -> CompletionChoice | None:
         """Adds a delta; returns the stream's part, None if there is nothing to say."""
         text, body, first = delta.text, self._job.body, self._last is None
+        tokens: tuple[int, ...] = delta.token_ids
+        logprobs: tuple[dict[int, float] | None, ...] = delta.logprobs
+        if first:
+            self._reports = delta.prompt_logprobs
         if body.echo and first:
             text = self._echo() + text
+            if body.logprobs is not None and delta.prompt_logprobs is not None:
+                tokens = (*self._prompt.token_ids, *tokens)
+                logprobs = (None, *(each.logprobs for each in delta.prompt_logprobs), *logprobs)
         offset = self._length
         self._length += len(text)
         self._last = delta
         self._text.append(text)
         self._tokens += delta.token_ids
-        self._logprobs += delta.logprobs
+        self._reported += tokens
+        self._logprobs += logprobs
         says_tokens = body.return_token_ids and delta.token_ids
         if not (text or delta.logprobs or delta.finish_reason or says_tokens):
             return None
-        return self._part(text, delta.token_ids, delta.logprobs, offset, with_prompt=first)
+        reported = (tokens, logprobs)
+        return self._part(text, delta.token_ids, reported, offset, with_prompt=first)
 
     def whole(self) -> CompletionChoice:
-        return self._part("".join(self._text), self._tokens, self._logprobs, 0, with_prompt=True)
+        reported = (self._reported, self._logprobs)
+        return self._part("".join(self._text), self._tokens, reported, 0, with_prompt=True)
 
     def _echo(self) -> str:
         return self._tokenizer.decode(self._prompt.token_ids, skip_special_tokens=False)
@@ -154,7 +160,7 @@ class _Choice:
         self,
         text: str,
         tokens: Sequence[int],
-        logprobs: Sequence[dict[int, float]],
+        reported: tuple[Sequence[int], Sequence[dict[int, float] | None]],
         offset: int,
         *,
         with_prompt: bool,
@@ -166,12 +172,17 @@ class _Choice:
             text=text,
             logprobs=None
             if body.logprobs is None
-            else completion_logprobs(self._tokenizer, tokens, logprobs, body.logprobs, offset),
+            else completion_logprobs(self._tokenizer, *reported, body.logprobs, offset),
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
             token_ids=list(tokens) if body.return_token_ids else None,
             prompt_token_ids=list(self._prompt.token_ids)
             if body.return_token_ids and with_prompt
+            else None,
+            prompt_logprobs=prompt_logprobs_body(
+                self._tokenizer, self._prompt.token_ids, self._reports
+            )
+            if body.prompt_logprobs is not None
             else None,
             **routed_experts_fields(last),
         )

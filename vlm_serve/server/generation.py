@@ -10,10 +10,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
+from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.errors import EngineClosedError
+from vlm_serve.grammar.state import THINK_END, Grammar
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.errors import RequestTimeoutError
+from vlm_serve.server.output_parser import THINK_START
 from vlm_serve.server.service import Service
 
 _access = logging.getLogger("vlm_serve.access")
@@ -28,6 +31,7 @@ class Task:
         request_id: for responses and the log; the engine gets an id of its own, since clients' ids
             may collide.
         arrival: monotonic seconds at which the request came in.
+        reasoning: reasoning is split from the answer, whose grammar begins behind it.
     """
 
     prepare: Callable[[], Prompt]
@@ -35,6 +39,7 @@ class Task:
     request_id: str
     arrival: float
     priority: int = 0
+    reasoning: bool = False
 
 
 class Generation:
@@ -42,6 +47,7 @@ class Generation:
 
     Attributes:
         usage, cache_report: as of the last delta.
+        prompt_logprobs: of the prompt's tokens from the second on, if asked for.
         finish_reason: of the last choice that ended; "abort" while there is none.
         unfinished: choices that have not ended.
     """
@@ -51,6 +57,7 @@ class Generation:
         self.prompt = prompt
         self.usage = Usage(prompt_tokens=len(prompt))
         self.cache_report: CacheReport | None = None
+        self.prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
         self.finish_reason = "abort"
         self.unfinished = task.params.n
         self.queue: asyncio.Queue[Delta] = asyncio.Queue()
@@ -70,6 +77,8 @@ class Generation:
                 raise EngineClosedError("the request was ended by the server", code="aborted")
             self.usage = delta.usage
             self.cache_report = delta.cache_report or self.cache_report
+            if delta.prompt_logprobs is not None:
+                self.prompt_logprobs = delta.prompt_logprobs
             if delta.finish_reason is not None:
                 self.unfinished -= 1
                 self.finish_reason = delta.finish_reason
@@ -103,12 +112,17 @@ async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
         try:
             async with asyncio.timeout_at(deadline):
                 prompt = await service.in_pool(task.prepare)
+                grammar = await _grammar(service, task, prompt)
         except TimeoutError:
             raise _too_late(limit) from None
         generation = Generation(service, task, prompt)
         mailbox, queue = service.mailbox, generation.queue
         engine_id = service.submit(
-            prompt, task.params, lambda delta: mailbox.post(queue, delta), task.priority
+            prompt,
+            task.params,
+            lambda delta: mailbox.post(queue, delta),
+            task.priority,
+            grammar,
         )
         service.open_tokens += len(prompt)
         alarm = None
@@ -124,6 +138,14 @@ async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
                 alarm.cancel()
             service.open_tokens -= len(prompt)
             _account(service, generation)
+
+
+async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | None:
+    form = task.params.structured_outputs
+    if form is None:
+        return None
+    thinks = task.reasoning and prompt.text.rstrip().endswith(THINK_START)
+    return await service.compile(form, THINK_END if thinks else b"")
 
 
 def _too_late(limit: float | None) -> RequestTimeoutError:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.preprocess.tokenizer import Tokenizer
-from vlm_serve.server.responses import CompletionLogprobs, TokenLogprob, TopLogprob
+from vlm_serve.server.responses import (
+    CompletionLogprobs,
+    PromptLogprob,
+    TokenLogprob,
+    TopLogprob,
+)
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
@@ -43,14 +49,41 @@ def chat_logprobs(
     ]
 
 
+def prompt_logprobs_body(
+    tokenizer: Tokenizer, token_ids: Sequence[int], reports: Sequence[PromptLogprobs] | None
+) -> list[dict[str, PromptLogprob] | None] | None:
+    """`prompt_logprobs`, in vLLM's form: null for the first token, then by token id."""
+    if reports is None:
+        return None
+    bodies: list[dict[str, PromptLogprob] | None] = [None]
+    for token, report in zip(token_ids[1:], reports, strict=True):
+        entries = {str(token): _prompt_entry(tokenizer, token, report, report.rank)}
+        for rank, (other, _) in enumerate(_ranked(report.logprobs, len(report.logprobs)), start=1):
+            if other != token:
+                entries[str(other)] = _prompt_entry(tokenizer, other, report, rank)
+        bodies.append(entries)
+    return bodies
+
+
+def _prompt_entry(
+    tokenizer: Tokenizer, token: int, report: PromptLogprobs, rank: int
+) -> PromptLogprob:
+    return PromptLogprob(
+        logprob=max(report.logprobs[token], LOWEST),
+        rank=rank,
+        decoded_token=token_text(tokenizer, token),
+    )
+
+
 def completion_logprobs(
     tokenizer: Tokenizer,
     tokens: Sequence[int],
-    logprobs: Sequence[dict[int, float]],
+    logprobs: Sequence[dict[int, float] | None],
     top: int,
     offset: int,
 ) -> CompletionLogprobs:
-    """`choices[].logprobs` of /v1/completions. `offset`: characters before the first token."""
+    """`choices[].logprobs` of /v1/completions. `offset`: characters before the first token. None in
+    `logprobs` is an echoed prompt's first token."""
     texts = [token_text(tokenizer, token) for token in tokens]
     offsets = []
     for text in texts:
@@ -59,10 +92,16 @@ def completion_logprobs(
     return CompletionLogprobs(
         tokens=texts,
         token_logprobs=[
-            max(row[token], LOWEST) for token, row in zip(tokens, logprobs, strict=True)
+            None if row is None else max(row[token], LOWEST)
+            for token, row in zip(tokens, logprobs, strict=True)
         ],
         top_logprobs=[
-            {token_text(tokenizer, other): max(value, LOWEST) for other, value in _ranked(row, top)}
+            None
+            if row is None
+            else {
+                token_text(tokenizer, other): max(value, LOWEST)
+                for other, value in _ranked(row, top)
+            }
             for row in logprobs
         ]
         if top

@@ -3,12 +3,14 @@ is used, so that Python and HTTP refuse the same things with the same words."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.sampling_params import MAX_LOGPROBS, SamplingParams
+from vlm_serve.server.structured import form_of
 
 MAX_SALT_LENGTH = 128
 SALT_PATTERN = r"^[A-Za-z0-9._:=+/@-]*$"
@@ -47,6 +49,12 @@ class GenerationRequest(RequestModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     n: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
     cache_report: bool | None = None
@@ -64,7 +72,24 @@ class GenerationRequest(RequestModel):
                 "stream_options is only allowed when stream is true", param="stream_options"
             )
 
+    def _logit_bias(self) -> dict[int, float] | None:
+        """JSON has no other keys than texts."""
+        bias = self.logit_bias or {}
+        for token in bias:
+            if not (token.isascii() and token.isdigit() and len(token) < 10):
+                raise InvalidRequestError(
+                    f"logit_bias: {token[:32]!r} is no token id", param="logit_bias"
+                )
+        return {int(token): value for token, value in bias.items()} or None
+
+    def _check_prompt_logprobs(self) -> None:
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs is not available in a stream", param="prompt_logprobs"
+            )
+
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        self._check_prompt_logprobs()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
@@ -81,6 +106,13 @@ class GenerationRequest(RequestModel):
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=self.repetition_penalty,
             logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            logit_bias=self._logit_bias(),
+            allowed_token_ids=None
+            if self.allowed_token_ids is None
+            else tuple(self.allowed_token_ids),
+            bad_words=tuple(self.bad_words or ()),
+            structured_outputs=form_of(self.response_format, self.structured_outputs),
             n=1 if self.n is None else self.n,
             return_routed_experts=bool(self.return_routed_experts),
             routed_experts_prompt_start=self.routed_experts_prompt_start or 0,
@@ -150,7 +182,10 @@ class CompletionRequest(GenerationRequest):
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequestError that names the field which is out of range."""
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return self._sampling(limit, self.logprobs)
+        params = self._sampling(limit, self.logprobs)
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            return replace(params, prompt_logprobs=self.logprobs)
+        return params
 
 
 class TokenizeRequest(RequestModel):

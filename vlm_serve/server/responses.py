@@ -84,6 +84,15 @@ class ChatChoice(BaseModel):
     routed_experts_gaps: Optional[list[tuple[int, int]]] = None
 
 
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
+
+
 class ChatCompletion(BaseModel):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -93,12 +102,13 @@ class ChatCompletion(BaseModel):
     usage: UsageBody
     cache_report: Optional[CacheReportBody] = None
     prompt_token_ids: Optional[list[int]] = None
+    prompt_logprobs: Optional[PromptLogprobsBody] = None
 
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -110,6 +120,7 @@ class CompletionChoice(BaseModel):
     stop_reason: Optional[int | str] = None
     token_ids: Optional[list[int]] = None
     prompt_token_ids: Optional[list[int]] = None
+    prompt_logprobs: Optional[PromptLogprobsBody] = None
     routed_experts: Optional[str] = None
     routed_experts_gaps: Optional[list[tuple[int, int]]] = None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import EngineClosedError, ModelNotFoundError, OverloadedError
+from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
@@ -19,6 +20,7 @@ from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.errors import DrainingError
 from vlm_serve.server.mailbox import Mailbox
 from vlm_serve.server.metrics import Metrics
+from vlm_serve.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
@@ -27,6 +29,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 IDLE_CHECK_DELAY_SECONDS = 0.2
+MAX_QUEUED_GRAMMARS = 16
 
 
 class Service:
@@ -57,6 +60,8 @@ class Service:
         self.check_failed = False
         self.metrics = Metrics(model_names[0], engine)
         self._pool = ThreadPoolExecutor(config.preprocess_threads, thread_name_prefix="prepare")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._queued_grammars = 0
         self._mailbox: Mailbox | None = None
         self._idle_check: asyncio.Task[None] | None = None
         self._asking: asyncio.Future[dict[str, Any]] | None = None
@@ -121,11 +126,36 @@ class Service:
         params: SamplingParams,
         on_delta: Callable[[Delta], None],
         priority: int,
+        grammar: Grammar | None = None,
     ) -> str:
         """Hands a prompt to the engine and returns the engine's id for it. Raises as it does."""
         if not self.engine.num_running + self.engine.num_waiting:
             self.busy_since = time.monotonic()
-        return self.engine.submit(prompt, params, on_delta, priority=priority)
+        if grammar is None:
+            return self.engine.submit(prompt, params, on_delta, priority=priority)
+        return self.engine.submit(prompt, params, on_delta, priority=priority, grammar=grammar)
+
+    async def compile(self, form: StructuredOutputs, after: bytes) -> Grammar:
+        """The grammar of a form. New ones are compiled one at a time, on a thread of their own.
+
+        Raises InvalidRequestError for a form that cannot be enforced, OverloadedError if too many
+        wait already.
+        """
+        grammars = self.engine.grammars
+        found = grammars.find(form, after)
+        if found is not None:
+            return found
+        if self._queued_grammars >= MAX_QUEUED_GRAMMARS:
+            raise OverloadedError(
+                f"{MAX_QUEUED_GRAMMARS} grammars wait to be compiled already", code="queue_full"
+            )
+        self._queued_grammars += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._compiling, grammars.compile, form, after
+            )
+        finally:
+            self._queued_grammars -= 1
 
     async def in_pool(self, work: Callable[[], _T]) -> _T:
         """Runs blocking work on one of the preparation threads. Not interruptible, but bounded in
@@ -179,4 +209,5 @@ class Service:
         if self._idle_check is not None:
             self._idle_check.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.engine.close)

@@ -1,0 +1,145 @@
+"""Compiled grammars of one model: bounded in time and memory, kept for the next request."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.grammar.process import CompileProcess
+from vlm_serve.grammar.schema import check_schema
+from vlm_serve.grammar.state import Grammar
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.structured_outputs import StructuredOutputs
+
+COMPILE_SECONDS = 5.0
+CACHE_BYTES = 128 << 20
+CACHE_ENTRIES = 256
+
+
+class GrammarCompiler:
+    """Compiles what requests ask for. May be used from any thread; `compile` blocks.
+
+    xgrammar is imported, and its process started, when the first grammar is asked for.
+
+    Args:
+        tokenizer: of the model.
+        vocabulary: width of the model's logits.
+        ends: tokens that end an answer.
+        seconds: how long one grammar may take.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocabulary: int,
+        ends: Iterable[int],
+        *,
+        seconds: float = COMPILE_SECONDS,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._ends = sorted(ends)
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._cache_lock = threading.Lock()
+        self._cached: OrderedDict[tuple[str, str, bool, bool], Any] = OrderedDict()
+        self._info: Any = None
+        self._process: CompileProcess | None = None
+
+    def compile(self, form: StructuredOutputs, after: bytes = b"") -> Grammar:
+        """The grammar of a form that begins behind `after`.
+
+        Raises InvalidRequestError for one that is wrong, cannot be enforced, or is over a limit.
+        """
+        found = self.find(form, after)
+        if found is not None:
+            return found
+        _check_schemas(form)
+        with self._lock:
+            if self._process is None:
+                self._start()
+            process = self._process
+        assert process is not None
+        kind, source = form.source
+        task = {"kind": kind, "source": source, "strict": not form.json_object}
+        try:
+            text = process.compile(task)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(
+                error.message, param=error.param or "structured_outputs", code=error.code
+            ) from None
+        import xgrammar
+
+        compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._info)
+        self._keep((kind, source, form.json_object, form.strict), compiled)
+        return Grammar(compiled, after, xgrammar.GrammarMatcher)
+
+    def find(self, form: StructuredOutputs, after: bytes = b"") -> Grammar | None:
+        """The grammar if it has been compiled already. Does not block."""
+        kind, source = form.source
+        key = (kind, source, form.json_object, form.strict)
+        with self._cache_lock:
+            compiled = self._cached.get(key)
+            if compiled is None:
+                return None
+            self._cached.move_to_end(key)
+        import xgrammar
+
+        return Grammar(compiled, after, xgrammar.GrammarMatcher)
+
+    def close(self) -> None:
+        """Ends the compiling process."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+    def _start(self) -> None:
+        import xgrammar
+
+        tokenizer, known = self._tokenizer, self._tokenizer.vocab_size
+        # A token without bytes never matches: control tokens, and logits that no token has.
+        vocabulary = [
+            b"" if token >= known or tokenizer.is_special(token) else tokenizer.token_bytes(token)
+            for token in range(self._vocabulary)
+        ]
+        self._info = xgrammar.TokenizerInfo(
+            vocabulary,
+            vocab_type=xgrammar.VocabType.RAW,
+            vocab_size=self._vocabulary,
+            stop_token_ids=self._ends,
+            add_prefix_space=False,
+        )
+        self._process = CompileProcess(self._info.serialize_json(), self._seconds)
+
+    def _keep(self, key: tuple[str, str, bool, bool], compiled: Any) -> None:
+        with self._cache_lock:
+            self._cached[key] = compiled
+            size = sum(each.memory_size_bytes for each in self._cached.values())
+            while len(self._cached) > CACHE_ENTRIES or (size > CACHE_BYTES and self._cached):
+                _, oldest = self._cached.popitem(last=False)
+                size -= oldest.memory_size_bytes
+
+
+def _check_schemas(form: StructuredOutputs) -> None:
+    if form.json is not None:
+        check_schema(form.json, "structured_outputs", strict=form.strict)
+    elif form.structural_tag is not None:
+        assert isinstance(form.structural_tag, Mapping)
+        _check_tag(form.structural_tag)
+
+
+def _check_tag(tag: Any) -> None:
+    """Schemas anywhere in a structural tag, whose depth is bounded."""
+    if isinstance(tag, Mapping):
+        for name, value in tag.items():
+            if name in ("json_schema", "schema"):
+                check_schema(value, "structured_outputs")
+            else:
+                _check_tag(value)
+    elif isinstance(tag, list | tuple):
+        for value in tag:
+            _check_tag(value)

@@ -1,0 +1,135 @@
+"""The compiling process, seen from the server: started when first needed, ended when too slow."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import struct
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError, VlmServeError
+from vlm_serve.grammar.worker import MAX_MESSAGE_BYTES, send
+
+START_SECONDS = 120.0
+
+
+class CompileProcess:
+    """One process, one task at a time.
+
+    Args:
+        tokenizer: the serialised TokenizerInfo.
+        seconds: how long one grammar may take.
+    """
+
+    def __init__(self, tokenizer: str, seconds: float) -> None:
+        self._tokenizer = tokenizer
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._closed = False
+
+    def compile(self, task: dict[str, Any]) -> str:
+        """The serialised grammar. Waits for its turn.
+
+        Raises InvalidRequestError for a source that is wrong, takes too long or too much memory;
+        VlmServeError if the process cannot be started.
+        """
+        with self._lock:
+            self._start()
+            if not self._ready:
+                if self._exchange(None, START_SECONDS) is None:
+                    raise VlmServeError("the grammar compiler did not start")
+                self._ready = True
+            deadline = time.monotonic() + self._seconds
+            answer = self._exchange(task, self._seconds)
+            if answer is None and not self._closed:
+                self._start()  # the next one finds it running
+        if answer is None:
+            late = time.monotonic() >= deadline
+            what = f"took longer than {self._seconds:g} s" if late else "took too much memory"
+            raise InvalidRequestError(f"compiling the grammar {what}", code="grammar_limit")
+        if "error" in answer:
+            raise InvalidRequestError(f"the grammar is not possible: {answer['error']}")
+        compiled: str = answer["compiled"]
+        return compiled
+
+    def close(self) -> None:
+        """Ends the process; a task that runs fails."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+            with self._lock:
+                self._end()
+
+    def _start(self) -> None:
+        if self._process is not None or self._closed:
+            return
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vlm_serve.grammar.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # a Ctrl+C is the server's to handle
+        )
+        self._ready = False
+        assert self._process.stdin is not None
+        try:
+            send(self._process.stdin, {"tokenizer": self._tokenizer})
+        except OSError:
+            self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(OSError):  # the rest of a task for a process that is gone
+            process.stdin.close()
+        process.stdout.close()
+        process.wait()
+
+    def _exchange(self, task: dict[str, Any] | None, seconds: float) -> dict[str, Any] | None:
+        """Sends a task and reads a message; None, and no process any more, if none comes."""
+        process = self._process
+        if process is None:
+            return None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        deadline = time.monotonic() + seconds
+        try:
+            if task is not None:
+                send(process.stdin, task)
+            descriptor = process.stdout.fileno()
+            length = struct.unpack("<I", _read(descriptor, 4, deadline))[0]
+            if length > MAX_MESSAGE_BYTES:
+                raise OSError("the grammar is too large")
+            answer: dict[str, Any] = json.loads(_read(descriptor, length, deadline))
+        except OSError:
+            self._end()
+            return None
+        return answer
+
+
+def _read(descriptor: int, count: int, deadline: float) -> bytes:
+    """Exactly `count` bytes. Raises OSError at the deadline (TimeoutError) or the end."""
+    data = bytearray()
+    while len(data) < count:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+            raise TimeoutError
+        chunk = os.read(descriptor, min(1 << 20, count - len(data)))
+        if not chunk:
+            raise OSError("the process ended")
+        data += chunk
+    return bytes(data)

@@ -1,0 +1,157 @@
+"""What form an answer must have; validated when it is built, compiled later."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+
+MAX_SOURCE_LENGTH = 1 << 16
+MAX_CHOICES = 1024
+MAX_DEPTH = 64
+
+Schema = Mapping[str, Any] | bool
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form of an answer: exactly one of these.
+
+    Attributes:
+        json: a JSON schema, as an object or as its text.
+        json_object: any JSON object.
+        regex: a regular expression that the whole answer matches.
+        choice: the answer is one of these texts.
+        grammar: a grammar in xgrammar's EBNF; the start rule is `root`.
+        structural_tag: one of xgrammar's structural tags, as an object or as its text.
+        strict: refuse schema keywords that nobody knows, instead of ignoring them.
+
+    Raises InvalidRequestError, naming the field and its bound.
+    """
+
+    json: Schema | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    structural_tag: Mapping[str, Any] | str | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            object.__setattr__(self, "choice", tuple(self.choice))
+        given = [
+            each.name
+            for each in fields(self)
+            if each.name != "strict" and getattr(self, each.name) not in (None, False)
+        ]
+        if self.json is False:
+            raise _refuse("json", "is false, which no answer can satisfy")
+        if len(given) != 1:
+            found = ", ".join(given) or "none"
+            raise InvalidRequestError(
+                "structured_outputs needs exactly one of json, json_object, regex, choice, "
+                f"grammar and structural_tag, got {found}",
+                param="structured_outputs",
+            )
+        self._check_texts()
+        for name in ("json", "structural_tag"):
+            self._check_object(name)
+
+    def _check_texts(self) -> None:
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, str) or not value:
+                raise _refuse(name, "must be a text that is not empty")
+            _check_length(name, value)
+            _check_nesting(name, value)
+        if self.choice is None:
+            return
+        if not isinstance(self.choice, tuple) or not 1 <= len(self.choice) <= MAX_CHOICES:
+            raise _refuse("choice", f"must have at least 1 and at most {MAX_CHOICES} texts")
+        if any(not isinstance(text, str) or not text for text in self.choice):
+            raise _refuse("choice", "must be texts that are not empty")
+        _check_length("choice", "".join(self.choice))
+
+    def _check_object(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, str):
+            _check_length(name, value)
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                raise _refuse(name, "is not valid JSON") from None
+            object.__setattr__(self, name, value)
+        if not isinstance(value, Mapping) and not (name == "json" and value is True):
+            raise _refuse(name, "must be an object")
+        try:
+            text = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise _refuse(name, "is not plain JSON") from None
+        _check_length(name, text)
+        _check_depth(name, value)
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """(kind, text): what a compiler needs, and what tells two of them apart."""
+        if self.json is not None:
+            return "json", json.dumps(self.json)
+        if self.json_object:
+            return "json", '{"type": "object"}'
+        if self.regex is not None:
+            return "regex", self.regex
+        if self.choice is not None:
+            return "grammar", "root ::= " + " | ".join(map(_quoted, self.choice))
+        if self.grammar is not None:
+            return "grammar", self.grammar
+        return "structural_tag", json.dumps(self.structural_tag)
+
+
+def _quoted(text: str) -> str:
+    """A terminal of xgrammar's EBNF."""
+    return '"' + "".join(f"\\U{ord(character):08x}" for character in text) + '"'
+
+
+def _refuse(name: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"structured_outputs.{name} {what}", param="structured_outputs")
+
+
+def _check_length(name: str, text: str) -> None:
+    if len(text) > MAX_SOURCE_LENGTH:
+        raise _refuse(name, f"is longer than {MAX_SOURCE_LENGTH} characters")
+
+
+def _check_nesting(name: str, text: str) -> None:
+    """Parsers recurse. Counting is coarse (it sees quoted brackets too), and so is the bound."""
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+    if deepest > MAX_DEPTH:
+        raise _refuse(name, f"is nested deeper than {MAX_DEPTH} levels")
+
+
+def _check_depth(name: str, value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        deeper: list[Any] = []
+        for each in level:
+            deeper += each.values() if isinstance(each, Mapping) else each if _is_list(each) else ()
+        if not deeper:
+            return
+        level = deeper
+    raise _refuse(name, f"is nested deeper than {MAX_DEPTH} levels")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
