@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -62,8 +62,12 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(service: Service) -> ASGIApp:
-    """The ASGI application of one server; it owns the service and closes it at shutdown."""
+def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> ASGIApp:
+    """The ASGI application of one server; it owns the service and closes it at shutdown.
+
+    Args:
+        tenants: further API keys, each with the cache salt that its requests always have.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -82,7 +86,7 @@ def create_app(service: Service) -> ASGIApp:
     app.add_exception_handler(HTTPException, on_http_exception)
     _add_posts(app, service)
     _add_gets(app, service)
-    return Gate(app, service.config.api_key)
+    return Gate(app, service.config.api_key, tenants)
 
 
 def _guarded(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlm_serve.server.errors import AuthenticationError, error_for
 from vlm_serve.server.request_id import request_id_of
+from vlm_serve.server.tenants import bind
 
 OPEN_PATHS = frozenset({b"/health", b"/ready", b"/metrics"})
 """Probes and scrapers bring no key; nothing that they read belongs to a client."""
@@ -21,10 +22,14 @@ OPEN_PATHS = frozenset({b"/health", b"/ready", b"/metrics"})
 class Gate:
     """Names every request, and lets only those in that bring a key, if there are keys."""
 
-    def __init__(self, app: ASGIApp, api_keys: Iterable[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, api_keys: Iterable[str], tenants: Mapping[str, str] | None = None
+    ) -> None:
         self._app = app
+        salts: dict[str, str | None] = dict.fromkeys(api_keys)
+        salts |= tenants or {}  # a key that is in both belongs to its tenant
         # Digests have one length, so comparing them tells nothing about the keys'.
-        self._digests = [_digest(key.encode()) for key in api_keys]
+        self._salts = {_digest(key.encode()): salt for key, salt in salts.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,7 +45,7 @@ class Gate:
                 ]
             await send(message)
 
-        if self._digests and not self._allowed(scope):
+        if self._salts and not self._allowed(scope):
             refusal = AuthenticationError("a valid API key is needed", code="invalid_api_key")
             await error_for(scope, refusal)(scope, receive, named)
             return
@@ -54,7 +59,13 @@ class Gate:
             return False
         digest = _digest(key)
         # No early end: the time must not tell which key was nearly right.
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+        found = [known for known in self._salts if hmac.compare_digest(digest, known)]
+        if not found:
+            return False
+        salt = self._salts[found[0]]
+        if salt is not None:
+            bind(scope, salt)
+        return True
 
 
 def _key_of(scope: Scope) -> bytes | None:

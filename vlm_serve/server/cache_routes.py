@@ -25,6 +25,7 @@ from vlm_serve.server.protocol import (
 from vlm_serve.server.reports import cache_report_body
 from vlm_serve.server.responses import CacheTree, Flushed, Pinned
 from vlm_serve.server.service import Service
+from vlm_serve.server.tenants import refuse_tenants, salt_of
 
 DEFAULT_TREE_NODES = 100
 
@@ -33,7 +34,7 @@ async def probe(service: Service, request: Request) -> Response:
     """POST /v1/cache/probe: what a request would find. Nothing runs. Raises InvalidRequestError."""
     body = await read_json(request, ProbeRequest, service.config.max_body_bytes)
     with service.admitted():
-        prompt = await _prepared(service, body)
+        prompt = await _prepared(service, body, salt_of(request.scope, body.cache_salt))
         report = cache_report_body(await asyncio.to_thread(service.engine.probe, prompt))
     assert report is not None
     return JSONResponse(report.model_dump())
@@ -43,7 +44,7 @@ async def pin(service: Service, request: Request) -> Response:
     """POST /v1/cache/pin: keeps a prompt's KV and state for a while. Raises InvalidRequestError."""
     body = await read_json(request, PinRequest, service.config.max_body_bytes)
     with service.admitted():
-        prompt = await _prepared(service, body)
+        prompt = await _prepared(service, body, salt_of(request.scope, body.cache_salt))
         pinned = await asyncio.to_thread(service.engine.pin, prompt, body.ttl_seconds)
     answer = Pinned(prompt_tokens=len(prompt), pinned_tokens=pinned)
     return JSONResponse(answer.model_dump())
@@ -51,6 +52,7 @@ async def pin(service: Service, request: Request) -> Response:
 
 async def flush(service: Service, request: Request) -> Response:
     """POST /v1/cache/flush: forgets everything that no running request holds."""
+    refuse_tenants(request.scope)
     await read_json(request, FlushRequest, service.config.max_body_bytes)
     await asyncio.to_thread(service.engine.flush)
     return JSONResponse(Flushed().model_dump())
@@ -58,12 +60,14 @@ async def flush(service: Service, request: Request) -> Response:
 
 async def stats(service: Service, request: Request) -> Response:
     """GET /v1/cache/stats: the engine's counters and gauges."""
+    refuse_tenants(request.scope)
     _refuse_unknown(request.query_params, ())
     return JSONResponse(await asyncio.to_thread(service.engine.stats))
 
 
 async def tree(service: Service, request: Request) -> Response:
     """GET /v1/cache/tree?offset=0&limit=100: a page of nodes. Raises InvalidRequestError."""
+    refuse_tenants(request.scope)
     query = request.query_params
     _refuse_unknown(query, ("offset", "limit"))
     offset = _number(query, "offset", 0)
@@ -72,12 +76,11 @@ async def tree(service: Service, request: Request) -> Response:
     return JSONResponse(CacheTree(**dataclasses.asdict(page)).model_dump())
 
 
-async def _prepared(service: Service, body: CachePrompt) -> Prompt:
+async def _prepared(service: Service, body: CachePrompt, salt: str) -> Prompt:
     """The prompt that the body describes. Raises what preparation raises."""
     service.resolve_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", param="prompt")
-    salt = body.cache_salt or ""
     if body.prompt is not None:
         if not body.prompt:
             raise InvalidRequestError("prompt must not be empty", param="prompt")

@@ -30,6 +30,7 @@ from vlm_serve.server.responses import ChatCompletion
 from vlm_serve.server.service import Service
 from vlm_serve.server.streaming import Chunks, stream_response, until_disconnected
 from vlm_serve.server.structured import ToolChoice, with_tools
+from vlm_serve.server.tenants import salt_of
 
 
 def preparing(service: Service, body: ChatPrompt, cache_salt: str | None) -> Callable[[], Prompt]:
@@ -129,7 +130,7 @@ def chat_task(
     return ChatTask(
         body=body,
         task=Task(
-            prepare=preparing(service, _with_effort(body), body.cache_salt),
+            prepare=preparing(service, _with_effort(body), salt_of(request.scope, body.cache_salt)),
             params=_params(body, choice),
             request_id=body.request_id or request_id_of(request.scope),
             arrival=arrival,

@@ -34,6 +34,7 @@ from vlm_serve.server.request_id import request_id_of
 from vlm_serve.server.responses import CacheReportBody, Completion, CompletionChoice
 from vlm_serve.server.service import Service
 from vlm_serve.server.streaming import Chunks, stream_response, until_disconnected
+from vlm_serve.server.tenants import salt_of
 
 MAX_PROMPTS = 128
 
@@ -90,7 +91,7 @@ async def completions(service: Service, request: Request) -> Response:
         body=body,
         tasks=[
             Task(
-                preparing_tokens(service, prompt, body.cache_salt or ""),
+                preparing_tokens(service, prompt, salt_of(request.scope, body.cache_salt)),
                 params,
                 request_id,
                 arrival,

@@ -42,6 +42,13 @@ class ServerConfig:
         group=_SERVER,
         kind="list",
     )
+    tenant_keys: str | None = option(
+        None,
+        "YAML file of further API keys, each with the cache salt that its requests always have",
+        group=_SERVER,
+        kind="text",
+        metavar="FILE",
+    )
     tool_call_parser: str = option(
         "qwen3_xml",
         "form of tool calls in the model's answers",
@@ -55,6 +62,13 @@ class ServerConfig:
         group=_SERVER,
         kind="text",
         choices=("none", "qwen3"),
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL to which OpenTelemetry traces are sent (OTLP over HTTP); needs the extra `otel`",
+        group=_SERVER,
+        kind="text",
+        metavar="URL",
     )
     max_queued_requests: int = option(
         256,

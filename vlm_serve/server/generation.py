@@ -175,3 +175,5 @@ def _account(service: Service, generation: Generation) -> None:
         reason,
         report.reason if report is not None else "-",
     )
+    if service.tracer is not None:
+        service.tracer.record(generation, reason)

@@ -11,6 +11,7 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.options import format_size
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.run import listen, make_server, url_of
+from vlm_serve.server.tenants import read_tenant_keys
 
 
 def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
@@ -23,6 +24,7 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
     )
     # It would warn of every chunk that was on its way to a client that has gone.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
+    read_tenant_keys(config.tenant_keys)  # before the model is loaded, as with the port
     bound = listen(config)  # first: a taken port should not cost a model's loading time
     try:
         engine = Engine.from_checkpoint(model, engine_config)

@@ -15,9 +15,11 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.server.app import create_app
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.service import Service
+from vlm_serve.server.tenants import read_tenant_keys
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
+    from vlm_serve.server.tracing import RequestTracer
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +89,17 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def _tracer(endpoint: str, model: str) -> RequestTracer:
+    try:
+        from vlm_serve.server.tracing import RequestTracer
+    except ImportError:
+        raise ConfigError(
+            "otlp_traces_endpoint needs the extra `otel`: pip install 'vlm-serve[otel]'",
+            param="otlp_traces_endpoint",
+        ) from None
+    return RequestTracer.to_endpoint(endpoint, model)
+
+
 def make_server(
     engine: Engine,
     config: ServerConfig,
@@ -96,10 +109,14 @@ def make_server(
     """A server that is not running yet; run it with `run(sockets=[...])`. It closes the engine.
 
     `on_listening` is called once it accepts connections.
+
+    Raises ConfigError for a bad file of tenants' keys, or if traces cannot be made.
     """
     service = Service(engine, config, model_names)
+    if config.otlp_traces_endpoint is not None:
+        service.tracer = _tracer(config.otlp_traces_endpoint, model_names[0])
     settings = uvicorn.Config(
-        create_app(service),
+        create_app(service, read_tenant_keys(config.tenant_keys)),
         log_config=None,
         access_log=False,
         server_header=False,

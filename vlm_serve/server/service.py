@@ -24,6 +24,7 @@ from vlm_serve.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
+    from vlm_serve.server.tracing import RequestTracer
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -42,6 +43,7 @@ class Service:
 
     Attributes:
         draining: no new work is taken.
+        tracer: makes a span of every request, None if traces are off.
         busy_since: monotonic time at which the engine last got work while it had none.
         num_open, open_tokens: requests that have been let in and have not ended, and the tokens of
             their prompts.
@@ -62,6 +64,7 @@ class Service:
         self._pool = ThreadPoolExecutor(config.preprocess_threads, thread_name_prefix="prepare")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._queued_grammars = 0
+        self.tracer: RequestTracer | None = None
         self._mailbox: Mailbox | None = None
         self._idle_check: asyncio.Task[None] | None = None
         self._asking: asyncio.Future[dict[str, Any]] | None = None
@@ -211,3 +214,5 @@ class Service:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._compiling.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.engine.close)
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)

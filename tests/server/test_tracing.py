@@ -1,0 +1,52 @@
+"""Spans of requests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from serving import RunningServer, wait_for
+
+from vlm_serve.server.tracing import RequestTracer
+
+
+def test_a_span_tells_about_its_request(fake: RunningServer) -> None:
+    exporter = InMemorySpanExporter()
+    fake.service.tracer = RequestTracer(SimpleSpanProcessor(exporter), "test-model")
+    try:
+        answer = fake.chat("hi", request_id="my-request")
+        usage = answer.json()["usage"]
+        fake.engine.fail_after = 0
+        assert fake.chat("hi").status_code == 500
+        wait_for(lambda: len(exporter.get_finished_spans()) == 2)
+    finally:
+        fake.service.tracer = None
+    good, bad = exporter.get_finished_spans()
+    found = dict(good.attributes or {})
+    assert good.name == "llm_request"
+    assert found["gen_ai.request.id"] == "my-request"
+    assert found["gen_ai.usage.prompt_tokens"] == usage["prompt_tokens"]
+    assert found["gen_ai.usage.completion_tokens"] == usage["completion_tokens"]
+    assert found["gen_ai.usage.cached_tokens"] == 3
+    assert found["gen_ai.response.finish_reason"] == "stop"
+    assert found["vlm_serve.cache_reason"] == "cold"
+    first, total = (found[f"gen_ai.latency.{name}"] for name in ("time_to_first_token", "e2e"))
+    assert isinstance(first, float)
+    assert isinstance(total, float)
+    assert 0 < first <= total
+    assert good.start_time is not None
+    assert good.end_time is not None
+    assert abs((good.end_time - good.start_time) / 1e9 - total) < 0.01
+    attributes = dict(bad.attributes or {})
+    assert attributes["gen_ai.response.finish_reason"] == "error"
+    assert "gen_ai.latency.time_to_first_token" not in attributes
+
+
+def test_nothing_is_imported_when_traces_are_off() -> None:
+    code = (
+        "import sys, vlm_serve.server.run; "
+        "sys.exit(any(name.startswith('opentelemetry.sdk') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
