@@ -206,6 +206,7 @@ class Preprocessor:
         )
         self._loader.check_count(request.media)
         self._template.check_kwargs(request.kwargs)
+        self.tokenizer.check_length(_texts(request.messages))
         typed = TypedText(
             [request.messages, request.tools, request.kwargs],
             tuple(self.tokenizer.special_tokens),
@@ -266,3 +267,15 @@ def _vocab_size(directory: Path | str) -> int:
     config = read_json(Path(directory) / "config.json")
     text_config = config.get("text_config") or config
     return int(text_config.get("vocab_size") or 0)
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the messages' contents say, as `read_messages` returns them."""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        for part in [content] if isinstance(content, str) else content or ():
+            text = part if isinstance(part, str) else part.get("text")
+            if isinstance(text, str):
+                found.append(text)
+    return found

@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from vlm_serve.errors import CheckpointError
+from vlm_serve.errors import CheckpointError, ContextLengthError
 
 # What AutoTokenizer puts in place for these model types, whatever tokenizer.json says.
 _QWEN3_5_PREFIX = "qwen3_5"
@@ -29,6 +29,10 @@ _QWEN3_5_SPLIT = (
     r"|\s+"
 )
 _END_OF_TURN = "<|im_end|>"
+# Longer texts are counted in pieces of this size before they are encoded as a whole.
+_PIECE_CHARACTERS = 1 << 14
+# Cutting a word in two makes it a few tokens more; a text is refused only well beyond the limit.
+_MARGIN = 1.25
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -57,6 +61,8 @@ class Tokenizer:
         vocab_size: number of ids, added tokens included.
         special_tokens: content -> id of the special tokens, those that text never stands for.
         special_pattern: matches every special token, the longest first.
+        max_tokens: the context, once it is known; `encode` and `check_length` refuse texts that are
+            far beyond it without encoding all of them.
         eos_ids: ids that end a generation (generation config, else model config).
         end_of_turn_ids: ids after which there is a cut point.
         special_names: "eos_token" and the like -> content, as chat templates see them.
@@ -68,6 +74,7 @@ class Tokenizer:
         directory = Path(directory)
         config = read_json(directory / "tokenizer_config.json")
         model_config = read_json(directory / "config.json")
+        self.max_tokens: int | None = None
         self._backend = _load_backend(directory, config, str(model_config.get("model_type", "")))
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         added = self._backend.get_added_tokens_decoder()
@@ -103,7 +110,11 @@ class Tokenizer:
         return self._ids_of({self.special_names.get("eos_token", "")})
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text in which special tokens have their meaning; none is added."""
+        """Token ids of text in which special tokens have their meaning; none is added.
+
+        Raises ContextLengthError for a text far beyond the context.
+        """
+        self.check_length(self.special_pattern.split(text))
         ids: list[int] = []
         at = 0
         for match in self.special_pattern.finditer(text):
@@ -111,6 +122,27 @@ class Tokenizer:
             ids.append(self.special_tokens[match.group()])
             at = match.end()
         return ids + self.encode_plain(text[at:])
+
+    def check_length(self, texts: Iterable[str]) -> None:
+        """Raises ContextLengthError if the texts have far more tokens than the context, which takes
+        no longer than encoding about as many as fit."""
+        if self.max_tokens is None:
+            return
+        limit = int(self.max_tokens * _MARGIN) + 256
+        texts = list(texts)
+        if sum(map(len, texts)) <= limit:
+            return
+        count = 0
+        for text in texts:
+            for at in range(0, len(text), _PIECE_CHARACTERS):
+                count += len(self.encode_plain(text[at : at + _PIECE_CHARACTERS]))
+                if count > limit:
+                    raise ContextLengthError(
+                        f"this model's context is {self.max_tokens} tokens, but the text has more "
+                        f"than {limit}",
+                        param="messages",
+                        code="context_length_exceeded",
+                    )
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of text in which special tokens are characters like any others."""

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_serve.errors import CheckpointError
+from vlm_serve.errors import CheckpointError, ContextLengthError
 from vlm_serve.preprocess.tokenizer import Tokenizer
 
 TEXTS = [
@@ -158,3 +158,18 @@ def test_transformers_is_not_imported() -> None:
         "sys.exit('transformers' in sys.modules or 'torchvision' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_text_far_beyond_the_context_is_refused_and_one_at_its_end_is_not(
+    checkpoint: Path,
+) -> None:
+    tokenizer = Tokenizer(checkpoint)
+    text = "word " * 2000
+    length = len(tokenizer.encode(text))
+    tokenizer.max_tokens = length
+    assert len(tokenizer.encode(text)) == length
+    assert len(tokenizer.encode("<|im_end|>" * length)) == length
+    for long in (text * 3, "a" * 40 * length):
+        with pytest.raises(ContextLengthError) as caught:
+            tokenizer.encode(long)
+        assert caught.value.code == "context_length_exceeded"

@@ -50,6 +50,7 @@ class Engine:
         self.memory = parts.memory
         self.preprocessor: Preprocessor = parts.preprocessor
         self.max_model_len = parts.max_model_len
+        parts.preprocessor.tokenizer.max_tokens = parts.max_model_len
         self.generation_config = parts.generation_config
         self.num_steps = 0
         self.last_step_time = time.monotonic()

@@ -9,6 +9,7 @@ from vlm_serve.models import ModelConfig
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
+MAX_STOP_CHARACTERS = 1024
 MAX_TREE_NODES = 1000
 MAX_PIN_SECONDS = 30 * 24 * 3600.0
 
@@ -29,6 +30,15 @@ def check_request(
             f"{length + wanted} ({length} in the prompt and {wanted} for the answer)",
             param="messages",
             code="context_length_exceeded",
+        )
+    if params.min_tokens > max_model_len - length:
+        raise InvalidRequestError(
+            f"min_tokens must be at most {max_model_len - length} after this prompt",
+            param="min_tokens",
+        )
+    if any(len(text) > MAX_STOP_CHARACTERS for text in params.stop):
+        raise InvalidRequestError(
+            f"stop strings may have at most {MAX_STOP_CHARACTERS} characters", param="stop"
         )
     _check_experts(length, params, model)
     vocabulary = model.text.vocab_size
