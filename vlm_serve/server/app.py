@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from vlm_serve.errors import VlmServeError
@@ -178,6 +178,6 @@ def _add_gets(app: FastAPI, service: Service) -> None:
     async def show_version() -> Response:
         return status.show_version()
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_model=None, response_class=PlainTextResponse)
     async def metrics() -> Response:
         return await status.metrics(service)
