@@ -14,6 +14,7 @@ from vlm_serve.cache.experts import Rows
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
+from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
@@ -53,6 +54,7 @@ class Output:
             to 256 experts, else uint16.
         routed_experts_gaps: (first, last + 1) positions of cached tokens whose rows nobody has
             recorded; the rows there are zero.
+        prompt_logprobs: of the prompt's tokens from the second on, or None if not asked for.
     """
 
     text: str
@@ -66,6 +68,7 @@ class Output:
     choices: list[Choice] = field(default_factory=list)
     routed_experts: Rows | None = field(default=None, compare=False)
     routed_experts_gaps: tuple[tuple[int, int], ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
 
 
 class Pipeline:
@@ -256,6 +259,7 @@ class _Collector:
             choices=choices,
             routed_experts=first.routed_experts,
             routed_experts_gaps=first.routed_experts_gaps,
+            prompt_logprobs=parts[0][0].prompt_logprobs,
         )
 
     def _choice(self, deltas: list[Delta]) -> Choice:

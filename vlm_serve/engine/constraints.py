@@ -68,14 +68,14 @@ def _check_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
 
 
 def _bad_words(words: Sequence[str], encoder: Encoder) -> tuple[tuple[int, ...], ...]:
-    """As vLLM does: each word as it is and, where that is another first token, after a space."""
+    """Each word as it is and after a space, where those are other tokens."""
     found: list[tuple[int, ...]] = []
     for word in words:
         plain = tuple(encoder.encode_plain(word.lstrip()))
         spaced = tuple(encoder.encode_plain(" " + word.lstrip()))
         if plain:
             found.append(plain)
-        if plain and spaced[0] != plain[0] and len(spaced) == len(plain):
+        if plain and spaced[-len(plain) :] != plain:
             found.append(spaced)
     return tuple(found)
 

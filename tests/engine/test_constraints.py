@@ -1,0 +1,112 @@
+"""Constraints on single rows, and in an engine that preempts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.constraints import Constraint, LogitRules
+from vlm_serve.engine.plan import SampleTask
+from vlm_serve.engine.sampler import prompt_logprobs, sample
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.pipeline import Pipeline
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.structured_outputs import StructuredOutputs
+
+GREEDY = SamplingParams(temperature=0.0)
+LOGITS = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+
+
+def pick(rules: LogitRules, history: tuple[int, ...] = (), banned: tuple[int, ...] = ()) -> int:
+    constraint = Constraint(rules, None, frozenset())
+    tasks = [
+        SampleTask(0, GREEDY, history, (), banned, 0, constraint),
+        SampleTask(1, GREEDY, history, (), (), 0),
+    ]
+    constrained, plain = sample(LOGITS, tasks, [0, 0])
+    assert plain.token_id == 3  # the row itself has not been touched
+    return constrained.token_id
+
+
+def test_a_bias_is_added() -> None:
+    assert pick(LogitRules(bias=([0, 3], [4.0, -100.0]))) == 0
+
+
+def test_only_allowed_tokens_are_sampled() -> None:
+    assert pick(LogitRules(allowed=[0, 1])) == 1
+
+
+def test_the_last_token_of_a_bad_word_is_banned_after_the_others() -> None:
+    rules = LogitRules(bad_words=((1, 2, 3),))
+    assert pick(rules, history=(1,)) == 3
+    assert pick(rules, history=(2, 1)) == 3
+    assert pick(rules, history=(0, 1, 2)) == 2
+
+
+def test_what_is_allowed_wins_where_nothing_would_remain() -> None:
+    assert pick(LogitRules(allowed=[1], bad_words=((1,),))) == 1
+    assert pick(LogitRules(allowed=[1]), banned=(1,)) == 1
+
+
+def test_prompt_tokens_are_reported_with_their_rank() -> None:
+    rows = LOGITS.repeat(40, 1)
+    reports = prompt_logprobs(rows, [3, 0] * 20, 2)
+    expected = torch.log_softmax(LOGITS[0], dim=-1).tolist()
+    assert [report.rank for report in reports] == [1, 4] * 20
+    assert reports[0].logprobs == pytest.approx({3: expected[3], 2: expected[2]})
+    assert reports[39].logprobs == pytest.approx({0: expected[0], 3: expected[3], 2: expected[2]})
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Iterator[Pipeline]:
+    # Room for about one and a half of the requests below: they preempt each other.
+    config = EngineConfig(
+        device="cpu", block_size=16, cache_memory="512KiB", max_model_len=200, max_num_seqs=4
+    )
+    with Pipeline("demo", config) as pipeline:
+        yield pipeline
+
+
+def messages(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_grammars_survive_preemption(pipeline: Pipeline) -> None:
+    schema = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": 99},
+        "minItems": 20,
+        "maxItems": 20,
+    }
+    form = StructuredOutputs(json=schema)
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, structured_outputs=form) for seed in range(4)
+    ]
+    questions = [messages(f"Question {number}") for number in range(4)]
+    alone = [pipeline.chat(q, p).text for q, p in zip(questions, params, strict=True)]
+    together = pipeline.chat_many(questions, params)
+    for output in together:
+        assert len(json.loads(output.text)) == 20
+    assert [output.text for output in together] == alone
+    assert pipeline.engine.stats()["num_preemptions"] > 0
+
+
+def test_prompt_logprobs_in_python(pipeline: Pipeline) -> None:
+    ids = pipeline.engine.preprocessor.tokenizer.encode("The red circle is at the top. " * 10)
+    output = pipeline.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert output.prompt_logprobs is not None
+    reported = [next(iter(each.logprobs)) for each in output.prompt_logprobs]
+    assert reported == ids[1:]
+    again = pipeline.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert again.prompt_logprobs == output.prompt_logprobs
+
+
+def test_a_form_needs_exactly_one_kind() -> None:
+    with pytest.raises(InvalidRequestError, match="exactly one"):
+        StructuredOutputs(regex="a", json_object=True)
+    with pytest.raises(InvalidRequestError, match="exactly one"):
+        StructuredOutputs()

@@ -1,0 +1,229 @@
+"""Constrained answers over HTTP: whatever a model of no great wit says, it fits what was asked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import RunningServer, running, wait_for
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.engine import Engine
+from vlm_serve.server.config import ServerConfig
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "color": {"enum": ["red", "blue"]},
+    },
+    "required": ["count", "color"],
+    "additionalProperties": False,
+}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 6},
+                "days": {"type": "integer", "minimum": 0, "maximum": 9},
+            },
+            "required": ["city", "days"],
+        },
+    },
+}
+STOP = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def _server() -> Iterator[RunningServer]:
+    config = EngineConfig(
+        device="cpu", block_size=16, cache_memory="48MiB", max_model_len=1024, max_num_seqs=4
+    )
+    engine = Engine.from_checkpoint("demo", config)
+    options = ServerConfig(port=0, idle_check=False, reasoning_parser="qwen3")
+    with running(engine, options) as server:
+        yield server
+
+
+@pytest.fixture
+def server(_server: RunningServer) -> Iterator[RunningServer]:
+    yield _server
+    wait_for(lambda: _server.service.num_open == 0)
+    _server.engine.check()
+
+
+def ask(server: RunningServer, **fields: Any) -> Any:
+    response = server.chat("What is it?", **({"max_tokens": 100, "temperature": 1} | fields))
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def contents(server: RunningServer, **fields: Any) -> list[str]:
+    choices = ask(server, **fields)["choices"]
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    return [choice["message"]["content"] for choice in choices]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_every_choice_fits_the_schema(server: RunningServer, strict: bool) -> None:
+    schema = JSON_SCHEMA["json_schema"] | {"strict": strict}  # type: ignore[operator]
+    form = {"type": "json_schema", "json_schema": schema}
+    for text in contents(server, response_format=form, n=3, seed=1, ignore_eos=strict):
+        value = json.loads(text)
+        assert value.keys() == {"count", "color"}
+        assert 0 <= value["count"] <= 99
+        assert value["color"] in ("red", "blue")
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": r"[a-c]{3}-\d"}, r"[a-c]{3}-\d"),
+        ({"choice": ["héllo", 'a "b"']}, 'héllo|a "b"'),
+        ({"grammar": 'root ::= "x" [0-9] "y"'}, "x[0-9]y"),
+        ({"json": {"type": "boolean"}}, "true|false"),
+    ],
+)
+def test_structured_outputs(server: RunningServer, form: dict[str, Any], pattern: str) -> None:
+    for text in contents(server, structured_outputs=form, n=2, seed=3):
+        assert re.fullmatch(pattern, text)
+
+
+def test_a_grammar_begins_behind_the_reasoning(server: RunningServer) -> None:
+    body = {
+        "chat_template_kwargs": {"enable_thinking": True},
+        "structured_outputs": {"choice": ["yes", "no"]},
+        "temperature": 0,
+    }
+    end = server.engine.preprocessor.tokenizer.encode("</think>")
+    message = ask(server, **body, logit_bias={str(token): 100 for token in end[:1]})["choices"][0]
+    if len(end) == 1:
+        assert message["message"]["content"] in ("yes", "no")
+    message = ask(server, **body, max_tokens=12)["choices"][0]
+    assert message["finish_reason"] == "length"  # it may not end before it has answered
+    assert message["message"]["reasoning"]
+    assert message["message"]["content"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"tool_choice": "required"}, {"weather", "stop"}),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, {"weather", "stop"}),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, {"weather"}),
+    ],
+)
+def test_a_call_is_enforced(server: RunningServer, fields: dict[str, Any], names: set[str]) -> None:
+    tools = [WEATHER, STOP]
+    for choice in ask(server, tools=tools, n=3, seed=5, max_tokens=150, **fields)["choices"]:
+        calls = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] in ("tool_calls", "length")
+        if choice["finish_reason"] == "length":
+            continue
+        if fields.get("parallel_tool_calls") is False or names == {"weather"}:
+            assert len(calls) == 1
+        for call in calls:
+            assert call["function"]["name"] in names
+            arguments = json.loads(call["function"]["arguments"])
+            if call["function"]["name"] == "weather":
+                assert isinstance(arguments["city"], str)
+                assert 0 <= arguments["days"] <= 9
+
+
+def test_an_enforced_call_is_streamed(server: RunningServer) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    chunks = server.stream_chat(tools=[WEATHER], tool_choice=choice, temperature=0, max_tokens=150)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    calls = [call for delta in deltas for call in delta.get("tool_calls") or []]
+    assert calls[0]["function"]["name"] == "weather"
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    assert json.loads(arguments).keys() == {"city", "days"}
+
+
+def test_biases_and_lists(server: RunningServer) -> None:
+    tokenizer = server.engine.preprocessor.tokenizer
+    token = tokenizer.encode("x")[0]
+    assert set(contents_of(server, logit_bias={str(token): 100})) == {"x"}
+    assert set(contents_of(server, allowed_token_ids=[token])) == {"x"}
+    plain = contents_of(server)
+    word = plain.split()[1]
+    assert word not in contents_of(server, bad_words=[word])
+
+
+def contents_of(server: RunningServer, **fields: Any) -> str:
+    answer = ask(server, temperature=0, **({"max_tokens": 8} | fields))
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
+
+
+def test_the_prompt_is_reported(server: RunningServer) -> None:
+    ask(server, max_tokens=2)
+    body = ask(server, max_tokens=2, prompt_logprobs=1, return_token_ids=True, cache_report=True)
+    rows = body["prompt_logprobs"]
+    assert rows[0] is None
+    assert len(rows) == len(body["prompt_token_ids"])
+    for token, row in zip(body["prompt_token_ids"][1:], rows[1:], strict=True):
+        assert row[str(token)]["logprob"] <= 0
+        assert (row[str(token)]["rank"] == 1) == (len(row) == 1)
+    assert body["cache_report"]["boundary"] == 0
+    assert body["cache_report"]["reason"] == "prompt_logprobs"
+
+
+def test_an_echo_comes_with_the_logprobs_that_answers_have(server: RunningServer) -> None:
+    fields = {"temperature": 0, "logprobs": 1, "max_tokens": 6}
+    answer = server.post("/v1/completions", {"prompt": "The red", **fields}).json()["choices"][0]
+    whole = {"prompt": "The red" + answer["text"], "echo": True, **fields, "max_tokens": 1}
+    echoed = server.post("/v1/completions", whole).json()["choices"][0]
+    tokens = answer["logprobs"]["tokens"]
+    start = len(echoed["logprobs"]["tokens"]) - 1 - len(tokens)
+    if echoed["logprobs"]["tokens"][start:-1] == tokens:  # else it is spelled in other tokens
+        theirs = echoed["logprobs"]["token_logprobs"][start:-1]
+        assert theirs == pytest.approx(answer["logprobs"]["token_logprobs"], abs=1e-3)
+    assert echoed["logprobs"]["token_logprobs"][0] is None
+    assert "".join(echoed["logprobs"]["tokens"]) == echoed["text"]
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"regex": "(a"},
+    {"regex": "(?=a)b"},
+    {"regex": "(" * 1000 + ")" * 1000},
+    {"regex": "x" * 70_000},
+    {"grammar": "root ::= nowhere"},
+    {"grammar": "root ::= " + "(" * 30_000},
+    {"grammar": "".join(f'r{i} ::= "a" r{i * 7 % 2000} | r0\n' for i in range(2000))},
+    {"json": {"type": "zork"}},
+    {"json": {"not": {}}},
+    {"json": {"type": "integer", "multipleOf": 7}},
+    {"json": {"$ref": "http://127.0.0.1/schema"}},
+    {"json": {"$ref": "#/$defs/nowhere"}},
+    {"json": {"allOf": [{"type": "object"}, {"type": "string"}]}},
+    {"json": "{"},
+    {"choice": []},
+    {"choice": ["x"] * 1025},
+    {"structural_tag": {"type": "structural_tag", "format": {"type": "zork"}}},
+]
+
+
+@pytest.mark.parametrize("form", HOSTILE, ids=lambda form: str(form)[:40])
+def test_a_hostile_grammar_is_refused(server: RunningServer, form: dict[str, Any]) -> None:
+    response = server.chat(structured_outputs=form, max_tokens=1)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == "structured_outputs"
+    assert "/project" not in error["message"]
+    assert contents(server, structured_outputs={"choice": ["fine"]}) == ["fine"]
+
+
+def test_ids_outside_the_vocabulary_are_refused(server: RunningServer) -> None:
+    for fields in ({"logit_bias": {"740": 1}}, {"allowed_token_ids": [740]}):
+        response = server.chat(**fields)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == next(iter(fields))
+        assert "740" in response.json()["error"]["message"]
