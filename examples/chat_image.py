@@ -17,7 +17,8 @@ QUESTIONS = (
     "How many shapes are there?",
     "What color is the star?",
     "What is at the bottom right?",
-    "Which is bigger, the star or the circle?",
+    "What shape is blue?",
+    "Where is the triangle?",
     "Who drew this?",
 )
 

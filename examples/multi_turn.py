@@ -14,9 +14,9 @@ from vlm_serve import Pipeline, SamplingParams
 MEDIA = Path(__file__).parent / "media"
 PICTURES = (MEDIA / "star.png", MEDIA / "heart.png")
 QUESTIONS = (
-    "Which picture has the red star?",
     "What is in the second picture?",
     "What shape is in the first picture?",
+    "What color is the heart in the second picture?",
     "What color is the star in the first picture?",
 )
 

@@ -15,6 +15,7 @@ VIDEO = Path(__file__).parent / "media" / "change.mp4"
 QUESTIONS = (
     "What color is the circle at the start?",
     "What color is the circle at the end?",
+    "When does the color change?",
     "Who drew this?",
 )
 

@@ -5,26 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from demo_questions import (
-    NUMBERS,
-    ORDINALS,
-    Turn,
-    casual,
-    color,
-    named,
-    noun,
-    sentence,
-    with_article,
-)
-from demo_scenes import (
-    COLOURS,
-    SHAPES,
-    Scene,
-    Thing,
-    random_digit,
-    random_single,
-    with_background,
-)
+from demo_scenes import COLOURS, SHAPES, Scene, Thing, random_digit, random_single, with_background
+from demo_words import NUMBERS, ORDINALS, Turn, casual, color, named, noun, sentence, with_article
 
 Album = tuple[Scene, ...]
 AskAlbum = Callable[[random.Random, Album], Turn | None]
@@ -63,12 +45,13 @@ def ask_which(rng: random.Random, album: Album) -> Turn | None:
     if sum(other.colour == thing.colour for other in things) == 1 and thing.kind in SHAPES:
         options += [f"a {thing.colour} shape" if thing.colour != "orange" else "an orange shape"]
     what = rng.choice(options)
+    answer = "The " + what.split(" ", 1)[1]
     wordings = (
         f"Which {noun(rng)} has {what}?",
         f"Which {noun(rng)} shows {what}?",
         f"In which {noun(rng)} is {what}?",
     )
-    return Turn("which picture", rng.choice(wordings), f"The {ORDINALS[place]}.")
+    return Turn("which picture", rng.choice(wordings), f"{answer} is in the {ORDINALS[place]}.")
 
 
 def ask_what(rng: random.Random, album: Album) -> Turn | None:
@@ -144,4 +127,14 @@ def album_turns(rng: random.Random, album: Album, count: int) -> list[Turn]:
     question = casual(rng, f"Describe the {noun(rng)}s.")
     described = Turn("description", question, sentence(", ".join(parts)))
     turns.insert(len(turns) if rng.random() < 0.7 else 0, described)
+    turns.append(album_roster(rng, album))
     return turns
+
+
+def album_roster(rng: random.Random, album: Album) -> Turn:
+    """Training only: which picture has each shape, shape by shape."""
+    parts = []
+    for kind in SHAPES:
+        places = [ORDINALS[i] for i, thing in enumerate(_things(album)) if thing.kind == kind]
+        parts.append(f"{kind}: {' and '.join(places) or 'no'}")
+    return Turn("roster", f"Which {noun(rng)} has each shape?", f"The {', '.join(parts)}.")

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 from demo_albums import draw_album, pick_album
-from demo_questions import Turn, ask_caption, follow_up, pick
-from demo_scenes import draw_scene, random_size, render
-from demo_videos import clip_caption, draw_clip, frame_count, pick_clip, render_clip
+from demo_clips import draw_clip, frame_count, render_clip
+from demo_drawing import render
+from demo_questions import ask_caption, follow_up, pick
+from demo_scenes import draw_scene, random_size
+from demo_videos import clip_caption, pick_clip
+from demo_words import Turn
 from PIL import Image
 
 QUESTIONS_PER_MEDIUM = 4

@@ -15,9 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoint_parts import CHAT_TEMPLATE, MediaShape, build_tokenizer, token_id
 from demo_albums import album_turns, draw_album
-from demo_questions import NO_PICTURE, Turn, casual, pick, picture_turns
+from demo_clips import draw_clip
+from demo_questions import pick, picture_turns
 from demo_scenes import draw_scene
-from demo_videos import clip_turns, draw_clip
+from demo_videos import clip_turns
+from demo_words import NO_PICTURE, Turn, casual
 
 VOCAB_SIZE = 1024
 MERGE = 2

@@ -6,8 +6,6 @@ same training run.
 
 from __future__ import annotations
 
-import io
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,109 +13,28 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from demo_albums import album_turns, draw_album
-from demo_chat import (
-    CELL,
-    MEDIA,
-    MERGE,
-    PATCH,
-    SYSTEM_PROMPTS,
-    VIDEO_CELLS,
-    ChatFormat,
-    Encoded,
-    Medium,
-    small_talk_turns,
-    stamps_of,
+from demo_chat import CELL, SYSTEM_PROMPTS, ChatFormat, Encoded, Medium, small_talk_turns, stamps_of
+from demo_clips import Clip, draw_clip, render_clip, sampled_frames, visible
+from demo_drawing import render
+from demo_patches import (
+    CellLabels,
+    cell_labels,
+    frame_size,
+    frame_sizes_of_one_grid,
+    image_size,
+    noisy,
+    patchify,
+    resize,
+    sizes_of_one_grid,
+    through_jpeg,
 )
-from demo_questions import Turn, picture_turns
-from demo_scenes import COLOURS, KINDS, Scene, Thing, draw_scene, random_size, render
-from demo_videos import Clip, clip_turns, draw_clip, render_clip, sampled_frames, visible
-from PIL import Image
+from demo_questions import picture_turns
+from demo_scenes import Scene, Thing, draw_scene
+from demo_videos import clip_turns
+from demo_words import Turn
 from torch import Tensor
 
-COLOUR_IDS = {name: i + 1 for i, name in enumerate(COLOURS)}
-KIND_IDS = {name: i + 1 for i, name in enumerate(KINDS)}
-NUM_COLOURS = len(COLOURS) + 1
-NUM_KINDS = len(KINDS) + 1
 IGNORE = -100
-
-
-def image_size(height: int, width: int) -> tuple[int, int]:
-    """Pixels (height, width) to which the processor resizes a picture of this size."""
-    high, wide = (max(CELL, round(side / CELL) * CELL) for side in (height, width))
-    if high * wide > MEDIA.image_max_pixels:
-        shrink = math.sqrt(height * width / MEDIA.image_max_pixels)
-        high, wide = (max(CELL, int(side / shrink / CELL) * CELL) for side in (height, width))
-    elif high * wide < MEDIA.image_min_pixels:
-        grow = math.sqrt(MEDIA.image_min_pixels / (height * width))
-        high, wide = (math.ceil(side * grow / CELL) * CELL for side in (height, width))
-    return high, wide
-
-
-def frame_size(height: int, width: int, frames: int) -> tuple[int, int]:
-    """The same for the frames of a video, whose budget is per frame."""
-    high, wide = (max(CELL, round(side / CELL) * CELL) for side in (height, width))
-    budget = VIDEO_CELLS * CELL * CELL * frames
-    even = round(frames / 2) * 2
-    if even * high * wide > budget:
-        shrink = math.sqrt(frames * height * width / budget)
-        high, wide = (max(CELL, int(side / shrink / CELL) * CELL) for side in (height, width))
-    return high, wide
-
-
-def resize(pictures: Sequence[Image.Image], size: tuple[int, int]) -> Tensor:
-    """uint8 [n, 3, height, width], resized as the server does."""
-    arrays = np.stack([np.asarray(picture) for picture in pictures])
-    pixels = torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous()
-    if tuple(pixels.shape[-2:]) == size:
-        return pixels
-    return torch.nn.functional.interpolate(pixels, size=size, mode="bicubic", antialias=True)
-
-
-def patchify(frames: Tensor) -> Tensor:
-    """uint8 [2 * p, 3, H, W] to float32 [p, H * W / PATCH**2, 3 * 2 * PATCH**2]: normalised
-    patches in spatial-merge order."""
-    count, channels, height, width = frames.shape
-    pixels = (frames.float() / 255 - 0.5) / 0.5
-    rows, columns = height // CELL, width // CELL
-    split = pixels.view(count // 2, 2, channels, rows, MERGE, PATCH, columns, MERGE, PATCH)
-    order = split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
-    return order.reshape(count // 2, rows * columns * MERGE**2, -1)
-
-
-def through_jpeg(picture: Image.Image, quality: int) -> Image.Image:
-    """What lossy compression leaves of a picture."""
-    buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=quality)
-    return Image.open(buffer).convert("RGB")
-
-
-@dataclass
-class CellLabels:
-    """What each cell of some pictures shows: int64 [pictures, cells]; 0 is background."""
-
-    colour: Tensor
-    kind: Tensor
-    centre: Tensor
-
-
-def cell_labels(pictures: Sequence[Sequence[Thing]], rows: int, columns: int) -> CellLabels:
-    """Labels of the cells that things cover or have their centre in."""
-    shape = (len(pictures), rows * columns)
-    colour, kind, centre = (np.zeros(shape, np.int64) for _ in range(3))
-    ys, xs = (np.arange(rows) + 0.5)[:, None], (np.arange(columns) + 0.5)[None]
-    for i, things in enumerate(pictures):
-        nearest = np.full((rows, columns), 1.1)
-        for thing in things:
-            x, y = thing.x * columns, thing.y * rows
-            radius = thing.radius * min(rows, columns)
-            far = np.hypot(ys - y, xs - x) / (radius + 0.3)
-            inside = (far < nearest).reshape(-1)
-            nearest = np.minimum(nearest, far)
-            colour[i][inside] = COLOUR_IDS[thing.colour]
-            kind[i][inside] = KIND_IDS[thing.kind]
-            row, column = min(rows - 1, int(y)), min(columns - 1, int(x))
-            centre[i][row * columns + column] = 2 if thing.big else 1
-    return CellLabels(*(torch.from_numpy(array) for array in (colour, kind, centre)))
 
 
 @dataclass
@@ -151,10 +68,10 @@ class Batch:
 class BatchSizes:
     """Sequences per batch."""
 
-    image: int = 32
-    album: int = 20
-    video: int = 12
-    text: int = 32
+    image: int = 20
+    album: int = 14
+    video: int = 9
+    text: int = 20
     vision: int = 32
 
 
@@ -173,7 +90,7 @@ class BatchMaker:
         self.sizes = sizes or BatchSizes()
         self.split = split
 
-    def make(self, step: int, kind: str, turns: int = 5) -> Batch:
+    def make(self, step: int, kind: str, turns: int = 4) -> Batch:
         """The batch of one training step."""
         rng = random.Random(f"{self.split}:{self.seed}:{step}")
         if kind == "text":
@@ -186,13 +103,13 @@ class BatchMaker:
 
     def _image(self, rng: random.Random, turns: int, kind: str) -> Batch:
         count = self.sizes.vision if kind == "vision" else self.sizes.image
-        sources = _sizes_of_one_grid(rng, count)
+        sources = sizes_of_one_grid(rng, count)
         scenes = [draw_scene(rng, self.split) for _ in range(count)]
         medium, slot = _picture_slot(rng, scenes, sources)
         talks = [picture_turns(rng, scene, turns) for scene in scenes if kind == "image"]
         encoded = [
             self.chat.conversation(
-                talk, [[medium]], system=_system(rng), text_first=rng.random() < 0.15
+                talk, [[medium]], system=_system(rng), text_first=rng.random() < 0.05
             )
             for talk in talks
         ]
@@ -204,13 +121,13 @@ class BatchMaker:
         media, slots = [], []
         for place in range(pictures):
             scenes = [album[place] for album in albums]
-            medium, slot = _picture_slot(rng, scenes, _sizes_of_one_grid(rng, count))
+            medium, slot = _picture_slot(rng, scenes, sizes_of_one_grid(rng, count))
             media.append(medium)
             slots.append(slot)
         talks = [album_turns(rng, album, turns) for album in albums]
         encoded = [
             self.chat.conversation(
-                talk, [media], system=_system(rng), text_first=rng.random() < 0.1
+                talk, [media], system=_system(rng), text_first=rng.random() < 0.05
             )
             for talk in talks
         ]
@@ -223,7 +140,7 @@ class BatchMaker:
         while any(clip.seconds != seconds for clip in clips):
             clips = [clip if clip.seconds == seconds else draw_clip(rng) for clip in clips]
         frames = [sampled_frames(clip) for clip in clips]
-        sources = _frame_sizes_of_one_grid(rng, count)
+        sources = frame_sizes_of_one_grid(rng, count)
         size = frame_size(*sources[0], len(frames[0]))
         patches = []
         things: list[list[Thing]] = []
@@ -236,7 +153,7 @@ class BatchMaker:
             things += _things_by_second(clip, chosen)
         rows, columns = size[0] // CELL, size[1] // CELL
         slot = Slot(
-            _noisy(rng, torch.cat(patches)),
+            noisy(rng, torch.cat(patches)),
             rows,
             columns,
             torch.empty(0, dtype=torch.int64),
@@ -248,7 +165,7 @@ class BatchMaker:
                 talk,
                 [[Medium(rows, columns, stamps_of(chosen, clip.frame_rate))]],
                 system=_system(rng),
-                text_first=rng.random() < 0.1,
+                text_first=rng.random() < 0.05,
             )
             for talk, clip, chosen in zip(talks, clips, frames, strict=True)
         ]
@@ -262,35 +179,6 @@ class BatchMaker:
 
 def _system(rng: random.Random) -> str | None:
     return rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.12 else None
-
-
-def _sizes_of_one_grid(rng: random.Random, count: int) -> list[tuple[int, int]]:
-    """Source sizes that the processor brings to one grid. Enormous ones are rare, for speed."""
-    first = random_size(rng)
-    size, sources = image_size(*first), [first]
-    ratio = first[0] / first[1]
-    while len(sources) < count:
-        base = math.exp(rng.uniform(math.log(64), math.log(320)))
-        base = 640 if rng.random() < 0.02 else base
-        spread = math.exp(rng.uniform(-0.2, 0.2)) if ratio != 1 else 1.0
-        height, width = (
-            min(640, max(64, round(base * side)))
-            for side in (math.sqrt(ratio * spread), 1 / math.sqrt(ratio * spread))
-        )
-        sources.append((height, width) if image_size(height, width) == size else first)
-    return sources
-
-
-def _frame_sizes_of_one_grid(rng: random.Random, count: int) -> list[tuple[int, int]]:
-    ratio = rng.choice((1.0, 1.0, 1.0, 0.75, 0.5625, 1.33))
-    widest = max(64, round(64 / min(1.0, ratio)))
-    first = (max(64, round(widest * ratio)), widest)
-    size, sources = frame_size(*first, 8), [first]
-    while len(sources) < count:
-        width = rng.randint(widest, 2 * widest)
-        source = (round(width * first[0] / first[1]), width)
-        sources.append(source if frame_size(*source, 8) == size else first)
-    return sources
 
 
 def _picture_slot(
@@ -307,14 +195,7 @@ def _picture_slot(
     rows, columns = size[0] // CELL, size[1] // CELL
     labels = cell_labels([scene.things for scene in scenes], rows, columns)
     empty = torch.empty(0, dtype=torch.int64)
-    return Medium(rows, columns), Slot(_noisy(rng, patchify(frames)), rows, columns, empty, labels)
-
-
-def _noisy(rng: random.Random, patches: Tensor) -> Tensor:
-    """A little sensor noise, so that flat areas do not become a fingerprint."""
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    noise = torch.randn(patches.shape, generator=generator)
-    return patches + noise * rng.uniform(0, 0.04)
+    return Medium(rows, columns), Slot(noisy(rng, patchify(frames)), rows, columns, empty, labels)
 
 
 def _things_by_second(clip: Clip, frames: Sequence[int]) -> list[list[Thing]]:

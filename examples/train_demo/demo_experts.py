@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from demo_model import DemoModel, DemoShape
+    from demo_model import DemoModel
+    from demo_shape import DemoShape
 
 
 class Router(nn.Module):
@@ -34,7 +35,7 @@ class SparseMLP(nn.Module):
     """
 
     def __init__(self, shape: DemoShape) -> None:
-        from demo_model import MLP  # demo_model builds its layers from this module
+        from demo_model import MLP
 
         super().__init__()
         self.top_k = shape.experts_per_token

@@ -16,7 +16,8 @@ from checkpoint_parts import (
     write_tokenizer_files,
 )
 from demo_chat import MEDIA, PATCH, VIDEO_CELLS, demo_template
-from demo_model import DemoModel, DemoShape
+from demo_model import DemoModel
+from demo_shape import DemoShape
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
 
 RGB = tuple[int, int, int]
+
 
 COLOURS: dict[str, RGB] = {
     "red": (222, 32, 32),
@@ -26,13 +26,22 @@ COLOURS: dict[str, RGB] = {
     "white": (250, 250, 250),
     "black": (14, 14, 14),
 }
+
+
 SHAPES = ("circle", "square", "triangle", "star", "cross", "heart")
+
+
 DIGITS = tuple(str(digit) for digit in range(10))
+
+
 KINDS = SHAPES + DIGITS
+
 
 # Where the centre of a thing lies on one axis, as a share of the picture's side. The gaps between
 # the three ranges are the margin that keeps "left", "middle" and "right" unambiguous.
 AXIS_RANGES = {"low": (0.18, 0.32), "mid": (0.47, 0.53), "high": (0.68, 0.82)}
+
+
 TRAIN_DIGITS = 1500
 
 
@@ -111,7 +120,7 @@ def random_single(rng: random.Random) -> Thing:
 
 def random_digit(rng: random.Random, split: str) -> Thing:
     """A handwritten digit, mostly in the middle."""
-    labels = _digits()[1]
+    labels = digits()[1]
     start, end = (0, TRAIN_DIGITS) if split == "train" else (TRAIN_DIGITS, len(labels))
     glyph = rng.randrange(start, end)
     column = row = "mid"
@@ -119,7 +128,8 @@ def random_digit(rng: random.Random, split: str) -> Thing:
         column, row = rng.choice(tuple(AXIS_RANGES)), rng.choice(tuple(AXIS_RANGES))
     radius = rng.uniform(0.25, 0.42) if column == row == "mid" else rng.uniform(0.17, 0.19)
     thing = _thing(rng, str(labels[glyph]), rng.choice(tuple(COLOURS)), (column, row), radius)
-    return replace(thing, glyph=glyph)
+    # Slanted a little for training only, which has few writers to learn from.
+    return replace(thing, glyph=glyph, angle=rng.uniform(-14, 14) if split == "train" else 0.0)
 
 
 def random_group(rng: random.Random, count: int) -> tuple[Thing, ...]:
@@ -224,94 +234,10 @@ def random_size(rng: random.Random) -> tuple[int, int]:
     return min(640, max(64, height)), min(640, max(64, width))
 
 
-def render(scene: Scene, height: int, width: int) -> Image.Image:
-    """Draw a scene as an RGB picture."""
-    picture = render_background(scene.background, height, width)
-    for thing in scene.things:
-        draw_thing(picture, thing)
-    return picture
-
-
-def render_background(background: Background, height: int, width: int) -> Image.Image:
-    """Gradient plus noise in blocks, drawn small and enlarged: cheap at every size."""
-    rows, columns = min(height, 32), min(width, 32)
-    along = np.linspace(0, 1, rows)[:, None] if background.vertical else np.linspace(0, 1, columns)
-    share = np.broadcast_to(along, (rows, columns))[..., None]
-    first, second = (np.array(c, np.float32) for c in (background.first, background.second))
-    pixels = first * (1 - share) + second * share
-    if background.noise > 0:
-        noise = np.random.default_rng(background.noise_seed)
-        pixels = pixels + noise.standard_normal((rows, columns, 1)) * background.noise
-    small = Image.fromarray(pixels.clip(0, 255).round().astype(np.uint8))
-    return small.resize((width, height), Image.Resampling.BILINEAR)
-
-
-def draw_thing(picture: Image.Image, thing: Thing) -> None:
-    """Draw one thing onto a picture, in place."""
-    width, height = picture.size
-    radius = thing.radius * min(width, height)
-    x, y = thing.x * width, thing.y * height
-    fill = COLOURS[thing.colour]
-    if thing.kind in DIGITS:
-        mask = _digit_mask(thing.glyph, max(8, round(2 * radius)))
-        picture.paste(fill, (round(x - mask.width / 2), round(y - mask.height / 2)), mask)
-        return
-    draw = ImageDraw.Draw(picture)
-    if thing.kind == "circle":
-        draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
-        return
-    turn = math.radians(thing.angle)
-    cosine, sine = math.cos(turn), math.sin(turn)
-    corners = [
-        (x + radius * (u * cosine - v * sine), y + radius * (u * sine + v * cosine))
-        for u, v in OUTLINES[thing.kind]
-    ]
-    draw.polygon(corners, fill=fill)
-
-
-def _star() -> list[tuple[float, float]]:
-    spikes = []
-    for step in range(10):
-        length = 1.12 if step % 2 == 0 else 0.46
-        spikes.append(
-            (length * math.sin(step * math.pi / 5), 0.06 - length * math.cos(step * math.pi / 5))
-        )
-    return spikes
-
-
-def _heart() -> list[tuple[float, float]]:
-    points = []
-    for step in range(40):
-        t = step / 40 * 2 * math.pi
-        across = 16 * math.sin(t) ** 3
-        up = 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
-        points.append((across / 16, -(up + 2.5) / 15))
-    return points
-
-
-OUTLINES: dict[str, list[tuple[float, float]]] = {
-    "square": [(-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)],
-    "triangle": [(0, -1), (1.02, 0.8), (-1.02, 0.8)],
-    "cross": [
-        *((-0.33, -1), (0.33, -1), (0.33, -0.33), (1, -0.33), (1, 0.33), (0.33, 0.33)),
-        *((0.33, 1), (-0.33, 1), (-0.33, 0.33), (-1, 0.33), (-1, -0.33), (-0.33, -0.33)),
-    ],
-    "star": _star(),
-    "heart": _heart(),
-}
-
-
 @functools.cache
-def _digits() -> tuple[Any, Any]:
+def digits() -> tuple[Any, Any]:
     """scikit-learn's handwritten digits: images uint8 [1797, 8, 8] of 0-255, labels [1797]."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
     return (data.images * (255 / 16)).round().astype(np.uint8), data.target
-
-
-def _digit_mask(glyph: int, side: int) -> Image.Image:
-    small = Image.fromarray(_digits()[0][glyph])
-    large = small.resize((side, side), Image.Resampling.BICUBIC)
-    # Steeper than the scan: thin strokes keep their colour.
-    return large.point([min(255, max(0, round((value - 40) * 1.8))) for value in range(256)])

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import av
-from demo_scenes import RGB, Background, Scene, Thing, render
-from demo_videos import Clip, frame_count, render_clip
+from demo_clips import Clip, frame_count, render_clip
+from demo_drawing import render
+from demo_scenes import RGB, Background, Scene, Thing
 from PIL import Image
 
 

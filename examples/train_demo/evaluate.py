@@ -2,8 +2,8 @@
 `python examples/train_demo/evaluate.py demo demo-moe`.
 
 Greedy, through `vlm_serve.Pipeline`, on pictures and videos from seeds never trained on. The
-output is the same every time. `--compare` asks everything again without prefix caching and counts
-answers that differ in any token.
+output is the same every time. `--compare` asks everything again without prefix caching, and some of
+it of transformers, and counts the answers that differ in any token.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 from demo_cases import Case, image_cases, video_cases
+from demo_reference import reference_tokens
 
+import vlm_serve
 from vlm_serve import Pipeline, SamplingParams
 from vlm_serve.config import EngineConfig
 
 # Requests at a time: few enough that the videos of a batch fit into memory.
 BATCH = 16
 MAX_TOKENS = 96
+# Requests that --compare also asks of transformers.
+REFERENCES = 200
+BUILT_IN = {"demo": "dense", "demo-moe": "moe"}
 
 
 def batched(cases: Iterable[Case]) -> Iterator[list[Case]]:
@@ -64,6 +70,24 @@ def evaluate(model: str, images: int, videos: int, seed: int, *, compare: bool, 
     if uncached is not None:
         uncached.close()
         print(f"  {different} of {images + videos} answers differ without prefix caching")
+        compare_with_transformers(model, images, videos, seed)
+
+
+def compare_with_transformers(model: str, images: int, videos: int, seed: int) -> None:
+    """Ask transformers one case in so many that 200 are asked in all, of all media kinds."""
+    if model in BUILT_IN:
+        checkpoint = Path(vlm_serve.__file__).parent / "demo" / BUILT_IN[model]
+    else:
+        checkpoint = Path(model)
+    every = max(1, (images + videos) // REFERENCES)
+    cases = [*islice(image_cases(images, seed), 0, None, every)]
+    cases += islice(video_cases(videos, seed), 0, None, every)
+    with Pipeline(model) as pipe:
+        different = sum(
+            tokens != reference_tokens(checkpoint, case, MAX_TOKENS)
+            for case, _, tokens in answers(pipe, cases)
+        )
+    print(f"  {different} of {len(cases)} answers differ from those of transformers")
 
 
 def print_accuracy(title: str, right: dict[str, list[bool]]) -> None:
@@ -81,7 +105,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--videos", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compare", action="store_true", help="also run without prefix caching")
+    parser.add_argument("--compare", action="store_true", help="also uncached, and transformers")
     parser.add_argument("--show", type=int, default=0, help="how many wrong answers to print")
     args = parser.parse_args()
     for model in args.models:

@@ -16,11 +16,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from demo_chat import ChatFormat, train_tokenizer
-from demo_data import IGNORE, NUM_COLOURS, NUM_KINDS, Batch, BatchMaker, BatchSizes
+from demo_data import IGNORE, Batch, BatchMaker, BatchSizes
 from demo_experts import imbalance
 from demo_export import export
-from demo_model import DemoModel, DemoShape
+from demo_model import DemoModel
 from demo_optim import build_optimizers
+from demo_patches import NUM_COLOURS, NUM_KINDS
+from demo_shape import DemoShape
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -210,7 +212,7 @@ def load_tokenizer(out: Path) -> Tokenizer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=3800)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--warm", type=int, default=1400, help="steps on pictures alone")
     parser.add_argument("--single", type=int, default=200, help="steps on one picture each")
     parser.add_argument("--threads", type=int, default=2)

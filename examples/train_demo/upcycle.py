@@ -13,7 +13,7 @@ from demo_chat import ChatFormat
 from demo_data import BatchMaker
 from demo_experts import upcycle
 from demo_export import export
-from demo_model import DemoShape
+from demo_shape import DemoShape
 from train import SEED, Plan, Trainee, held_out, load_tokenizer, report, train
 
 EXPERTS = 8

@@ -64,9 +64,9 @@ def test_the_shipped_example_is_answered(tmp_path: Path) -> None:
         "Three.",
         "A red star in the middle.",
         "A yellow heart in the middle.",
-        "Red.",
-        "Red.",
-        "Yellow.",
+        "The star is red.",
+        "The star is red.",
+        "The heart is yellow.",
     ]
     details = [row["response"]["body"]["usage"]["prompt_tokens_details"] for row in found[:6]]
     by_picture = [

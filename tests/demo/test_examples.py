@@ -14,13 +14,14 @@ EXPECTED = {
         "A red star at the top left, a green triangle at the top right, "
         "a blue circle at the bottom right.",
         "Three.",
-        "Red.",
+        "The star is red.",
         "A blue circle.",
-        "The star.",
+        "A circle.",
+        "The triangle is at the top right.",
         "Sorry, I cannot tell.",
     ),
-    "video_qa.py": ("Red.", "Blue.", "Sorry, I cannot tell."),
-    "multi_turn.py": ("The first.", "A yellow heart.", "A star.", "Red."),
+    "video_qa.py": ("Red.", "Blue.", "At second 4.", "Sorry, I cannot tell."),
+    "multi_turn.py": ("A yellow heart.", "A star.", "Yellow.", "Red."),
 }
 
 

@@ -13,13 +13,15 @@ import torch
 from checkpoint_parts import build_tokenizer
 from demo_cases import image_cases, video_cases
 from demo_chat import VOCAB_SIZE, ChatFormat, Medium, stamps_of, training_text
-from demo_data import IGNORE, BatchMaker, BatchSizes, image_size
+from demo_data import IGNORE, BatchMaker, BatchSizes
 from demo_experts import imbalance, upcycle
 from demo_export import export
-from demo_model import DemoModel, DemoShape
+from demo_model import DemoModel
 from demo_optim import orthogonalise
-from demo_questions import Turn
+from demo_patches import image_size
 from demo_scenes import draw_scene
+from demo_shape import DemoShape
+from demo_words import Turn
 from tokenizers import Tokenizer
 
 import vlm_serve

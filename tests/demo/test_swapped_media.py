@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from demo_cases import image_part, video_part
-from demo_scenes import Background, Scene, Thing, render
-from demo_videos import Clip, frame_count, render_clip
+from demo_clips import Clip, frame_count, render_clip
+from demo_drawing import render
+from demo_scenes import Background, Scene, Thing
 
 from vlm_serve import Pipeline, SamplingParams
 

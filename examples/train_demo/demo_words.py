@@ -1,0 +1,88 @@
+"""Words and sentences that questions and answers are made of."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from demo_scenes import Thing
+
+NUMBERS = ("Zero", "One", "Two", "Three", "Four", "Five")
+
+
+ORDINALS = ("first", "second", "third")
+
+
+PLACES = {
+    ("low", "low"): "top left",
+    ("low", "mid"): "top",
+    ("low", "high"): "top right",
+    ("mid", "low"): "left",
+    ("mid", "mid"): "middle",
+    ("mid", "high"): "right",
+    ("high", "low"): "bottom left",
+    ("high", "mid"): "bottom",
+    ("high", "high"): "bottom right",
+}
+
+
+REFUSAL = "Sorry, I cannot tell."
+
+
+NO_PICTURE = "I see no picture."
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question, its answer and the kind under which accuracy is counted."""
+
+    kind: str
+    question: str
+    answer: str
+
+
+def color(rng: random.Random) -> str:
+    """One of the two spellings."""
+    return rng.choice(("color", "colour"))
+
+
+def noun(rng: random.Random) -> str:
+    return rng.choice(("picture", "picture", "image", "photo"))
+
+
+def with_article(phrase: str) -> str:
+    return ("an " if phrase[0] in "aeiou" else "a ") + phrase
+
+
+def named(thing: Thing) -> str:
+    """Colour and kind: "red star", "blue 7"."""
+    return f"{thing.colour} {thing.kind}"
+
+
+def sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
+def casual(rng: random.Random, question: str) -> str:
+    """Sometimes written as people type: without the capital, the question mark, or both."""
+    style = rng.random()
+    if style < 0.08:
+        question = question[0].lower() + question[1:]
+    if 0.04 < style < 0.12:
+        question = question.rstrip("?.")
+    return question
+
+
+def is_colour(thing: Thing) -> str:
+    """The answer that names the thing again: its name stands right before the colour, and so finds
+    the thing in the picture a second time."""
+    return f"The {thing.kind} is {thing.colour}."
+
+
+def is_where(name: str, place: str) -> str:
+    """The same for a place."""
+    return f"The {name} is {'in' if place == 'middle' else 'at'} the {place}."
+
+
+def is_missing(name: str) -> str:
+    return f"The {name} is not there."
