@@ -15,6 +15,7 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
+from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.errors import EngineClosedError, VlmServeError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.tokenizer import Tokenizer
@@ -87,6 +88,7 @@ class FakeEngine:
         self.max_model_len = 4096
         self.gate = threading.Event()
         self.num_checks = 0
+        self.step_times = StepTimes()
         self.alive = True
         self.last_step_time = time.monotonic()
         self.requests: dict[str, FakeRequest] = {}
@@ -147,6 +149,7 @@ class FakeEngine:
         return {
             "num_preemptions": 2,
             "num_steps": 5,
+            "step_times": self.step_times.as_dict(),
             "audit": {"audits": 9, "mismatches": 1, "near_ties": 2, "dropped": 3},
             "cache": {"saves": {"media": 3}, "skips": {}, "evictions": {"kv": 1}},
             "usage": {"blocks": 10, "free_blocks": 4, "cached_blocks": 1, "rows": {"free": 7}},

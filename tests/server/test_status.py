@@ -40,6 +40,18 @@ def samples(server: RunningServer) -> dict[str, float]:
     return found
 
 
+def test_metrics_tell_what_steps_cost_outside_the_model(fake: RunningServer) -> None:
+    before = samples(fake)
+    fake.engine.step_times.record(0.075, 0.070)
+    fake.engine.step_times.record(0.9, 0.2)
+    after = samples(fake)
+    grown = {
+        name: value - before[name] for name, value in after.items() if name.startswith("step_host")
+    }
+    assert grown["step_host_seconds_count"] == 2
+    assert grown["step_host_seconds_sum"] == pytest.approx(0.705)
+
+
 def test_metrics_count_what_happened(fake: RunningServer) -> None:
     before = samples(fake)
     usage = fake.chat().json()["usage"]

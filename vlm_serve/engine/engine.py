@@ -25,6 +25,7 @@ from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.scheduler import Event
 from vlm_serve.engine.sequence import Request, Sequence
+from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.engine.tier_loading import TierLoading
 from vlm_serve.engine.validation import check_page, check_prompt, check_request, check_ttl
 from vlm_serve.errors import EngineClosedError, EngineError, VlmServeError
@@ -70,6 +71,8 @@ class Engine:
         self._closed = False
         self._stopping = False
         self._lock = threading.Lock()
+        self._step_times = StepTimes()
+        self._step_began = time.perf_counter()
         self._tiers = TierLoading(parts.tiers, parts.fetcher, self._post)
         self._media_loader = MediaLoading(parts.scheduler.media, self._post, self._fail_request)
         self._thread = threading.Thread(target=self._loop, name="vlm-serve-engine", daemon=True)
@@ -235,8 +238,10 @@ class Engine:
     def _loop(self) -> None:
         try:
             while self._handle_commands():
-                if self._scheduler.has_work:
-                    self._step()
+                if self._scheduler.has_work and self._step():
+                    now = time.perf_counter()
+                    self._step_times.record(now - self._step_began, self._runner.model_seconds)
+                    self._step_began = now
                 self._tend_audits()
         except BaseException:
             _log.exception("the engine's thread died")
@@ -248,34 +253,39 @@ class Engine:
         """Runs what other threads posted; waits when there is nothing else to do."""
         while not self._stopping:
             try:
-                self._run_command(self._inbox.get(block=not self._scheduler.has_work))
+                self._run_next_command(wait=not self._scheduler.has_work)
             except queue.Empty:
                 return True
         return False
 
-    def _run_command(self, command: Callable[[], None] | None) -> None:
+    def _run_next_command(self, wait: bool) -> None:
+        command = self._inbox.get(block=wait)
+        if wait:
+            self._step_began = time.perf_counter()
         self._inspector.expire()
         if command is None:
             self._stopping = True
         else:
             command()
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """One step, if one can be made; False if there was only something to wait for."""
         self._inspector.expire()
         plan = self._scheduler.plan()
         self._media_loader.start()
         self._tiers.start()
         if plan is None:
             if self._tiers.busy:
-                self._run_command(self._inbox.get())
+                self._run_next_command(wait=True)
             elif not self._scheduler.running:
                 self._emit(self._scheduler.reject_head())
             elif self._media_loader.busy:
-                self._run_command(self._inbox.get())
-            return
+                self._run_next_command(wait=True)
+            return False
         self._emit(self._run(plan))
         self.num_steps += 1
         self.last_step_time = time.monotonic()
+        return True
 
     def _run(self, plan: StepPlan) -> list[Event]:
         try:
@@ -330,6 +340,7 @@ class Engine:
             "num_waiting": self.num_waiting,
             "num_preemptions": self._scheduler.roster.num_preemptions,
             "num_steps": self.num_steps,
+            "step_times": self._step_times.as_dict(),
             "num_encoded_spans": self._scheduler.media.num_encoded_spans,
             "cache": self._cache.stats.as_dict(),
             "audit": dataclasses.asdict(self._auditor.counts),

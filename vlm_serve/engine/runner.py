@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -26,6 +27,10 @@ class ModelRunner:
         block_size: tokens per KV block.
         deterministic: see `ForwardBatch.deterministic`.
         poison: fill freed blocks and rows with NaN (tests).
+
+    Attributes:
+        model_seconds: how long the model itself worked in the last step (on a GPU: until its
+            launches were queued).
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class ModelRunner:
         self._deterministic = deterministic
         self._embeddings: dict[int, torch.Tensor] = {}
         self.poison = poison
+        self.model_seconds = 0.0
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
@@ -50,12 +56,15 @@ class ModelRunner:
         has returned."""
         for slot in plan.dropped_slots:
             self._embeddings.pop(slot, None)
+        self.model_seconds = 0.0
         self._copy(plan)
         self._encode(plan.encodes)
         decodes = [item for item in plan.slices if not item.prefill]
         prefills = [item for item in plan.slices if item.prefill]
         batch, tasks_rows = self._batch(decodes, prefills)
+        begin = time.perf_counter()
         output = self._model.forward(batch, self._caches)
+        self.model_seconds += time.perf_counter() - begin
         tasks = [task for item in (*decodes, *prefills) for task in item.samples]
         reports = _prompt_reports(output.logits, (*decodes, *prefills))
         sampled = sample(output.logits, tasks, tasks_rows)
@@ -86,9 +95,11 @@ class ModelRunner:
             return
         patches = [encode.item.patches(encode.patch) for encode in encodes]
         grids = [(1, encode.item.grid[1], encode.item.grid[2]) for encode in encodes]
+        begin = time.perf_counter()
         embeddings = self._model.encode_media(
             torch.cat(patches), grids, deterministic=self._deterministic
         )
+        self.model_seconds += time.perf_counter() - begin
         for encode, embedding in zip(encodes, embeddings, strict=True):
             self._embeddings[encode.slot] = embedding
 

@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from vlm_serve.engine.outputs import CacheReport, Usage
@@ -133,6 +138,7 @@ class EngineStats(Collector):
             return
         yield self._counter("num_preemptions", "Preempted sequences", "num_preemptions")
         yield self._counter("num_steps", "Steps of the engine", "num_steps")
+        yield self._step_times(self._stats["step_times"])
         cache, usage = self._stats["cache"], self._stats["usage"]
         yield self._by_kind("state_snapshots_saved", "Snapshots published", cache["saves"])
         yield self._by_kind("state_snapshots_skipped", "Snapshots without a row", cache["skips"])
@@ -162,6 +168,19 @@ class EngineStats(Collector):
             )
             family.add_metric([self._model_name], audit[name])
             yield family
+
+    def _step_times(self, times: Mapping[str, Any]) -> Metric:
+        family = HistogramMetricFamily(
+            PREFIX + "step_host_seconds",
+            "A step's time outside of the model's forward",
+            labels=["model_name"],
+        )
+        total, buckets = 0, []
+        for bound, count in times["host_seconds_counts"].items():
+            total += count
+            buckets.append((bound, total))
+        family.add_metric([self._model_name], buckets, times["host_seconds"])
+        return family
 
     def _counter(self, name: str, text: str, key: str) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
