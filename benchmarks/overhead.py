@@ -1,0 +1,129 @@
+"""What engine and server cost per generated token, beside the model's forward.
+
+    python benchmarks/overhead.py [MODEL] [--batch 8] [--tokens 256] [--rounds 5]
+
+A real server runs in this process, its clients in another, so that the CPU time of this process is
+that of server, engine and model. The model runs on one thread, the engine's; its CPU time is taken
+around each forward. What is left is overhead: planning, batching, sampling, detokenizing,
+bookkeeping (the engine's thread), and HTTP, JSON and streaming (all other threads). CPU time does
+not grow when others use the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from serving import running
+
+from vlm_serve import EngineConfig
+from vlm_serve.engine.engine import Engine
+
+GOAL_MS = 0.3
+WORDS = ("Tell me a story about the number", "What do you know about the number")
+
+
+class ThreadClock:
+    """CPU seconds of the thread that calls a function, summed over its calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.seconds = 0.0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        begin = time.thread_time()
+        try:
+            return self._function(*arguments, **options)
+        finally:
+            self.seconds += time.thread_time() - begin
+
+
+def stream(url: str, number: int, tokens: int) -> int:
+    """One streamed chat; returns the tokens it was charged for."""
+    body = {
+        "messages": [{"role": "user", "content": f"{WORDS[number % 2]} {number}."}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    usage: dict[str, int] = {}
+    with (
+        httpx.Client(base_url=url, timeout=600, trust_env=False) as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as response,
+    ):
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                usage = json.loads(line.removeprefix("data: ")).get("usage") or usage
+    return usage["completion_tokens"]
+
+
+def streams(url: str, first: int, batch: int, tokens: int) -> int:
+    """That many at once; runs in the clients' process."""
+    with ThreadPoolExecutor(batch) as threads:
+        jobs = [threads.submit(stream, url, first + index, tokens) for index in range(batch)]
+        return sum(job.result() for job in jobs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    config = EngineConfig(threads=1, cache_memory="256MiB", max_num_seqs=options.batch)
+    engine = Engine.from_checkpoint(options.model, config)
+    model = engine._runner._model
+    model.forward = forward = ThreadClock(model.forward)  # type: ignore[method-assign]
+    rows: list[tuple[float, float, float]] = []
+    with (
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as clients,
+        running(engine) as server,
+    ):
+        for number in range(options.rounds + 1):
+            rows.append(measure(clients, server.url, engine, forward, number, options))
+    rows = rows[1:]  # the first one warms up
+    model_ms, engine_ms, server_ms = (
+        1000 * statistics.median(column) for column in zip(*rows, strict=True)
+    )
+    print(f"{options.model}, {options.batch} streams at once, CPU ms per generated token")
+    print(f"  the model's forward      {model_ms:8.3f}")
+    print(f"  engine beside it         {engine_ms:8.3f}")
+    print(f"  server                   {server_ms:8.3f}")
+    print(f"  engine and server        {engine_ms + server_ms:8.3f}   goal: under {GOAL_MS}")
+
+
+def measure(
+    clients: ProcessPoolExecutor,
+    url: str,
+    engine: Engine,
+    forward: ThreadClock,
+    number: int,
+    options: argparse.Namespace,
+) -> tuple[float, float, float]:
+    """CPU seconds a token of the forward, of the engine beside it, and of all other threads."""
+    before = time.process_time(), engine.call(time.thread_time), forward.seconds
+    job = clients.submit(streams, url, number * options.batch, options.batch, options.tokens)
+    tokens = job.result()
+    assert tokens == options.batch * options.tokens, "a stream ended early"
+    after = time.process_time(), engine.call(time.thread_time), forward.seconds
+    process, own, model = (late - early for late, early in zip(after, before, strict=True))
+    return model / tokens, (own - model) / tokens, (process - own) / tokens
+
+
+if __name__ == "__main__":
+    main()
