@@ -1,0 +1,186 @@
+"""What the engine benchmarks measure, and the sides that run in this process."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+
+import oracle  # noqa: E402
+import torch  # noqa: E402
+from checkpoint_spec import BENCHMARK_SPEC  # noqa: E402
+from make_checkpoint import make_checkpoint  # noqa: E402
+
+from vlm_serve import EngineConfig, Pipeline, SamplingParams  # noqa: E402
+
+DECODE_PROMPT = 128
+PREFILL, AGAIN = "prefill", "same prompt again"
+DECODE = {1: "decode, batch 1", 8: "decode, batch 8"}
+
+
+class Side(Protocol):
+    """One engine under measurement."""
+
+    def complete(self, prompts: list[list[int]], count: int) -> float:
+        """Seconds for exactly `count` greedy tokens after each of the prompts, in one batch."""
+        ...
+
+
+class Ours:
+    """The engine, driven through the public pipeline."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+
+    def complete(self, prompts: list[list[int]], count: int) -> float:
+        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        begin = time.perf_counter()
+        self._pipe.generate_many(prompts, params)
+        return time.perf_counter() - begin
+
+
+class Transformers:
+    """transformers, driven through `generate`; it has no prefix cache."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def complete(self, prompts: list[list[int]], count: int) -> float:
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            self._model.generate(
+                input_ids=torch.tensor(prompts),
+                attention_mask=torch.ones(len(prompts), len(prompts[0]), dtype=torch.int64),
+                max_new_tokens=count,
+                do_sample=False,
+                eos_token_id=oracle.NO_TOKEN,
+            )
+        return time.perf_counter() - begin
+
+
+@dataclass
+class Work:
+    """Sizes of what is measured, and the prompts: no two are alike, so that no cache can hit."""
+
+    prefill: int
+    steps: int
+    vocabulary: int
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def prompt(self, length: int) -> list[int]:
+        return self.draw.choices(range(self.vocabulary), k=length)
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """How many tokens the seconds of each row stand for."""
+        decode = {row: batch * self.steps for batch, row in DECODE.items()}
+        return {PREFILL: self.prefill, AGAIN: self.prefill} | decode
+
+    def parts(self) -> list[Callable[[Side], dict[str, float]]]:
+        """One round: functions that run a part of it on a side and give the seconds of its rows."""
+        return [self._long, *(self._decode_of(batch) for batch in DECODE)]
+
+    def _long(self, side: Side) -> dict[str, float]:
+        long = [self.prompt(self.prefill)]
+        return {PREFILL: side.complete(long, 1), AGAIN: side.complete(long, 1)}
+
+    def _decode_of(self, batch: int) -> Callable[[Side], dict[str, float]]:
+        def decode(side: Side) -> dict[str, float]:
+            # The seconds of `steps + 1` tokens less those of one.
+            short, whole = (
+                side.complete([self.prompt(DECODE_PROMPT) for _ in range(batch)], count)
+                for count in (1, self.steps + 1)
+            )
+            return {DECODE[batch]: whole - short}
+
+        return decode
+
+
+class Results:
+    """Seconds of every side in every round, by row."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, dict[str, list[float]]] = {}
+
+    def measure(self, sides: Mapping[str, Side], work: Work, rounds: int, warm_up: int = 1) -> None:
+        """Runs the sides one after the other, part by part, in an order that turns each round.
+
+        The sides thereby see the same neighbours on a busy machine.
+        """
+        names = list(sides)
+        for number in range(-warm_up, rounds):
+            turn = number % len(names)
+            for part in work.parts():
+                for name in names[turn:] + names[:turn]:
+                    for row, seconds in part(sides[name]).items():
+                        if number >= 0:
+                            self._seconds.setdefault(row, {}).setdefault(name, []).append(seconds)
+
+    def best(self, row: str, side: str) -> float:
+        return min(self._seconds[row][side])
+
+    def median(self, row: str, side: str) -> float:
+        return statistics.median(self._seconds[row][side])
+
+    def ratio(self, row: str, ours: str, theirs: str) -> float:
+        """The median over rounds of (their time / our time)."""
+        sides = self._seconds[row]
+        pairs = zip(sides[theirs], sides[ours], strict=True)
+        return statistics.median(other / own for other, own in pairs)
+
+
+@contextmanager
+def checkpoint(given: Path | None) -> Iterator[Path]:
+    """The given checkpoint, or the random one of 49M parameters, removed afterwards."""
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield make_checkpoint(folder, BENCHMARK_SPEC)
+
+
+@contextmanager
+def pipeline(path: Path, dtype: str, threads: int, batched_tokens: int) -> Iterator[Ours]:
+    """Our engine on the checkpoint, as both benchmarks set it up."""
+    config = EngineConfig(
+        dtype=dtype,
+        block_size=64,
+        threads=threads,
+        cache_memory="1GiB",
+        max_num_batched_tokens=batched_tokens,
+    )
+    with Pipeline(path, config) as pipe:
+        yield Ours(pipe)
+
+
+def transformers(path: Path, dtype: str) -> Transformers:
+    return Transformers(oracle.model(path, getattr(torch, dtype)))
+
+
+def work_for(path: Path, prefill: int, steps: int) -> Work:
+    """Prompts of ids from the lower half of the vocabulary: special tokens lie at its end."""
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(str(path))
+    return Work(prefill, steps, config.get_text_config().vocab_size // 2)
+
+
+def add_arguments(parser: Any, dtypes: Sequence[str], rounds: int) -> None:
+    """The options that the engine benchmarks share."""
+    parser.add_argument("checkpoint", type=Path, nargs="?", help="default: a random 49M model")
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=list(dtypes))
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--prompt-tokens", type=int, default=4096)
+    parser.add_argument("--decode-tokens", type=int, default=64)
+    parser.add_argument("--batched-tokens", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=2)

@@ -1,0 +1,37 @@
+"""Lets vLLM's processes import torchvision's PyPI wheel beside a CPU build of torch.
+
+Python runs this at start-up in every process that has this folder on PYTHONPATH. The wheel's
+compiled ops do not load there; importing it needs no more than their schemas, which are defined
+right before the import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+ORACLE = Path(__file__).resolve().parents[2] / "tests" / "oracle.py"
+"""Where the schemas stand; this folder must not put all of `tests` on vLLM's path."""
+
+
+class _BeforeTorchvision:
+    """A finder that finds nothing, and defines the schemas when torchvision is first looked for."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "torchvision":
+            return None
+        # First of all: whoever defines the schemas looks for torchvision as well.
+        sys.meta_path.remove(self)
+        spec = importlib.util.spec_from_file_location("torchvision_schemas", ORACLE)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # Keeps the definitions for as long as the process.
+        spec.loader.exec_module(module)
+        module.prepare_torchvision()
+        return None
+
+
+sys.meta_path.insert(0, _BeforeTorchvision())
