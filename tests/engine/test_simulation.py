@@ -16,6 +16,13 @@ def test_random_traffic_keeps_every_promise(seed: int) -> None:
     TOTALS.update(Simulation(seed).run(STEPS))
 
 
+def test_a_finished_choice_gives_way_when_its_fork_is_preempted() -> None:
+    """This seed ends a private request whose fork has yet to copy its row, then needs all blocks:
+    preempting the fork has to free them at once."""
+    counts = Simulation(3197).run(300)
+    assert counts["cold"] and counts["steps"] >= 300
+
+
 def test_the_traffic_was_worth_its_name() -> None:
     """Runs after the seeds: a simulation in which nothing happens proves nothing."""
     if not TOTALS:

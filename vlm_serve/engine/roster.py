@@ -61,6 +61,7 @@ class Roster:
         assert sequence.lease is not None
         self.num_preemptions += 1
         self._drop_forks_of(sequence)
+        self._release_retired()
         self.media.release_all(sequence)
         sequence.suspended = self.cache.suspend(sequence.lease)
         self._leave(sequence)
@@ -93,8 +94,7 @@ class Roster:
             self._retired.append(sequence)
             return
         self._close(sequence)
-        if not self.row_copies:
-            self.forget_row_copies()
+        self._release_retired()
 
     def fork(self, parent: Sequence, child: Sequence, max_num_seqs: int) -> None:
         """Gives a choice a row and a partial block; without room it recomputes via the cache."""
@@ -115,9 +115,18 @@ class Roster:
     def forget_row_copies(self) -> None:
         """The step that made the row copies is over: their sources may go."""
         self.row_copies = []
+        self._release_retired()
+
+    def _release_retired(self) -> None:
+        """Finished sequences go once no choice is to copy their row any more."""
+        sources = {source for source, _ in self.row_copies}
         retired, self._retired = self._retired, []
         for sequence in retired:
-            self._close(sequence)
+            assert sequence.lease is not None
+            if sequence.lease.row in sources:
+                self._retired.append(sequence)
+            else:
+                self._close(sequence)
 
     def _drop_forks_of(self, parent: Sequence) -> None:
         """Choices that were to copy the parent's row in this step start from the cache instead."""
