@@ -3,7 +3,7 @@
 They are large, so they are no development dependency; this is run by hand:
 
     vlm-serve serve demo &
-    pip install litellm langchain-openai
+    pip install litellm mcp langchain-openai  # LiteLLM imports mcp
     python examples/clients_check.py [--base-url http://127.0.0.1:8000/v1]
 
 With the demo model, which calls no tools of its own accord, the call is enforced by `tool_choice`.
@@ -42,9 +42,7 @@ def messages() -> list[dict[str, Any]]:
 
 def checked(client: str, name: str, arguments: str) -> None:
     assert name == "report_colour", f"{client}: {name!r}"
-    assert json.loads(arguments)["colour"].strip() in ("red", "yellow", "blue"), (
-        f"{client}: {arguments!r}"
-    )
+    assert json.loads(arguments)["colour"] in ("red", "yellow", "blue"), f"{client}: {arguments!r}"
     print(f"{client}: {name}({arguments})")
 
 

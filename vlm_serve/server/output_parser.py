@@ -22,13 +22,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
+from vlm_serve.server.tool_values import trim
+
 THINK_START = "<think>"
 THINK_END = "</think>"
 TOOL_START = "<tool_call>"
 TOOL_END = "</tool_call>"
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]{1,256})>")
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>(.*?)</parameter>", re.DOTALL)
 _PARAMETER_END = "</parameter>"
 
 Kind = Literal["content", "reasoning", "tool_name", "tool_arguments"]
@@ -178,7 +180,8 @@ class _ToolCallParser:
                 continue
             opening = ", " if self._keys else "{"
             self._keys.add(key)
-            value = convert(found.group(2), self._schema.get(key))
+            schema = self._schema.get(key)
+            value = convert(trim(found.group(2), schema), schema)
             text = f"{opening}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
             pieces.append(Piece("tool_arguments", text, self.index))
         return pieces
