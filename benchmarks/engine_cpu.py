@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -126,6 +127,8 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     torch.set_num_threads(arguments.threads)
+    # A benchmark that is ended from outside ends its servers too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     missed = []
     with checkpoint(arguments.checkpoint) as path, ExitStack() as stack:
         servers = start_servers(path, arguments, stack) if arguments.peers else {}
