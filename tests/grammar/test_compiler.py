@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import vlm_serve
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeError
+from vlm_serve.grammar import process
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import GrammarState
 from vlm_serve.preprocess.tokenizer import Tokenizer
@@ -41,6 +47,47 @@ def test_one_that_takes_too_long_is_ended_and_the_next_one_runs(compiler: Gramma
     found = compiler.find(form)
     assert found is not None
     assert found.compiled is compiled
+
+
+def test_a_warm_compiler_does_not_wait_for_its_process(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.warm()
+    monkeypatch.setattr(process, "START_SECONDS", 0.0)
+    compiler.warm()
+    compiler.compile(StructuredOutputs(regex="ab"))
+
+
+def test_one_that_could_not_start_says_so_and_starts_later(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(VlmServeError, match="did not start"):
+        patch.setattr(process, "START_SECONDS", 0.0)
+        compiler.warm()
+    compiler.compile(StructuredOutputs(regex="ab"))
+
+
+def test_nothing_starts_after_the_end(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    start = subprocess.Popen
+    closing = threading.Thread(target=compiler.close)
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        started.append(start(*arguments, **options))
+        closing.start()
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", watched)
+    with contextlib.suppress(EngineClosedError):  # unless it was ready before that
+        compiler.warm()
+    closing.join()
+    assert [each.poll() is not None for each in started] == [True]
+    for ask in (compiler.warm, partial(compiler.compile, StructuredOutputs(regex="ab"))):
+        with pytest.raises(EngineClosedError):
+            ask()
+    assert len(started) == 1
 
 
 def test_text_before_the_grammar_is_free(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:

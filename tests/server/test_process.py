@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from serving import wait_for
 
 COMMAND = [sys.executable, "-m", "vlm_serve.cli"]
 SMALL = ["--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1"]
@@ -45,6 +46,13 @@ def serving(*arguments: str, **variables: str) -> Iterator[tuple[subprocess.Pope
         process.communicate()
 
 
+def children_of(process: int) -> str:
+    """Their command lines."""
+    listed = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/children")]
+    lines = [Path(f"/proc/{child}/cmdline").read_text() for child in " ".join(listed).split()]
+    return " ".join(lines)
+
+
 def test_serve_answers_and_ends_on_a_signal(checkpoint: Path) -> None:
     with serving(
         str(checkpoint), VLM_SERVE_BLOCK_SIZE="16", VLM_SERVE_SERVED_MODEL_NAME="mine"
@@ -56,6 +64,7 @@ def test_serve_answers_and_ends_on_a_signal(checkpoint: Path) -> None:
             answer = client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200
             assert answer.json()["usage"]["completion_tokens"] <= 4
+            wait_for(lambda: "vlm_serve.grammar.worker" in children_of(process.pid))
         process.send_signal(signal.SIGTERM)
         assert process.wait(SECONDS) == 0
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import EngineClosedError, InvalidRequestError
 from vlm_serve.grammar.process import CompileProcess
 from vlm_serve.grammar.schema import check_schema
 from vlm_serve.grammar.state import Grammar
@@ -22,7 +22,7 @@ CACHE_ENTRIES = 256
 class GrammarCompiler:
     """Compiles what requests ask for. May be used from any thread; `compile` blocks.
 
-    xgrammar is imported, and its process started, when the first grammar is asked for.
+    xgrammar is imported, and its process started, by the first grammar or by `warm`.
 
     Args:
         tokenizer: of the model.
@@ -48,21 +48,19 @@ class GrammarCompiler:
         self._cached: OrderedDict[tuple[str, str, bool, bool], Any] = OrderedDict()
         self._info: Any = None
         self._process: CompileProcess | None = None
+        self._closed = False
 
     def compile(self, form: StructuredOutputs, after: bytes = b"") -> Grammar:
         """The grammar of a form that begins behind `after`.
 
-        Raises InvalidRequestError for one that is wrong, cannot be enforced, or is over a limit.
+        Raises InvalidRequestError for one that is wrong, cannot be enforced, or is over a limit;
+        EngineClosedError after `close`.
         """
         found = self.find(form, after)
         if found is not None:
             return found
         _check_schemas(form)
-        with self._lock:
-            if self._process is None:
-                self._start()
-            process = self._process
-        assert process is not None
+        process = self._running()
         kind, source = form.source
         task = {"kind": kind, "source": source, "strict": not form.json_object}
         try:
@@ -76,6 +74,13 @@ class GrammarCompiler:
         compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._info)
         self._keep((kind, source, form.json_object, form.strict), compiled)
         return Grammar(compiled, after, xgrammar.GrammarMatcher)
+
+    def warm(self) -> None:
+        """Starts the compiling process and waits until it is ready, which takes seconds.
+
+        Raises VlmServeError if it does not start, EngineClosedError after `close`.
+        """
+        self._running().start()
 
     def find(self, form: StructuredOutputs, after: bytes = b"") -> Grammar | None:
         """The grammar if it has been compiled already. Does not block."""
@@ -91,13 +96,22 @@ class GrammarCompiler:
         return Grammar(compiled, after, xgrammar.GrammarMatcher)
 
     def close(self) -> None:
-        """Ends the compiling process."""
+        """Ends the compiling process. May be called more than once."""
         with self._lock:
+            self._closed = True
             process, self._process = self._process, None
         if process is not None:
             process.close()
 
-    def _start(self) -> None:
+    def _running(self) -> CompileProcess:
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError("the engine is closed")
+            if self._process is None:
+                self._process = self._new_process()
+            return self._process
+
+    def _new_process(self) -> CompileProcess:
         import xgrammar
 
         tokenizer, known = self._tokenizer, self._tokenizer.vocab_size
@@ -113,7 +127,7 @@ class GrammarCompiler:
             stop_token_ids=self._ends,
             add_prefix_space=False,
         )
-        self._process = CompileProcess(self._info.serialize_json(), self._seconds)
+        return CompileProcess(self._info.serialize_json(), self._seconds)
 
     def _keep(self, key: tuple[str, str, bool, bool], compiled: Any) -> None:
         with self._cache_lock:

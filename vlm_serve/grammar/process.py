@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any
 
-from vlm_serve.errors import InvalidRequestError, VlmServeError
+from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeError
 from vlm_serve.grammar.worker import MAX_MESSAGE_BYTES, send
 
 START_SECONDS = 120.0
@@ -39,14 +39,10 @@ class CompileProcess:
         """The serialised grammar. Waits for its turn.
 
         Raises InvalidRequestError for a source that is wrong, takes too long or too much memory;
-        VlmServeError if the process cannot be started.
+        VlmServeError if the process cannot be started; EngineClosedError after `close`.
         """
         with self._lock:
-            self._start()
-            if not self._ready:
-                if self._exchange(None, START_SECONDS) is None:
-                    raise VlmServeError("the grammar compiler did not start")
-                self._ready = True
+            self._make_ready()
             deadline = time.monotonic() + self._seconds
             answer = self._exchange(task, self._seconds)
             if answer is None and not self._closed:
@@ -60,14 +56,31 @@ class CompileProcess:
         compiled: str = answer["compiled"]
         return compiled
 
+    def start(self) -> None:
+        """Starts the process unless it runs, and waits until it can compile.
+
+        Raises VlmServeError if it cannot be started; EngineClosedError after `close`.
+        """
+        with self._lock:
+            self._make_ready()
+
     def close(self) -> None:
         """Ends the process; a task that runs fails."""
         self._closed = True
         process = self._process
         if process is not None:
             process.kill()
-            with self._lock:
-                self._end()
+        with self._lock:
+            self._end()
+
+    def _make_ready(self) -> None:
+        self._start()
+        if not self._ready:
+            if self._exchange(None, START_SECONDS) is None:
+                if self._closed:
+                    raise EngineClosedError("the engine is closed")
+                raise VlmServeError("the grammar compiler did not start")
+            self._ready = True
 
     def _start(self) -> None:
         if self._process is not None or self._closed:
@@ -81,6 +94,9 @@ class CompileProcess:
             start_new_session=True,  # a Ctrl+C is the server's to handle
         )
         self._ready = False
+        if self._closed:  # meanwhile, by a thread that did not see the process yet
+            self._end()
+            return
         assert self._process.stdin is not None
         try:
             send(self._process.stdin, {"tokenizer": self._tokenizer})

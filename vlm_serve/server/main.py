@@ -37,6 +37,7 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
         # Whoever reads the URL there may use it at once.
         announce = partial(print, table(rows), flush=True)
         server = make_server(engine, config, names, announce)
+        server.service.warm_up()
         server.run(sockets=[bound])
     finally:
         engine.close()

@@ -138,6 +138,19 @@ class Service:
             return self.engine.submit(prompt, params, on_delta, priority=priority)
         return self.engine.submit(prompt, params, on_delta, priority=priority, grammar=grammar)
 
+    def warm_up(self) -> None:
+        """Starts the grammar compiler in the background: the first request that needs it would
+        wait for seconds. Requests that come meanwhile wait for the rest of them only."""
+        self._compiling.submit(self._start_compiler)
+
+    def _start_compiler(self) -> None:
+        try:
+            self.engine.grammars.warm()
+        except EngineClosedError:
+            return
+        except Exception:
+            _log.exception("the grammar compiler did not start; the next grammar tries again")
+
     async def compile(self, form: StructuredOutputs, after: bytes) -> Grammar:
         """The grammar of a form. New ones are compiled one at a time, on a thread of their own.
 
