@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from fake_engine import FakeEngine
-from openai.types import Completion
+from openai.types import Completion, CompletionChoice
+from pydantic import ValidationError
 from serving import RunningServer, running
 from tool_texts import CALL, CITY_TOOL
 
@@ -104,31 +105,42 @@ def test_completions(client: openai.OpenAI) -> None:
     assert "".join(logprobs.tokens) == "Hello, world!"
 
 
-def test_a_stream_of_completions_is_strict_but_for_the_null_that_openai_sends_too(
-    fake: RunningServer,
-) -> None:
-    """The client's type has no null for `finish_reason`; OpenAI's and vLLM's servers send one until
-    the choice has ended, and a made-up reason would make clients stop listening."""
-    with openai.OpenAI(base_url=f"{fake.url}/v1", api_key="none", max_retries=0) as lenient:
-        chunks = list(
-            lenient.completions.create(
-                model=MODEL,
-                prompt="hi",
-                stream=True,
-                logprobs=1,
-                max_tokens=64,
-                stream_options={"include_usage": True},
-            )
-        )
-    *texts, usage = [chunk.model_dump() for chunk in chunks]
-    *parts, last = texts
-    assert [chunk["choices"][0]["finish_reason"] for chunk in parts] == [None] * len(parts)
-    for chunk in parts:
-        chunk["choices"][0]["finish_reason"] = "stop"
-    for chunk in (*parts, last, usage):
-        Completion.model_validate(chunk, strict=True)
-    assert last["choices"][0]["finish_reason"] == "stop"
-    assert "".join(chunk["choices"][0]["text"] for chunk in texts) == "Hello, world!"
+class OpenChoice(CompletionChoice):
+    """OpenAI's type lacks the null that its own server and vLLM's send until a choice ends. None of
+    the values it has means that, and clients stop listening at any of them."""
+
+    finish_reason: Literal["stop", "length", "content_filter"] | None  # type: ignore[assignment]
+
+
+class StreamedCompletion(Completion):
+    choices: list[OpenChoice]  # type: ignore[assignment]
+
+
+def test_a_strict_stream_of_completions_needs_a_type_with_the_null(client: openai.OpenAI) -> None:
+    body: Any = {
+        "model": MODEL,
+        "prompt": "hi",
+        "logprobs": 1,
+        "max_tokens": 64,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    *parts, last, usage = client.post(
+        "/completions",
+        cast_to=StreamedCompletion,
+        body=body,
+        stream=True,
+        stream_cls=openai.Stream[StreamedCompletion],
+    )
+    assert {part.choices[0].finish_reason for part in parts} == {None}
+    assert last.choices[0].finish_reason == "stop"
+    assert "".join(chunk.choices[0].text for chunk in (*parts, last)) == "Hello, world!"
+    assert usage.usage is not None
+    with pytest.raises(openai.APIResponseValidationError) as raised:
+        list(client.completions.create(**body))
+    cause = raised.value.__cause__
+    assert isinstance(cause, ValidationError)
+    assert [error["loc"] for error in cause.errors()] == [("choices", 0, "finish_reason")]
 
 
 def test_reasoning_is_there_under_both_names(tokenizer: Tokenizer) -> None:
