@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -52,6 +52,11 @@ def triton_everywhere() -> Iterator[None]:
         yield
     finally:
         _triton_everywhere.reset(token)
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Inside the block launches go to this device; of itself each thread has the first GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def describe(device: torch.device) -> str:

@@ -56,6 +56,7 @@ class Driver:
         model: what runs.
         block_size: tokens per KV block; also the GDN chunk size, at most 64.
         num_blocks, num_rows: sizes of the pools.
+        scratch_rows: further rows, that no sequence gets.
         deterministic: see ForwardBatch.
     """
 
@@ -66,20 +67,23 @@ class Driver:
         block_size: int = 16,
         num_blocks: int = 64,
         num_rows: int = 16,
+        scratch_rows: int = 0,
         deterministic: bool = False,
     ) -> None:
         text = model.config.text
         self.model = model
+        self.forward = model.forward
         self.block_size = block_size
         self.deterministic = deterministic
         heads, dims = text.gdn_value_heads, (text.gdn_key_dim, text.gdn_value_dim)
         kv = (num_blocks, text.attention_layers, 2, block_size, text.kv_heads, text.head_dim)
-        conv = (num_rows, text.gdn_layers, text.conv_dim, text.conv_kernel - 1)
+        rows = num_rows + scratch_rows
+        conv = (rows, text.gdn_layers, text.conv_dim, text.conv_kernel - 1)
         self.caches = CacheTensors(
             kv=torch.full(kv, float("nan"), dtype=model.dtype),
             kv_scales=None,
             conv=torch.full(conv, float("nan"), dtype=model.dtype),
-            recurrent=torch.full((num_rows, text.gdn_layers, heads, *dims), float("nan")),
+            recurrent=torch.full((rows, text.gdn_layers, heads, *dims), float("nan")),
         )
         self._free_blocks = random.Random(0).sample(range(num_blocks), num_blocks)
         self._free_rows = random.Random(1).sample(range(num_rows), num_rows)
@@ -128,7 +132,7 @@ class Driver:
             deterministic=self.deterministic and bool(prefills),
             capture_experts=capture_experts,
         )
-        output = self.model.forward(batch, self.caches)
+        output = self.forward(batch, self.caches)
         for one, _, _ in slices:
             one.started = True
         return output

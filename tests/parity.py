@@ -15,7 +15,7 @@ import torch
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.plan import StepOutput, StepPlan
-from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
@@ -64,12 +64,12 @@ class Tap:
 def tapped(engine: Engine) -> Iterator[Tap]:
     """Listens in on an engine's runner."""
     runner = engine._runner
-    model, run, tap = runner._model, runner.run, Tap()
-    forward = model.forward
+    # The runner's own: decode steps from CUDA graphs do not pass through the model's.
+    forward, run, tap = runner._forward, runner.run, Tap()
     latest: list[torch.Tensor] = []
 
-    def listening_forward(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
-        output = forward(batch, caches)
+    def listening_forward(batch: ForwardBatch) -> ForwardOutput:
+        output = forward(batch)
         latest[:] = [output.logits.clone()]
         return output
 
@@ -84,12 +84,12 @@ def tapped(engine: Engine) -> Iterator[Tap]:
                     tap.logits.setdefault(task.sequence, []).append(row)
         return output
 
-    model.forward = listening_forward  # type: ignore[method-assign]
+    runner._forward = listening_forward  # type: ignore[method-assign]
     runner.run = listening_run  # type: ignore[method-assign]
     try:
         yield tap
     finally:
-        model.forward = forward  # type: ignore[method-assign]
+        runner._forward = forward  # type: ignore[method-assign]
         runner.run = run  # type: ignore[method-assign]
 
 

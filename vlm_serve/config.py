@@ -75,6 +75,13 @@ class EngineConfig:
         high=1024,
         default_text="torch's choice",
     )
+    cuda_graphs: bool | None = option(
+        None,
+        "on a GPU, run decode steps from CUDA graphs that are captured at start-up",
+        group=_MODEL,
+        kind="bool",
+        default_text="on with a GPU",
+    )
     enable_prefix_caching: bool = option(
         True,
         "reuse KV and state of equal prefixes (text and media)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
+from vlm_serve.engine.decode_graphs import CudaCapture, DecodeGraphs
 from vlm_serve.engine.listener import PoisonListener
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.memory import (
@@ -29,12 +31,15 @@ from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.tier_loading import Tiers, make_tiers
 from vlm_serve.engine.tier_up import TierFetcher
 from vlm_serve.errors import ConfigError
+from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.models import Model, ModelConfig, load_model, resolve_checkpoint
 from vlm_serve.models.batch import CacheTensors
 from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
 from vlm_serve.preprocess.tokenizer import read_json
+
+_log = logging.getLogger(__name__)
 
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 REPORTED_LOGITS_BYTES = 256 << 20
@@ -75,6 +80,7 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     path = _checkpoint(model)
     model_config = ModelConfig.from_dir(path)
     device = _device(config.device)
+    graphs_wanted = _graphs_wanted(config.cuda_graphs, device)
     dtype = _dtype(config, model_config, device)
     block_size = config.block_size
     if block_size is None:
@@ -92,8 +98,15 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         conv_dtype=dtype,
     )
     preprocessor = _preprocessor(path, config, loaded, dtype, kv_dtype, state_dtype)
-    caches = _allocate(model_config, memory, device, dtype, kv_dtype, state_dtype)
-    runner = ModelRunner(loaded, caches, block_size=block_size, deterministic=config.deterministic)
+    tokens_that_fit = (memory.num_blocks - 1) * block_size
+    context = config.max_model_len or model_config.text.max_position_embeddings
+    max_model_len = min(context, tokens_that_fit)
+    rows = memory.num_live_rows + memory.num_snapshot_rows + graphs_wanted
+    caches = _allocate(model_config, memory, rows, device, dtype, kv_dtype, state_dtype)
+    graphs = _decode_graphs(loaded, caches, config, max_model_len) if graphs_wanted else None
+    runner = ModelRunner(
+        loaded, caches, block_size=block_size, deterministic=config.deterministic, graphs=graphs
+    )
     listener = PoisonListener(runner) if poison else None
     cache_config = _cache_config(config, memory)
     tiers = make_tiers(config, cache_config, caches, preprocessor.root_key(), listener)
@@ -103,8 +116,6 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         EmbeddingCache(EMBEDDING_CACHE_BYTES),
         model_config.text.hidden_size * torch.empty(0, dtype=dtype).element_size(),
     )
-    tokens_that_fit = (memory.num_blocks - 1) * block_size
-    context = config.max_model_len or model_config.text.max_position_embeddings
     return EngineParts(
         name=model,
         config=replace(
@@ -114,6 +125,7 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
             kv_cache_dtype=_name_of(kv_dtype),
             state_dtype=_name_of(state_dtype),
             threads=torch.get_num_threads(),
+            cuda_graphs=graphs is not None,
         ),
         model_config=model_config,
         memory=memory,
@@ -125,7 +137,7 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         cache=cache,
         generation_config=read_json(path / "generation_config.json"),
         stop_tokens=preprocessor.tokenizer.eos_ids,
-        max_model_len=min(context, tokens_that_fit),
+        max_model_len=max_model_len,
         tiers=tiers,
         fetcher=fetcher,
     )
@@ -144,6 +156,36 @@ def _device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, but this machine has no usable GPU", param="device")
     return torch.device(name)
+
+
+def _graphs_wanted(option: bool | None, device: torch.device) -> bool:
+    if option and device.type != "cuda":
+        raise ConfigError(
+            f"cuda_graphs needs a GPU, but the device is {device}", param="cuda_graphs"
+        )
+    return device.type == "cuda" if option is None else option
+
+
+def _decode_graphs(
+    model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
+) -> DecodeGraphs | None:
+    """None if they were not asked for by name and this GPU or driver cannot capture them."""
+    assert config.block_size is not None
+    try:
+        with launching_on(caches.kv.device):
+            return DecodeGraphs(
+                model,
+                caches,
+                block_size=config.block_size,
+                max_model_len=max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                capture=CudaCapture(),
+            )
+    except RuntimeError as error:
+        if config.cuda_graphs:
+            raise ConfigError(f"cuda_graphs: {error}", param="cuda_graphs") from error
+        _log.warning("decode runs without CUDA graphs: %s", error)
+        return None
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -198,6 +240,7 @@ def _media_limits(config: EngineConfig) -> MediaLimits:
 def _allocate(
     model: ModelConfig,
     memory: MemoryPlan,
+    rows: int,
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -205,7 +248,6 @@ def _allocate(
 ) -> CacheTensors:
     """The pools. Untouched pages of a CPU pool cost no memory until they are written."""
     shape = CacheShape.of(model)
-    rows = memory.num_live_rows + memory.num_snapshot_rows
     blocks, layers, size = memory.num_blocks, shape.attention_layers, memory.block_size
     quantised = kv_dtype == torch.uint8
     return CacheTensors(

@@ -9,13 +9,15 @@ import numpy as np
 import torch
 
 from vlm_serve.cache.experts import Rows
+from vlm_serve.engine.decode_graphs import DecodeGraphs
 from vlm_serve.engine.plan import Encode, PromptLogprobs, Slice, StepOutput, StepPlan
 from vlm_serve.engine.sampler import prompt_logprobs, sample
+from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.kv_write import copy_kv_rows
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.kernels.state_copy import copy_rows
 from vlm_serve.models import Model
-from vlm_serve.models.batch import CacheTensors, ForwardBatch
+from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
 
 
 class ModelRunner:
@@ -27,6 +29,7 @@ class ModelRunner:
         block_size: tokens per KV block.
         deterministic: see `ForwardBatch.deterministic`.
         poison: fill freed blocks and rows with NaN (tests).
+        graphs: what runs the decode-only steps that it accepts, instead of the model's forward.
 
     Attributes:
         model_seconds: how long the model itself worked in the last step (on a GPU: until its
@@ -41,11 +44,13 @@ class ModelRunner:
         block_size: int,
         deterministic: bool = False,
         poison: bool = False,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._caches = caches
         self._block_size = block_size
         self._deterministic = deterministic
+        self._graphs = graphs
         self._embeddings: dict[int, torch.Tensor] = {}
         self.poison = poison
         self.model_seconds = 0.0
@@ -54,6 +59,10 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepOutput:
         """Executes one step. Raises whatever the model raises; nothing is published before it
         has returned."""
+        with launching_on(self._caches.kv.device):
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepOutput:
         for slot in plan.dropped_slots:
             self._embeddings.pop(slot, None)
         self.model_seconds = 0.0
@@ -63,7 +72,7 @@ class ModelRunner:
         prefills = [item for item in plan.slices if item.prefill]
         batch, tasks_rows = self._batch(decodes, prefills)
         begin = time.perf_counter()
-        output = self._model.forward(batch, self._caches)
+        output = self._forward(batch)
         self.model_seconds += time.perf_counter() - begin
         tasks = [task for item in (*decodes, *prefills) for task in item.samples]
         reports = _prompt_reports(output.logits, (*decodes, *prefills))
@@ -73,6 +82,11 @@ class ModelRunner:
             _experts_by_sequence(output.experts, (*decodes, *prefills)),
             reports,
         )
+
+    def _forward(self, batch: ForwardBatch) -> ForwardOutput:
+        if self._graphs is not None and self._graphs.accepts(batch):
+            return self._graphs.run(batch)
+        return self._model.forward(batch.to(self._caches.kv.device), self._caches)
 
     def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
         """Fills freed blocks and rows with NaN, so that a stale read shows in every result."""
@@ -104,6 +118,7 @@ class ModelRunner:
             self._embeddings[encode.slot] = embedding
 
     def _batch(self, decodes: list[Slice], prefills: list[Slice]) -> tuple[ForwardBatch, list[int]]:
+        """The step's batch, on the host, and for every sample its row of the logits."""
         token_ids: list[int] = []
         slots: list[int] = []
         logit_rows: list[int] = []
@@ -120,15 +135,14 @@ class ModelRunner:
             if item.samples:
                 task_rows.extend([len(logit_rows)] * len(item.samples))
                 logit_rows.append(len(token_ids) - 1)
-        device = self._caches.kv.device
         batch = ForwardBatch(
-            token_ids=torch.tensor(token_ids, device=device),
-            positions=_positions(decodes, prefills).to(device),
-            slots=torch.tensor(slots, device=device),
+            token_ids=torch.tensor(token_ids),
+            positions=_positions(decodes, prefills),
+            slots=torch.tensor(slots),
             decode=_decode_meta(decodes) if decodes else None,
             prefill=_prefill_meta(prefills) if prefills else None,
             media=tuple(media),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
             deterministic=self._deterministic and bool(prefills),
             capture_experts=any(item.experts for item in (*decodes, *prefills)),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,6 +35,18 @@ class ForwardBatch:
     logit_rows: torch.Tensor
     deterministic: bool = False
     capture_experts: bool = False
+
+    def to(self, device: torch.device) -> ForwardBatch:
+        """The same with token ids, positions, slots and rows on a device."""
+        if self.token_ids.device == device:
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            positions=self.positions.to(device),
+            slots=self.slots.to(device),
+            logit_rows=self.logit_rows.to(device),
+        )
 
 
 @dataclass(frozen=True)

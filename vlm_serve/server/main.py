@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from functools import partial
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.decode_graphs import padded_sizes
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.memory import MemoryPlan
 from vlm_serve.options import format_size
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.run import listen, make_server, url_of
@@ -48,7 +50,7 @@ def startup_rows(
     engine: Engine, config: ServerConfig, names: tuple[str, ...], url: str
 ) -> Iterable[tuple[str, str]]:
     """What an operator wants to know first."""
-    options = engine.config
+    options, memory = engine.config, engine.memory
     yield "model", ", ".join(names)
     yield "context", f"{engine.max_model_len} tokens"
     yield "device", f"{options.device}, {options.dtype}"
@@ -56,7 +58,7 @@ def startup_rows(
         yield "kernels", f"torch, {options.threads} threads"
     else:
         yield "kernels", "Triton"
-    memory = engine.memory
+        yield "decode", _decode(options, memory)
     yield "cache memory", format_size(memory.cache_memory)
     yield (
         "  KV blocks",
@@ -79,6 +81,14 @@ def startup_rows(
     yield "reasoning", config.reasoning_parser
     yield "API keys", str(len(config.api_key)) if config.api_key else "none: everybody may ask"
     yield "URL", f"{url}/v1"
+
+
+def _decode(options: EngineConfig, memory: MemoryPlan) -> str:
+    if not options.cuda_graphs:
+        return "without CUDA graphs"
+    most = padded_sizes(options.max_num_seqs)[-1]
+    scratch = format_size(memory.snapshot_bytes)
+    return f"CUDA graphs for up to {most} sequences, a scratch state of {scratch} on top"
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:

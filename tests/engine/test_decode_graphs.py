@@ -1,0 +1,323 @@
+"""Decode steps from fixed buffers, padded: the same answers, and nothing else touched.
+
+The Triton kernels run in their interpreter; real graphs are captured by `benchmarks/kernels_gpu.py`
+on a GPU. Instead of a graph the model's forward is called again on the very batch that would be
+captured, whose host values are no step's: whatever a step read from anywhere but its tensors would
+be wrong.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_spec import CheckpointSpec
+from make_checkpoint import make_checkpoint
+from model_driver import Driver, Sequence_, text_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton_case import kernels
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.build import build
+from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits, FixedTables
+from vlm_serve.engine.decode_graphs import DecodeGraphs, Step, padded_sizes
+from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.runner import ModelRunner
+from vlm_serve.errors import ConfigError
+from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.dispatch import triton_everywhere
+from vlm_serve.kernels.metadata import DecodeMeta
+from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
+from vlm_serve.models import Model, load_model, loading
+from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
+from vlm_serve.pipeline import Pipeline
+from vlm_serve.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
+
+SPECS = {
+    "dense": CheckpointSpec(num_layers=2, full_attention_interval=2, vision_depth=0),
+    "moe": CheckpointSpec(
+        num_layers=2, full_attention_interval=2, num_experts=4, vision_depth=0, kv_heads=1
+    ),
+}
+MAX_LEN = 100
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("graphs"), SPECS[request.param])
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Iterator[Model]:
+    with pytest.MonkeyPatch.context() as patch:
+        # The Triton kernels do not read the experts' packed weights of the CPU path.
+        patch.setattr(loading, "pack_experts", lambda weight, parts=1: weight)
+        yield load_model(checkpoint, torch.float32, "cpu")
+
+
+class Repeating:
+    """In place of a capture: a step that calls the function again. Counts the calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, step: Step) -> Step:
+        def again() -> ForwardOutput:
+            self.calls += 1
+            with kernels():
+                return step()
+
+        return again
+
+
+def graphs_over(driver: Driver, most: int = 4) -> DecodeGraphs:
+    return DecodeGraphs(
+        driver.model,
+        driver.caches,
+        block_size=driver.block_size,
+        max_model_len=MAX_LEN,
+        max_num_seqs=most,
+        capture=Repeating(),
+    )
+
+
+def started(driver: Driver, lengths: Sequence[int]) -> list[Sequence_]:
+    """Sequences whose prompts are in the caches and whose first token is chosen."""
+    draw = random.Random(1)
+    prompts = [text_sequence(draw.choices(range(400), k=length)) for length in lengths]
+    for one in prompts:
+        logits = driver.step(prefills=[(one, 0, len(one.tokens))], all_logits=False).logits
+        one.tokens.append(int(logits[0].argmax()))
+    return prompts
+
+
+def bits(caches: CacheTensors) -> list[torch.Tensor]:
+    """Copies that compare equal where the bits do, NaNs included."""
+    return [part.view(torch.int32).clone() for part in (caches.kv, caches.conv, caches.recurrent)]
+
+
+def test_sizes() -> None:
+    assert padded_sizes(1) == (1,)
+    assert padded_sizes(8) == (1, 2, 4, 8)
+    assert padded_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert padded_sizes(4096)[-1] == 256
+
+
+def test_tables_arrive_and_start_at_16_bytes() -> None:
+    shapes = {"a": (3,), "b": (2, 5), "c": (1,)}
+    for dtype in (torch.int32, torch.int64):
+        tables = FixedTables(shapes, dtype, torch.device("cpu"))
+        for number, (name, shape) in enumerate(shapes.items()):
+            assert tables.fixed[name].shape == shape
+            assert tables.fixed[name].data_ptr() % 16 == tables.fixed["a"].data_ptr() % 16
+            tables.staged[name].fill_(number + 1)
+        assert not any(table.any() for table in tables.fixed.values())
+        tables.send()
+        for number, table in enumerate(tables.fixed.values()):
+            assert (table == number + 1).all()
+
+
+def test_a_smaller_step_leaves_padding_behind_it() -> None:
+    buffers = DecodeBuffers(4, DecodeLimits(16, 3, scratch_row=9), torch.device("cpu"))
+
+    def step(rows: tuple[int, ...]) -> ForwardBatch:
+        count = len(rows)
+        return ForwardBatch(
+            token_ids=torch.full((count,), 5),
+            positions=torch.full((3, count), 20),
+            slots=torch.arange(count),
+            decode=DecodeMeta(((1, 2, 2, 2),) * count, (21,) * count, rows, rows, rows),
+            prefill=None,
+            media=(),
+            logit_rows=torch.arange(count),
+        )
+
+    buffers.fill(step((1, 2, 3, 4)))
+    buffers.fill(step((6,)))
+    batch = buffers.batch
+    assert batch.decode is not None
+    tables = {name: table.tolist() for name, table in batch.decode.tensors.items()}
+    assert tables == {
+        "kv_lens": [21, 1, 1, 1],
+        "src_rows": [6, -1, -1, -1],
+        "dst_rows": [6, 9, 9, 9],
+        "snapshot_rows": [6, -1, -1, -1],
+        "block_tables": [[1, 2, 0], *[[1, 2, 0]] * 3],  # of which padding reads the first
+    }
+    assert batch.token_ids.tolist() == [5, 0, 0, 0]
+    assert batch.positions.tolist() == [[20, 0, 0, 0]] * 3
+    assert batch.slots.tolist() == [0, -1, -1, -1]
+
+
+def test_padded_steps_equal_plain_ones(model: Model) -> None:
+    plain, padded = Driver(model), Driver(model, scratch_rows=1)
+    expected, got = started(plain, (5, 40, 33, 17)), started(padded, (5, 40, 33, 17))
+    graphs = graphs_over(padded)
+    padded.forward = lambda batch, caches: graphs.run(batch)
+    # Sequences join, leave and change places.
+    for turn in ((0, 1, 2), (2, 1), (3,), (3, 0, 2, 1), (1, 2, 0)):
+        want = plain.step([expected[i] for i in turn]).logits
+        logits = padded.step([got[i] for i in turn]).logits
+        assert logits.shape == want.shape
+        torch.testing.assert_close(logits, want, atol=1e-4, rtol=0)
+        for row, i in enumerate(turn):
+            expected[i].tokens.append(int(want[row].argmax()))
+            got[i].tokens.append(int(logits[row].argmax()))
+    assert [one.tokens for one in got] == [one.tokens for one in expected]
+
+
+def test_padding_touches_its_scratch_row_alone(model: Model) -> None:
+    driver = Driver(model, scratch_rows=1)
+    sequences = started(driver, (5, 40, 33))
+    snapshot = driver.take_row()
+    graphs = graphs_over(driver)
+
+    def run(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
+        assert batch.decode is not None
+        return graphs.run(
+            replace(batch, decode=replace(batch.decode, snapshot_rows=(-1, snapshot, -1)))
+        )
+
+    driver.forward = run
+    before = bits(driver.caches)
+    output = driver.step(sequences)
+    after = bits(driver.caches)
+    assert output.logits.isfinite().all()
+    slots = {driver._slot(one, len(one.tokens) - 1) for one in sequences}
+    changed = (before[0] != after[0]).any(dim=(1, 2, 4, 5)).nonzero().tolist()
+    assert {block * driver.block_size + offset for block, offset in changed} == slots
+    scratch = driver.caches.conv.shape[0] - 1
+    for old, new in zip(before[1:], after[1:], strict=True):
+        rows = set((old != new).flatten(1).any(1).nonzero().flatten().tolist())
+        assert rows == {*(one.row for one in sequences), snapshot, scratch}
+        assert torch.equal(new[snapshot], new[sequences[1].row])
+
+
+def test_what_is_not_accepted(model: Model) -> None:
+    driver = Driver(model, scratch_rows=1)
+    seen: list[ForwardBatch] = []
+    sequences = started(driver, (5, 6, 7))
+    graphs = graphs_over(driver, most=2)
+
+    def keep(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
+        seen.append(batch)
+        return model.forward(batch, caches)
+
+    driver.forward = keep
+    driver.step(sequences[:2])
+    driver.step(sequences)
+    driver.step(sequences[:1], capture_experts=True)
+    driver.step(sequences[:1], [(text_sequence([1, 2]), 0, 2)])
+    assert [graphs.accepts(batch) for batch in seen] == [True, False, False, False]
+    assert not graphs.accepts(replace(seen[0], logit_rows=torch.arange(1)))
+    assert not graphs.accepts(replace(seen[0], media=((0, torch.zeros(1, 64)),)))
+
+
+def test_bad_rows_and_blocks_are_refused(model: Model) -> None:
+    driver = Driver(model, scratch_rows=1)
+    graphs = graphs_over(driver)
+    one = started(driver, (5,))[0]
+    before = bits(driver.caches)
+    scratch = driver.caches.conv.shape[0] - 1
+
+    def run(**changes: Any) -> None:
+        def forward(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
+            assert batch.decode is not None
+            return graphs.run(replace(batch, decode=replace(batch.decode, **changes)))
+
+        driver.forward = forward
+        driver.step([one])
+
+    for changes in ({"dst_rows": (scratch,)}, {"block_tables": ((64,),)}, {"kv_lens": (17,)}):
+        with pytest.raises(KernelArgumentError):
+            run(**changes)
+    assert all(map(torch.equal, before, bits(driver.caches)))
+
+
+class HostFree(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what a stream under capture cannot do: wait for a value, take one from the host."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "_pin_memory")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = name == "index" and any(
+            each is not None and each.dtype == torch.bool for each in args[1]
+        )
+        if masks or name in self.REFUSED:
+            raise AssertionError(f"{func} under capture")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
+    driver = Driver(model, scratch_rows=1)
+    limits = DecodeLimits(driver.block_size, 4, driver.caches.conv.shape[0] - 1)
+    batch = DecodeBuffers(4, limits, torch.device("cpu")).batch
+    assert batch.decode is not None
+    with triton_everywhere(), record_launches(Target("cuda", 90)) as launches:
+        model.forward(batch, driver.caches)  # what belongs to the weights is derived once
+        count = len(launches)
+        with HostFree():  # type: ignore[no-untyped-call]
+            model.forward(batch, driver.caches)
+            assert len(launches) == 2 * count > 0
+            with pytest.raises(AssertionError, match="under capture"):
+                # Without tables of its own a step has to send them.
+                model.forward(
+                    replace(batch, decode=replace(batch.decode, tensors={})), driver.caches
+                )
+
+
+def test_the_engine_answers_the_same(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, SPECS["dense"])
+    config = EngineConfig(
+        dtype="float32",
+        block_size=16,
+        cache_memory="16MiB",
+        max_num_seqs=3,
+        max_model_len=128,
+        prefix_cache_decode_state_interval=16,
+    )
+    draw = random.Random(3)
+    prompts = [draw.choices(range(400), k=length) for length in (3, 28, 47, 30)]
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with Pipeline(checkpoint, config) as pipe:
+        expected = [one.token_ids for one in pipe.generate_many(prompts, params)]
+    capture = Repeating()
+    with Pipeline(checkpoint, config) as pipe:
+        with_graphs(pipe.engine, capture)
+        assert [one.token_ids for one in pipe.generate_many(prompts, params)] == expected
+        assert capture.calls > 12
+        pipe.engine.check()
+
+
+def with_graphs(engine: Engine, capture: Repeating) -> None:
+    """Gives a CPU engine's runner graphs; pools of its own, with a scratch row, since nothing has
+    been computed yet."""
+    runner = engine._runner
+    caches = runner._caches
+    larger = replace(
+        caches,
+        conv=torch.cat([caches.conv, caches.conv[:1]]),
+        recurrent=torch.cat([caches.recurrent, caches.recurrent[:1]]),
+    )
+    graphs = DecodeGraphs(
+        runner._model,
+        larger,
+        block_size=16,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.config.max_num_seqs,
+        capture=capture,
+    )
+    engine._runner = ModelRunner(runner._model, larger, block_size=16, graphs=graphs)
+
+
+def test_graphs_need_a_gpu(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
+        build(str(checkpoint), EngineConfig(device="cpu", cuda_graphs=True))

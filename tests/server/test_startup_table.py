@@ -1,0 +1,44 @@
+"""The table that a server prints when it starts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.memory import MemoryPlan
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.main import startup_rows
+
+MEMORY = MemoryPlan(
+    cache_memory=1 << 30,
+    block_size=64,
+    block_bytes=1 << 20,
+    snapshot_bytes=3 << 20,
+    num_blocks=10,
+    num_snapshot_rows=4,
+    num_live_rows=12,
+)
+
+
+def rows(**options: Any) -> dict[str, str]:
+    config = EngineConfig(block_size=64, max_num_seqs=12, **options)
+    engine: Any = SimpleNamespace(config=config, memory=MEMORY, max_model_len=640)
+    return dict(startup_rows(engine, ServerConfig(), ("name",), "http://there"))
+
+
+@pytest.mark.parametrize(
+    ("graphs", "said"),
+    [
+        (True, "CUDA graphs for up to 12 sequences, a scratch state of 3 MiB on top"),
+        (False, "without CUDA graphs"),
+    ],
+)
+def test_a_gpu_decodes_with_or_without_graphs(graphs: bool, said: str) -> None:
+    assert rows(device="cuda:0", cuda_graphs=graphs)["decode"] == said
+
+
+def test_a_cpu_has_no_graphs_to_speak_of() -> None:
+    assert "decode" not in rows(device="cpu", threads=2)

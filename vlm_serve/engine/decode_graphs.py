@@ -1,0 +1,125 @@
+"""Decode steps replayed from CUDA graphs, captured once at start-up for padded batch sizes.
+
+A decode step of a small batch is a few hundred short launches, which the host queues more slowly
+than a GPU runs them; a graph queues them all at once. What a graph replays are addresses and grid
+sizes, so a step's inputs go into fixed buffers (`decode_buffers`) and its batch is padded to the
+next size that was captured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+
+from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
+from vlm_serve.kernels.checks import check_block_tables, check_decode_meta
+from vlm_serve.models import Model
+from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
+
+LARGEST = 256
+"""Larger batches keep a GPU busy without graphs."""
+_WARM_UP = 2
+"""Runs before a capture: kernels are compiled and libraries make their workspaces in the first."""
+
+Step = Callable[[], ForwardOutput]
+Capture = Callable[[Step], Step]
+"""Turns a step over fixed inputs into one that repeats it on what they hold then. The result of a
+call may be overwritten by the next call of any of them."""
+
+
+def padded_sizes(most: int) -> tuple[int, ...]:
+    """The batch sizes to capture, ascending, for steps of up to `most` sequences."""
+    most = min(most, LARGEST)
+    return tuple(size for size in (1, 2, 4, *range(8, most, 8)) if size < most) + (most,)
+
+
+class CudaCapture:
+    """Captures CUDA graphs that share their memory: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Step) -> Step:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = step()
+
+        def replay() -> ForwardOutput:
+            graph.replay()
+            return output
+
+        return replay
+
+
+class DecodeGraphs:
+    """Runs decode-only steps from captured graphs.
+
+    Args:
+        model: what is captured.
+        caches: pools whose last state row is no sequence's; padding writes to it.
+        block_size: tokens per KV block.
+        max_model_len: longest sequence, in tokens.
+        max_num_seqs: most sequences in a step.
+        capture: how a step is captured.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        caches: CacheTensors,
+        *,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        capture: Capture,
+    ) -> None:
+        self._num_blocks, self._block_size = caches.kv.shape[0], block_size
+        self._scratch_row = caches.recurrent.shape[0] - 1
+        limits = DecodeLimits(block_size, -(-max_model_len // block_size), self._scratch_row)
+        self._sizes = padded_sizes(max_num_seqs)
+        self._steps: dict[int, tuple[DecodeBuffers, Step]] = {}
+        # The largest first: the others find room in the memory that it has used.
+        for size in reversed(self._sizes):
+            buffers = DecodeBuffers(size, limits, caches.kv.device)
+            self._steps[size] = buffers, capture(_step_over(model, buffers.batch, caches))
+
+    def accepts(self, batch: ForwardBatch) -> bool:
+        """Whether a graph can compute this step: nothing but decode tokens, one row of logits for
+        each, no routed experts wanted, and no more sequences than were captured."""
+        return (
+            batch.prefill is None
+            and batch.decode is not None
+            and not batch.media
+            and not batch.capture_experts
+            and len(batch.decode) == batch.logit_rows.shape[0] <= self._sizes[-1]
+        )
+
+    def run(self, batch: ForwardBatch) -> ForwardOutput:
+        """The step's output; its logits are overwritten by the next step.
+
+        Args:
+            batch: a step that `accepts` allows, its tensors on the host.
+
+        Raises:
+            KernelArgumentError: a row or block outside of the pools, as from the kernels.
+        """
+        meta = batch.decode
+        assert meta is not None and self.accepts(batch)
+        check_decode_meta(meta, batch.token_ids.shape[0], self._scratch_row)
+        check_block_tables(meta, meta.kv_lens, self._num_blocks, self._block_size)
+        size = self._sizes[bisect_left(self._sizes, len(meta))]
+        buffers, step = self._steps[size]
+        buffers.fill(batch)
+        return ForwardOutput(step().logits[: len(meta)])
+
+
+def _step_over(model: Model, batch: ForwardBatch, caches: CacheTensors) -> Step:
+    return lambda: model.forward(batch, caches)
