@@ -22,6 +22,7 @@ from checkpoint_spec import BENCHMARK_SPEC  # noqa: E402
 from make_checkpoint import make_checkpoint  # noqa: E402
 
 from vlm_serve import EngineConfig, Pipeline, SamplingParams  # noqa: E402
+from vlm_serve.host_threads import releasing  # noqa: E402
 
 DECODE_PROMPT = 128
 PREFILL, AGAIN = "prefill", "same prompt again"
@@ -55,6 +56,7 @@ class Transformers:
     def __init__(self, model: Any) -> None:
         self._model = model
 
+    @releasing  # Its idle workers would slow down the other sides.
     def complete(self, prompts: list[list[int]], count: int) -> float:
         begin = time.perf_counter()
         with torch.inference_mode():
@@ -163,6 +165,7 @@ def pipeline(path: Path, dtype: str, threads: int, batched_tokens: int) -> Itera
         yield Ours(pipe)
 
 
+@releasing
 def transformers(path: Path, dtype: str) -> Transformers:
     return Transformers(oracle.model(path, getattr(torch, dtype)))
 

@@ -14,6 +14,7 @@ import PIL.Image
 import torch
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
+from vlm_serve.host_threads import releasing
 from vlm_serve.preprocess.fetch import fetch, read_file
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_frames import ArrayVideo, Video
@@ -204,6 +205,7 @@ class MediaLoader:
     def _read_and_process(self, part: MediaPart, options: Any) -> Processed:
         return self._process(part, self._read_source(part), options)
 
+    @releasing
     def _process(self, part: MediaPart, source: Any, options: Any) -> Processed:
         if part.modality == "image":
             assert self._images is not None

@@ -31,6 +31,7 @@ from vlm_serve.engine.validation import check_page, check_prompt, check_request,
 from vlm_serve.errors import EngineClosedError, EngineError, VlmServeError
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import Grammar
+from vlm_serve.host_threads import release_worker_threads
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
@@ -76,6 +77,7 @@ class Engine:
         self._tiers = TierLoading(parts.tiers, parts.fetcher, self._post)
         self._media_loader = MediaLoading(parts.scheduler.media, self._post, self._fail_request)
         self._thread = threading.Thread(target=self._loop, name="vlm-serve-engine", daemon=True)
+        release_worker_threads()
         self._thread.start()
 
     @classmethod
@@ -259,6 +261,8 @@ class Engine:
         return False
 
     def _run_next_command(self, wait: bool) -> None:
+        if wait:
+            release_worker_threads()
         command = self._inbox.get(block=wait)
         if wait:
             self._step_began = time.perf_counter()
