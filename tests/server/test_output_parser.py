@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_serve.server.output_parser import OutputParser, Piece, convert
+from vlm_serve.server.output_parser import OutputParser, Piece
 
 WEATHER = {
     "type": "object",
@@ -167,27 +167,3 @@ def test_a_call_is_announced_before_its_arguments() -> None:
     days, close = parser.feed("<parameter=days>" + rest)
     assert days == Piece("tool_arguments", ', "days": 3', 0)
     assert close == Piece("tool_arguments", "}", 0)
-
-
-@pytest.mark.parametrize(
-    ("text", "schema", "value"),
-    [
-        ("3", {"type": "integer"}, 3),
-        ("3", {"type": "string"}, "3"),
-        ("3", {}, 3),
-        ("3", None, 3),
-        ("three", {"type": "integer"}, "three"),
-        ("True", {"type": "boolean"}, True),
-        ("false", {"type": "boolean"}, False),
-        ("None", {"type": ["integer", "null"]}, None),
-        ("None", {}, "None"),
-        ('{"a": [1]}', {"type": "object"}, {"a": [1]}),
-        ('{"a": ', {"type": "object"}, '{"a": '),
-        ("NaN", {"type": "number"}, "NaN"),
-        ("[" * 100_000, {}, "[" * 100_000),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_parameters_take_the_type_their_schema_names(text: str, schema: Any, value: Any) -> None:
-    assert convert(text, schema) == value
-    assert type(convert(text, schema)) is type(value)

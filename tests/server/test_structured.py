@@ -137,6 +137,48 @@ def test_a_call_is_enforced(server: RunningServer, fields: dict[str, Any], names
                 assert 0 <= arguments["days"] <= 9
 
 
+PAINT: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "paint",
+        "parameters": {
+            "type": "object",
+            "$defs": {"size": {"type": "string", "enum": ["small", "large"]}},
+            "properties": {
+                "color": {"enum": ["red", "yellow"]},
+                "size": {"$ref": "#/$defs/size"},
+                "code": {"type": "string", "pattern": "^[A-Z]{2}[0-9]$"},
+                "day": {"type": "string", "format": "date"},
+                "layer": {"anyOf": [{"type": "integer"}, {"const": "top"}]},
+            },
+            "required": ["color", "size", "code", "day", "layer"],
+        },
+    },
+}
+PAINTED = {
+    "color": "red|yellow",
+    "size": "small|large",
+    "code": "[A-Z]{2}[0-9]",
+    "day": r"\d{4}-\d\d-\d\d",
+    "layer": "-?[0-9]+|top",
+}
+
+
+def test_arguments_of_an_enforced_call_keep_their_schema(server: RunningServer) -> None:
+    """Sampled hot, so that the grammar's white space around values comes up as well."""
+    choice = {"type": "function", "function": {"name": "paint"}}
+    fields = {"temperature": 5.0, "max_tokens": 200, "n": 4, "seed": 2}
+    complete = 0
+    for answer in ask(server, tools=[PAINT], tool_choice=choice, **fields)["choices"]:
+        (call,) = answer["message"]["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        complete += arguments.keys() == PAINTED.keys()
+        for name, value in arguments.items():
+            assert re.fullmatch(PAINTED[name], str(value)), (name, value)
+        assert isinstance(arguments.get("layer", 0), int) or arguments["layer"] == "top"
+    assert complete
+
+
 def test_an_enforced_call_is_streamed(server: RunningServer) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
     chunks = server.stream_chat(tools=[WEATHER], tool_choice=choice, temperature=0, max_tokens=150)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
-from vlm_serve.server.tool_values import trim
+from vlm_serve.server.tool_values import read
 
 THINK_START = "<think>"
 THINK_END = "</think>"
@@ -166,7 +166,7 @@ class _ToolCallParser:
             if found is None or found.group(1).strip() not in self._tools:
                 return []
             self.named = True
-            self._schema = self._tools[found.group(1).strip()].get("properties") or {}
+            self._schema = self._tools[found.group(1).strip()]
             self._position = found.end()
             pieces.append(Piece("tool_name", found.group(1).strip(), self.index))
         # Looked for first: the pattern would read a long value again with every token of it.
@@ -180,33 +180,14 @@ class _ToolCallParser:
                 continue
             opening = ", " if self._keys else "{"
             self._keys.add(key)
-            schema = self._schema.get(key)
-            value = convert(trim(found.group(2), schema), schema)
+            value = read(found.group(2), self._parameter(key), self._schema)
             text = f"{opening}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
             pieces.append(Piece("tool_arguments", text, self.index))
         return pieces
 
+    def _parameter(self, key: str) -> Any:
+        properties = self._schema.get("properties")
+        return properties.get(key) if isinstance(properties, Mapping) else None
+
     def close(self) -> list[Piece]:
         return [Piece("tool_arguments", "}" if self._keys else "{}", self.index)]
-
-
-def convert(text: str, schema: Any) -> Any:
-    """A parameter's value as its JSON schema wants it; what does not fit stays text."""
-    kinds = schema.get("type") if isinstance(schema, Mapping) else None
-    kinds = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
-    if kinds == ["string"]:
-        return text
-    try:
-        value = json.loads(text, parse_constant=_not_json)
-    except (ValueError, RecursionError):
-        lowered = text.strip().lower()
-        if "boolean" in kinds and lowered in ("true", "false"):
-            return lowered == "true"
-        return None if "null" in kinds and lowered in ("none", "null") else text
-    if "string" in kinds and not isinstance(value, bool | int | float | list | dict | None):
-        return text
-    return value
-
-
-def _not_json(name: str) -> Any:
-    raise ValueError(name)

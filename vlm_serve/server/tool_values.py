@@ -1,42 +1,172 @@
-"""Which white space around a tool call's parameter belongs to its value."""
+"""A tool call's parameter: from the text between its tags to the value that its schema asks for.
+
+A line break on either side of the text is the form's. The grammar of an enforced call allows any
+one white space there around a value that its schema restricts, so a text has several readings: the
+plain one comes first, then those with the most white space left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 _SPACE = (" ", "\n", "\r", "\t")
+_BLANK = r"(?: |\\[nrst]|\[(?: |\\[nrst])+\])"
+_BLANK_FIRST = re.compile(rf"\^?(?:\((?:\?:)?)*{_BLANK}(?![?*]|\{{0)")
+_BLANK_LAST = re.compile(rf"(?<!\\){_BLANK}(?:\+|\{{[1-9]\d*(?:,\d*)?\}})?\)*\$?$")
+_COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 
 
-def trim(text: str, schema: Any) -> str:
-    """The value in the text between a parameter's tags.
+def read(text: str, schema: Any, root: Mapping[str, Any] | None = None) -> Any:
+    """The value: of the first reading that keeps the schema, and no text if it can be another type.
 
-    A line break on either side is the form's. The grammar of an enforced call allows any one white
-    space there, and a text need not have any: where a value would break the schema's `enum`,
-    `const`, `minLength` or `maxLength`, the reading that keeps it is taken, if one does.
+    What keeps the schema in no reading becomes JSON or text, as its types suggest.
+
+    Args:
+        schema: of the parameter.
+        root: the schema of all parameters, in which `$ref` is looked up.
     """
     plain = text.removeprefix("\n").removesuffix("\n")
-    if not isinstance(schema, Mapping) or _fits(plain, schema):
-        return plain
-    starts = [text[1:], text] if text.startswith(_SPACE) else [text]
-    for start in starts:
-        for reading in [start[:-1], start] if start.endswith(_SPACE) else [start]:
-            if _fits(reading, schema):
-                return reading
+    leaves = list(_alternatives(schema, root or {}))
+    for reading in (plain, *_readings(text)):
+        for value_of in (_json_value, _text_value):
+            for leaf in leaves:
+                for value in value_of(reading, leaf):
+                    return value
+    if not any("string" in _kinds(leaf) for leaf in leaves):
+        for value in _json_value(plain, {}):
+            return value
     return plain
 
 
-def _fits(text: str, schema: Mapping[str, Any]) -> bool:
-    """Whether a text keeps the rules for texts; values of other types are read without spaces."""
-    allowed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(allowed, list) and any(isinstance(value, str) for value in allowed):
-        if text in allowed:
-            return True
-        # A list may name other values too: they are read from JSON, where spaces do not matter.
-        return not all(isinstance(value, str) for value in allowed) and text == text.strip()
-    if schema.get("type") != "string":
-        return True
-    shortest, longest = schema.get("minLength"), schema.get("maxLength")
+def _readings(text: str) -> Iterator[str]:
+    """The text with the white space left out that may not be the value's, most of it first."""
+    for start in [text[1:], text] if text.startswith(_SPACE) else [text]:
+        yield from [start[:-1], start] if start.endswith(_SPACE) else [start]
+
+
+def _alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The schemas of which a value has to keep one, without references and combinations."""
+    followed: set[str] = set()
+    open_schemas = [schema]
+    while open_schemas:
+        node = open_schemas.pop(0)
+        if not isinstance(node, Mapping):
+            yield {}
+            continue
+        rest = {name: value for name, value in node.items() if name not in _COMBINED}
+        reference = node.get("$ref")
+        if isinstance(reference, str):
+            if reference not in followed:  # a second time it could only lead in a circle
+                followed.add(reference)
+                open_schemas.append(_merged(rest, _resolve(reference, root)))
+        elif node.get("allOf"):
+            whole: Any = {**rest, **{name: node[name] for name in _COMBINED[2:] if name in node}}
+            for part in _listed(node["allOf"]):
+                whole = _merged(whole, part)
+            open_schemas.append(whole)
+        elif parts := _listed(node.get("anyOf")) or _listed(node.get("oneOf")):
+            open_schemas += [_merged(rest, part) for part in parts]
+        else:
+            yield rest
+
+
+def _merged(outer: Mapping[str, Any], inner: Any) -> Mapping[str, Any]:
+    return {**outer, **inner} if isinstance(inner, Mapping) else outer
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a `#/...` points at; None if there is nothing."""
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _kinds(leaf: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = leaf.get("type")
+    return (kinds,) if isinstance(kinds, str) else tuple(_listed(kinds))
+
+
+def _json_value(text: str, leaf: Mapping[str, Any]) -> list[Any]:
+    """The text as JSON, in a list of its own if it keeps the schema."""
+    kinds = _kinds(leaf)
+    if kinds == ("string",):
+        return []
+    try:
+        value = json.loads(text, parse_constant=_not_json)
+    except (ValueError, RecursionError):
+        word = text.strip().lower()
+        if "boolean" in kinds and word in ("true", "false"):
+            value = word == "true"
+        elif "null" in kinds and word in ("none", "null"):
+            value = None
+        else:
+            return []
+    if kinds and (isinstance(value, str) or not _is_of(value, kinds)):
+        return []
+    allowed = _allowed(leaf)
+    return [value] if allowed is None or any(_same(value, each) for each in allowed) else []
+
+
+def _text_value(text: str, leaf: Mapping[str, Any]) -> list[str]:
+    """The text, in a list of its own if it keeps the schema."""
+    kinds, allowed = _kinds(leaf), _allowed(leaf)
+    if kinds and "string" not in kinds:
+        return []
+    if allowed is not None:
+        return [text] if text in allowed else []
+    shortest, longest = leaf.get("minLength"), leaf.get("maxLength")
     if isinstance(shortest, int) and len(text) < shortest:
-        return False
-    return not (isinstance(longest, int) and len(text) > longest)
+        return []
+    if isinstance(longest, int) and len(text) > longest:
+        return []
+    return [text] if _edges_fit(text, leaf) else []
+
+
+def _edges_fit(text: str, leaf: Mapping[str, Any]) -> bool:
+    """Where a pattern or a format leaves it open, white space at an edge is not the value's.
+
+    The pattern itself is not run: a hostile one could take for ever.
+    """
+    pattern = leaf.get("pattern")
+    if not isinstance(pattern, str):
+        return "format" not in leaf or text == text.strip()
+    first, last = _BLANK_FIRST.match(pattern), _BLANK_LAST.search(pattern)
+    return text.startswith(_SPACE) == bool(first) and text.endswith(_SPACE) == bool(last)
+
+
+def _allowed(leaf: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in leaf:
+        return [leaf["const"]]
+    values = leaf.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _is_of(value: Any, kinds: tuple[str, ...]) -> bool:
+    if isinstance(value, bool):
+        return "boolean" in kinds
+    if isinstance(value, int | float):
+        return "number" in kinds or ("integer" in kinds and value == int(value))
+    names = {dict: "object", list: "array", type(None): "null"}
+    return names[type(value)] in kinds
+
+
+def _same(value: Any, other: Any) -> bool:
+    """As JSON has it: `True == 1` in Python."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def _not_json(name: str) -> Any:
+    raise ValueError(name)
