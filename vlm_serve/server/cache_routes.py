@@ -15,13 +15,7 @@ from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.server.body import read_json
 from vlm_serve.server.chat import preparing
 from vlm_serve.server.completions import preparing_tokens
-from vlm_serve.server.protocol import (
-    CachePrompt,
-    ChatPrompt,
-    FlushRequest,
-    PinRequest,
-    ProbeRequest,
-)
+from vlm_serve.server.protocol import CachePrompt, FlushRequest, PinRequest, ProbeRequest
 from vlm_serve.server.reports import cache_report_body
 from vlm_serve.server.responses import CacheTree, Flushed, Pinned
 from vlm_serve.server.service import Service
@@ -79,20 +73,12 @@ async def tree(service: Service, request: Request) -> Response:
 async def _prepared(service: Service, body: CachePrompt, salt: str) -> Prompt:
     """The prompt that the body describes. Raises what preparation raises."""
     service.resolve_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("give either prompt or messages", param="prompt")
-    if body.prompt is not None:
-        if not body.prompt:
-            raise InvalidRequestError("prompt must not be empty", param="prompt")
-        return await service.in_pool(preparing_tokens(service, body.prompt, salt))
-    chat = ChatPrompt.model_construct(
-        messages=body.messages or [],
-        tools=body.tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
-    return await service.in_pool(preparing(service, chat, salt))
+    chat = body.chat_prompt(body.prompt)
+    if chat is not None:
+        return await service.in_pool(preparing(service, chat, salt))
+    if not body.prompt:
+        raise InvalidRequestError("prompt must not be empty", param="prompt")
+    return await service.in_pool(preparing_tokens(service, body.prompt, salt))
 
 
 def _refuse_unknown(query: Mapping[str, str], known: tuple[str, ...]) -> None:

@@ -8,18 +8,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.body import validate
-from vlm_serve.server.chat_only import CHAT_ONLY
-from vlm_serve.server.errors import UnsupportedFieldError
-from vlm_serve.server.fields import UNIMPLEMENTED
-from vlm_serve.server.protocol import (
-    MAX_PRIORITY,
-    MAX_SALT_LENGTH,
-    SALT_PATTERN,
-    ChatCompletionRequest,
-    RequestModel,
+from vlm_serve.server.chat_form import (
+    CHAT_ONLY,
+    ChatForm,
+    content_of,
+    object_of,
+    text_of,
+    unsupported,
 )
+from vlm_serve.server.fields import UNIMPLEMENTED
+from vlm_serve.server.protocol import ChatCompletionRequest, RequestModel
 
 MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (),
@@ -30,10 +29,6 @@ MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
 }
 MESSAGES_UNIMPLEMENTED = UNIMPLEMENTED | CHAT_ONLY | MESSAGES_REFUSED
 
-_AS_IN_CHAT = (
-    "model", "stream", "max_tokens", "temperature", "top_p", "top_k", "seed",
-    "chat_template_kwargs", "priority", "cache_salt", "cache_report", "request_id",
-)  # fmt: skip
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -49,34 +44,21 @@ class MessagesTool(RequestModel):
     input_schema: dict[str, Any] | None = None
 
 
-class MessagesRequest(RequestModel):
-    model: str | None = None
+class MessagesRequest(ChatForm):
     messages: list[MessageParam] = Field(max_length=4096)
     max_tokens: int
     system: str | list[dict[str, Any]] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
     stop_sequences: list[str] | None = None
     tools: list[MessagesTool] | None = Field(None, max_length=256)
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
-    cache_report: bool | None = None
-    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
 
     def as_chat(self) -> ChatCompletionRequest:
         """The same request in the form of /v1/chat/completions.
 
         Raises InvalidRequestError that names the block or field which has no such form.
         """
-        chat: dict[str, Any] = {
-            name: value for name in _AS_IN_CHAT if (value := getattr(self, name)) is not None
-        }
+        chat = self.same_fields()
         chat["messages"] = self._messages()
         if self.messages and self.messages[-1].role == "assistant":
             chat["continue_final_message"] = True
@@ -114,7 +96,7 @@ def _user(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
         place = f"{where}[{index}]"
         if block.get("type") == "tool_result":
             content = _content(block.get("content") or "", f"{place}.content")
-            result = {"tool_call_id": _text(block, "tool_use_id", place), "content": content}
+            result = {"tool_call_id": text_of(block, "tool_use_id", place), "content": content}
             messages.append({"role": "tool", **result})
         else:
             if not messages or messages[-1]["role"] != "user":
@@ -129,14 +111,14 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
     for index, block in enumerate(blocks):
         place, kind = f"{where}[{index}]", block.get("type")
         if kind in texts:
-            texts[kind].append(_text(block, kind, place))
+            texts[kind].append(text_of(block, kind, place))
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-            function = {"name": _text(block, "name", place), "arguments": arguments}
-            identity = _text(block, "id", place)
+            function = {"name": text_of(block, "name", place), "arguments": arguments}
+            identity = text_of(block, "id", place)
             calls.append({"id": identity, "type": "function", "function": function})
         else:
-            raise _unsupported(f"{place}.type", kind)
+            raise unsupported(f"{place}.type", kind)
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts["text"]) or None}
     if texts["thinking"]:
         message["reasoning"] = "".join(texts["thinking"])
@@ -146,38 +128,23 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"{where} must be text or a list of blocks", param=where)
-    return [_part(block, f"{where}[{index}]") for index, block in enumerate(content)]
+    return content_of(content, where, _part, "blocks")
 
 
 def _part(block: Any, where: str) -> dict[str, Any]:
-    if not isinstance(block, dict):
-        raise InvalidRequestError(f"{where} must be an object", param=where)
-    kind = block.get("type")
+    kind = object_of(block, where).get("type")
     if kind == "text":
-        return {"type": "text", "text": _text(block, "text", where)}
+        return {"type": "text", "text": text_of(block, "text", where)}
     if kind != "image":
-        raise _unsupported(f"{where}.type", kind)
-    source = block.get("source")
-    if not isinstance(source, dict):
-        raise InvalidRequestError(f"{where}.source must be an object", param=f"{where}.source")
+        raise unsupported(f"{where}.type", kind)
     place = f"{where}.source"
+    source = object_of(block.get("source"), place)
     if source.get("type") == "base64":
-        kind, data = _text(source, "media_type", place), _text(source, "data", place)
+        kind, data = text_of(source, "media_type", place), text_of(source, "data", place)
         return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
     if source.get("type") == "url":
-        return {"type": "image_url", "image_url": {"url": _text(source, "url", place)}}
-    raise _unsupported(f"{place}.type", source.get("type"))
-
-
-def _text(block: Mapping[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{where}.{name} must be text", param=f"{where}.{name}")
-    return value
+        return {"type": "image_url", "image_url": {"url": text_of(source, "url", place)}}
+    raise unsupported(f"{place}.type", source.get("type"))
 
 
 def _tool(tool: MessagesTool) -> dict[str, Any]:
@@ -191,20 +158,12 @@ def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     kind = choice.get("type")
     found: dict[str, Any] = {}
     if kind == "tool":
-        name = _text(choice, "name", "tool_choice")
+        name = text_of(choice, "name", "tool_choice")
         found["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif isinstance(kind, str) and kind in _TOOL_CHOICES:
         found["tool_choice"] = _TOOL_CHOICES[kind]
     else:
-        raise _unsupported("tool_choice.type", kind)
+        raise unsupported("tool_choice.type", kind)
     if choice.get("disable_parallel_tool_use"):
         found["parallel_tool_calls"] = False
     return found
-
-
-def _unsupported(where: str, value: Any) -> UnsupportedFieldError:
-    return UnsupportedFieldError(
-        f"{where}: {repr(value)[:40]} is not implemented by this server",
-        param=where,
-        code="unsupported_field",
-    )

@@ -29,19 +29,28 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(RequestModel):
-    """What chat and plain completions have in common."""
+class AnswerRequest(RequestModel):
+    """What every request for an answer has, in whichever API's form."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
     seed: int | None = None
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
+    cache_report: bool | None = None
+    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+
+
+class GenerationRequest(AnswerRequest):
+    """What chat and plain completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    min_p: float | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -55,13 +64,9 @@ class GenerationRequest(RequestModel):
     prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
-    cache_report: bool | None = None
     return_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     routed_experts_prompt_start: int | None = None
-    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
 
     def stream_option(self, name: str) -> bool:
         return self.stream_options is not None and bool(getattr(self.stream_options, name))
@@ -140,14 +145,36 @@ class Tool(RequestModel):
     function: FunctionDefinition
 
 
-class ChatPrompt(RequestModel):
-    """What a chat prompt is made from; shared with /tokenize."""
+class TemplateFields(RequestModel):
+    """What a chat prompt is made from besides its messages."""
 
-    messages: list[ChatMessage] = Field(max_length=4096)
     tools: list[Tool] | None = Field(None, max_length=256)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatPrompt(TemplateFields):
+    messages: list[ChatMessage] = Field(max_length=4096)
+
+
+class EitherPrompt(TemplateFields):
+    """A prompt as chat or as plain completions would make it; `prompt` is declared below this."""
+
+    model: str | None = None
+    messages: list[ChatMessage] | None = Field(None, max_length=4096)
+
+    def chat_prompt(self, prompt: object) -> ChatPrompt | None:
+        """The chat prompt, None if `prompt` was given.
+
+        Raises InvalidRequestError for both or none.
+        """
+        if (prompt is None) == (self.messages is None):
+            raise InvalidRequestError("give either prompt or messages", param="prompt")
+        if self.messages is None:
+            return None
+        fields = {name: getattr(self, name) for name in TemplateFields.model_fields}
+        return ChatPrompt.model_construct(messages=self.messages, **fields)
 
 
 class ChatCompletionRequest(ChatPrompt, GenerationRequest):
@@ -188,32 +215,18 @@ class CompletionRequest(GenerationRequest):
         return params
 
 
-class TokenizeRequest(RequestModel):
-    """Either `prompt` or the fields of a chat prompt."""
-
-    model: str | None = None
+class TokenizeRequest(EitherPrompt):
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, max_length=4096)
-    tools: list[Tool] | None = Field(None, max_length=256)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
-class CachePrompt(RequestModel):
-    """A prompt as chat or plain completions would make it. Unknown fields are refused: one that was
-    meant to change the prompt would otherwise make the answer wrong."""
+class CachePrompt(EitherPrompt):
+    """Unknown fields are refused: one that was meant to change the prompt would otherwise make the
+    answer wrong."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    model: str | None = None
     prompt: str | list[int] | None = None
-    messages: list[ChatMessage] | None = Field(None, max_length=4096)
-    tools: list[Tool] | None = Field(None, max_length=256)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
 
 

@@ -9,16 +9,16 @@ from pydantic import Field
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.body import validate
-from vlm_serve.server.chat_only import CHAT_ONLY
-from vlm_serve.server.errors import UnsupportedFieldError
-from vlm_serve.server.fields import UNIMPLEMENTED
-from vlm_serve.server.protocol import (
-    MAX_PRIORITY,
-    MAX_SALT_LENGTH,
-    SALT_PATTERN,
-    ChatCompletionRequest,
-    RequestModel,
+from vlm_serve.server.chat_form import (
+    CHAT_ONLY,
+    ChatForm,
+    content_of,
+    object_of,
+    text_of,
+    unsupported,
 )
+from vlm_serve.server.fields import UNIMPLEMENTED
+from vlm_serve.server.protocol import ChatCompletionRequest, RequestModel
 
 # Nothing is stored between requests: earlier turns come as items of `input`.
 RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {
@@ -34,11 +34,6 @@ RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {
 }
 RESPONSES_UNIMPLEMENTED = UNIMPLEMENTED | CHAT_ONLY | RESPONSES_REFUSED
 
-_AS_IN_CHAT = (
-    "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
-    "parallel_tool_calls", "chat_template_kwargs", "priority", "cache_salt", "cache_report",
-    "request_id",
-)  # fmt: skip
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -50,17 +45,11 @@ class ResponsesTool(RequestModel):
     strict: bool | None = None
 
 
-class ResponsesRequest(RequestModel):
-    model: str | None = None
+class ResponsesRequest(ChatForm):
     input: str | list[dict[str, Any]] = Field(max_length=1 << 26)
     instructions: str | None = None
-    stream: bool | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     min_p: float | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
     tools: list[ResponsesTool] | None = Field(None, max_length=256)
     tool_choice: str | dict[str, Any] | None = None
@@ -68,20 +57,13 @@ class ResponsesRequest(RequestModel):
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
-    chat_template_kwargs: dict[str, Any] | None = None
-    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
-    cache_report: bool | None = None
-    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
 
     def as_chat(self) -> ChatCompletionRequest:
         """The same request in the form of /v1/chat/completions.
 
         Raises InvalidRequestError that names the item or field which has no such form.
         """
-        chat: dict[str, Any] = {
-            name: value for name in _AS_IN_CHAT if (value := getattr(self, name)) is not None
-        }
+        chat = self.same_fields()
         chat["messages"] = self._messages()
         if self.max_output_tokens is not None:
             chat["max_completion_tokens"] = self.max_output_tokens
@@ -132,8 +114,8 @@ class _AssistantTurn:
 def _add_item(turn: _AssistantTurn, item: Mapping[str, Any], where: str) -> None:
     kind = item.get("type", "message")
     if kind == "function_call":
-        function = {name: _text(item, name, where) for name in ("name", "arguments")}
-        call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+        function = {name: text_of(item, name, where) for name in ("name", "arguments")}
+        call = {"id": text_of(item, "call_id", where), "type": "function", "function": function}
         turn.message.setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
@@ -142,10 +124,10 @@ def _add_item(turn: _AssistantTurn, item: Mapping[str, Any], where: str) -> None
         turn.end()
         content = _content(item.get("output"), f"{where}.output")
         turn.messages.append(
-            {"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": content}
+            {"role": "tool", "tool_call_id": text_of(item, "call_id", where), "content": content}
         )
     elif kind != "message":
-        raise _unsupported(f"{where}.type", kind)
+        raise unsupported(f"{where}.type", kind)
     elif item.get("role") == "assistant":
         if turn.message["content"] is not None:
             turn.end()
@@ -153,22 +135,11 @@ def _add_item(turn: _AssistantTurn, item: Mapping[str, Any], where: str) -> None
     else:
         turn.end()
         content = _content(item.get("content"), f"{where}.content")
-        turn.messages.append({"role": _text(item, "role", where), "content": content})
-
-
-def _text(item: Mapping[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{where}.{name} must be text", param=f"{where}.{name}")
-    return value
+        turn.messages.append({"role": text_of(item, "role", where), "content": content})
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"{where} must be text or a list of parts", param=where)
-    return [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+    return content_of(content, where, _part, "parts")
 
 
 def _joined(content: Any, where: str) -> str:
@@ -182,23 +153,21 @@ def _joined(content: Any, where: str) -> str:
         if not isinstance(part, dict):
             raise InvalidRequestError(f"{where}[{index}] must be an object", param=where)
         name = "refusal" if part.get("type") == "refusal" else "text"
-        texts.append(_text(part, name, f"{where}[{index}]"))
+        texts.append(text_of(part, name, f"{where}[{index}]"))
     return "".join(texts)
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
-    if not isinstance(part, dict):
-        raise InvalidRequestError(f"{where} must be an object", param=where)
-    kind = part.get("type")
+    kind = object_of(part, where).get("type")
     if kind in _TEXT_PARTS:
-        return {"type": "text", "text": _text(part, "text", where)}
+        return {"type": "text", "text": text_of(part, "text", where)}
     if kind in ("image_url", "video_url"):
-        return part
+        return dict(part)
     if kind != "input_image":
-        raise _unsupported(f"{where}.type", kind)
+        raise unsupported(f"{where}.type", kind)
     if part.get("file_id") is not None:
-        raise _unsupported(f"{where}.file_id", part["file_id"])
-    image: dict[str, Any] = {"url": _text(part, "image_url", where)}
+        raise unsupported(f"{where}.file_id", part["file_id"])
+    image: dict[str, Any] = {"url": text_of(part, "image_url", where)}
     if part.get("detail") is not None:
         image["detail"] = part["detail"]
     return {"type": "image_url", "image_url": image}
@@ -208,8 +177,8 @@ def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
     if isinstance(choice, str):
         return choice
     if choice.get("type") != "function":
-        raise _unsupported("tool_choice.type", choice.get("type"))
-    return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
+        raise unsupported("tool_choice.type", choice.get("type"))
+    return {"type": "function", "function": {"name": text_of(choice, "name", "tool_choice")}}
 
 
 def _text_options(text: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,12 +195,3 @@ def _text_options(text: Mapping[str, Any]) -> dict[str, Any]:
     if text.get("verbosity") is not None:
         options["verbosity"] = text["verbosity"]
     return options
-
-
-def _unsupported(where: str, value: Any) -> UnsupportedFieldError:
-    shown = repr(value)[:40]
-    return UnsupportedFieldError(
-        f"{where}: {shown} is not implemented by this server",
-        param=where,
-        code="unsupported_field",
-    )

@@ -11,7 +11,7 @@ from vlm_serve.server.body import read_json
 from vlm_serve.server.chat import preparing
 from vlm_serve.server.fields import ignored_fields, ignored_header
 from vlm_serve.server.logprobs import token_text
-from vlm_serve.server.protocol import ChatPrompt, DetokenizeRequest, TokenizeRequest
+from vlm_serve.server.protocol import DetokenizeRequest, TokenizeRequest
 from vlm_serve.server.responses import Detokenized, Tokens
 from vlm_serve.server.service import Service
 
@@ -22,20 +22,12 @@ async def tokenize(service: Service, request: Request) -> Response:
     body = await read_json(request, TokenizeRequest, service.config.max_body_bytes)
     headers = ignored_header(ignored_fields(body.model_extra or {}))
     service.resolve_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("give either prompt or messages", param="prompt")
+    chat = body.chat_prompt(body.prompt)
     with service.admitted():
-        if body.prompt is not None:
-            text = body.prompt
+        if chat is None:
+            text = body.prompt or ""
             ids = await service.in_pool(lambda: service.tokenizer.encode(text))
         else:
-            chat = ChatPrompt.model_construct(
-                messages=body.messages or [],
-                tools=body.tools,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                chat_template_kwargs=body.chat_template_kwargs,
-            )
             prompt = await service.in_pool(preparing(service, chat, None))
             ids = list(prompt.token_ids)
     texts = [token_text(service.tokenizer, token) for token in ids]
