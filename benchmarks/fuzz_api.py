@@ -10,17 +10,20 @@ minutes). Run by hand: schemathesis brings more packages than the rest of the te
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from server_process import server_process
+
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,"
     "response_schema_conformance"
 )
-SERVE = ("serve", "demo", "--port", "0", "--cache-memory", "128MiB", "--max-model-len", "2048")
+SERVE = ("demo", "--cache-memory", "128MiB", "--max-model-len", "2048")
 
 
 def main() -> int:
@@ -33,23 +36,11 @@ def main() -> int:
     program = shutil.which("schemathesis", path=folder) or shutil.which("schemathesis")
     if program is None:
         parser.error("schemathesis is not installed: pip install schemathesis")
-    command = [sys.executable, "-m", "vlm_serve.cli", *SERVE]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as server:
-        try:
-            assert server.stdout is not None
-            lines = (re.search(r"URL\s+(http://\S+)/v1", line) for line in server.stdout)
-            found = next((line for line in lines if line is not None), None)
-            if found is None:
-                print("the server did not start", file=sys.stderr)
-                return 1
-            fuzz = [program, "run", f"{found[1]}/openapi.json", "--phases", "fuzzing"]
-            fuzz += ["--checks", CHECKS, "--seed", str(options.seed)]
-            fuzz += ["--max-examples", str(options.examples)]
-            return subprocess.run(fuzz, check=False).returncode
-        finally:
-            server.terminate()
+    with server_process(*SERVE) as server:
+        fuzz = [program, "run", f"{server.url}/openapi.json", "--phases", "fuzzing"]
+        fuzz += ["--checks", CHECKS, "--seed", str(options.seed)]
+        fuzz += ["--max-examples", str(options.examples)]
+        return subprocess.run(fuzz, check=False).returncode
 
 
 if __name__ == "__main__":

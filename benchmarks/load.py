@@ -18,20 +18,22 @@ import io
 import json
 import random
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 from PIL import Image, ImageDraw
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from server_process import server_process
+
+SERVE = ("--cache-memory", "64MiB", "--max-num-seqs", "16", "--threads", "1")
 LEAVING, BROKEN = 0.2, 0.1
-STEP_SECONDS = "0.02"
+STEP_SECONDS = 0.02
 GROWTH = 1.05
 COLOURS = ("red", "green", "blue", "yellow")
 TEXTS = ("What do you see?", "What color is the shape?", "Describe the picture.")
@@ -66,27 +68,6 @@ QUESTIONS = [
     for size in (96, 160, 256)
     for text in TEXTS
 ]
-
-
-@contextmanager
-def serving(model: str) -> Iterator[tuple[int, str]]:
-    """A server process: its id and its URL."""
-    command = [sys.executable, "-m", "vlm_serve.cli", "serve", model, "--port", "0"]
-    options = ["--cache-memory", "64MiB", "--max-num-seqs", "16", "--threads", "1"]
-    process = subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            found = re.search(r"URL +(http://[^/]+)/v1", line)
-            if found:
-                yield process.pid, found.group(1)
-                return
-        raise SystemExit("the server did not start")
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 async def ask(client: httpx.AsyncClient, question: dict[str, Any], chunks: int) -> tuple[int, str]:
@@ -175,7 +156,7 @@ async def leftovers(client: httpx.AsyncClient) -> str:
 async def slow_steps(client: httpx.AsyncClient) -> tuple[int, int]:
     """Steps with much time outside of the forward, and all steps."""
     counts = (await client.get("/v1/cache/stats")).json()["step_times"]["host_seconds_counts"]
-    slow = sum(count for bound, count in counts.items() if float(bound) > float(STEP_SECONDS))
+    slow = sum(count for bound, count in counts.items() if float(bound) > STEP_SECONDS)
     return slow, sum(counts.values())
 
 
@@ -196,7 +177,8 @@ async def drive(process: int, url: str, options: argparse.Namespace) -> bool:
     for what, count in sorted(load.counts.items()):
         print(f"{what:<36}{count:>8}")
     print(f"steps{'':<31}{steps:>8}")
-    print(f"over 20 ms outside of the forward   {slow:>8}   {100 * slow / steps:.2f} %")
+    late = f"over {1000 * STEP_SECONDS:g} ms outside of the forward"
+    print(f"{late:<36}{slow:>8}   {100 * slow / steps:.2f} %")
     print(f"memory: {settled >> 20} MiB after a third of the time, at most {most >> 20} MiB later")
     print(f"not back at the end: {missing or 'nothing'}")
     wrong = any(what.startswith("WRONG") for what in load.counts)
@@ -210,8 +192,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=180)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    with serving(options.model) as (process, url):
-        fine = asyncio.run(drive(process, url, options))
+    with server_process(options.model, *SERVE) as server:
+        fine = asyncio.run(drive(server.process.pid, server.url, options))
     print("every promise kept" if fine else "a promise was broken")
     return 0 if fine else 1
 

@@ -3,47 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from server_process import COMMAND, server_process
 from serving import wait_for
 
-COMMAND = [sys.executable, "-m", "vlm_serve.cli"]
 SMALL = ["--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1"]
 SECONDS = 60
-
-
-@contextmanager
-def serving(*arguments: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server process and its URL, read from its start-up table."""
-    process = subprocess.Popen(
-        [*COMMAND, "serve", *arguments, "--port", "0", *SMALL],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=os.environ | variables,
-    )
-    try:
-        assert process.stdout is not None
-        table = ""
-        while "URL" not in table:
-            line = process.stdout.readline()
-            assert line, f"the server ended early: {table}"
-            table += line
-        found = re.search(r"URL +(http://[^/]+)/v1", table)
-        assert found is not None
-        assert re.search(r"granularity +16 tokens", table)
-        yield process, found.group(1)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def children_of(process: int) -> str:
@@ -54,10 +24,11 @@ def children_of(process: int) -> str:
 
 
 def test_serve_answers_and_ends_on_a_signal(checkpoint: Path) -> None:
-    with serving(
-        str(checkpoint), VLM_SERVE_BLOCK_SIZE="16", VLM_SERVE_SERVED_MODEL_NAME="mine"
-    ) as (process, url):
-        with httpx.Client(base_url=url, timeout=SECONDS, trust_env=False) as client:
+    environment = {"VLM_SERVE_BLOCK_SIZE": "16", "VLM_SERVE_SERVED_MODEL_NAME": "mine"}
+    with server_process(str(checkpoint), *SMALL, environment=environment) as server:
+        assert re.search(r"granularity +16 tokens", server.table)
+        process = server.process
+        with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as client:
             assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
             messages = [{"role": "user", "content": "hi"}]
             body = {"messages": messages, "max_tokens": 4, "temperature": 0}
@@ -70,7 +41,8 @@ def test_serve_answers_and_ends_on_a_signal(checkpoint: Path) -> None:
 
 
 def test_a_signal_waits_for_open_requests_and_a_second_one_does_not(checkpoint: Path) -> None:
-    with serving(str(checkpoint), "--block-size", "16") as (process, url):
+    with server_process(str(checkpoint), *SMALL, "--block-size", "16") as server:
+        process, url = server.process, server.url
         messages = [{"role": "user", "content": "hi"}]
         body = {"messages": messages, "stream": True, "ignore_eos": True, "max_tokens": 2000}
         with (

@@ -1,0 +1,58 @@
+"""`vlm-serve serve` as a process of its own, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+COMMAND = (sys.executable, "-m", "vlm_serve.cli")
+_URL = re.compile(r"URL +(http://[^/]+)/v1")
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A server that listens.
+
+    Attributes:
+        url: without the path.
+        table: what it has said while it started.
+    """
+
+    process: subprocess.Popen[str]
+    url: str
+    table: str
+
+
+@contextmanager
+def server_process(
+    *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """Serves on a free port; the process is killed at the end.
+
+    Args:
+        arguments: of `vlm-serve serve`, the model among them.
+        environment: variables besides this process's own.
+    """
+    process = subprocess.Popen(
+        [*COMMAND, "serve", *arguments, "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **(environment or {})},
+    )
+    try:
+        assert process.stdout is not None
+        table = ""
+        while (found := _URL.search(table)) is None:
+            line = process.stdout.readline()
+            assert line, f"the server ended early: {table}"
+            table += line
+        yield ServerProcess(process, found.group(1), table)
+    finally:
+        process.kill()
+        process.communicate()
