@@ -18,11 +18,13 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
 
 import oracle  # noqa: E402
 import torch  # noqa: E402
-from checkpoint_spec import BENCHMARK_SPEC  # noqa: E402
+from checkpoint_spec import BENCHMARK_SPEC, CheckpointSpec  # noqa: E402
 from make_checkpoint import make_checkpoint  # noqa: E402
 
 from vlm_serve import EngineConfig, Pipeline, SamplingParams  # noqa: E402
 from vlm_serve.host_threads import releasing  # noqa: E402
+
+__all__ = ["CheckpointSpec", "make_checkpoint"]  # for scripts that find neither by themselves
 
 DECODE_PROMPT = 128
 PREFILL, AGAIN = "prefill", "same prompt again"
@@ -72,15 +74,25 @@ class Transformers:
 
 @dataclass
 class Work:
-    """Sizes of what is measured, and the prompts: no two are alike, so that no cache can hit."""
+    """Sizes of what is measured, and the prompts: no two are alike, so that no cache can hit.
+
+    Attributes:
+        prefill: tokens of a long prompt.
+        steps: tokens that are decoded.
+        vocabulary: prompts are drawn from the ids below this.
+        ending: what every prompt ends with: the end of the user's turn and the beginning of the
+            answer, as a chat template writes them.
+    """
 
     prefill: int
     steps: int
     vocabulary: int
+    ending: list[int]
     draw: random.Random = field(default_factory=lambda: random.Random(0))
 
     def prompt(self, length: int) -> list[int]:
-        return self.draw.choices(range(self.vocabulary), k=length)
+        drawn = self.draw.choices(range(self.vocabulary), k=length - len(self.ending))
+        return drawn + self.ending
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -175,7 +187,8 @@ def work_for(path: Path, prefill: int, steps: int) -> Work:
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(str(path))
-    return Work(prefill, steps, config.get_text_config().vocab_size // 2)
+    ending = oracle.tokenizer(path)("<|im_end|>\n<|im_start|>assistant\n").input_ids
+    return Work(prefill, steps, config.get_text_config().vocab_size // 2, ending)
 
 
 def add_arguments(parser: Any, dtypes: Sequence[str], rounds: int) -> None:
