@@ -1,11 +1,12 @@
 """The Triton kernels on the GPU at hand: correctness against float64, time against the roofline.
 
-    python benchmarks/kernels_gpu.py [--write]
+    python benchmarks/kernels_gpu.py [--engine] [--write]
 
 Per kernel: the largest error relative to the reference's scale, the median time, and the share of
 the device's limit that it reaches (bytes moved or FLOPs, whichever takes longer at peak, counted
 from the operands). flash-linear-attention and SDPA are timed beside them where installed.
-`--write` puts the table into benchmarks/gpu.md with the date, device and commit. Without a GPU the
+`--engine` also runs `engine_gpu.py`: CUDA graphs, agreement with the CPU, prefill and decode.
+`--write` puts the tables into benchmarks/gpu.md with the date, device and commit. Without a GPU the
 script says so and ends.
 """
 
@@ -119,6 +120,7 @@ def _measured(name: str) -> Device:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", action="store_true", help="also measure the whole engine")
     parser.add_argument("--write", action="store_true", help="write benchmarks/gpu.md")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -130,12 +132,18 @@ def main() -> int:
     head = ["| kernel | error | us | of the limit |", "|---|---|---|---|"]
     print("\n".join(head))
     gpu_cases.run(bench)
+    engine = []
+    if arguments.engine:
+        import engine_gpu
+
+        engine = ["", "# The engine", "", *engine_gpu.report(None, "cuda", rounds=5)]
     if arguments.write:
         commit = subprocess.run(
             ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
         )
         title = f"{datetime.date.today()}, {bench.device.name}, commit {commit.stdout.strip()}"
         lines = ["# Kernels on a GPU", "", title, "", *head, *(row.text() for row in bench.rows)]
+        lines += engine
         OUTPUT.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
 

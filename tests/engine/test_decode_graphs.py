@@ -1,6 +1,6 @@
 """Decode steps from fixed buffers, padded: the same answers, and nothing else touched.
 
-The Triton kernels run in their interpreter; real graphs are captured by `benchmarks/kernels_gpu.py`
+The Triton kernels run in their interpreter; real graphs are captured by `benchmarks/engine_gpu.py`
 on a GPU. Instead of a graph the model's forward is called again on the very batch that would be
 captured, whose host values are no step's: whatever a step read from anywhere but its tensors would
 be wrong.
