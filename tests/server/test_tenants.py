@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
+from hostile_files import data_url, image_of
 from serving import RunningServer, chat_body, running
 
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.engine import Engine
 from vlm_serve.errors import ConfigError
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.tenants import read_tenant_keys
 
+PICTURE = {
+    "type": "image_url",
+    "image_url": {"url": data_url("image/png", image_of("PNG", 96, 96))},
+}
+QUESTION = {"type": "text", "text": "What do you see?"}
 KEYS = '"key-a": alice\nkey-b: bob\n'
 
 
@@ -69,6 +77,42 @@ def test_every_form_of_a_request_has_the_bound_salt(
     body = {"prompt": "hi", "cache_salt": "x"}
     assert server.post("/v1/completions", body, **asked("key-a")).status_code == 200
     assert salts == [alice]
+
+
+def test_tenants_do_each_others_work_again(checkpoint: Path, tmp_path: Path) -> None:
+    """The same picture and prompt cost the second tenant what they cost the first: no less work is
+    done, so no time is saved that could be measured. (`benchmarks/tenants.py` measures it.)"""
+    file = tmp_path / "keys.yaml"
+    file.write_text(KEYS, encoding="utf-8")
+    options = ServerConfig(port=0, api_key=("plain",), tenant_keys=str(file))
+    engine = Engine.from_checkpoint(
+        str(checkpoint),
+        EngineConfig(
+            device="cpu", block_size=16, cache_memory="48MiB", max_model_len=2048, threads=1
+        ),
+    )
+    body = {"messages": [{"role": "user", "content": [PICTURE, QUESTION]}], "max_tokens": 2}
+    body |= {"temperature": 0, "cache_report": True}
+    with running(engine, options) as server:
+        found: dict[str, list[dict[str, Any]]] = {"key-a": [], "key-b": []}
+        blocks, texts = [0], set()
+        for key in ("key-a", "key-b", "key-a", "key-b"):
+            answer = server.post("/v1/chat/completions", body, **asked(key)).json()
+            found[key].append(answer["cache_report"])
+            texts.add(answer["choices"][0]["message"]["content"])
+            stats = server.client.get("/v1/cache/stats", **asked("plain")).json()
+            blocks.append(stats["usage"]["cached_blocks"])
+    reasons = [[report.pop("reason") for report in found[key]] for key in ("key-a", "key-b")]
+    assert [each[0] for each in reasons] == ["cold", "salt"]
+    assert found["key-a"] == found["key-b"]
+    cold, warm = found["key-a"]
+    assert (cold["boundary"], cold["kv_boundary"]) == (0, 0)
+    assert (cold["media_decoded"], cold["media_encoded"], cold["media_skipped"]) == (1, 1, 0)
+    assert warm["boundary"] > 0
+    assert (warm["media_encoded"], warm["media_skipped"]) == (0, 1)
+    assert blocks[2] - blocks[1] == blocks[1] > 0  # the second tenant holds as much once more
+    assert blocks[4] == blocks[2]
+    assert len(texts) == 1
 
 
 def test_nobody_can_ask_for_a_bound_salt(server: RunningServer) -> None:
