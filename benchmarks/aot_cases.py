@@ -22,6 +22,7 @@ BLOCK = 64
 BLOCKS = 64
 TOKENS = 512
 BATCH = 32
+LONGEST = 32768
 STATE_ROWS = 32
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 
@@ -90,8 +91,10 @@ def _attention(shapes: Shapes) -> Iterator[Case]:
         label = f"attention {str(dtype)[6:]} on {str(stored)[6:]}"
         q = torch.empty(TOKENS, shapes.query_heads, shapes.head_dim, dtype=dtype)
         yield label, partial(attention_prefill, q, kv, prefill_meta(), scale=scale)
-        q = torch.empty(BATCH, shapes.query_heads, shapes.head_dim, dtype=dtype)
-        yield label, partial(attention_decode, q, kv, decode_meta(), scale=scale)
+        # One long sequence is cut into the most parts, as every step of a CUDA graph is.
+        for meta in (decode_meta(), decode_meta(1, LONGEST // BLOCK)):
+            q = torch.empty(len(meta), shapes.query_heads, shapes.head_dim, dtype=dtype)
+            yield label, partial(attention_decode, q, kv, meta, scale=scale)
 
 
 def _experts(shapes: Shapes) -> Iterator[Case]:
@@ -131,14 +134,14 @@ def prefill_meta() -> PrefillMeta:
     )
 
 
-def decode_meta() -> DecodeMeta:
-    """BATCH sequences of half the pool's tokens."""
+def decode_meta(batch: int = BATCH, blocks: int = BLOCKS // 2) -> DecodeMeta:
+    """Sequences of so many blocks each, all of them the same ones."""
     return DecodeMeta(
-        block_tables=(tuple(range(BLOCKS // 2)),) * BATCH,
-        kv_lens=(BLOCK * BLOCKS // 2,) * BATCH,
-        src_rows=tuple(range(BATCH)),
-        dst_rows=tuple(range(BATCH)),
-        snapshot_rows=(-1,) * BATCH,
+        block_tables=(tuple(block % BLOCKS for block in range(blocks)),) * batch,
+        kv_lens=(BLOCK * blocks,) * batch,
+        src_rows=tuple(range(batch)),
+        dst_rows=tuple(range(batch)),
+        snapshot_rows=(-1,) * batch,
     )
 
 
