@@ -9,7 +9,7 @@ be wrong.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton_case import kernels
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine import build as building
 from vlm_serve.engine.build import build
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits, FixedTables
 from vlm_serve.engine.decode_graphs import DecodeGraphs, Step, padded_sizes
-from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.runner import ModelRunner
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
@@ -69,10 +68,10 @@ class Repeating:
         self.calls = 0
 
     def __call__(self, step: Step) -> Step:
-        def again() -> ForwardOutput:
+        def again() -> None:
             self.calls += 1
             with kernels():
-                return step()
+                step()
 
         return again
 
@@ -274,7 +273,13 @@ def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
                 )
 
 
-def test_the_engine_answers_the_same(tmp_path: Path) -> None:
+def with_graphs(monkeypatch: pytest.MonkeyPatch, capture: Callable[[], object]) -> None:
+    """Has engines built on the CPU as they are on a GPU, with another kind of capture."""
+    monkeypatch.setattr(building, "_graphs_wanted", lambda option, device: True)
+    monkeypatch.setattr(building, "CudaCapture", capture)
+
+
+def test_the_engine_answers_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make_checkpoint(tmp_path, SPECS["dense"])
     config = EngineConfig(
         dtype="float32",
@@ -288,36 +293,35 @@ def test_the_engine_answers_the_same(tmp_path: Path) -> None:
     prompts = [draw.choices(range(400), k=length) for length in (3, 28, 47, 30)]
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     with Pipeline(checkpoint, config) as pipe:
+        assert not pipe.engine.config.cuda_graphs
+        rows = pipe.engine._runner._caches.recurrent.shape[0]
         expected = [one.token_ids for one in pipe.generate_many(prompts, params)]
     capture = Repeating()
+    with_graphs(monkeypatch, lambda: capture)
     with Pipeline(checkpoint, config) as pipe:
-        with_graphs(pipe.engine, capture)
+        assert pipe.engine.config.cuda_graphs
+        assert pipe.engine._runner._caches.recurrent.shape[0] == rows + 1
         assert [one.token_ids for one in pipe.generate_many(prompts, params)] == expected
         assert capture.calls > 12
         pipe.engine.check()
 
 
-def with_graphs(engine: Engine, capture: Repeating) -> None:
-    """Gives a CPU engine's runner graphs; pools of its own, with a scratch row, since nothing has
-    been computed yet."""
-    runner = engine._runner
-    caches = runner._caches
-    larger = replace(
-        caches,
-        conv=torch.cat([caches.conv, caches.conv[:1]]),
-        recurrent=torch.cat([caches.recurrent, caches.recurrent[:1]]),
-    )
-    graphs = DecodeGraphs(
-        runner._model,
-        larger,
-        block_size=16,
-        max_model_len=engine.max_model_len,
-        max_num_seqs=engine.config.max_num_seqs,
-        capture=capture,
-    )
-    engine._runner = ModelRunner(runner._model, larger, block_size=16, graphs=graphs)
+def test_a_capture_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> object:
+        raise RuntimeError("driver too old")
+
+    checkpoint = str(make_checkpoint(tmp_path, SPECS["dense"]))
+    with_graphs(monkeypatch, fail)
+    config = EngineConfig(dtype="float32", block_size=16, cache_memory="16MiB")
+    assert build(checkpoint, config).config.cuda_graphs is False
+    assert "decode runs without CUDA graphs: driver too old" in caplog.text
+    with pytest.raises(ConfigError, match="cuda_graphs: driver too old"):
+        build(checkpoint, replace(config, cuda_graphs=True))
 
 
-def test_graphs_need_a_gpu(checkpoint: Path) -> None:
+def test_graphs_need_a_gpu(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, SPECS["dense"])
     with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
         build(str(checkpoint), EngineConfig(device="cpu", cuda_graphs=True))

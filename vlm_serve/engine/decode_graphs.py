@@ -23,10 +23,9 @@ LARGEST = 256
 _WARM_UP = 2
 """Runs before a capture: kernels are compiled and libraries make their workspaces in the first."""
 
-Step = Callable[[], ForwardOutput]
+Step = Callable[[], None]
 Capture = Callable[[Step], Step]
-"""Turns a step over fixed inputs into one that repeats it on what they hold then. The result of a
-call may be overwritten by the next call of any of them."""
+"""Turns a step from fixed inputs to fixed outputs into one that repeats it on what those hold."""
 
 
 def padded_sizes(most: int) -> tuple[int, ...]:
@@ -50,13 +49,8 @@ class CudaCapture:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            output = step()
-
-        def replay() -> ForwardOutput:
-            graph.replay()
-            return output
-
-        return replay
+            step()
+        return graph.replay
 
 
 class DecodeGraphs:
@@ -85,11 +79,22 @@ class DecodeGraphs:
         self._scratch_row = caches.recurrent.shape[0] - 1
         limits = DecodeLimits(block_size, -(-max_model_len // block_size), self._scratch_row)
         self._sizes = padded_sizes(max_num_seqs)
+        # One for all sizes: each graph's own would stay allocated beside the others'.
+        self._logits = torch.empty(
+            self._sizes[-1], model.config.text.vocab_size, device=caches.kv.device
+        )
         self._steps: dict[int, tuple[DecodeBuffers, Step]] = {}
         # The largest first: the others find room in the memory that it has used.
         for size in reversed(self._sizes):
             buffers = DecodeBuffers(size, limits, caches.kv.device)
-            self._steps[size] = buffers, capture(_step_over(model, buffers.batch, caches))
+            self._steps[size] = buffers, capture(self._step(model, buffers.batch, caches))
+
+    def _step(self, model: Model, batch: ForwardBatch, caches: CacheTensors) -> Step:
+        def step() -> None:
+            logits = model.forward(batch, caches).logits
+            self._logits[: logits.shape[0]].copy_(logits)
+
+        return step
 
     def accepts(self, batch: ForwardBatch) -> bool:
         """Whether a graph can compute this step: nothing but decode tokens, one row of logits for
@@ -118,8 +123,5 @@ class DecodeGraphs:
         size = self._sizes[bisect_left(self._sizes, len(meta))]
         buffers, step = self._steps[size]
         buffers.fill(batch)
-        return ForwardOutput(step().logits[: len(meta)])
-
-
-def _step_over(model: Model, batch: ForwardBatch, caches: CacheTensors) -> Step:
-    return lambda: model.forward(batch, caches)
+        step()
+        return ForwardOutput(self._logits[: len(meta)])
