@@ -190,7 +190,9 @@ def test_a_failure_in_the_middle(fake: RunningServer, client: openai.OpenAI) -> 
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({"text": {"format": 5}}, "text"),
         ({"input": 5}, "input"),
-        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"reasoning": {"effort": 5}}, "reasoning"),
+        ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text"),
         ({"temperature": -1}, "temperature"),
     ],
 )  # fmt: skip
@@ -199,7 +201,9 @@ def test_what_cannot_be_done_is_refused(
 ) -> None:
     answer = fake.post("/v1/responses", {"input": "hi"} | fields)
     assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert "response_format" not in error["message"]
 
 
 def test_what_has_no_effect_is_named(fake: RunningServer) -> None:

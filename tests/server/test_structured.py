@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import RunningServer, running, wait_for
+from serving import RunningServer, chat_body, running, wait_for
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
@@ -262,6 +262,43 @@ def test_a_hostile_grammar_is_refused(server: RunningServer, form: dict[str, Any
     assert error["param"] == "structured_outputs"
     assert "/project" not in error["message"]
     assert contents(server, structured_outputs={"choice": ["fine"]}) == ["fine"]
+
+
+BAD = {"type": "object", "properties": {"x": {"not": {}}}}
+ZORK = {"type": "object", "properties": {"x": {"type": "zork"}}}
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def tool_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+@pytest.mark.parametrize("schema", [BAD, ZORK], ids=["refused", "not compiled"])
+def test_an_error_names_the_field_that_the_grammar_came_from(
+    server: RunningServer, schema: dict[str, Any]
+) -> None:
+    chat, plain = "/v1/chat/completions", "/v1/completions"
+    forced: dict[str, Any] = {"tools": [tool_of(schema)], "tool_choice": "required"}
+    tools = [{"name": "f", "input_schema": schema}]
+    message: dict[str, Any] = {"max_tokens": 5, "tools": tools, "tool_choice": {"type": "any"}}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    both: dict[str, Any] = {"tools": [tool_of({})], "response_format": schema_format(BAD)}
+    for path, body, param in (
+        (chat, chat_body(structured_outputs={"json": schema}), "structured_outputs"),
+        (chat, chat_body(response_format=schema_format(schema)), "response_format"),
+        (chat, chat_body(**forced), "tools"),
+        (chat, chat_body(**both), "response_format"),
+        (plain, {"prompt": "x", "response_format": schema_format(schema)}, "response_format"),
+        ("/v1/responses", {"input": "x", "text": text}, "text"),
+        ("/v1/responses", {"input": "x", "text": text, "stream": True}, "text"),
+        ("/v1/messages", chat_body(**message), None),
+    ):
+        response = server.post(path, body)
+        assert response.status_code == 400, (path, body)
+        assert response.json()["error"].get("param") == param, (path, body)
 
 
 def test_ids_outside_the_vocabulary_are_refused(server: RunningServer) -> None:

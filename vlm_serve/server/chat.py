@@ -73,12 +73,13 @@ def _tool_choice(service: Service, body: ChatCompletionRequest) -> ToolChoice:
     return ToolChoice("none", (), parallel=True)
 
 
-def _params(body: ChatCompletionRequest, choice: ToolChoice) -> SamplingParams:
-    """Sampling options, the form of the answer included."""
+def _params(body: ChatCompletionRequest, choice: ToolChoice) -> tuple[SamplingParams, str]:
+    """Sampling options, the form of the answer included, and the field that the form comes from."""
     params = body.sampling_params()
     schemas = {tool.function.name: tool.function.parameters for tool in body.tools or []}
-    form = with_tools(params.structured_outputs, choice, schemas)
-    return dataclasses.replace(params, structured_outputs=form)
+    form = with_tools(params.structured_outputs, choice, schemas, body.form_field)
+    field = body.form_field if form is params.structured_outputs else "tools"
+    return dataclasses.replace(params, structured_outputs=form), field
 
 
 def _tool_schemas(body: ChatCompletionRequest, choice: ToolChoice) -> dict[str, Any] | None:
@@ -127,15 +128,17 @@ def chat_task(
     """
     body.check_stream_options()
     choice = _tool_choice(service, body)
+    params, form_field = _params(body, choice)
     return ChatTask(
         body=body,
         task=Task(
             prepare=preparing(service, _with_effort(body), salt_of(request.scope, body.cache_salt)),
-            params=_params(body, choice),
+            params=params,
             request_id=body.request_id or request_id_of(request.scope),
             arrival=arrival,
             priority=body.priority or 0,
             reasoning=service.config.reasoning_parser != "none",
+            form_field=form_field,
         ),
         model=service.resolve_model(body.model),
         tools=_tool_schemas(body, choice),

@@ -96,6 +96,7 @@ async def completions(service: Service, request: Request) -> Response:
                 request_id,
                 arrival,
                 body.priority or 0,
+                form_field=body.form_field,
             )
             for prompt in _prompts(body)
         ],

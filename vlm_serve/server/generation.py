@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.plan import PromptLogprobs
-from vlm_serve.errors import EngineClosedError
+from vlm_serve.errors import EngineClosedError, InvalidRequestError
 from vlm_serve.grammar.state import THINK_END, Grammar
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
@@ -32,6 +32,7 @@ class Task:
             may collide.
         arrival: monotonic seconds at which the request came in.
         reasoning: reasoning is split from the answer, whose grammar begins behind it.
+        form_field: the request's field that the answer's form comes from.
     """
 
     prepare: Callable[[], Prompt]
@@ -40,6 +41,7 @@ class Task:
     arrival: float
     priority: int = 0
     reasoning: bool = False
+    form_field: str = "structured_outputs"
 
 
 class Generation:
@@ -145,7 +147,11 @@ async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | No
     if form is None:
         return None
     thinks = task.reasoning and prompt.text.rstrip().endswith(THINK_START)
-    return await service.compile(form, THINK_END if thinks else b"")
+    try:
+        return await service.compile(form, THINK_END if thinks else b"")
+    except InvalidRequestError as error:
+        error.param = task.form_field
+        raise
 
 
 def _too_late(limit: float | None) -> RequestTimeoutError:

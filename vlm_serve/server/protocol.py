@@ -68,6 +68,12 @@ class GenerationRequest(AnswerRequest):
     return_routed_experts: bool | None = None
     routed_experts_prompt_start: int | None = None
 
+    @property
+    def form_field(self) -> str:
+        """The field that the answer's form comes from, if it has to have one."""
+        asks = self.response_format is not None and self.response_format.get("type") != "text"
+        return "response_format" if asks else "structured_outputs"
+
     def stream_option(self, name: str) -> bool:
         return self.stream_options is not None and bool(getattr(self.stream_options, name))
 

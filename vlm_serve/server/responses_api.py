@@ -20,7 +20,11 @@ from vlm_serve.server.generation import Generation, answering
 from vlm_serve.server.output_parser import OutputParser
 from vlm_serve.server.reports import cache_report_body, usage_body
 from vlm_serve.server.responses import CacheReportBody, Optional
-from vlm_serve.server.responses_input import RESPONSES_UNIMPLEMENTED, ResponsesRequest
+from vlm_serve.server.responses_input import (
+    RESPONSES_UNIMPLEMENTED,
+    ResponsesRequest,
+    own_names,
+)
 from vlm_serve.server.service import Service
 from vlm_serve.server.streaming import Chunks, stream_response, until_disconnected
 
@@ -191,14 +195,15 @@ async def create_response(service: Service, request: Request) -> Response:
     arrival = time.monotonic()
     body = await read_json(request, ResponsesRequest, service.config.max_body_bytes)
     ignored = ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED)
-    translated = body.as_chat()
-    ignored_fields(translated.model_extra or {})  # refuses what chat does not implement either
     headers = ignored_header(ignored)
-    chat = chat_task(service, request, translated, arrival)
-    if body.stream:
-        events = _events(service, body, chat)
-        return await stream_response(request, events, headers, chat.task.request_id, named=True)
-    answer = await until_disconnected(request, _whole(service, body, chat))
+    with own_names():
+        translated = body.as_chat()
+        ignored_fields(translated.model_extra or {})  # refuses what chat does not implement either
+        chat = chat_task(service, request, translated, arrival)
+        if body.stream:
+            events = _events(service, body, chat)
+            return await stream_response(request, events, headers, chat.task.request_id, named=True)
+        answer = await until_disconnected(request, _whole(service, body, chat))
     return JSONResponse(answer.model_dump(), headers=headers)
 
 

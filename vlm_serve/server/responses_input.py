@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from pydantic import Field
@@ -34,7 +35,27 @@ RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {
 }
 RESPONSES_UNIMPLEMENTED = UNIMPLEMENTED | CHAT_ONLY | RESPONSES_REFUSED
 
+# Names of chat fields in errors -> what the client has sent instead.
+_OWN_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning",
+    "response_format": "text",
+}
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+
+
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Errors about a chat field name the field of /v1/responses that it was made from."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        name = error.param or ""
+        if name in _OWN_NAMES:
+            error.param = _OWN_NAMES[name]
+            error.message = error.message.replace(name, error.param)
+        raise
 
 
 class ResponsesTool(RequestModel):

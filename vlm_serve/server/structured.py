@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.grammar.schema import check_schema
 from vlm_serve.structured_outputs import StructuredOutputs
 
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
@@ -118,18 +119,26 @@ def _named(choice: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def with_tools(
-    form: StructuredOutputs | None, choice: ToolChoice, schemas: Mapping[str, Any]
+    form: StructuredOutputs | None,
+    choice: ToolChoice,
+    schemas: Mapping[str, Any],
+    form_field: str,
 ) -> StructuredOutputs | None:
     """The form of an answer that may or must call tools.
 
     Args:
         form: what its text must be, where it is no call.
         schemas: of the parameters, by function name.
+        form_field: the request's field that `form` comes from.
+
+    Raises InvalidRequestError that names the field, as far as one form does not hide the other.
     """
     if choice.mode == "none":
         return form
     if choice.mode == "auto" and form is None and choice.parallel:
         return None
+    if form is not None and form.json is not None:
+        check_schema(form.json, form_field, strict=form.strict)
     tags = [_tag(name, schemas[name]) for name in choice.names]
     calls: dict[str, Any] = {
         "type": "tags_with_separator",
