@@ -209,6 +209,8 @@ def llama(binary: str, model: Path, *, length: int, threads: int) -> Iterator[Ll
         "--parallel": 8,
         "--threads": threads,
         "--threads-batch": threads,
+        # Its copies of whole contexts, made when a slot changes hands, would count as decoding.
+        "--cache-ram": 0,
         "--host": "127.0.0.1",
         "--port": port,
     }
