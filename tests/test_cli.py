@@ -87,6 +87,12 @@ def test_flags_are_read_in_their_types() -> None:
     assert server.api_key == ("x",)
 
 
+def test_a_list_may_be_given_in_pieces() -> None:
+    flags = flags_of("serve", "--api-key", "a,b", "--port", "1", "--api-key", "c", "--port", "2")
+    server = ServerConfig(**collect(options_of(ServerConfig), flags, {}, {}))
+    assert (server.api_key, server.port) == (("a", "b", "c"), 2)
+
+
 def test_flags_win_over_the_environment_and_that_over_the_file() -> None:
     options = options_of(EngineConfig)
     file = {"max_num_seqs": 1, "threads": 1, "block_size": 16, "port": 1}

@@ -184,6 +184,8 @@ def _add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> 
         else:
             settings["type"] = _reader(item)
             settings["metavar"] = item.metavar or _metavar(item)
+        if item.kind == "list":
+            settings["action"] = "extend"  # given several times, it is all of them
         groups[item.group].add_argument(*item.flags, **settings)
 
 
