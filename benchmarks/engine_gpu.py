@@ -100,8 +100,10 @@ def agreement(device: str) -> list[str]:
                 ]
                 if False in found:
                     raise SystemExit(f"{name}, {side}: {found.count(False)} answers are wrong")
-                equal = f"{found.count(None)} of {len(found)} answers are the CPU's"
-                lines.append(f"- {name}, {device}, {side}: {equal}, the others part at a near tie")
+                counts = (
+                    f"{found.count(None)} answers equal, {found.count(True)} part at a near tie"
+                )
+                lines.append(f"- {name}, {device} beside the CPU, {side}: {counts}")
                 print(lines[-1], flush=True)
     return lines
 
