@@ -298,6 +298,15 @@ def server(checkpoint: Path, folder: Path) -> Iterator[RunningServer]:
         assert not running_server.service.check_failed
 
 
+def timed_post(server: RunningServer, path: str, content: bytes) -> tuple[httpx.Response, float]:
+    """The answer, and the seconds it took."""
+    start = time.monotonic()
+    response = server.client.post(
+        path, content=content, headers={"Content-Type": "application/json"}
+    )
+    return response, time.monotonic() - start
+
+
 @pytest.mark.parametrize(("path", "body"), list(cases()))
 def test_it_is_refused_in_bounded_time(
     server: RunningServer, folder: Path, path: str, body: Any
@@ -307,11 +316,10 @@ def test_it_is_refused_in_bounded_time(
         content = request.read().replace(b"ROOT", str(folder).encode())
     else:
         content = body
-    start = time.monotonic()
-    response = server.client.post(
-        path, content=content, headers={"Content-Type": "application/json"}
-    )
-    seconds = time.monotonic() - start
+    response, seconds = timed_post(server, path, content)
+    if seconds >= MAX_SECONDS:
+        # The hiccup of a busy machine passes; what takes long to refuse does so again.
+        response, seconds = timed_post(server, path, content)
     assert 400 <= response.status_code < 500, response.text[:500]
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
