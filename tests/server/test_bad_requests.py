@@ -115,6 +115,10 @@ def test_a_bad_field_is_named(fake: RunningServer, fields: dict[str, Any], param
     ("name", "value"),
     [
         ("guided_json", {}),
+        ("guided_regex", "a"),
+        ("guided_choice", ["a"]),
+        ("guided_grammar", "root ::= a"),
+        ("guided_whitespace_pattern", " "),
         ("chat_template", "{{ 1 }}"),
         ("best_of", 2),
         ("best_of", True),

@@ -104,6 +104,23 @@ def test_echo_puts_the_prompt_first(fake: RunningServer, stream: bool) -> None:
     assert text == "once Hello, world!"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_of_no_tokens_is_the_prompt(fake: RunningServer, stream: bool) -> None:
+    body = {"prompt": ["once ", "twice"], "echo": True, "max_tokens": 0, "return_token_ids": True}
+    if stream:
+        *chunks, last = fake.stream(PATH, body | {"stream_options": {"include_usage": True}})
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        usage = last["usage"]
+    else:
+        answer = complete(fake, **body)
+        choices, usage = answer["choices"], answer["usage"]
+    assert sorted((each["index"], each["text"]) for each in choices) == [(0, "once "), (1, "twice")]
+    assert {each["finish_reason"] for each in choices} == {"length"}
+    assert [each["token_ids"] for each in choices] == [[], []]
+    assert usage["completion_tokens"] == 0
+    assert usage["total_tokens"] == usage["prompt_tokens"]
+
+
 def test_logprobs_in_the_older_form(fake: RunningServer) -> None:
     logprobs = complete(fake, logprobs=2)["choices"][0]["logprobs"]
     assert "".join(logprobs["tokens"]) == "Hello, world!"
@@ -128,6 +145,7 @@ def test_logprobs_in_the_older_form(fake: RunningServer) -> None:
         ({"prompt": ["x"] * 129}, "prompt"),
         ({"prompt": [1.5]}, "prompt"),
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 3}, "best_of"),
     ],

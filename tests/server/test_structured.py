@@ -229,6 +229,10 @@ def test_an_echo_comes_with_the_logprobs_that_answers_have(server: RunningServer
         theirs = echoed["logprobs"]["token_logprobs"][start:-1]
         assert theirs == pytest.approx(answer["logprobs"]["token_logprobs"], abs=1e-3)
     assert echoed["logprobs"]["token_logprobs"][0] is None
+    scored = server.post("/v1/completions", whole | {"max_tokens": 0}).json()["choices"][0]
+    for name, values in scored["logprobs"].items():
+        assert values == echoed["logprobs"][name][:-1]
+    assert scored["text"] == whole["prompt"]
     # The end of the turn is a token with a probability and without a text.
     assert "".join(echoed["logprobs"]["tokens"]).removesuffix("<|im_end|>") == echoed["text"]
 

@@ -15,23 +15,17 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.body import read_json
+from vlm_serve.server.completion_choice import CompletionChoiceState
 from vlm_serve.server.fields import ignored_fields, ignored_header
 from vlm_serve.server.generation import Generation, Task, answering
-from vlm_serve.server.logprobs import completion_logprobs, prompt_logprobs_body
 from vlm_serve.server.protocol import CompletionRequest
-from vlm_serve.server.reports import (
-    add_usage,
-    cache_report_body,
-    routed_experts_fields,
-    usage_body,
-)
+from vlm_serve.server.reports import add_usage, cache_report_body, usage_body
 from vlm_serve.server.request_id import request_id_of
-from vlm_serve.server.responses import CacheReportBody, Completion, CompletionChoice
+from vlm_serve.server.responses import CacheReportBody, Completion, UsageBody
 from vlm_serve.server.service import Service
 from vlm_serve.server.streaming import Chunks, stream_response, until_disconnected
 from vlm_serve.server.tenants import salt_of
@@ -110,89 +104,9 @@ async def completions(service: Service, request: Request) -> Response:
     return JSONResponse(answer.model_dump(), headers=headers)
 
 
-class _Choice:
-    """Gathers the deltas of one choice."""
-
-    def __init__(self, service: Service, job: CompletionTask, index: int, prompt: Prompt) -> None:
-        self._tokenizer = service.tokenizer
-        self._job = job
-        self.index = index
-        self._prompt = prompt
-        self._text: list[str] = []
-        self._tokens: list[int] = []
-        self._reported: list[int] = []
-        self._logprobs: list[dict[int, float] | None] = []
-        self._reports: tuple[PromptLogprobs, ...] | None = None
-        self._length = 0
-        self._last: Delta | None = None
-
-    def push(self, delta: Delta) -> CompletionChoice | None:
-        """Adds a delta; returns the stream's part, None if there is nothing to say."""
-        text, body, first = delta.text, self._job.body, self._last is None
-        tokens: tuple[int, ...] = delta.token_ids
-        logprobs: tuple[dict[int, float] | None, ...] = delta.logprobs
-        if first:
-            self._reports = delta.prompt_logprobs
-        if body.echo and first:
-            text = self._echo() + text
-            if body.logprobs is not None and delta.prompt_logprobs is not None:
-                tokens = (*self._prompt.token_ids, *tokens)
-                logprobs = (None, *(each.logprobs for each in delta.prompt_logprobs), *logprobs)
-        offset = self._length
-        self._length += len(text)
-        self._last = delta
-        self._text.append(text)
-        self._tokens += delta.token_ids
-        self._reported += tokens
-        self._logprobs += logprobs
-        says_tokens = body.return_token_ids and delta.token_ids
-        if not (text or delta.logprobs or delta.finish_reason or says_tokens):
-            return None
-        reported = (tokens, logprobs)
-        return self._part(text, delta.token_ids, reported, offset, with_prompt=first)
-
-    def whole(self) -> CompletionChoice:
-        reported = (self._reported, self._logprobs)
-        return self._part("".join(self._text), self._tokens, reported, 0, with_prompt=True)
-
-    def _echo(self) -> str:
-        return self._tokenizer.decode(self._prompt.token_ids, skip_special_tokens=False)
-
-    def _part(
-        self,
-        text: str,
-        tokens: Sequence[int],
-        reported: tuple[Sequence[int], Sequence[dict[int, float] | None]],
-        offset: int,
-        *,
-        with_prompt: bool,
-    ) -> CompletionChoice:
-        body, last = self._job.body, self._last
-        assert last is not None
-        return CompletionChoice(
-            index=self.index,
-            text=text,
-            logprobs=None
-            if body.logprobs is None
-            else completion_logprobs(self._tokenizer, *reported, body.logprobs, offset),
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            token_ids=list(tokens) if body.return_token_ids else None,
-            prompt_token_ids=list(self._prompt.token_ids)
-            if body.return_token_ids and with_prompt
-            else None,
-            prompt_logprobs=prompt_logprobs_body(
-                self._tokenizer, self._prompt.token_ids, self._reports
-            )
-            if body.prompt_logprobs is not None
-            else None,
-            **routed_experts_fields(last),
-        )
-
-
 async def _merged(
     service: Service, job: CompletionTask, generations: list[Generation]
-) -> AsyncGenerator[tuple[_Choice, Delta], None]:
+) -> AsyncGenerator[tuple[CompletionChoiceState, Delta], None]:
     """Submits all prompts and yields their deltas as they come, each with its choice.
 
     `generations` is filled in the order of the prompts. All or nothing: an error in one ends all.
@@ -203,7 +117,10 @@ async def _merged(
         waiting: dict[asyncio.Future[Delta], int] = {}
         streams = [generation.deltas() for generation in generations]
         choices = [
-            [_Choice(service, job, p * job.params.n + i, g.prompt) for i in range(job.params.n)]
+            [
+                CompletionChoiceState(service.tokenizer, job.body, p * job.params.n + i, g.prompt)
+                for i in range(job.params.n)
+            ]
             for p, g in enumerate(generations)
         ]
 
@@ -230,20 +147,26 @@ async def _merged(
 
 async def _whole(service: Service, job: CompletionTask) -> Completion:
     generations: list[Generation] = []
-    choices: dict[int, _Choice] = {}
+    choices: dict[int, CompletionChoiceState] = {}
     async with aclosing(_merged(service, job, generations)) as merged:
         async for choice, delta in merged:
             choice.push(delta)
             choices[choice.index] = choice
-    usage = add_usage([generation.usage for generation in generations])
     return Completion(
         id=job.response_id,
         created=job.created,
         model=job.model,
         choices=[choices[index].whole() for index in sorted(choices)],
-        usage=usage_body(usage, *(generation.prompt for generation in generations)),
+        usage=_usage(job, generations),
         cache_report=_reports(generations) if job.body.cache_report else None,
     )
+
+
+def _usage(job: CompletionTask, generations: list[Generation]) -> UsageBody:
+    total = add_usage([generation.usage for generation in generations])
+    if job.body.only_echo:
+        total = dataclasses.replace(total, completion_tokens=0)
+    return usage_body(total, *(generation.prompt for generation in generations))
 
 
 def _reports(generations: list[Generation]) -> CacheReportBody | list[CacheReportBody] | None:
@@ -266,8 +189,7 @@ async def _chunks(service: Service, job: CompletionTask) -> Chunks:
     continuous = body.stream_option("continuous_usage_stats")
 
     def usage() -> dict[str, Any]:
-        total = add_usage([generation.usage for generation in generations])
-        return usage_body(total, *(each.prompt for each in generations)).model_dump()
+        return _usage(job, generations).model_dump()
 
     def last_words() -> dict[str, Any]:
         if not body.cache_report:

@@ -30,6 +30,7 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "guided_whitespace_pattern": (),
     "include_stop_str_in_output": (False,),
     "json_schema": (),
     "kv_transfer_params": (),

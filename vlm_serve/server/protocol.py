@@ -212,10 +212,16 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
     echo: bool | None = None
 
+    @property
+    def only_echo(self) -> bool:
+        """Nothing is wanted but the prompt, for its logprobs."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequestError that names the field which is out of range."""
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        params = self._sampling(limit, self.logprobs)
+        # The engine makes at least one token, which is left out of the answer.
+        params = self._sampling(1 if self.only_echo else limit, self.logprobs)
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             return replace(params, prompt_logprobs=self.logprobs)
         return params
