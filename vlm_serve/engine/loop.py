@@ -1,0 +1,241 @@
+"""The engine's thread: what other threads post, and plan -> run -> commit between that."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from vlm_serve.engine.auditing import Auditor
+from vlm_serve.engine.build import EngineParts
+from vlm_serve.engine.inspection import Inspector
+from vlm_serve.engine.media_loading import MediaLoading
+from vlm_serve.engine.plan import StepPlan
+from vlm_serve.engine.scheduler import Event
+from vlm_serve.engine.sequence import Request
+from vlm_serve.engine.step_times import StepTimes
+from vlm_serve.engine.tier_loading import TierLoading
+from vlm_serve.errors import EngineClosedError, EngineError, VlmServeError
+from vlm_serve.host_threads import release_worker_threads
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class EngineLoop:
+    """Steps while there is work, and waits for commands while there is none.
+
+    `post`, `call`, `alive` and `close` are for any thread; all else is the loop's own thread's.
+
+    Args:
+        parts: what is driven.
+        auditor: chooses requests to run again, without the cache.
+        inspector: whose pins expire between steps.
+        with_sequences: gives a request of the auditor its sequences.
+        on_end: called when no step will be made any more.
+
+    Attributes:
+        num_steps, last_step_time: steps made, and when the last one ended (monotonic seconds).
+        step_times: what steps cost outside of the model.
+        tiers: the cache's lower tiers.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        auditor: Auditor,
+        inspector: Inspector,
+        *,
+        with_sequences: Callable[[Request], Request],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.num_steps = 0
+        self.last_step_time = time.monotonic()
+        self.step_times = StepTimes()
+        self.tiers = TierLoading(parts.tiers, parts.fetcher, self.post)
+        self._max_num_seqs = parts.config.max_num_seqs
+        self._scheduler = parts.scheduler
+        self._runner = parts.runner
+        self._cache = parts.cache
+        self._auditor = auditor
+        self._inspector = inspector
+        self._with_sequences = with_sequences
+        self._on_end = on_end
+        self._media_loader = MediaLoading(parts.scheduler.media, self.post, self._fail_request)
+        self._requests: dict[str, Request] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._stopping = False
+        self._lock = threading.Lock()
+        self._step_began = time.perf_counter()
+        self._thread = threading.Thread(target=self._run, name="vlm-serve-engine", daemon=True)
+
+    # -- called from any thread --------------------------------------------------------------------
+
+    def start(self) -> None:
+        release_worker_threads()
+        self._thread.start()
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Runs a command between two steps. Raises EngineClosedError if there are no more."""
+        with self._lock:
+            if self._closed or not self._thread.is_alive():
+                raise EngineClosedError("the engine is closed")
+            self._inbox.put(command)
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Runs a function between two steps and returns its result. Raises as `post` does."""
+        if threading.current_thread() is self._thread:
+            return function()
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.post(run)
+        return future.result()
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ends the thread after the step in progress. May be called more than once."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._inbox.put(None)
+
+    def join(self) -> None:
+        """Waits for the end of the thread, unless this is it."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- commands ----------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues a request that has its sequences."""
+        self._requests[request.request_id] = request
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request. Ignores unknown ids."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._emit(self._scheduler.abort(request))
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._handle_commands():
+                if self._scheduler.has_work and self._step():
+                    now = time.perf_counter()
+                    self.step_times.record(now - self._step_began, self._runner.model_seconds)
+                    self._step_began = now
+                self._tend_audits()
+        except BaseException:
+            _log.exception("the engine's thread died")
+            self._closed = True
+        finally:
+            self._end_all()
+
+    def _handle_commands(self) -> bool:
+        """Runs what other threads posted; waits when there is nothing else to do."""
+        while not self._stopping:
+            try:
+                self._run_next_command(wait=not self._scheduler.has_work)
+            except queue.Empty:
+                return True
+        return False
+
+    def _run_next_command(self, wait: bool) -> None:
+        if wait:
+            release_worker_threads()
+        command = self._inbox.get(block=wait)
+        if wait:
+            self._step_began = time.perf_counter()
+        self._inspector.expire()
+        if command is None:
+            self._stopping = True
+        else:
+            command()
+
+    def _step(self) -> bool:
+        """One step, if one can be made; False if there was only something to wait for."""
+        self._inspector.expire()
+        plan = self._scheduler.plan()
+        self._media_loader.start()
+        self.tiers.start()
+        if plan is None:
+            if self.tiers.busy:
+                self._run_next_command(wait=True)
+            elif not self._scheduler.running:
+                self._emit(self._scheduler.reject_head())
+            elif self._media_loader.busy:
+                self._run_next_command(wait=True)
+            return False
+        self._emit(self._run_plan(plan))
+        self.num_steps += 1
+        self.last_step_time = time.monotonic()
+        return True
+
+    def _run_plan(self, plan: StepPlan) -> list[Event]:
+        try:
+            output = self._runner.run(plan)
+        except Exception as error:
+            if not isinstance(error, VlmServeError):
+                _log.exception("a step failed; its sequences are retried one by one")
+            return self._scheduler.fail(plan, error)
+        return self._scheduler.commit(plan, output)
+
+    def _emit(self, events: list[Event]) -> None:
+        for request, delta in events:
+            if request.finished and self._requests.pop(request.request_id, None) is not None:
+                self._auditor.consider(request)
+            try:
+                request.on_delta(delta)
+            except Exception:
+                _log.exception("a callback of request %s raised", request.request_id)
+
+    def _tend_audits(self) -> None:
+        """Audits run while there is a seat for them, and give it up to whoever waits for it."""
+        scheduler, auditor = self._scheduler, self._auditor
+        full = len(scheduler.running) >= self._max_num_seqs
+        waiting = any(not sequence.request.cold for sequence in scheduler.waiting)
+        running = auditor.running
+        if running is not None and full and waiting:
+            self.abort(running.request_id)
+        elif running is None and not full and not waiting:
+            task = auditor.start()
+            if task is not None:
+                self.add(self._with_sequences(task))
+
+    def _fail_request(self, request: Request, error: VlmServeError) -> None:
+        self._emit(self._scheduler.end_request(request, error))
+
+    def _end_all(self) -> None:
+        """Nobody is left waiting for an answer that will never come."""
+        with self._lock:
+            self._closed = True
+        self._media_loader.close()
+        self._on_end()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._inbox.get_nowait()
+                if command is not None:
+                    command()
+        error = EngineError("the engine was closed while the request was running")
+        for request in list(self._requests.values()):
+            with contextlib.suppress(Exception):
+                self._emit(self._scheduler.end_request(request, error))
+        self.tiers.close(self._cache)
