@@ -33,8 +33,8 @@ NOTES = (
     "NVIDIA each of their products is three products of split operands "
     "(`Target.dot_precision`), and what does not fit in 255 registers is spilled, most in the "
     "gated-delta scan on sm_90. Fewer columns and more warps reduced it on sm_80 and removed it "
-    "on sm_100 and gfx942; on sm_90 the best of the shapes tried (4 warps, 1 stage) still "
-    "spills 1560 bytes.",
+    "on sm_100 and gfx942; on sm_90 the best of the others tried (4 warps, 1 stage) would "
+    "still spill 1560 bytes.",
     "",
     "Limits. A program has at most 163 KiB of shared memory on sm_80, 227 KiB on sm_90 and sm_100, "
     "64 KiB on gfx942. gfx942 counts vector and accumulation registers together, of 512.",
