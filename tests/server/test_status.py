@@ -135,3 +135,12 @@ def test_the_openapi_document_is_closed(fake: RunningServer) -> None:
     collect(document)
     assert names <= set(schemas)
     assert "temperature" in schemas["ChatCompletionRequest"]["properties"]
+
+
+def test_the_openapi_document_knows_what_streams(fake: RunningServer) -> None:
+    paths = fake.client.get("/openapi.json").json()["paths"]
+    posts = {path: each["post"] for path, each in paths.items() if "post" in each}
+    answers = {path: post["responses"]["200"]["content"] for path, post in posts.items()}
+    streams = {path for path, content in answers.items() if "text/event-stream" in content}
+    assert all("application/json" in content for content in answers.values())
+    assert streams == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}

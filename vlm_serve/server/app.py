@@ -60,6 +60,15 @@ from vlm_serve.server.tokenization import detokenize, tokenize
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
 CLIENT_CLOSED_REQUEST = 499
+EVENT_STREAM: dict[str, Any] = {
+    "text/event-stream": {
+        "schema": {  # of one event
+            "type": "object",
+            "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+            "required": ["data"],
+        }
+    }
+}
 
 
 def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> ASGIApp:
@@ -117,6 +126,7 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
         ("/v1/cache/flush", cache_routes.flush, FlushRequest, Flushed),
     ]
     for path, handler, body, answer in posts:
+        streams = {"content": EVENT_STREAM} if "stream" in body.model_fields else {}
         error: type[Any] = MessagesErrorBody if path == MESSAGES_PATH else ErrorBody
         errors: dict[int | str, dict[str, Any]] = {
             "4XX": {"model": error},
@@ -129,7 +139,7 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
             name=handler.__name__,
             operation_id=handler.__name__,
             response_model=None,
-            responses={200: {"model": answer}, **errors},
+            responses={200: {"model": answer, **streams}, **errors},
             openapi_extra=app.body_of(body),
         )
 
