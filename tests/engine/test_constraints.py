@@ -13,6 +13,7 @@ from vlm_serve.engine.constraints import Constraint, LogitRules
 from vlm_serve.engine.plan import SampleTask
 from vlm_serve.engine.sampler import prompt_logprobs, sample
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.grammar import state
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.structured_outputs import StructuredOutputs
@@ -110,3 +111,23 @@ def test_a_form_needs_exactly_one_kind() -> None:
         StructuredOutputs(regex="a", json_object=True)
     with pytest.raises(InvalidRequestError, match="exactly one"):
         StructuredOutputs()
+
+
+def test_one_request_is_ended_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any time to follow a grammar, the first token is already too late."""
+    config = EngineConfig(device="cpu", cache_memory="32MiB", max_model_len=512, threads=1)
+    ask = [{"role": "user", "content": "hi"}]
+    slow = SamplingParams(max_tokens=8, n=2, structured_outputs=StructuredOutputs(regex="[ab]{8}"))
+    plain = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with Pipeline("demo", config) as pipe:
+        alone = pipe.chat(ask, plain).text
+        monkeypatch.setattr(state, "FOLLOW_SECONDS", 0.0)
+        monkeypatch.setattr(state, "FOLLOW_SECONDS_PER_TOKEN", 0.0)
+        others = pipe.stream(ask, plain)
+        begun = next(others).text
+        with pytest.raises(InvalidRequestError, match="takes too long") as raised:
+            pipe.chat(ask, slow)
+        assert raised.value.code == "grammar_limit"
+        assert begun + "".join(delta.text for delta in others) == alone
+        pipe.engine.check()
+        assert pipe.engine.num_running + pipe.engine.num_waiting == 0

@@ -268,6 +268,26 @@ def test_a_hostile_grammar_is_refused(server: RunningServer, form: dict[str, Any
     assert contents(server, structured_outputs={"choice": ["fine"]}) == ["fine"]
 
 
+SLOW = "((a{1,100}){1,100}){1,100}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_is_slow_to_follow_ends_its_own_request(
+    server: RunningServer, stream: bool
+) -> None:
+    """Each of its tokens takes longer than the one before; nobody waits for two hundred of them."""
+    form = {"type": "structural_tag", "format": {"type": "regex", "pattern": SLOW}}
+    fields: dict[str, Any] = {"max_tokens": 200, "min_tokens": 200, "response_format": form}
+    if stream:
+        error = server.stream_chat(**fields)[-1]["error"]
+    else:
+        response = server.chat(**fields)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("grammar_limit", "response_format")
+    assert contents(server, structured_outputs={"regex": "fine"}) == ["fine"]
+
+
 BAD = {"type": "object", "properties": {"x": {"not": {}}}}
 ZORK = {"type": "object", "properties": {"x": {"type": "zork"}}}
 

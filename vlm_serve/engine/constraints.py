@@ -101,6 +101,11 @@ class Constraint:
         """The grammar allows nothing more."""
         return self._grammar is not None and self._grammar.finished
 
+    @property
+    def too_slow(self) -> bool:
+        """The grammar takes too long to follow: what comes now need not fit it."""
+        return self._grammar is not None and self._grammar.too_slow
+
     def accept(self, token: int) -> None:
         """Follows a token that has become part of the answer."""
         if self._grammar is not None:

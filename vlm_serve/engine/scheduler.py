@@ -14,7 +14,7 @@ from vlm_serve.engine.planning import Planner, SchedulerConfig
 from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Request, Sequence
 from vlm_serve.engine.tier_up import TierFetcher
-from vlm_serve.errors import EngineError, OverloadedError, VlmServeError
+from vlm_serve.errors import EngineError, InvalidRequestError, OverloadedError, VlmServeError
 
 Event = tuple[Request, Delta]
 
@@ -89,6 +89,21 @@ class Scheduler:
             if item.samples:
                 events += self._accept(sequence, output)
             sequence.check_lengths()
+        return events + self._end_slow_grammars()
+
+    def _end_slow_grammars(self) -> list[Event]:
+        """One request's grammar may not take up the time of all others."""
+        events: list[Event] = []
+        for sequence in list(self.running):
+            constraint = sequence.constraint
+            if constraint is not None and constraint.too_slow and not sequence.request.finished:
+                failure = InvalidRequestError(
+                    "following the grammar takes too long; one with less repetition inside of "
+                    "repetitions is faster",
+                    param="structured_outputs",
+                    code="grammar_limit",
+                )
+                events += self.end_request(sequence.request, failure)
         return events
 
     def fail(self, plan: StepPlan, error: Exception) -> list[Event]:

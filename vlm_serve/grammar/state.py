@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 THINK_END = b"</think>"
+FOLLOW_SECONDS = 1.0
+FOLLOW_SECONDS_PER_TOKEN = 0.005
+
+
+class FollowTime:
+    """CPU time that following the grammar of one request takes, all its choices together.
+
+    With an ambiguous grammar every token takes longer than the one before, and it is the engine's
+    own thread that waits: whoever needs more than FOLLOW_SECONDS and FOLLOW_SECONDS_PER_TOKEN is
+    not followed any further.
+    """
+
+    def __init__(self) -> None:
+        self._spent = 0.0
+        self._tokens = 0
+
+    @property
+    def over(self) -> bool:
+        return self._spent > FOLLOW_SECONDS + FOLLOW_SECONDS_PER_TOKEN * self._tokens
+
+    def count_token(self) -> None:
+        self._tokens += 1
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        begin = time.thread_time()
+        try:
+            yield
+        finally:
+            self._spent += time.thread_time() - begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +51,13 @@ class Grammar:
         compiled: xgrammar's CompiledGrammar; immutable, shared between requests.
         after: the grammar begins behind these bytes of the answer; b"": at its start.
         matcher: makes a new matcher for `compiled`.
+        follow_time: what following it has taken so far.
     """
 
     compiled: Any
     after: bytes
     matcher: Callable[[Any], Any]
+    follow_time: FollowTime = field(default_factory=FollowTime, compare=False)
 
 
 class GrammarState:
@@ -40,6 +74,7 @@ class GrammarState:
     ) -> None:
         self._matcher = grammar.matcher(grammar.compiled)
         self._after = grammar.after
+        self._time = grammar.follow_time
         self._token_bytes = token_bytes
         self._vocabulary = vocabulary
         self._tail = b""
@@ -48,18 +83,25 @@ class GrammarState:
         self._bits = torch.zeros(1, (vocabulary + 31) // 32, dtype=torch.int32)
 
     @property
+    def too_slow(self) -> bool:
+        """Following the grammar has taken so long that it is no longer followed."""
+        return self._time.over
+
+    @property
     def finished(self) -> bool:
         """Nothing more can come: the end of sequence has been accepted."""
         return self._lost or bool(self._matcher.is_terminated())
 
     def accept(self, token: int) -> None:
         """Follows a sampled token."""
-        if self.finished:
+        if self.finished or self.too_slow:
             return
-        if self.waiting:
-            self._look_for_the_start(self._token_bytes(token))
-        elif not self._matcher.accept_token(token):
-            self._lost = True  # e.g. a model that computes NaN
+        self._time.count_token()
+        with self._time.measured():
+            if self.waiting:
+                self._look_for_the_start(self._token_bytes(token))
+            elif not self._matcher.accept_token(token):
+                self._lost = True  # e.g. a model that computes NaN
 
     def _look_for_the_start(self, data: bytes) -> None:
         tail = self._tail + data
@@ -75,9 +117,11 @@ class GrammarState:
 
     def mask(self, logits: torch.Tensor) -> None:
         """Sets tokens that the grammar does not allow next to -inf, in place; `[vocab]`."""
-        if self.waiting or self.finished:
+        if self.waiting or self.finished or self.too_slow:
             return
-        if not self._matcher.fill_next_token_bitmask(self._bits):
+        with self._time.measured():
+            restricts = self._matcher.fill_next_token_bitmask(self._bits)
+        if not restricts:
             return
         bits = self._bits[0].to(logits.device)
         shifts = torch.arange(32, device=logits.device, dtype=torch.int32)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.plan import PromptLogprobs
-from vlm_serve.errors import EngineClosedError, InvalidRequestError
+from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeError
 from vlm_serve.grammar.state import THINK_END, Grammar
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
@@ -67,13 +67,19 @@ class Generation:
         self._metrics = service.metrics
         self._token_times: dict[int, float] = {}
 
+    def _named(self, error: VlmServeError) -> VlmServeError:
+        """Names the field that the client sent: the engine does not know where a form came from."""
+        if error.param == "structured_outputs":
+            error.param = self.task.form_field
+        return error
+
     async def deltas(self) -> AsyncIterator[Delta]:
         """The deltas of all choices. Raises the error with which the engine ended the request."""
         while self.unfinished:
             delta = await self.queue.get()
             if delta.error is not None:
                 self.finish_reason = "error"
-                raise delta.error
+                raise self._named(delta.error)
             if delta.finish_reason == "abort":
                 # The client is still here, so it was the engine that gave up.
                 raise EngineClosedError("the request was ended by the server", code="aborted")
