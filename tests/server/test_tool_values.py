@@ -84,6 +84,8 @@ def test_references_that_branch_again_and_again_take_no_time() -> None:
         ('{"a": [1]}', {"type": "object"}, {"a": [1]}),
         ('{"a": ', {"type": "object"}, '{"a": '),
         ("NaN", {"type": "number"}, "NaN"),
+        ("1e999", {"type": "integer"}, "1e999"),
+        ("[1e999]", {}, "[1e999]"),
         ("[" * 100_000, {}, "[" * 100_000),
     ],
     ids=lambda value: str(value)[:30],

@@ -8,6 +8,7 @@ plain one comes first, then those with the most white space left out.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -105,7 +106,7 @@ def _json_value(text: str, leaf: Mapping[str, Any]) -> list[Any]:
     if kinds == ("string",):
         return []
     try:
-        value = json.loads(text, parse_constant=_not_json)
+        value = json.loads(text, parse_constant=_not_json, parse_float=_finite)
     except (ValueError, RecursionError):
         word = text.strip().lower()
         if "boolean" in kinds and word in ("true", "false"):
@@ -166,6 +167,13 @@ def _is_of(value: Any, kinds: tuple[str, ...]) -> bool:
 def _same(value: Any, other: Any) -> bool:
     """As JSON has it: `True == 1` in Python."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(number)  # JSON could not say it again
+    return value
 
 
 def _not_json(name: str) -> Any:
