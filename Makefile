@@ -1,5 +1,5 @@
 # make serve   sets up .venv from nothing and serves a model on http://127.0.0.1:8000
-# make test    sets up .venv with the development dependencies and runs every test
+# make test    sets up .venv with the development dependencies and runs every test, on up to four cores
 # make lint    ruff and mypy, as CI runs them
 #
 # PYTHON, MODEL, HOST, PORT and ARGS may be given: make serve MODEL=Qwen/Qwen3.5-4B ARGS="--block-size 64"
@@ -20,7 +20,7 @@ serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
