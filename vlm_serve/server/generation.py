@@ -69,7 +69,7 @@ class Generation:
 
     def _named(self, error: VlmServeError) -> VlmServeError:
         """Names the field that the client sent: the engine does not know where a form came from."""
-        if error.param == "structured_outputs":
+        if isinstance(error, InvalidRequestError) and error.param == "structured_outputs":
             error.param = self.task.form_field
         return error
 
