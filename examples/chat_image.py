@@ -19,6 +19,9 @@ QUESTIONS = (
     "What is at the bottom right?",
     "What shape is blue?",
     "Where is the triangle?",
+    "Is there a yellow square?",
+    "Is the star bigger than the circle?",
+    "What color is the heart?",
     "Who drew this?",
 )
 

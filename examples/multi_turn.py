@@ -15,9 +15,10 @@ MEDIA = Path(__file__).parent / "media"
 PICTURES = (MEDIA / "star.png", MEDIA / "heart.png")
 QUESTIONS = (
     "What is in the second picture?",
+    "Which picture has the star?",
     "What shape is in the first picture?",
     "What color is the heart in the second picture?",
-    "What color is the star in the first picture?",
+    "Is there a red star in the second picture?",
 )
 
 

@@ -13,9 +13,11 @@ from vlm_serve import Pipeline, SamplingParams
 
 VIDEO = Path(__file__).parent / "media" / "change.mp4"
 QUESTIONS = (
+    "What happens?",
     "What color is the circle at the start?",
     "What color is the circle at the end?",
     "When does the color change?",
+    "Does the color change in the first or in the second half?",
     "Who drew this?",
 )
 

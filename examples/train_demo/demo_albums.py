@@ -5,8 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from demo_drills import album_drills
 from demo_scenes import COLOURS, SHAPES, Scene, Thing, random_digit, random_single, with_background
-from demo_words import NUMBERS, ORDINALS, Turn, casual, color, named, noun, sentence, with_article
+from demo_words import (
+    NUMBERS,
+    ORDINALS,
+    Turn,
+    casual,
+    color,
+    is_so,
+    named,
+    noun,
+    sentence,
+    with_article,
+)
 
 Album = tuple[Scene, ...]
 AskAlbum = Callable[[random.Random, Album], Turn | None]
@@ -90,7 +102,8 @@ def ask_exists_in(rng: random.Random, album: Album) -> Turn | None:
     there = (kind, colour) == (right.kind, right.colour)
     what = with_article(f"{colour} {kind}")
     question = f"Is there {what} in the {ORDINALS[place]} {noun(rng)}?"
-    return Turn("yes or no in which", question, "Yes." if there else "No.")
+    where = f"{what} in the {ORDINALS[place]}"
+    return Turn("yes or no in which", question, is_so(where, there))
 
 
 def ask_how_many(rng: random.Random, album: Album) -> Turn | None:
@@ -118,7 +131,8 @@ def pick_album(rng: random.Random, album: Album) -> Turn:
 
 
 def album_turns(rng: random.Random, album: Album, count: int) -> list[Turn]:
-    """A conversation about some pictures: `count` questions and a description of all."""
+    """A conversation about some pictures for training: `count` questions, a description of all,
+    drills."""
     turns = [pick_album(rng, album) for _ in range(count)]
     parts = [
         f"the {ORDINALS[i]} shows {with_article(named(thing))}"
@@ -127,14 +141,4 @@ def album_turns(rng: random.Random, album: Album, count: int) -> list[Turn]:
     question = casual(rng, f"Describe the {noun(rng)}s.")
     described = Turn("description", question, sentence(", ".join(parts)))
     turns.insert(len(turns) if rng.random() < 0.7 else 0, described)
-    turns.append(album_roster(rng, album))
-    return turns
-
-
-def album_roster(rng: random.Random, album: Album) -> Turn:
-    """Training only: which picture has each shape, shape by shape."""
-    parts = []
-    for kind in SHAPES:
-        places = [ORDINALS[i] for i, thing in enumerate(_things(album)) if thing.kind == kind]
-        parts.append(f"{kind}: {' and '.join(places) or 'no'}")
-    return Turn("roster", f"Which {noun(rng)} has each shape?", f"The {', '.join(parts)}.")
+    return [*turns, *album_drills(rng, album)]

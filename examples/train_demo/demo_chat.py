@@ -117,10 +117,11 @@ class Medium:
 
 @dataclass
 class Encoded:
-    """Token ids, which of them are learned, M-RoPE positions and where media tokens stand."""
+    """Token ids, what is learned of them, M-RoPE positions and where media tokens stand."""
 
     ids: list[int] = field(default_factory=list)
-    learned: list[bool] = field(default_factory=list)
+    learned: list[int] = field(default_factory=list)
+    """The turn whose answer a token belongs to and is learned for; -1 where it is not learned."""
     positions: list[tuple[int, int, int]] = field(default_factory=list)
     media: list[list[int]] = field(default_factory=list)
     next_position: int = 0
@@ -173,8 +174,10 @@ class ChatFormat:
             self._tokens(out, [self.special["im_start"], *self.encode_text("assistant\n")])
             if open_end and i == len(turns) - 1:
                 return out
-            answer = [*self.encode_text(turn.answer), self.special["im_end"]]
-            self._tokens(out, answer, learned=True)
+            for number, piece in enumerate(turn.pieces):
+                learned = -1 if number in turn.given else i
+                self._tokens(out, self.encode_text(piece), learned=learned)
+            self._tokens(out, [self.special["im_end"]], learned=i)
             self._tokens(out, self.encode_text("\n"))
         return out
 
@@ -210,7 +213,7 @@ class ChatFormat:
         begin, base = len(out.ids), out.next_position
         count = medium.rows * medium.columns
         out.ids += [token] * count
-        out.learned += [False] * count
+        out.learned += [-1] * count
         out.positions += [
             (base, base + row, base + column)
             for row in range(medium.rows)
@@ -219,7 +222,7 @@ class ChatFormat:
         out.next_position = base + max(medium.rows, medium.columns)
         return list(range(begin, begin + count))
 
-    def _tokens(self, out: Encoded, ids: Sequence[int], *, learned: bool = False) -> None:
+    def _tokens(self, out: Encoded, ids: Sequence[int], *, learned: int = -1) -> None:
         out.ids += ids
         out.learned += [learned] * len(ids)
         start = out.next_position

@@ -6,7 +6,7 @@ import random
 
 from demo_lookups import reference, shapes_of, unique_kind
 from demo_scenes import COLOURS, SHAPES, Scene, Thing
-from demo_words import NUMBERS, Turn, named, noun, with_article
+from demo_words import NUMBERS, Turn, is_so, named, noun, sentence, with_article, yes_no
 
 
 def ask_count(rng: random.Random, scene: Scene) -> Turn | None:
@@ -39,7 +39,7 @@ def ask_count_some(rng: random.Random, scene: Scene) -> Turn | None:
         f"How many {what} do you see?",
         f"Count the {what}.",
     )
-    return Turn("count some", rng.choice(wordings), NUMBERS[count] + ".")
+    return Turn("count some", rng.choice(wordings), sentence(f"{what}: {NUMBERS[count].lower()}"))
 
 
 def ask_exists(rng: random.Random, scene: Scene) -> Turn | None:
@@ -65,7 +65,7 @@ def ask_exists(rng: random.Random, scene: Scene) -> Turn | None:
         f"Can you see {what}?",
         f"Does the {noun(rng)} show {what}?",
     )
-    return Turn("yes or no", rng.choice(wordings), "Yes." if there else "No.")
+    return Turn("yes or no", rng.choice(wordings), is_so(what, there))
 
 
 def ask_is_colour(rng: random.Random, scene: Scene) -> Turn | None:
@@ -76,7 +76,8 @@ def ask_is_colour(rng: random.Random, scene: Scene) -> Turn | None:
     if rng.random() < 0.5:
         colour = rng.choice([t.colour for t in scene.things] + list(COLOURS))
     question = f"Is the {thing.kind} {colour}?"
-    return Turn("yes or no", question, "Yes." if colour == thing.colour else "No.")
+    says = f"the {thing.kind} is {thing.colour}, so {yes_no(colour == thing.colour)}"
+    return Turn("yes or no", question, sentence(says))
 
 
 def _pair(rng: random.Random, scene: Scene) -> tuple[Thing, Thing] | None:
@@ -91,18 +92,16 @@ def ask_bigger(rng: random.Random, scene: Scene) -> Turn | None:
     if pair is None or pair[0].big == pair[1].big:
         return None
     names = [reference(rng, scene, thing) for thing in pair]
-    big = names[0] if pair[0].big else names[1]
-    small = names[1] if pair[0].big else names[0]
+    # What is found of the first one says all.
+    found = f"the {names[0]} is {'bigger' if pair[0].big else 'smaller'}"
+    big, small = names if pair[0].big else reversed(names)
     style = rng.randrange(4)
     if style == 0:
         question = f"Is the {names[0]} bigger than the {names[1]}?"
-        return Turn("comparison", question, "Yes." if pair[0].big else "No.")
-    if style == 1:
-        question = f"Which is smaller, the {names[0]} or the {names[1]}?"
-        return Turn("comparison", question, f"The {small}.")
-    word = rng.choice(("bigger", "larger"))
+        return Turn("comparison", question, sentence(f"{found}, so {yes_no(pair[0].big)}"))
+    word, chosen = rng.choice((("bigger", big), ("larger", big), ("smaller", small)))
     question = f"Which is {word}, the {names[0]} or the {names[1]}?"
-    return Turn("comparison", question, f"The {big}.")
+    return Turn("comparison", question, sentence(f"{found}, so the {chosen}"))
 
 
 def ask_extreme(rng: random.Random, scene: Scene) -> Turn | None:

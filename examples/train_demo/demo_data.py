@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from demo_albums import album_turns, draw_album
 from demo_chat import CELL, SYSTEM_PROMPTS, ChatFormat, Encoded, Medium, small_talk_turns, stamps_of
-from demo_clips import Clip, draw_clip, render_clip, sampled_frames, visible
+from demo_clips import draw_clip, render_clip, sampled_frames, visible
 from demo_drawing import render
 from demo_patches import (
     CellLabels,
+    StoryLabels,
     cell_labels,
     frame_size,
     frame_sizes_of_one_grid,
@@ -26,6 +27,7 @@ from demo_patches import (
     patchify,
     resize,
     sizes_of_one_grid,
+    story_labels,
     through_jpeg,
 )
 from demo_questions import picture_turns
@@ -48,16 +50,19 @@ class Slot:
     places: Tensor
     """int64 [B * p * cells]: index of each token in the flattened [B * T]."""
     labels: CellLabels
+    story: StoryLabels | None = None
+    """Albums and videos only."""
 
 
 @dataclass
 class Batch:
     """A training batch. `targets[b, t]` is the token after `ids[b, t]` where it is learned, else
-    IGNORE."""
+    IGNORE; `turns[b, t]` is the number of the turn that it answers."""
 
     kind: str
     ids: Tensor
     targets: Tensor
+    turns: Tensor
     positions: Tensor
     slots: list[Slot] = field(default_factory=list)
     turn_kinds: list[list[str]] = field(default_factory=list)
@@ -124,6 +129,13 @@ class BatchMaker:
             medium, slot = _picture_slot(rng, scenes, sizes_of_one_grid(rng, count))
             media.append(medium)
             slots.append(slot)
+        stories = [story_labels([[scene.things[0] for scene in album]]) for album in albums]
+        for place, slot in enumerate(slots):
+            at = [
+                torch.stack([getattr(story, name)[place] for story in stories])
+                for name in ("order", "fresh", "count")
+            ]
+            slot.story = StoryLabels(*at)
         talks = [album_turns(rng, album, turns) for album in albums]
         encoded = [
             self.chat.conversation(
@@ -143,21 +155,24 @@ class BatchMaker:
         sources = frame_sizes_of_one_grid(rng, count)
         size = frame_size(*sources[0], len(frames[0]))
         patches = []
-        things: list[list[Thing]] = []
+        seconds_shown: list[list[Thing | None]] = []
         for clip, chosen, source in zip(clips, frames, sources, strict=True):
             pictures = render_clip(clip, chosen, *source)
             if rng.random() < 0.3:
                 quality = rng.randint(30, 90)
                 pictures = [through_jpeg(picture, quality) for picture in pictures]
             patches.append(patchify(resize(pictures, size)))
-            things += _things_by_second(clip, chosen)
+            seconds_shown.append([visible(clip, frame) for frame in chosen[::2]])
         rows, columns = size[0] // CELL, size[1] // CELL
         slot = Slot(
             noisy(rng, torch.cat(patches)),
             rows,
             columns,
             torch.empty(0, dtype=torch.int64),
-            cell_labels(things, rows, columns),
+            cell_labels(
+                [[thing] if thing else [] for row in seconds_shown for thing in row], rows, columns
+            ),
+            story_labels(seconds_shown),
         )
         talks = [clip_turns(rng, clip, turns) for clip in clips]
         encoded = [
@@ -198,12 +213,6 @@ def _picture_slot(
     return Medium(rows, columns), Slot(noisy(rng, patchify(frames)), rows, columns, empty, labels)
 
 
-def _things_by_second(clip: Clip, frames: Sequence[int]) -> list[list[Thing]]:
-    """What each temporal patch shows, by its first frame."""
-    shown = [visible(clip, frame) for frame in frames[::2]]
-    return [[thing] if thing is not None else [] for thing in shown]
-
-
 def _collate(
     kind: str,
     encoded: list[Encoded],
@@ -216,12 +225,14 @@ def _collate(
     shape = (len(encoded), longest)
     ids = np.full(shape, chat.special["endoftext"], np.int64)
     targets = np.full(shape, IGNORE, np.int64)
+    turns = np.full(shape, -1, np.int64)
     positions = np.zeros((3, *shape), np.int64)
     for i, sequence in enumerate(encoded):
         length = len(sequence.ids)
         ids[i, :length] = sequence.ids
         learned = np.array(sequence.learned[1:])
-        targets[i, : length - 1] = np.where(learned, sequence.ids[1:], IGNORE)
+        targets[i, : length - 1] = np.where(learned >= 0, sequence.ids[1:], IGNORE)
+        turns[i, : length - 1] = learned
         positions[:, i, :length] = np.array(sequence.positions).T
     for number, slot in enumerate(slots):
         places = [i * longest + place for i, s in enumerate(encoded) for place in s.media[number]]
@@ -231,6 +242,7 @@ def _collate(
         kind,
         torch.from_numpy(ids),
         torch.from_numpy(targets),
+        torch.from_numpy(turns),
         torch.from_numpy(positions),
         slots,
         kinds,

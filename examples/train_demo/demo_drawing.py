@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from demo_scenes import COLOURS, DIGITS, Background, Scene, Thing, digits
+from demo_scenes import COLOURS, DIGITS, Background, Hand, Scene, Thing, digits
 from PIL import Image, ImageDraw
 
 
@@ -38,7 +38,7 @@ def draw_thing(picture: Image.Image, thing: Thing) -> None:
     x, y = thing.x * width, thing.y * height
     fill = COLOURS[thing.colour]
     if thing.kind in DIGITS:
-        mask = _digit_mask(thing.glyph, max(8, round(2 * radius)), thing.angle)
+        mask = _digit_mask(thing.glyph, max(8, round(2 * radius)), thing.hand)
         picture.paste(fill, (round(x - mask.width / 2), round(y - mask.height / 2)), mask)
         return
     draw = ImageDraw.Draw(picture)
@@ -86,10 +86,22 @@ OUTLINES: dict[str, list[tuple[float, float]]] = {
 }
 
 
-def _digit_mask(glyph: int, side: int, angle: float) -> Image.Image:
+def _digit_mask(glyph: int, side: int, hand: Hand) -> Image.Image:
     small = Image.fromarray(digits()[0][glyph])
     large = small.resize((side, side), Image.Resampling.BICUBIC)
-    if angle:
-        large = large.rotate(angle, Image.Resampling.BILINEAR)
+    if hand != Hand():
+        large = large.transform(
+            large.size, Image.Transform.AFFINE, _warp(hand, side / 2), Image.Resampling.BILINEAR
+        )
     # Steeper than the scan: thin strokes keep their colour.
-    return large.point([min(255, max(0, round((value - 40) * 1.8))) for value in range(256)])
+    return large.point([min(255, max(0, round((value - hand.ink) * 1.8))) for value in range(256)])
+
+
+def _warp(hand: Hand, middle: float) -> tuple[float, ...]:
+    """The coefficients that take a place in the warped picture to its source."""
+    turn = math.radians(hand.angle)
+    cosine, sine = math.cos(turn), math.sin(turn)
+    wide, high = hand.stretch
+    a, b = cosine / wide, (hand.slant * cosine - sine) / wide
+    d, e = sine / high, (hand.slant * sine + cosine) / high
+    return a, b, middle * (1 - a - b), d, e, middle * (1 - d - e)

@@ -16,6 +16,7 @@ from demo_words import (
     color,
     is_colour,
     is_missing,
+    is_so,
     is_where,
     named,
     noun,
@@ -175,4 +176,4 @@ def ask_digit_more(rng: random.Random, scene: Scene) -> Turn | None:
         return Turn("colour", rng.choice(wordings), sentence(thing.colour))
     other = rng.choice((thing.kind, thing.kind, rng.choice("0123456789")))
     question = rng.choice((f"Is this a {other}?", f"Is the digit a {other}?"))
-    return Turn("yes or no", question, "Yes." if other == thing.kind else "No.")
+    return Turn("yes or no", question, is_so(f"a {other}", other == thing.kind))

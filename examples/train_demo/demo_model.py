@@ -98,12 +98,13 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList(Layer(shape, index) for index in range(shape.layers))
         self.norm = RMSNorm(shape.hidden)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings [B, T, hidden] and M-RoPE positions [3, B, T] -> hidden states."""
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings [B, T, hidden] and M-RoPE positions [3, B, T] -> hidden states, and what the
+        last layer reads."""
         cos, sin = self._rotation(positions)
         for layer in self.layers:
-            x = layer(x, cos, sin)
-        return cast(Tensor, self.norm(x))
+            read, x = x, layer(x, cos, sin)
+        return self.norm(x), read
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         dims = self.shape.rope_dims
@@ -152,6 +153,10 @@ class DemoModel(nn.Module):
 
     def read(self, batch: Batch, seen: list[Tensor]) -> Tensor:
         """Hidden states [B, T, hidden]."""
+        return self.states(batch, seen)[0]
+
+    def states(self, batch: Batch, seen: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Hidden states, and what the last layer reads: both [B, T, hidden]."""
         table = self.language_model.embed_tokens
         x = table(batch.ids)
         if batch.slots:
@@ -159,7 +164,7 @@ class DemoModel(nn.Module):
             for slot, embeddings in zip(batch.slots, seen, strict=True):
                 flat = flat.index_copy(0, slot.places, embeddings.flatten(0, 1))
             x = flat.view_as(x)
-        return cast(Tensor, self.language_model(x, batch.positions))
+        return cast(tuple[Tensor, Tensor], self.language_model(x, batch.positions))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Tied output projection."""

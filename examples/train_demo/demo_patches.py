@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from demo_chat import CELL, MEDIA, MERGE, PATCH, VIDEO_CELLS
 from demo_scenes import COLOURS, KINDS, Thing, random_size
+from demo_words import PLACES
 from PIL import Image
 from torch import Tensor
 
@@ -25,6 +26,12 @@ NUM_COLOURS = len(COLOURS) + 1
 
 
 NUM_KINDS = len(KINDS) + 1
+
+
+PLACE_IDS = {name: i + 1 for i, name in enumerate(PLACES.values())}
+
+
+NUM_PLACES = len(PLACES) + 1
 
 
 def image_size(height: int, width: int) -> tuple[int, int]:
@@ -79,17 +86,23 @@ def through_jpeg(picture: Image.Image, quality: int) -> Image.Image:
 
 @dataclass
 class CellLabels:
-    """What each cell of some pictures shows: int64 [pictures, cells]; 0 is background."""
+    """What each cell of some pictures shows: int64 [pictures, cells]; 0 is background.
+
+    Colour, kind, place and size (1 small, 2 big; 0 too for a thing that is alone) of the thing
+    that covers the cell, and whether its centre lies there.
+    """
 
     colour: Tensor
     kind: Tensor
+    place: Tensor
+    size: Tensor
     centre: Tensor
 
 
 def cell_labels(pictures: Sequence[Sequence[Thing]], rows: int, columns: int) -> CellLabels:
     """Labels of the cells that things cover or have their centre in."""
     shape = (len(pictures), rows * columns)
-    colour, kind, centre = (np.zeros(shape, np.int64) for _ in range(3))
+    colour, kind, place, size, centre = (np.zeros(shape, np.int64) for _ in range(5))
     ys, xs = (np.arange(rows) + 0.5)[:, None], (np.arange(columns) + 0.5)[None]
     for i, things in enumerate(pictures):
         nearest = np.full((rows, columns), 1.1)
@@ -101,9 +114,39 @@ def cell_labels(pictures: Sequence[Sequence[Thing]], rows: int, columns: int) ->
             nearest = np.minimum(nearest, far)
             colour[i][inside] = COLOUR_IDS[thing.colour]
             kind[i][inside] = KIND_IDS[thing.kind]
+            place[i][inside] = PLACE_IDS[PLACES[thing.row, thing.column]]
+            size[i][inside] = 0 if len(things) == 1 else 1 + thing.big
             row, column = min(rows - 1, int(y)), min(columns - 1, int(x))
-            centre[i][row * columns + column] = 2 if thing.big else 1
-    return CellLabels(*(torch.from_numpy(array) for array in (colour, kind, centre)))
+            centre[i][row * columns + column] = 1
+    return CellLabels(*(torch.from_numpy(found) for found in (colour, kind, place, size, centre)))
+
+
+@dataclass
+class StoryLabels:
+    """What each picture of an album or second of a video is in its row: int64 [pictures]."""
+
+    order: Tensor
+    """Its number, from 0."""
+    fresh: Tensor
+    """Whether it shows something, and something else than the one before."""
+    count: Tensor
+    """How many were fresh until here."""
+
+
+def story_labels(rows: Sequence[Sequence[Thing | None]]) -> StoryLabels:
+    """Labels of some rows of pictures, each picture with the thing it shows."""
+    order, fresh, count = [], [], []
+    for row in rows:
+        look: tuple[str, str] | None = None
+        total = 0
+        for number, thing in enumerate(row):
+            before, look = look, (thing.kind, thing.colour) if thing is not None else None
+            new = look is not None and look != before
+            total += new
+            order.append(number)
+            fresh.append(int(new))
+            count.append(total)
+    return StoryLabels(*(torch.tensor(values) for values in (order, fresh, count)))
 
 
 def sizes_of_one_grid(rng: random.Random, count: int) -> list[tuple[int, int]]:

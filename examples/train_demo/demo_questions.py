@@ -13,6 +13,7 @@ from demo_checks import (
     ask_extreme,
     ask_is_colour,
 )
+from demo_drills import picture_drills
 from demo_lookups import (
     Ask,
     ask_colour,
@@ -25,7 +26,7 @@ from demo_lookups import (
     ask_where,
     shapes_of,
 )
-from demo_scenes import SHAPES, Scene
+from demo_scenes import Scene
 from demo_words import (
     PLACES,
     REFUSAL,
@@ -137,7 +138,7 @@ def follow_up(rng: random.Random, scene: Scene) -> list[Turn]:
 
 
 def picture_turns(rng: random.Random, scene: Scene, count: int) -> list[Turn]:
-    """A conversation about one picture: `count` questions and a description."""
+    """A conversation about one picture for training: `count` questions, a description, drills."""
     turns = [pick(rng, scene) for _ in range(count)]
     if rng.random() < 0.35 and count >= 2:
         turns[:2] = follow_up(rng, scene) or turns[:2]
@@ -148,30 +149,4 @@ def picture_turns(rng: random.Random, scene: Scene, count: int) -> list[Turn]:
     if place == 1 and turns[1].kind == "follow-up":
         place = 0
     turns.insert(place, described)
-    listed = roster(rng, scene)
-    if listed is not None:
-        turns.append(listed)
-    return turns
-
-
-def roster(rng: random.Random, scene: Scene) -> Turn | None:
-    """Training only: every shape by name, with its colour, place or size, or "no" where it is
-    absent. What the caption is for finding things by place, this is for finding them by shape."""
-    if not shapes_of(scene):
-        return None
-    style = rng.choice(("colour", "place", "size" if len(scene.things) > 1 else "colour"))
-    question = {
-        "colour": f"What {color(rng)} is each shape?",
-        "place": "Where is each shape?",
-        "size": "How big is each shape?",
-    }[style]
-    parts = []
-    for kind in SHAPES:
-        found = [thing for thing in scene.reading_order if thing.kind == kind]
-        says = {
-            "colour": [thing.colour for thing in found],
-            "place": [PLACES[thing.row, thing.column] for thing in found],
-            "size": ["bigger" if thing.big else "smaller" for thing in found],
-        }[style]
-        parts.append(f"{kind}: {' and '.join(says) or 'no'}")
-    return Turn("roster", question, f"The {', '.join(parts)}.")
+    return [*turns, *picture_drills(rng, scene)]

@@ -46,6 +46,17 @@ TRAIN_DIGITS = 1500
 
 
 @dataclass(frozen=True)
+class Hand:
+    """How a handwritten digit differs from its scan: turned (degrees), slanted, stretched (width,
+    height), and the grey at which its ink begins."""
+
+    angle: float = 0.0
+    slant: float = 0.0
+    stretch: tuple[float, float] = (1.0, 1.0)
+    ink: int = 40
+
+
+@dataclass(frozen=True)
 class Thing:
     """One drawn object. Lengths are shares: x of the width, y of the height, radius of the shorter
     side."""
@@ -58,6 +69,7 @@ class Thing:
     big: bool
     glyph: int = 0
     angle: float = 0.0
+    hand: Hand = Hand()
 
     @property
     def column(self) -> str:
@@ -128,8 +140,17 @@ def random_digit(rng: random.Random, split: str) -> Thing:
         column, row = rng.choice(tuple(AXIS_RANGES)), rng.choice(tuple(AXIS_RANGES))
     radius = rng.uniform(0.25, 0.42) if column == row == "mid" else rng.uniform(0.17, 0.19)
     thing = _thing(rng, str(labels[glyph]), rng.choice(tuple(COLOURS)), (column, row), radius)
-    # Slanted a little for training only, which has few writers to learn from.
-    return replace(thing, glyph=glyph, angle=rng.uniform(-14, 14) if split == "train" else 0.0)
+    # Other hands for training only, which has few writers to learn from.
+    return replace(thing, glyph=glyph, hand=_random_hand(rng) if split == "train" else Hand())
+
+
+def _random_hand(rng: random.Random) -> Hand:
+    return Hand(
+        angle=rng.uniform(-13, 13),
+        slant=rng.uniform(-0.25, 0.25),
+        stretch=(rng.uniform(0.85, 1.2), rng.uniform(0.85, 1.15)),
+        ink=rng.randint(15, 70),
+    )
 
 
 def random_group(rng: random.Random, count: int) -> tuple[Thing, ...]:

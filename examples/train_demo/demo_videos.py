@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from demo_clips import Clip, visible
+from demo_clips import Clip
+from demo_drills import clip_drills
 from demo_questions import ask_unknowable
 from demo_scenes import COLOURS
-from demo_words import NUMBERS, Turn, casual, color, is_colour, named, sentence, with_article
+from demo_words import NUMBERS, Turn, casual, color, is_colour, is_so, named, sentence, with_article
 
 AskClip = Callable[[random.Random, Clip], Turn]
 
@@ -133,8 +134,8 @@ def _sequence_yes_no(rng: random.Random, clip: Clip) -> Turn:
     if rng.random() < 0.5:
         colour = rng.choice(tuple(COLOURS))
     there = any((t.kind, t.colour) == (kind, colour) for t in clip.things)
-    question = f"Is there {with_article(f'{colour} {kind}')} in the video?"
-    return Turn("video yes or no", question, "Yes." if there else "No.")
+    what = with_article(f"{colour} {kind}")
+    return Turn("video yes or no", f"Is there {what} in the video?", is_so(what, there))
 
 
 def _clip_refusal(rng: random.Random, clip: Clip) -> Turn:
@@ -203,21 +204,9 @@ def pick_clip(rng: random.Random, clip: Clip) -> Turn:
 
 
 def clip_turns(rng: random.Random, clip: Clip, count: int) -> list[Turn]:
-    """A conversation about one video: `count` questions and a description."""
+    """A conversation about one video for training: `count` questions, a description, drills."""
     turns = [pick_clip(rng, clip) for _ in range(count)]
     wordings = ("Describe the video.", "What happens in the video?", "What happens?")
     described = Turn("video description", casual(rng, rng.choice(wordings)), clip_caption(clip))
     turns.insert(len(turns) if rng.random() < 0.6 else 0, described)
-    if clip.story != "motion":
-        turns.append(clip_roster(clip))
-    return turns
-
-
-def clip_roster(clip: Clip) -> Turn:
-    """Training only: what each second shows. Ties the timestamps to the pictures."""
-    parts = []
-    for second in range(clip.seconds):
-        thing = visible(clip, second * clip.frame_rate)
-        says = "no" if thing is None else named(thing) if clip.story == "sequence" else thing.colour
-        parts.append(f"{second}: {says}")
-    return Turn("roster", "What happens at each second?", f"At {', '.join(parts)}.")
+    return [*turns, *clip_drills(rng, clip)]

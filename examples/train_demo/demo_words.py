@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 
 from demo_scenes import Thing
@@ -39,6 +40,14 @@ class Turn:
     kind: str
     question: str
     answer: str
+    given: frozenset[int] = frozenset()
+    """Training only: which of the answer's `pieces` are not learned, because nobody could know
+    them."""
+
+    @property
+    def pieces(self) -> list[str]:
+        """The answer, cut behind each colon and before each comma where some of it is given."""
+        return re.split(r"(?<=:)|(?=,)", self.answer) if self.given else [self.answer]
 
 
 def color(rng: random.Random) -> str:
@@ -82,6 +91,15 @@ def is_colour(thing: Thing) -> str:
 def is_where(name: str, place: str) -> str:
     """The same for a place."""
     return f"The {name} is {'in' if place == 'middle' else 'at'} the {place}."
+
+
+def is_so(what: str, true: bool) -> str:
+    """The same for yes and no: "A red star: yes." """
+    return sentence(f"{what}: {yes_no(true)}")
+
+
+def yes_no(true: bool) -> str:
+    return "yes" if true else "no"
 
 
 def is_missing(name: str) -> str:

@@ -19,9 +19,9 @@ from demo_chat import ChatFormat, train_tokenizer
 from demo_data import IGNORE, Batch, BatchMaker, BatchSizes
 from demo_experts import imbalance
 from demo_export import export
+from demo_heads import CellHeads, StoryHeads
 from demo_model import DemoModel
 from demo_optim import build_optimizers
-from demo_patches import NUM_COLOURS, NUM_KINDS
 from demo_shape import DemoShape
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -30,46 +30,24 @@ from torch.utils.data import DataLoader, Dataset
 SEED = 2026
 
 
-class CellHeads(nn.Module):
-    """Training aid: reads colour, kind and centre of each picture cell off its embedding.
-
-    Thrown away afterwards. Labels for every cell teach the vision tower in a few hundred steps
-    what answers alone would take many thousands for.
-    """
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        sizes = {"colour": NUM_COLOURS, "kind": NUM_KINDS, "centre": 3}
-        self.heads = nn.ModuleDict({name: nn.Linear(hidden, n) for name, n in sizes.items()})
-        self.sizes = sizes
-
-    def loss(self, batch: Batch, seen: list[Tensor]) -> Tensor:
-        total = torch.zeros(())
-        for slot, embeddings in zip(batch.slots, seen, strict=True):
-            for name, head in self.heads.items():
-                labels = getattr(slot.labels, name).flatten()
-                weight = torch.ones(self.sizes[name])
-                weight[0] = 0.3
-                total = total + F.cross_entropy(head(embeddings).flatten(0, 1), labels, weight)
-        return total / max(1, len(batch.slots))
-
-
 class Trainee(nn.Module):
-    """The model and its training aid."""
+    """The model and its training aids."""
 
     def __init__(self, shape: DemoShape) -> None:
         super().__init__()
         self.demo = DemoModel(shape)
         self.cells = CellHeads(shape.hidden)
+        self.story = StoryHeads(shape.hidden)
 
 
 class Plan(Dataset[Batch]):
     """The kind of batch of every step: pictures alone, then questions about one picture, then
-    everything."""
+    everything; in the end a quarter are pictures alone again, since they are cheap and what is
+    left to learn is to see."""
 
-    def __init__(self, maker: BatchMaker, steps: int, warm: int, single: int) -> None:
+    def __init__(self, maker: BatchMaker, steps: int, warm: int, single: int, mixed: int) -> None:
         self.maker = maker
-        self.steps, self.warm, self.single = steps, warm, single
+        self.steps, self.warm, self.single, self.mixed = steps, warm, single, mixed
 
     def __len__(self) -> int:
         return self.steps
@@ -79,22 +57,26 @@ class Plan(Dataset[Batch]):
             return "vision"
         if step < self.warm + self.single:
             return "image"
-        kinds, weights = ("image", "album", "video", "text"), (0.55, 0.12, 0.28, 0.05)
-        return random.Random(f"kind:{step}").choices(kinds, weights)[0]
+        draw = random.Random(f"kind:{step}")
+        if step >= self.warm + self.single + self.mixed and draw.random() < 0.25:
+            return "vision"
+        kinds, weights = ("image", "album", "video", "text"), (0.50, 0.17, 0.29, 0.04)
+        return draw.choices(kinds, weights)[0]
 
     def __getitem__(self, step: int) -> Batch:
         return self.maker.make(step, self.kind(step))
 
 
 def losses(model: Trainee, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the answers and of the cell labels."""
+    """Cross-entropy of the answers and of the training aids' labels."""
     seen = model.demo.see(batch)
     cells = model.cells.loss(batch, seen)
     if batch.kind == "vision":
         return torch.zeros(()), cells
-    hidden = model.demo.read(batch, seen)
+    hidden, read = model.demo.states(batch, seen)
+    aids = cells + model.story.loss(batch, read)
     learned = batch.targets != IGNORE
-    return F.cross_entropy(model.demo.logits(hidden[learned]), batch.targets[learned]), cells
+    return F.cross_entropy(model.demo.logits(hidden[learned]), batch.targets[learned]), aids
 
 
 @torch.no_grad()
@@ -105,12 +87,9 @@ def accuracy(model: Trainee, batches: list[Batch]) -> dict[str, tuple[int, int]]
     for batch in batches:
         hidden = model.demo.read(batch, model.demo.see(batch))
         hits = model.demo.logits(hidden).argmax(-1) == batch.targets
-        learned = batch.targets != IGNORE
         for row, kinds in enumerate(batch.turn_kinds):
-            begins = learned[row] & ~F.pad(learned[row], (1, -1))
-            number = begins.cumsum(0) - 1
             for turn, kind in enumerate(kinds):
-                of_turn = learned[row] & (number == turn)
+                of_turn = batch.turns[row] == turn
                 found[kind][0] += int(hits[row][of_turn].all())
                 found[kind][1] += 1
     return {kind: (right, asked) for kind, (right, asked) in sorted(found.items())}
@@ -145,7 +124,7 @@ def train(
     *,
     muon_lr: float,
     adam_lr: float,
-    cell_weight: float,
+    aid_weight: float,
     report_every: int,
 ) -> None:
     """Run the plan, or what is left of it."""
@@ -165,14 +144,17 @@ def train(
         for optimizer, peak in zip(optimizers, (muon_lr, adam_lr), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = peak * share
-        answer, cells = losses(model, batch)
-        weight = 1.0 if batch.kind == "vision" else cell_weight
-        torch.autograd.backward(answer + weight * cells + 0.01 * imbalance(model))
+        answer, aids = losses(model, batch)
+        if batch.kind == "vision":
+            loss = aids
+        else:
+            loss = answer + aid_weight * aids + 0.01 * imbalance(model)
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        seen[batch.kind].append((answer.item(), cells.item()))
+        seen[batch.kind].append((answer.item(), aids.item()))
         if (step + 1) % 25 == 0:
             parts = [
                 f"{kind} {sum(a for a, _ in pairs) / len(pairs):.3f}"
@@ -212,9 +194,10 @@ def load_tokenizer(out: Path) -> Tokenizer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=6400)
     parser.add_argument("--warm", type=int, default=1400, help="steps on pictures alone")
     parser.add_argument("--single", type=int, default=200, help="steps on one picture each")
+    parser.add_argument("--mixed", type=int, default=900, help="steps before pictures come back")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -222,7 +205,7 @@ def main() -> None:
     chat = ChatFormat(load_tokenizer(args.out))
     model = Trainee(DemoShape(vocab=chat.tokenizer.get_vocab_size()))
     print(f"{sum(p.numel() for p in model.demo.parameters())} parameters", flush=True)
-    plan = Plan(BatchMaker(chat, SEED), args.steps, args.warm, args.single)
+    plan = Plan(BatchMaker(chat, SEED), args.steps, args.warm, args.single, args.mixed)
     train(
         model,
         plan,
@@ -230,8 +213,8 @@ def main() -> None:
         args.out,
         muon_lr=0.02,
         adam_lr=0.003,
-        cell_weight=0.3,
-        report_every=100,
+        aid_weight=0.3,
+        report_every=250,
     )
     report(model, held_out(chat, 24), by_kind=True)
     export(model.demo, chat.tokenizer, args.out / "checkpoint")

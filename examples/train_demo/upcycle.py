@@ -36,9 +36,10 @@ def main() -> None:
     model = Trainee(replace(shape, experts=EXPERTS))
     upcycle(dense.demo.state_dict(), model.demo)
     model.cells.load_state_dict(dense.cells.state_dict())
+    model.story.load_state_dict(dense.story.state_dict())
     print(f"{sum(p.numel() for p in model.demo.parameters())} parameters", flush=True)
     report(model, held_out(chat, 8), by_kind=False)
-    plan = Plan(BatchMaker(chat, SEED + 2), args.steps, warm=0, single=0)
+    plan = Plan(BatchMaker(chat, SEED + 2), args.steps, warm=0, single=0, mixed=0)
     train(
         model,
         plan,
@@ -46,7 +47,7 @@ def main() -> None:
         args.out,
         muon_lr=0.006,
         adam_lr=0.001,
-        cell_weight=0.1,
+        aid_weight=0.1,
         report_every=100,
     )
     report(model, held_out(chat, 24), by_kind=True)

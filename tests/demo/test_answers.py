@@ -13,8 +13,9 @@ from vlm_serve import Pipeline, SamplingParams
 from vlm_serve.config import EngineConfig
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
-# What 2 000 and 1 000 questions gave (benchmarks/NOTES.md), with a margin for these few.
-WRONG = 0.26
+# Shares that may be wrong: what 2 000 and 1 000 questions gave (benchmarks/NOTES.md), with a margin
+# for these few.
+WRONG_PICTURES, WRONG_VIDEOS = 0.08, 0.05
 DEMO = Path(vlm_serve.__file__).parent / "demo"
 
 
@@ -31,13 +32,13 @@ def wrong(cases: list[Case], found: list[tuple[str, list[int]]]) -> list[str]:
 def test_held_out_pictures(pipe: Pipeline) -> None:
     cases = list(image_cases(160, seed=7))
     missed = wrong(cases, ask(pipe, cases))
-    assert len(missed) <= WRONG * len(cases), missed
+    assert len(missed) <= WRONG_PICTURES * len(cases), missed
 
 
 def test_held_out_videos(pipe: Pipeline) -> None:
     cases = list(video_cases(80, seed=7))
     missed = wrong(cases, ask(pipe, cases))
-    assert len(missed) <= WRONG * len(cases), missed
+    assert len(missed) <= WRONG_VIDEOS * len(cases), missed
 
 
 def test_same_tokens_without_the_cache(pipe: Pipeline, model: str) -> None:

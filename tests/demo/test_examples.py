@@ -18,10 +18,26 @@ EXPECTED = {
         "A blue circle.",
         "A circle.",
         "The triangle is at the top right.",
+        "A yellow square: no.",
+        "The star is bigger, so yes.",
+        "The heart is not there.",
         "Sorry, I cannot tell.",
     ),
-    "video_qa.py": ("Red.", "Blue.", "At second 4.", "Sorry, I cannot tell."),
-    "multi_turn.py": ("A yellow heart.", "A star.", "Yellow.", "Red."),
+    "video_qa.py": (
+        "A red circle turns blue at second 4.",
+        "Red.",
+        "Blue.",
+        "At second 4.",
+        "In the second half.",
+        "Sorry, I cannot tell.",
+    ),
+    "multi_turn.py": (
+        "A yellow heart.",
+        "The star is in the first.",
+        "A star.",
+        "Yellow.",
+        "A red star in the second: no.",
+    ),
 }
 
 

@@ -11,15 +11,18 @@ import oracle
 import pytest
 import torch
 from checkpoint_parts import build_tokenizer
+from demo_albums import draw_album
 from demo_cases import image_cases, video_cases
 from demo_chat import VOCAB_SIZE, ChatFormat, Medium, stamps_of, training_text
+from demo_clips import draw_clip
 from demo_data import IGNORE, BatchMaker, BatchSizes
+from demo_drills import album_drills, clip_drills, drill, picture_drills
 from demo_experts import imbalance, upcycle
 from demo_export import export
 from demo_model import DemoModel
 from demo_optim import orthogonalise
-from demo_patches import image_size
-from demo_scenes import draw_scene
+from demo_patches import image_size, story_labels
+from demo_scenes import Hand, draw_scene, random_digit, random_single
 from demo_shape import DemoShape
 from demo_words import Turn
 from tokenizers import Tokenizer
@@ -174,3 +177,42 @@ def test_orthogonalised_updates_have_equal_singular_values() -> None:
     values = torch.linalg.svdvals(orthogonalise(matrices))
     assert values.min() > 0.5
     assert values.max() < 1.3
+
+
+def test_drills_are_tokenised_like_whole_answers(chat: ChatFormat) -> None:
+    """Names are given, what is said of them is learned; the cut between them changes no token."""
+    rng = random.Random(7)
+    for _ in range(60):
+        turns = picture_drills(rng, draw_scene(rng, "train"))
+        turns += album_drills(rng, draw_album(rng, "train", rng.choice((2, 3))))
+        turns += clip_drills(rng, draw_clip(rng))
+        for turn in turns:
+            whole = chat.encode_text(turn.answer)
+            assert [i for piece in turn.pieces for i in chat.encode_text(piece)] == list(whole)
+    encoded = chat.conversation([Turn("", "Why?", "Because."), drill("Is it?", SAID)], [])
+    learned = [token for token, turn in zip(encoded.ids, encoded.learned, strict=True) if turn == 1]
+    assert chat.tokenizer.decode(learned, skip_special_tokens=False) == " yes no.<|im_end|>"
+    first = [token for token, turn in zip(encoded.ids, encoded.learned, strict=True) if turn == 0]
+    assert chat.tokenizer.decode(first, skip_special_tokens=False) == "Because.<|im_end|>"
+
+
+SAID = [("red star", "yes"), ("cross", "no")]
+
+
+def test_story_labels_count_what_is_new() -> None:
+    rng = random.Random(8)
+    one, two = random_single(rng), random_single(rng)
+    moved = replace(one, x=0.9)
+    labels = story_labels([[one, moved, None, one], [two, None, one, two]])
+    assert labels.order.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert labels.fresh.tolist() == [1, 0, 0, 1, 1, 0, 1, 1]
+    assert labels.count.tolist() == [1, 1, 1, 2, 1, 1, 2, 3]
+
+
+def test_only_digits_to_train_on_are_bent() -> None:
+    rng = random.Random(9)
+    hands = {
+        split: {random_digit(rng, split).hand for _ in range(9)} for split in ("train", "test")
+    }
+    assert hands["test"] == {Hand()}
+    assert len(hands["train"]) == 9

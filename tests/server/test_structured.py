@@ -326,8 +326,9 @@ def test_an_error_names_the_field_that_the_grammar_came_from(
 
 
 def test_ids_outside_the_vocabulary_are_refused(server: RunningServer) -> None:
-    for fields in ({"logit_bias": {"740": 1}}, {"allowed_token_ids": [740]}):
+    beyond = server.engine.model_config.text.vocab_size
+    for fields in ({"logit_bias": {str(beyond): 1}}, {"allowed_token_ids": [beyond]}):
         response = server.chat(**fields)
         assert response.status_code == 400
         assert response.json()["error"]["param"] == next(iter(fields))
-        assert "740" in response.json()["error"]["message"]
+        assert str(beyond) in response.json()["error"]["message"]
