@@ -6,7 +6,7 @@ import random
 
 from demo_lookups import reference, shapes_of, unique_kind
 from demo_scenes import COLOURS, SHAPES, Scene, Thing
-from demo_words import NUMBERS, Turn, is_so, named, noun, sentence, with_article, yes_no
+from demo_words import NUMBERS, Turn, is_so, named, noun, plural, sentence, with_article, yes_no
 
 
 def ask_count(rng: random.Random, scene: Scene) -> Turn | None:
@@ -29,7 +29,7 @@ def ask_count_some(rng: random.Random, scene: Scene) -> Turn | None:
     if rng.random() < 0.5:
         present = [thing.kind for thing in scene.things]
         kind = rng.choice(present if rng.random() < 0.75 else SHAPES)
-        count, what = present.count(kind), f"{kind}s" if kind != "cross" else "crosses"
+        count, what = present.count(kind), plural(kind)
     else:
         present = [thing.colour for thing in scene.things]
         colour = rng.choice(present if rng.random() < 0.75 else tuple(COLOURS))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from demo_clips import Clip, visible
 from demo_scenes import COLOURS, DIGITS, KINDS, SHAPES, Scene, Thing
-from demo_words import NUMBERS, ORDINALS, PLACES, Turn, color, named, noun
+from demo_words import NUMBERS, ORDINALS, PLACES, Turn, color, named, noun, plural, yes_no
 
 Item = tuple[str, str]
 """A name and what is said of it."""
@@ -66,7 +66,7 @@ def _which_digit(rng: random.Random, digit: str) -> Turn:
     asked = rng.sample(DIGITS, 5)
     if digit not in asked:
         asked[rng.randrange(5)] = digit
-    return drill("Which digit is it?", [(d, "yes" if d == digit else "no") for d in asked])
+    return drill("Which digit is it?", [(d, yes_no(d == digit)) for d in asked])
 
 
 def some_names(rng: random.Random, things: Sequence[Thing]) -> list[tuple[str, list[Thing]]]:
@@ -90,7 +90,7 @@ def some_names(rng: random.Random, things: Sequence[Thing]) -> list[tuple[str, l
 
 
 def _there(rng: random.Random, things: Sequence[Thing]) -> Turn:
-    items = [(name, "yes" if found else "no") for name, found in some_names(rng, things)]
+    items = [(name, yes_no(bool(found))) for name, found in some_names(rng, things)]
     return drill("Which of these are there?", items)
 
 
@@ -109,7 +109,7 @@ def _counts(rng: random.Random, things: Sequence[Thing]) -> Turn:
     for _ in range(ITEMS):
         if rng.random() < 0.5:
             kind = rng.choice(kinds if rng.random() < 0.7 else SHAPES)
-            items["crosses" if kind == "cross" else f"{kind}s"] = kinds.count(kind)
+            items[plural(kind)] = kinds.count(kind)
         else:
             colour = rng.choice(colours if rng.random() < 0.7 else tuple(COLOURS))
             items[f"{colour} {rng.choice(('shapes', 'objects'))}"] = colours.count(colour)
@@ -172,7 +172,7 @@ def _there_in(rng: random.Random, things: Sequence[Thing]) -> Turn:
         kind = asked.kind if rng.random() < 0.9 else rng.choice(KINDS)
         colour = asked.colour if rng.random() < 0.8 else rng.choice(tuple(COLOURS))
         there = (kind, colour) == (things[place].kind, things[place].colour)
-        items.append((f"{colour} {kind} in the {ORDINALS[place]}", "yes" if there else "no"))
+        items.append((f"{colour} {kind} in the {ORDINALS[place]}", yes_no(there)))
     return drill("Which of these are there?", items)
 
 

@@ -102,5 +102,9 @@ def yes_no(true: bool) -> str:
     return "yes" if true else "no"
 
 
+def plural(kind: str) -> str:
+    return "crosses" if kind == "cross" else f"{kind}s"
+
+
 def is_missing(name: str) -> str:
     return f"The {name} is not there."
