@@ -8,8 +8,9 @@ last elements of each thread's share take a scalar path, whose last bit differs)
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from vlm_serve.kernels.checks import KernelArgumentError
 
 MIN_ROWS = 16
 MIN_COLUMNS = 16
+BLOCK_COLUMNS = 64
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -43,7 +45,53 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     if weight.device.type != "cpu" or weight.dtype not in _packable_dtypes():
         return weight
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), MIN_ROWS)
+    if (*weight.shape, weight.dtype) not in _depths:
+        _depths[*weight.shape, weight.dtype] = _blocked_depth(weight, packed)
     return packed
+
+
+class Blocks(NamedTuple):
+    """Where a packed weight lies: `[ceil(N / 64), depth / v, 64, v]`, zeros where it is padded,
+    with v = 2 for bfloat16 and 1 for float32."""
+
+    address: int
+    depth: int
+
+
+def blocks(packed: torch.Tensor) -> Blocks | None:
+    """The memory of a weight from `pack`, for compiled kernels that read it themselves; None if
+    this machine's oneDNN chose another layout."""
+    if not packed.is_mkldnn:
+        return None
+    depth = _depths.get((*packed.shape, packed.dtype))
+    return None if depth is None else Blocks(torch.ops.mkldnn.data_ptr(packed), depth)
+
+
+_depths: dict[tuple[int, int, torch.dtype], int | None] = {}
+"""For every shape and dtype that was packed: K as padded if it lies in `Blocks`. oneDNN documents
+no layout, so the first weight of each shape is compared with what it was made from."""
+
+
+def _blocked_depth(weight: torch.Tensor, packed: torch.Tensor) -> int | None:
+    if not hasattr(torch.ops.mkldnn, "data_ptr") or not hasattr(torch.ops.mkldnn, "_nbytes"):
+        return None
+    columns, k = weight.shape
+    count, pair = -(-columns // BLOCK_COLUMNS), 4 // weight.itemsize
+    size = torch.ops.mkldnn._nbytes(packed) // weight.itemsize
+    depth = int(size // (count * BLOCK_COLUMNS))
+    if depth < k or depth % pair or size != count * BLOCK_COLUMNS * depth:
+        return None
+    length = BLOCK_COLUMNS * depth
+    for index in {0, count - 1}:
+        place = torch.ops.mkldnn.data_ptr(packed) + index * length * weight.itemsize
+        memory = (ctypes.c_uint8 * (length * weight.itemsize)).from_address(place)
+        block = torch.frombuffer(memory, dtype=weight.dtype).view(depth // pair, -1, pair)
+        expected = weight.new_zeros(BLOCK_COLUMNS, depth)
+        own = weight[index * BLOCK_COLUMNS : (index + 1) * BLOCK_COLUMNS]
+        expected[: own.shape[0], :k] = own
+        if not torch.equal(block.transpose(0, 1).flatten(1), expected):
+            return None
+    return depth
 
 
 def linear(

@@ -82,6 +82,13 @@ class EngineConfig:
         kind="bool",
         default_text="on with a GPU",
     )
+    compiled_kernels: bool | None = option(
+        None,
+        "on a CPU, compute steps of few tokens with kernels that the first start compiles",
+        group=_MODEL,
+        kind="bool",
+        default_text="on with a C++ compiler, off with deterministic",
+    )
     enable_prefix_caching: bool = option(
         True,
         "reuse KV and state of equal prefixes (text and media)",

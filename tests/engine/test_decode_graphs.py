@@ -24,6 +24,7 @@ from triton_case import kernels
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine import build as building
+from vlm_serve.engine import step_paths
 from vlm_serve.engine.build import build
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits, FixedTables
 from vlm_serve.engine.decode_graphs import DecodeGraphs, Step, padded_sizes
@@ -275,8 +276,8 @@ def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
 
 def with_graphs(monkeypatch: pytest.MonkeyPatch, capture: Callable[[], object]) -> None:
     """Has engines built on the CPU as they are on a GPU, with another kind of capture."""
-    monkeypatch.setattr(building, "_graphs_wanted", lambda option, device: True)
-    monkeypatch.setattr(building, "CudaCapture", capture)
+    monkeypatch.setattr(building, "graphs_wanted", lambda option, device: True)
+    monkeypatch.setattr(step_paths, "CudaCapture", capture)
 
 
 def test_the_engine_answers_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,13 @@ POISON_TOKEN = 299
 def pipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
     spec = CheckpointSpec(num_layers=LAYERS, vision_depth=0)
     path = make_checkpoint(tmp_path_factory.mktemp("isolation"), spec)
-    with Pipeline(path, EngineConfig(dtype="float32", block_size=16, cache_memory="8MiB")) as made:
+    config = EngineConfig(
+        dtype="float32",
+        block_size=16,
+        cache_memory="8MiB",
+        compiled_kernels=False,  # the faults are put into the ops
+    )
+    with Pipeline(path, config) as made:
         yield made
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.linear import linear, pack
+from vlm_serve.kernels.linear import blocks, linear, pack
 
 SHAPES = [(1, 64), (37, 65), (200, 64), (48, 300), (272, 2304)]
 
@@ -87,3 +89,25 @@ def test_deterministic_rows_do_not_depend_on_the_batch(
             part = slice(start, start + rows)
             for some, all_rows in zip(products(part), whole, strict=True):
                 assert torch.equal(some, all_rows[part]), (rows, start)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 33), (130, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_a_packed_weight_lies(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Every element, read from memory as compiled kernels read it."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    packed = pack(weight)
+    place = blocks(packed)
+    if place is None:
+        pytest.skip("oneDNN packs in another way on this processor")
+    count, pair = -(-shape[0] // 64), 4 // dtype.itemsize
+    size = count * 64 * place.depth * dtype.itemsize
+    memory = (ctypes.c_uint8 * size).from_address(place.address)
+    laid = torch.frombuffer(memory, dtype=dtype).view(count, place.depth // pair, 64, pair)
+    rows = laid.transpose(1, 2).reshape(count * 64, place.depth)
+    assert torch.equal(rows[: shape[0], : shape[1]], weight)
+    assert not rows[shape[0] :].any() and not rows[:, shape[1] :].any()
+
+
+def test_a_plain_weight_has_no_blocks() -> None:
+    assert blocks(torch.ones(64, 64)) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
-from vlm_serve.engine.decode_graphs import CudaCapture, DecodeGraphs
 from vlm_serve.engine.listener import PoisonListener
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.memory import (
@@ -28,10 +26,10 @@ from vlm_serve.engine.memory import (
 from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.runner import ModelRunner
 from vlm_serve.engine.scheduler import Scheduler
+from vlm_serve.engine.step_paths import compile_wanted, compiled, decode_graphs, graphs_wanted
 from vlm_serve.engine.tier_loading import Tiers, make_tiers
 from vlm_serve.engine.tier_up import TierFetcher
 from vlm_serve.errors import ConfigError
-from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.models import Model, ModelConfig, load_model, resolve_checkpoint
 from vlm_serve.models.batch import CacheTensors
 from vlm_serve.preprocess.keys import RootFields
@@ -39,12 +37,10 @@ from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
 from vlm_serve.preprocess.tokenizer import read_json
 
-_log = logging.getLogger(__name__)
-
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 REPORTED_LOGITS_BYTES = 256 << 20
 """Logits of prompt tokens that one step may compute for requests that want to see them."""
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Raised whenever a kernel's arithmetic changes: what older code computed is then not reused."""
 
 
@@ -80,7 +76,8 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     path = _checkpoint(model)
     model_config = ModelConfig.from_dir(path)
     device = _device(config.device)
-    graphs_wanted = _graphs_wanted(config.cuda_graphs, device)
+    with_graphs = graphs_wanted(config.cuda_graphs, device)
+    with_compiled = not with_graphs and compile_wanted(config, device)
     dtype = _dtype(config, model_config, device)
     block_size = config.block_size
     if block_size is None:
@@ -101,9 +98,10 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     tokens_that_fit = (memory.num_blocks - 1) * block_size
     context = config.max_model_len or model_config.text.max_position_embeddings
     max_model_len = min(context, tokens_that_fit)
-    rows = memory.num_live_rows + memory.num_snapshot_rows + graphs_wanted
+    rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
     caches = _allocate(model_config, memory, rows, device, dtype, kv_dtype, state_dtype)
-    graphs = _decode_graphs(loaded, caches, config, max_model_len) if graphs_wanted else None
+    graphs = decode_graphs(loaded, caches, config, max_model_len) if with_graphs else None
+    with_compiled = with_compiled and compiled(loaded, caches, config)
     runner = ModelRunner(
         loaded, caches, block_size=block_size, deterministic=config.deterministic, graphs=graphs
     )
@@ -126,6 +124,7 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
             state_dtype=_name_of(state_dtype),
             threads=torch.get_num_threads(),
             cuda_graphs=graphs is not None,
+            compiled_kernels=with_compiled,
         ),
         model_config=model_config,
         memory=memory,
@@ -156,36 +155,6 @@ def _device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, but this machine has no usable GPU", param="device")
     return torch.device(name)
-
-
-def _graphs_wanted(option: bool | None, device: torch.device) -> bool:
-    if option and device.type != "cuda":
-        raise ConfigError(
-            f"cuda_graphs needs a GPU, but the device is {device}", param="cuda_graphs"
-        )
-    return device.type == "cuda" if option is None else option
-
-
-def _decode_graphs(
-    model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
-) -> DecodeGraphs | None:
-    """None if they were not asked for by name and this GPU or driver cannot capture them."""
-    assert config.block_size is not None
-    try:
-        with launching_on(caches.kv.device):
-            return DecodeGraphs(
-                model,
-                caches,
-                block_size=config.block_size,
-                max_model_len=max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                capture=CudaCapture(),
-            )
-    except RuntimeError as error:
-        if config.cuda_graphs:
-            raise ConfigError(f"cuda_graphs: {error}", param="cuda_graphs") from error
-        _log.warning("decode runs without CUDA graphs: %s", error)
-        return None
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -99,6 +99,16 @@ class Experts:
     top_k: int
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer: norm, token mixer, norm, feed-forward."""
+
+    input_norm: torch.Tensor
+    mixer: GatedDeltaNet | Attention
+    post_norm: torch.Tensor
+    feed_forward: Mlp | Experts
+
+
 def gated_delta_net(
     layer: GatedDeltaNet,
     x: torch.Tensor,

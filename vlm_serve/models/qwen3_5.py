@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,8 +18,7 @@ from vlm_serve.models.config import ModelConfig
 from vlm_serve.models.files import resolve_checkpoint
 from vlm_serve.models.fingerprint import fingerprint
 from vlm_serve.models.layers import (
-    Attention,
-    Experts,
+    DecoderLayer,
     GatedDeltaNet,
     Mlp,
     StateLayer,
@@ -31,20 +29,12 @@ from vlm_serve.models.layers import (
     mlp,
 )
 from vlm_serve.models.loading import TextLoader
+from vlm_serve.models.small_step import SmallStep
+from vlm_serve.models.small_step_program import Program
 from vlm_serve.models.vision import Grid, VisionTower
 from vlm_serve.models.weights import Weights
 
 _MOST_UINT8_EXPERTS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """One layer: norm, token mixer, norm, feed-forward."""
-
-    input_norm: torch.Tensor
-    mixer: GatedDeltaNet | Attention
-    post_norm: torch.Tensor
-    feed_forward: Mlp | Experts
 
 
 class Model:
@@ -79,6 +69,25 @@ class Model:
         self._vision = None if config.vision is None else VisionTower(config.vision, weights)
         self._caches: CacheTensors | None = None
         self._cache_layers: tuple[KVLayer | StateLayer, ...] = ()
+        self._small_step: SmallStep | None = None
+
+    def compile_small_steps(self, caches: CacheTensors) -> None:
+        """Have steps of few tokens over these pools computed by compiled code, from now on.
+
+        Raises:
+            BuildError: it can be neither found nor built here.
+            UnsupportedError: it does not know this model, or pools like these.
+        """
+        program = Program(
+            self.config.text,
+            self._layers,
+            self._norm,
+            self._head,
+            self._inv_freq,
+            caches,
+            self._layers_of(caches),
+        )
+        self._small_step = SmallStep(program, self.dtype)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
@@ -89,6 +98,10 @@ class Model:
         x = F.embedding(batch.token_ids, self._embedding)
         for offset, embedding in batch.media:
             x[offset : offset + embedding.shape[0]] = embedding
+        small = self._small_step if caches is self._caches else None
+        if small is not None and small.accepts(batch):
+            logits, ids = small.run(batch, x)
+            return ForwardOutput(logits, None if ids is None else self._narrow(ids))
         rope, eps = self.config.text.rope, self.config.text.norm_eps
         cos, sin = mrope_cos_sin(batch.positions, self._inv_freq, rope.sections)
         step = Step(
@@ -119,7 +132,8 @@ class Model:
         logits = linear(
             rms_norm(x, self._norm, eps), self._head, deterministic=batch.deterministic
         ).float()
-        return ForwardOutput(logits, self._captured(routed) if batch.capture_experts else None)
+        ids = torch.stack(routed, dim=1) if routed and batch.capture_experts else None
+        return ForwardOutput(logits, None if ids is None else self._narrow(ids))
 
     def encode_media(
         self, patches: torch.Tensor, grids: Sequence[Grid], deterministic: bool = False
@@ -132,14 +146,13 @@ class Model:
         """Each layer's views into the pools, made anew only when the pools change."""
         if self._caches is not caches:
             self._caches, self._cache_layers = caches, _cache_layers(self.config, caches)
+            self._small_step = None
         return self._cache_layers
 
-    def _captured(self, routed: list[torch.Tensor]) -> torch.Tensor | None:
+    def _narrow(self, ids: torch.Tensor) -> torch.Tensor:
         moe = self.config.text.moe
-        if moe is None:
-            return None
-        narrow = torch.uint8 if moe.num_experts <= _MOST_UINT8_EXPERTS else torch.int16
-        return torch.stack(routed, dim=1).to(narrow)
+        assert moe is not None, "only routers choose experts"
+        return ids.to(torch.uint8 if moe.num_experts <= _MOST_UINT8_EXPERTS else torch.int16)
 
 
 def load_model(path: Path | str, dtype: torch.dtype, device: torch.device | str) -> Model:

@@ -1,0 +1,130 @@
+"""Compiled CPU kernels: the C++ sources in `native/`, built on first use with the compiler at hand.
+
+As Triton does for its launchers, the sources are compiled where they run and for the processor that
+they run on (`-march=native`), once: the library is kept in the user's cache under the digest of
+everything it depends on. Without a compiler, or where building or loading fails, there is no
+library and torch computes everything. The library brings no OpenMP of its own: its symbols are
+those of the libgomp that torch has loaded, so that both share one pool of worker threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+
+from blake3 import blake3
+
+SOURCES = Path(__file__).parent / "native"
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fPIC",
+    # Neither is used, and both keep compilers from vectorising.
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+_TIME_LIMIT_S = 120
+_loading = threading.Lock()
+
+
+class BuildError(Exception):
+    """There is no library; the message says why."""
+
+
+def load(name: str) -> ctypes.CDLL:
+    """The library of `native/<name>.cpp`, built if it has not been on this machine. A second thread
+    that asks meanwhile waits for the first.
+
+    Raises:
+        BuildError: there is no compiler, or it failed, or its result cannot be loaded.
+    """
+    with _loading:
+        return _load(name)
+
+
+@cache
+def _load(name: str) -> ctypes.CDLL:
+    compiler = _compiler()
+    folder = _folder()
+    path = folder / f"{name}-{_digest(compiler).hex()[:32]}.so"
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            _build(compiler, SOURCES / f"{name}.cpp", path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(_reason(error)) from error
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for candidate in [wanted] if wanted else ["g++", "c++", "clang++"]:
+        found = shutil.which(candidate)
+        if found:
+            return found
+    raise BuildError(f"{wanted or 'a C++ compiler'} was not found")
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        root = Path(base) if base else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise BuildError("there is no home directory to keep it in") from error
+    return root / "vlm-serve" / "native"
+
+
+def _digest(compiler: str) -> bytes:
+    """Of sources, flags, compiler and processor."""
+    hasher = blake3()
+    for source in sorted(SOURCES.iterdir()):
+        hasher.update(source.name.encode())
+        hasher.update(source.read_bytes())
+    status = Path(compiler).stat()
+    identity = (FLAGS, compiler, status.st_size, status.st_mtime_ns, platform.machine())
+    hasher.update(repr(identity).encode())
+    hasher.update(_processor())
+    return hasher.digest()
+
+
+def _processor() -> bytes:
+    """What instructions this processor has: `-march=native` means them all."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    return b"\n".join(
+        next((line for line in lines if line.startswith(key)), b"")
+        for key in (b"model name", b"flags", b"Features")
+    )
+
+
+def _build(compiler: str, source: Path, target: Path) -> None:
+    """Compile and link in a folder of its own, then move: several processes may do this at once."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        compiled, linked = Path(scratch) / "code.o", Path(scratch) / "code.so"
+        # Linked without -fopenmp, which would bring in a second libgomp.
+        for command in (
+            [compiler, *FLAGS, "-c", str(source), "-o", str(compiled)],
+            [compiler, "-shared", str(compiled), "-o", str(linked)],
+        ):
+            subprocess.run(
+                command, check=True, capture_output=True, timeout=_TIME_LIMIT_S, text=True
+            )
+        os.replace(linked, target)
+
+
+def _reason(error: OSError | subprocess.SubprocessError) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = str(error.stderr).strip().splitlines()
+        return f"the compiler failed: {lines[0] if lines else error.returncode}"
+    return str(error)

@@ -1,0 +1,296 @@
+"""The compiled forward of few tokens against the ops, layer by layer and cache by cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_spec import CheckpointSpec
+from make_checkpoint import make_checkpoint
+from model_driver import Driver, Sequence_, text_sequence
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.build import build
+from vlm_serve.errors import ConfigError
+from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.linear import blocks, pack
+from vlm_serve.kernels.native import BuildError
+from vlm_serve.models import Model, load_model, small_step
+from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
+from vlm_serve.models.small_step import MOST_TOKENS, SmallStep
+from vlm_serve.models.small_step_program import UnsupportedError
+
+SPECS = {
+    "dense": CheckpointSpec(vision_depth=0),
+    "experts": CheckpointSpec(vision_depth=0, num_experts=6, experts_per_token=3, num_layers=8),
+    # Blocks of 64 columns that are not full, several tiles of columns in a head, groups of three.
+    "wide": CheckpointSpec(
+        vision_depth=0,
+        hidden_size=80,
+        intermediate_size=208,
+        vocab_size=1001,
+        gdn_key_heads=1,
+        gdn_value_heads=3,
+        gdn_key_dim=48,
+        gdn_value_dim=80,
+        conv_kernel=3,
+        attention_heads=6,
+        head_dim=80,
+        full_attention_interval=2,
+    ),
+}
+DTYPES = (torch.float32, torch.bfloat16)
+
+pytestmark = pytest.mark.skipif(
+    blocks(pack(torch.ones(64, 64))) is None, reason="oneDNN packs in another way here"
+)
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = replace(SPECS[request.param], dtype="bfloat16")
+    return make_checkpoint(tmp_path_factory.mktemp("small"), spec)
+
+
+class Twins:
+    """Drivers over one checkpoint that take the same steps: by ops, compiled, and by ops in float32
+    whatever the dtype of the others."""
+
+    def __init__(
+        self, checkpoint: Path, dtype: torch.dtype, *, num_blocks: int = 64, block_size: int = 16
+    ) -> None:
+        self.models = [
+            load_model(checkpoint, kind, "cpu") for kind in (dtype, dtype, torch.float32)
+        ]
+        self.drivers = [
+            Driver(model, num_rows=40, num_blocks=num_blocks, block_size=block_size)
+            for model in self.models
+        ]
+        self.models[1].compile_small_steps(self.drivers[1].caches)
+        self.compiled = 0
+        self.drivers[1].forward = self._counting
+        self.exact = dtype == torch.float32
+
+    def _counting(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
+        self.compiled += SmallStep.accepts(batch)
+        return self.models[1].forward(batch, caches)
+
+    def sequences(self, tokens: list[int]) -> list[Sequence_]:
+        return [text_sequence(tokens) for _ in self.drivers]
+
+    def step(self, run: Callable[[Driver, int], ForwardOutput]) -> list[ForwardOutput]:
+        """Runs a step on all; their logits and all of their caches must agree."""
+        outputs = [run(driver, side) for side, driver in enumerate(self.drivers)]
+        self.close(*(output.logits for output in outputs))
+        for name in ("kv", "conv", "recurrent"):
+            ops, compiled, truth = (getattr(driver.caches, name) for driver in self.drivers)
+            # What no step has written is NaN in all.
+            assert torch.equal(ops.isnan(), compiled.isnan()), name
+            self.close(ops.nan_to_num(), compiled.nan_to_num(), truth.nan_to_num())
+        return outputs
+
+    def close(self, ops: torch.Tensor, compiled: torch.Tensor, truth: torch.Tensor) -> None:
+        """In float32 to a few bits; in bfloat16 about as close to the truth as the ops come."""
+        if self.exact:
+            torch.testing.assert_close(compiled, ops, rtol=1e-3, atol=5e-5 * float(ops.abs().max()))
+            return
+        size = float(truth.norm()) + 1e-9
+        theirs, ours = ((one.float() - truth).norm() / size for one in (ops, compiled))
+        assert ours <= 1.25 * theirs + 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_the_ops(checkpoint: Path, dtype: torch.dtype) -> None:
+    """Decode steps, short prefills and both together, with snapshots in between."""
+    twins = Twins(checkpoint, dtype, num_blocks=200)
+    draw = random.Random(0)
+    pairs = [twins.sequences(draw.choices(range(400), k=n)) for n in (90, 5, 33, 1)]
+    slices = [(0, 70, 90), (1, 0, 5), (2, 0, 16), (3, 0, 1)]
+    twins.step(lambda driver, side: driver.step(prefills=[(pairs[0][side], 0, 70)]))
+    assert twins.compiled == 0
+    rows = [[driver.take_row() for _ in range(3)] for driver in twins.drivers]
+
+    def mixed(driver: Driver, side: int) -> ForwardOutput:
+        places = ((0, 80), (0, 90), (2, 16))
+        return driver.step(
+            prefills=[(pairs[i][side], begin, end) for i, begin, end in slices],
+            snapshots=[
+                (pairs[i][side], at, row) for (i, at), row in zip(places, rows[side], strict=True)
+            ],
+        )
+
+    twins.step(mixed)
+    assert twins.compiled == 1
+    for turn in range(3):
+        for pair in pairs:
+            for one in pair:
+                if pair is not pairs[2]:
+                    one.tokens.append(7 + turn)
+
+        def decode(driver: Driver, side: int, turn: int = turn) -> ForwardOutput:
+            own = [pair[side] for pair in pairs]
+            rest = [(own[2], 16, 33)] if turn == 0 else []
+            if turn:
+                own[2].tokens.append(3 + turn)
+            decodes = own if turn else [own[0], own[1], own[3]]
+            return driver.step(decodes, rest, all_logits=turn != 1)
+
+        twins.step(decode)
+    assert twins.compiled == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_contexts(checkpoint: Path, dtype: torch.dtype) -> None:
+    """Attention over several parts of the keys, the last one not full."""
+    twins = Twins(checkpoint, dtype, num_blocks=200, block_size=32)
+    pair = twins.sequences(random.Random(1).choices(range(400), k=700))
+    twins.step(lambda driver, side: driver.step(prefills=[(pair[side], 0, 650)], all_logits=False))
+    twins.step(lambda driver, side: driver.step(prefills=[(pair[side], 650, 700)]))
+    assert twins.compiled == 1
+    for one in pair:
+        one.tokens.append(11)
+    twins.step(lambda driver, side: driver.step([pair[side]]))
+    assert twins.compiled == 2
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_company_and_threads_leave_no_trace(checkpoint: Path, threads: int) -> None:
+    model = load_model(checkpoint, torch.bfloat16, "cpu")
+    before = torch.get_num_threads()
+
+    def logits(lengths: list[int], count: int) -> torch.Tensor:
+        torch.set_num_threads(count)
+        driver = Driver(model, num_blocks=200, num_rows=40)
+        model.compile_small_steps(driver.caches)
+        own = [text_sequence([n, *range(n - 1)]) for n in lengths]
+        first = driver.step(prefills=[(one, 0, len(one.tokens)) for one in own]).logits
+        for one in own:
+            one.tokens.append(9)
+        second = driver.step(own).logits
+        return torch.cat([first[: lengths[0]], second[:1]])
+
+    try:
+        alone = logits([19], 1)
+        assert torch.equal(logits([19, 1, 7, 30], threads), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_expert_ids(tmp_path: Path) -> None:
+    twins = Twins(make_checkpoint(tmp_path, SPECS["experts"]), torch.float32)
+    pair = twins.sequences(list(range(20)))
+
+    def run(driver: Driver, side: int) -> ForwardOutput:
+        return driver.step(prefills=[(pair[side], 0, 20)], all_logits=False, capture_experts=True)
+
+    expected, got, _ = twins.step(run)
+    assert twins.compiled == 1
+    assert got.experts is not None and expected.experts is not None
+    assert torch.equal(got.experts, expected.experts) and got.experts.dtype == torch.uint8
+
+
+def test_bad_rows_and_blocks(tmp_path: Path) -> None:
+    model = load_model(make_checkpoint(tmp_path, SPECS["dense"]), torch.float32, "cpu")
+    driver = Driver(model, num_blocks=8, num_rows=4)
+    model.compile_small_steps(driver.caches)
+    one = text_sequence([1, 2, 3])
+    driver.step(prefills=[(one, 0, 3)])
+    one.tokens.append(4)
+    one.row = 4
+    with pytest.raises(KernelArgumentError, match=r"meta.src_rows"):
+        driver.step([one])
+    one.row, one.blocks = 0, [8]
+    with pytest.raises(KernelArgumentError, match=r"meta.block_tables"):
+        driver.step([one])
+
+
+def test_what_it_leaves_to_the_ops(tmp_path: Path) -> None:
+    model = load_model(make_checkpoint(tmp_path, SPECS["dense"]), torch.float32, "cpu")
+    driver = Driver(model, num_rows=4)
+    one = text_sequence([1] * (MOST_TOKENS + 1))
+    batches: list[ForwardBatch] = []
+
+    def forward(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
+        batches.append(batch)
+        return model.forward(batch, caches)
+
+    driver.forward = forward
+    driver.step(prefills=[(one, 0, MOST_TOKENS)])
+    driver.step(prefills=[(one, MOST_TOKENS, MOST_TOKENS + 1)])
+    assert SmallStep.accepts(batches[0]) and SmallStep.accepts(batches[1])
+    assert not SmallStep.accepts(replace(batches[0], deterministic=True))
+    more = torch.ones(MOST_TOKENS + 1, dtype=torch.int64)
+    assert not SmallStep.accepts(replace(batches[0], token_ids=more))
+    prefill = batches[1].prefill
+    assert prefill is not None
+    empty = replace(prefill, cu_seqlens=(0, 0, 1))
+    assert not SmallStep.accepts(replace(batches[1], prefill=empty))
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "pools", "reason"),
+    [
+        (CheckpointSpec(hidden_size=72), torch.float32, {}, "hidden_size is 72"),
+        (CheckpointSpec(head_dim=24), torch.float32, {}, "head_dim is 24"),
+        (CheckpointSpec(conv_kernel=10), torch.float32, {}, "10 taps"),
+        (CheckpointSpec(), torch.float16, {}, "weights in torch.float16"),
+        (CheckpointSpec(), torch.float32, {"recurrent": torch.bfloat16}, "states in"),
+        (CheckpointSpec(), torch.float32, {"kv": torch.bfloat16}, "KV pages in torch.bfloat16"),
+    ],
+)
+def test_what_it_does_not_know(
+    tmp_path: Path,
+    spec: CheckpointSpec,
+    dtype: torch.dtype,
+    pools: dict[str, torch.dtype],
+    reason: str,
+) -> None:
+    model = load_model(make_checkpoint(tmp_path, replace(spec, vision_depth=0)), dtype, "cpu")
+    caches = Driver(model).caches
+    changed = {name: getattr(caches, name).to(kind) for name, kind in pools.items()}
+    with pytest.raises(UnsupportedError, match=reason):
+        model.compile_small_steps(replace(caches, **changed))
+
+
+def test_other_pools_are_for_the_ops(tmp_path: Path) -> None:
+    """What was compiled holds the addresses of its own pools."""
+    model = load_model(make_checkpoint(tmp_path, SPECS["dense"]), torch.float32, "cpu")
+    first, second = Driver(model), Driver(model)
+    model.compile_small_steps(first.caches)
+    second.step(prefills=[(text_sequence([1, 2, 3]), 0, 3)])
+    assert first.caches.recurrent.isnan().all()
+    assert not second.caches.recurrent.isnan().all()
+
+
+def config(**options: bool | str) -> EngineConfig:
+    given = {"dtype": "float32", "block_size": 16, "cache_memory": "16MiB"} | options
+    return EngineConfig(**given)  # type: ignore[arg-type]
+
+
+def test_the_engine_compiles_unless_told_otherwise(tmp_path: Path) -> None:
+    path = str(make_checkpoint(tmp_path, SPECS["dense"]))
+    assert build(path, config()).config.compiled_kernels is True
+    assert build(path, config(compiled_kernels=False)).config.compiled_kernels is False
+    assert build(path, config(deterministic=True)).config.compiled_kernels is False
+    with pytest.raises(ConfigError, match="compiled_kernels have other bits"):
+        build(path, config(deterministic=True, compiled_kernels=True))
+    with pytest.raises(ConfigError, match=r"compiled_kernels: states in torch.bfloat16"):
+        build(path, config(state_dtype="bfloat16", compiled_kernels=True))
+
+
+def test_an_engine_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> Model:
+        raise BuildError("a C++ compiler was not found")
+
+    monkeypatch.setattr(small_step, "build_library", fail)
+    path = str(make_checkpoint(tmp_path, SPECS["dense"]))
+    assert build(path, config()).config.compiled_kernels is False
+    assert "without compiled kernels: a C++ compiler was not found" in caplog.text
+    with pytest.raises(ConfigError, match="compiled_kernels: a C"):
+        build(path, config(compiled_kernels=True))

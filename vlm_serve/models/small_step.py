@@ -1,0 +1,172 @@
+"""The compiled forward of few tokens.
+
+A step of a few tokens is some hundreds of short operations, and launching them one by one from
+Python takes longer than computing them. Here they are one call into `native/small_step.cpp`. It
+serves decode steps and the short rest of a prompt behind a cache hit; longer prefills are dominated
+by products that torch does best.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterable
+
+import torch
+
+from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
+from vlm_serve.kernels.native import load
+from vlm_serve.models.batch import ForwardBatch
+from vlm_serve.models.small_step_program import Program
+
+MOST_TOKENS = 64
+"""As in `native/program.h`."""
+
+_INTEGERS = ("tokens", "sequences", "rows", "threads")
+_ADDRESSES = (
+    "x",
+    "positions",
+    "slots",
+    "first_token",
+    "start",
+    "src_rows",
+    "dst_rows",
+    "first_block",
+    "blocks",
+    "snapshot_rows",
+    "logit_rows",
+    "logits",
+    "expert_ids",
+)
+
+
+def build_library() -> ctypes.CDLL:
+    """The compiled forward, which is compiled now if it has not been on this machine.
+
+    Raises:
+        BuildError: it can be neither found nor built.
+    """
+    return load("small_step")
+
+
+class StepRecord(ctypes.Structure):
+    """`Step` of `native/program.h`: the packed tokens of one forward and where its results go."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        *((name, ctypes.c_void_p) for name in _ADDRESSES),
+    )
+
+
+class SmallStep:
+    """Runs steps of up to `MOST_TOKENS` tokens of one model.
+
+    A token's bits depend on its own sequence alone, whatever else is in the step.
+
+    Args:
+        program: the model over its pools.
+        dtype: of its weights.
+
+    Raises:
+        BuildError: the library can be neither found nor built.
+    """
+
+    def __init__(self, program: Program, dtype: torch.dtype) -> None:
+        self._program = program
+        self._bits = 8 * dtype.itemsize
+        self._run = build_library().vlm_small_step
+        self._run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+        self._run.restype = None
+
+    @staticmethod
+    def accepts(batch: ForwardBatch) -> bool:
+        """Whether a step is small enough. Deterministic ones are for ops whose bits are the same
+        at any number of tokens."""
+        prefill = batch.prefill
+        if batch.deterministic or batch.token_ids.shape[0] > MOST_TOKENS:
+            return False
+        return prefill is None or all(map(int.__lt__, prefill.cu_seqlens, prefill.cu_seqlens[1:]))
+
+    def run(self, batch: ForwardBatch, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One forward.
+
+        Args:
+            batch: a step that `accepts` allows, its tensors on the host.
+            x: `[T, hidden]` embeddings in the model's dtype, contiguous.
+
+        Returns:
+            (float32 logits `[R, vocab]`, int64 `[T, layers, top_k]` expert ids if they are wanted).
+
+        Raises:
+            KernelArgumentError: a row or block outside of the pools, as from the kernels.
+        """
+        sizes = self._program.record.sizes
+        tokens, rows = x.shape[0], batch.logit_rows.shape[0]
+        logits = torch.empty(rows, sizes.vocab)
+        ids = None
+        if batch.capture_experts and sizes.experts:
+            ids = torch.empty(tokens, sizes.layers, sizes.top_k, dtype=torch.int64)
+        layout, positions = _Layout(batch, tokens, self._program), batch.positions.contiguous()
+        step = StepRecord(
+            tokens=tokens,
+            sequences=len(layout.start),
+            rows=rows,
+            threads=torch.get_num_threads(),
+            x=x.data_ptr(),
+            positions=positions.data_ptr(),
+            slots=batch.slots.data_ptr(),
+            logit_rows=batch.logit_rows.data_ptr(),
+            logits=logits.data_ptr(),
+            expert_ids=None if ids is None else ids.data_ptr(),
+            **layout.addresses(),
+        )
+        self._run(ctypes.addressof(self._program.record), ctypes.addressof(step), self._bits)
+        return logits, ids
+
+
+class _Layout:
+    """Which tokens, rows and blocks belong to which sequence; decode sequences come first."""
+
+    def __init__(self, batch: ForwardBatch, tokens: int, program: Program) -> None:
+        decode, prefill = batch.decode, batch.prefill
+        self.first_token, self.start = array("q", [0]), array("q")
+        self.src_rows, self.dst_rows = array("q"), array("q")
+        self.snapshot_rows = array("q", [-1]) * tokens
+        self.blocks, self.first_block = array("i"), array("q")
+        first = 0
+        if decode is not None:
+            first = len(decode)
+            check_decode_meta(decode, first, program.rows)
+            check_block_tables(decode, decode.kv_lens, program.blocks, program.block_size)
+            self.first_token.extend(range(1, first + 1))
+            self.start.extend(length - 1 for length in decode.kv_lens)
+            self._add_rows(decode.src_rows, decode.dst_rows)
+            self.snapshot_rows[:first] = array("q", decode.snapshot_rows)
+            self._add_blocks(decode.block_tables)
+        if prefill is not None:
+            check_prefill_meta(prefill, tokens - first, program.rows)
+            ends = prefill.cu_seqlens[1:]
+            lengths = [
+                start + end - begin
+                for start, begin, end in zip(prefill.starts, prefill.cu_seqlens, ends, strict=False)
+            ]
+            check_block_tables(prefill, lengths, program.blocks, program.block_size)
+            self.first_token.extend(first + end for end in ends)
+            self.start.extend(prefill.starts)
+            self._add_rows(prefill.src_rows, prefill.dst_rows)
+            for sequence, chunk, row in prefill.snapshots:
+                self.snapshot_rows[first + prefill.chunk_ends[sequence][chunk] - 1] = row
+            self._add_blocks(prefill.block_tables)
+
+    def _add_rows(self, src_rows: Iterable[int], dst_rows: Iterable[int]) -> None:
+        self.src_rows.extend(src_rows)
+        self.dst_rows.extend(dst_rows)
+
+    def _add_blocks(self, tables: Iterable[tuple[int, ...]]) -> None:
+        for table in tables:
+            self.first_block.append(len(self.blocks))
+            self.blocks.extend(table)
+
+    def addresses(self) -> dict[str, int]:
+        """Where the tables lie, by their names in `StepRecord`."""
+        return {name: table.buffer_info()[0] for name, table in vars(self).items()}
