@@ -22,6 +22,7 @@ from vlm_serve.kernels.checks import KernelArgumentError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_compiled: ContextVar[bool] = ContextVar("compiled kernels where there are any", default=False)
 _triton_everywhere: ContextVar[bool] = ContextVar("Triton kernels for CPU tensors", default=False)
 
 
@@ -52,6 +53,28 @@ def triton_everywhere() -> Iterator[None]:
         yield
     finally:
         _triton_everywhere.reset(token)
+
+
+@contextmanager
+def compiled_kernels(wanted: bool = True) -> Iterator[None]:
+    """Inside the block an op's CPU path takes compiled code where there is some for its arguments.
+
+    Args:
+        wanted: False leaves everything to torch.
+
+    Raises:
+        BuildError: from such an op, if `native.load` has not succeeded before.
+    """
+    token = _compiled.set(wanted)
+    try:
+        yield
+    finally:
+        _compiled.reset(token)
+
+
+def compiled_wanted() -> bool:
+    """Whether the caller is inside of a `compiled_kernels` block."""
+    return _compiled.get()
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import torch
 
+from vlm_serve.kernels import rows_compiled
+from vlm_serve.kernels.dispatch import compiled_wanted
+
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """`x * sigmoid(x)`, in the dtype of x."""
@@ -18,6 +21,9 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 def times_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """`x * sigmoid(gate)` in the dtype of x; the gate's shape broadcasts to that of x."""
+    same = x.shape == gate.shape and x.dtype == gate.dtype
+    if compiled_wanted() and same and all(map(rows_compiled.knows_rows, (x, gate))):
+        return rows_compiled.times_sigmoid(x, gate)
     denominator = torch.neg(gate.float()).exp_().add_(1)
     if x.dtype == torch.float32 and denominator.shape == x.shape:
         return torch.div(x, denominator, out=denominator)

@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from vlm_serve.kernels import prefill_compiled
 from vlm_serve.kernels.delta_chunks_cpu import (
     EPS,
     PIECE,
@@ -16,6 +17,7 @@ from vlm_serve.kernels.delta_chunks_cpu import (
     padded_size,
     piece_factors,
 )
+from vlm_serve.kernels.dispatch import compiled_wanted
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
 # Pieces whose factors are made together, times value heads: enough to keep threads busy, few enough
@@ -32,6 +34,8 @@ def chunk_gated_delta(
     state: torch.Tensor,
     meta: PrefillMeta,
 ) -> torch.Tensor:
+    if compiled_wanted() and prefill_compiled.knows_delta(q, v, state):
+        return prefill_compiled.chunk_gated_delta(q, k, v, g, beta, state, meta)
     q_scale = inverse_norm(q).mul_(q.shape[-1] ** -0.5)
     inputs = Inputs(q, k, g, beta, q_scale, inverse_norm(k))
     out = torch.empty(v.shape, dtype=v.dtype)

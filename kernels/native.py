@@ -16,6 +16,8 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -40,26 +42,26 @@ class BuildError(Exception):
     """There is no library; the message says why."""
 
 
-def load(name: str) -> ctypes.CDLL:
-    """The library of `native/<name>.cpp`, built if it has not been on this machine. A second thread
-    that asks meanwhile waits for the first.
+def load() -> ctypes.CDLL:
+    """The library of all sources, built if it has not been on this machine. A second thread that
+    asks meanwhile waits for the first.
 
     Raises:
         BuildError: there is no compiler, or it failed, or its result cannot be loaded.
     """
     with _loading:
-        return _load(name)
+        return _load()
 
 
 @cache
-def _load(name: str) -> ctypes.CDLL:
+def _load() -> ctypes.CDLL:
     compiler = _compiler()
     folder = _folder()
-    path = folder / f"{name}-{_digest(compiler).hex()[:32]}.so"
+    path = folder / f"kernels-{_digest(compiler).hex()[:32]}.so"
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            _build(compiler, SOURCES / f"{name}.cpp", path)
+            _build(compiler, sorted(SOURCES.glob("*.cpp")), path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(_reason(error)) from error
@@ -108,19 +110,26 @@ def _processor() -> bytes:
     )
 
 
-def _build(compiler: str, source: Path, target: Path) -> None:
-    """Compile and link in a folder of its own, then move: several processes may do this at once."""
+def _build(compiler: str, sources: Sequence[Path], target: Path) -> None:
+    """Compile in parallel and link, in a folder of its own, then move: several processes may do
+    this at once."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        compiled, linked = Path(scratch) / "code.o", Path(scratch) / "code.so"
-        # Linked without -fopenmp, which would bring in a second libgomp.
-        for command in (
-            [compiler, *FLAGS, "-c", str(source), "-o", str(compiled)],
-            [compiler, "-shared", str(compiled), "-o", str(linked)],
-        ):
-            subprocess.run(
-                command, check=True, capture_output=True, timeout=_TIME_LIMIT_S, text=True
-            )
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [
+                pool.submit(_run, compiler, *FLAGS, "-c", str(source), "-o", compiled)
+                for source, compiled in zip(sources, objects, strict=True)
+            ]
+        for job in jobs:
+            job.result()
+        linked = str(Path(scratch) / "linked.so")
+        # Without -fopenmp, which would bring in a second libgomp.
+        _run(compiler, "-shared", *objects, "-o", linked)
         os.replace(linked, target)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=_TIME_LIMIT_S, text=True)
 
 
 def _reason(error: OSError | subprocess.SubprocessError) -> str:

@@ -84,10 +84,10 @@ class EngineConfig:
     )
     compiled_kernels: bool | None = option(
         None,
-        "on a CPU, compute steps of few tokens with kernels that the first start compiles",
+        "on a CPU, compute with kernels that the first start compiles",
         group=_MODEL,
         kind="bool",
-        default_text="on with a C++ compiler, off with deterministic",
+        default_text="on with a C++ compiler",
     )
     enable_prefix_caching: bool = option(
         True,

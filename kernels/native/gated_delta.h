@@ -77,7 +77,8 @@ inline void normalise(float* x, int64_t n, int64_t stride, int64_t dim, float fa
 // COLUMNS vectors of a head's state through all tokens. With the decay outside, key and query read
 // the old state together, and the read of one token shares its pass with the update of the last:
 //   o = decay S'q + (k.q) change,  change = beta (v - decay S'k),  S = decay S + k change'
-// `qk` is [n, 2, key_dim] with queries first, `gates` [n, 4] holds decay, beta and k.q.
+// `qk` is [n, 2, key_dim] with queries first, `gates` [n, 4] holds decay, beta and k.q; `snapshots`
+// may be null.
 template <int COLUMNS>
 void recurrence(const float* from, float* to, int64_t key_dim, int64_t value_dim, int64_t tokens,
                 const float* qk, const float* gates, float* v, int64_t v_stride,
@@ -116,7 +117,7 @@ void recurrence(const float* from, float* to, int64_t key_dim, int64_t value_dim
             }
         }
         from = to;
-        if (snapshots[t])
+        if (snapshots && snapshots[t])
             for (int64_t d = 0; d < key_dim; ++d)
                 for (int c = 0; c < COLUMNS; ++c)
                     store(snapshots[t] + d * value_dim + c * LANES,

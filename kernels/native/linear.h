@@ -96,6 +96,26 @@ inline void accumulate(const bf16* block, const bf16* const* x, int64_t begin, i
 }
 #endif
 
+// The same for any number of rows, in groups of equal size: 8 rows are 4 and 4, not 6 and 2.
+template <typename T>
+inline void accumulate_rows(const T* block, const T* const* x, int64_t rows, int64_t begin,
+                            int64_t end, float* sums) {
+    const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    for (int64_t group = 0, first = 0; group < groups; ++group) {
+        const int64_t count = (rows - first + groups - group - 1) / (groups - group);
+        float* own = sums + first * BLOCK;
+        switch (count) {
+            case 1: accumulate<1>(block, x + first, begin, end, own); break;
+            case 2: accumulate<2>(block, x + first, begin, end, own); break;
+            case 3: accumulate<3>(block, x + first, begin, end, own); break;
+            case 4: accumulate<4>(block, x + first, begin, end, own); break;
+            case 5: accumulate<5>(block, x + first, begin, end, own); break;
+            default: accumulate<6>(block, x + first, begin, end, own); break;
+        }
+        first += count;
+    }
+}
+
 // sums[r][64] = x[r] . block + bias, for up to any number of rows.
 template <typename T>
 inline void block_product(const Weight& weight, int64_t index, const T* const* x, int64_t rows,
@@ -109,21 +129,7 @@ inline void block_product(const Weight& weight, int64_t index, const T* const* x
         }
     for (int64_t begin = 0; begin < weight.depth; begin += SLAB) {
         int64_t end = begin + SLAB < weight.depth ? begin + SLAB : weight.depth;
-        // Groups of equal size: 8 rows are 4 and 4, not 6 and 2.
-        int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
-        for (int64_t group = 0, first = 0; group < groups; ++group) {
-            int64_t count = (rows - first + groups - group - 1) / (groups - group);
-            float* own = sums + first * BLOCK;
-            switch (count) {
-                case 1: accumulate<1>(block, x + first, begin, end, own); break;
-                case 2: accumulate<2>(block, x + first, begin, end, own); break;
-                case 3: accumulate<3>(block, x + first, begin, end, own); break;
-                case 4: accumulate<4>(block, x + first, begin, end, own); break;
-                case 5: accumulate<5>(block, x + first, begin, end, own); break;
-                default: accumulate<6>(block, x + first, begin, end, own); break;
-            }
-            first += count;
-        }
+        accumulate_rows(block, x, rows, begin, end, sums);
     }
 }
 

@@ -110,6 +110,16 @@ inline Vec sums(const Vec* v) {
                                    29, 15, 31);
 }
 
+inline float largest(Vec v) {
+    Vec a = v, b = turned_8(v);
+    a = a > b ? a : b;
+    b = turned_4(a);
+    a = a > b ? a : b;
+    b = __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    a = a > b ? a : b;
+    return a[0] > a[1] ? a[0] : a[1];
+}
+
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
 // e^x to within two units in the last place: 2^n times a polynomial of the rest (Cephes' expf).
@@ -135,6 +145,22 @@ inline Vec exponential(Vec x) {
     result = x < -87.33654f ? Vec{} : result;
     result = x > 88.72283f ? all(INFINITY) : result;
     return x != x ? x : result;
+}
+
+// 2^x for x <= 0; 0 below the smallest normal number. NaN stays NaN.
+inline Vec power_of_2(Vec x) {
+    Vec clamped = x < -126.0f ? all(-126.0f) : x;
+    Vec shifted = clamped + 12582912.0f;  // 1.5 * 2^23: the sum rounds to an integer
+    Ints n = (Ints)shifted - 0x4b400000;
+    Vec r = clamped - (shifted - 12582912.0f);
+    Vec p = all(1.5403530e-4f);  // the Taylor series of 2^r, |r| <= 1/2
+    p = p * r + 1.3333558e-3f;
+    p = p * r + 9.6181291e-3f;
+    p = p * r + 5.5504109e-2f;
+    p = p * r + 2.4022651e-1f;
+    p = p * r + 6.9314718e-1f;
+    p = p * r + 1.0f;
+    return x < -126.0f ? Vec{} : (Vec)((Ints)p + (n << 23));
 }
 
 inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exponential(-x)); }

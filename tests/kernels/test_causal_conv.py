@@ -17,6 +17,8 @@ from vlm_serve.kernels.causal_conv import (
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from vlm_serve.kernels.elementwise import silu, softplus, times_sigmoid
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -18,6 +18,8 @@ from vlm_serve.kernels.gated_delta import (
 )
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 HEADS = ((1, 1), (2, 4), (2, 6), (3, 3))

@@ -15,6 +15,8 @@ from vlm_serve.kernels.norms import (
     rms_norm_reference,
 )
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 

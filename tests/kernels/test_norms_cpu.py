@@ -14,6 +14,8 @@ from vlm_serve.kernels.norms import (
 )
 from vlm_serve.kernels.rope import qk_norm_rope, qk_norm_rope_reference
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 

@@ -20,6 +20,8 @@ from vlm_serve.kernels.paged_attention import (
     attention_reference,
 )
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 STORED = (*FLOATS, torch.float8_e4m3fn, torch.uint8)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}

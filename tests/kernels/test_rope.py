@@ -12,6 +12,8 @@ from triton_case import assert_near
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.rope import mrope_cos_sin, qk_norm_rope, qk_norm_rope_reference
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LAYOUTS = (

@@ -19,7 +19,7 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import blocks, pack
 from vlm_serve.kernels.native import BuildError
-from vlm_serve.models import Model, load_model, small_step
+from vlm_serve.models import load_model, qwen3_5
 from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
 from vlm_serve.models.small_step import MOST_TOKENS, SmallStep
 from vlm_serve.models.small_step_program import UnsupportedError
@@ -271,26 +271,32 @@ def config(**options: bool | str) -> EngineConfig:
     return EngineConfig(**given)  # type: ignore[arg-type]
 
 
-def test_the_engine_compiles_unless_told_otherwise(tmp_path: Path) -> None:
+def test_the_engine_compiles_unless_told_otherwise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = str(make_checkpoint(tmp_path, SPECS["dense"]))
-    assert build(path, config()).config.compiled_kernels is True
-    assert build(path, config(compiled_kernels=False)).config.compiled_kernels is False
-    assert build(path, config(deterministic=True)).config.compiled_kernels is False
-    with pytest.raises(ConfigError, match="compiled_kernels have other bits"):
-        build(path, config(deterministic=True, compiled_kernels=True))
-    with pytest.raises(ConfigError, match=r"compiled_kernels: states in torch.bfloat16"):
-        build(path, config(state_dtype="bfloat16", compiled_kernels=True))
+
+    def built(**options: bool | str) -> tuple[bool | None, bool]:
+        parts = build(path, config(**options))
+        return parts.config.compiled_kernels, parts.runner._model._small_step is not None
+
+    assert built() == (True, True)
+    assert built(compiled_kernels=False) == (False, False)
+    assert built(deterministic=True) == (True, False)
+    assert not caplog.text
+    assert built(state_dtype="bfloat16") == (True, False)
+    assert "steps of few tokens are not compiled: states in torch.bfloat16" in caplog.text
 
 
 def test_an_engine_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail() -> Model:
+    def fail() -> None:
         raise BuildError("a C++ compiler was not found")
 
-    monkeypatch.setattr(small_step, "build_library", fail)
+    monkeypatch.setattr(qwen3_5, "load", fail)
     path = str(make_checkpoint(tmp_path, SPECS["dense"]))
     assert build(path, config()).config.compiled_kernels is False
-    assert "without compiled kernels: a C++ compiler was not found" in caplog.text
+    assert "there are no compiled kernels: a C++ compiler was not found" in caplog.text
     with pytest.raises(ConfigError, match="compiled_kernels: a C"):
         build(path, config(compiled_kernels=True))

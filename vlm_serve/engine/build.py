@@ -26,7 +26,7 @@ from vlm_serve.engine.memory import (
 from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.runner import ModelRunner
 from vlm_serve.engine.scheduler import Scheduler
-from vlm_serve.engine.step_paths import compile_wanted, compiled, decode_graphs, graphs_wanted
+from vlm_serve.engine.step_paths import compile_wanted, decode_graphs, graphs_wanted, use_compiled
 from vlm_serve.engine.tier_loading import Tiers, make_tiers
 from vlm_serve.engine.tier_up import TierFetcher
 from vlm_serve.errors import ConfigError
@@ -77,7 +77,7 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     model_config = ModelConfig.from_dir(path)
     device = _device(config.device)
     with_graphs = graphs_wanted(config.cuda_graphs, device)
-    with_compiled = not with_graphs and compile_wanted(config, device)
+    with_compiled = not with_graphs and compile_wanted(config.compiled_kernels, device)
     dtype = _dtype(config, model_config, device)
     block_size = config.block_size
     if block_size is None:
@@ -101,7 +101,7 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
     caches = _allocate(model_config, memory, rows, device, dtype, kv_dtype, state_dtype)
     graphs = decode_graphs(loaded, caches, config, max_model_len) if with_graphs else None
-    with_compiled = with_compiled and compiled(loaded, caches, config)
+    with_compiled = with_compiled and use_compiled(loaded, caches, config)
     runner = ModelRunner(
         loaded, caches, block_size=block_size, deterministic=config.deterministic, graphs=graphs
     )

@@ -1,7 +1,4 @@
-"""Which path computes the steps of few tokens: CUDA graphs on a GPU, compiled code on a CPU.
-
-Both spare such steps hundreds of launches. Without them every step takes the ops' own path.
-"""
+"""What makes steps cheaper to launch: CUDA graphs on a GPU, compiled kernels on a CPU."""
 
 from __future__ import annotations
 
@@ -14,10 +11,9 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.decode_graphs import CudaCapture, DecodeGraphs
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
-from vlm_serve.kernels.native import BuildError
+from vlm_serve.kernels.native import BuildError, load
 from vlm_serve.models import Model
 from vlm_serve.models.batch import CacheTensors
-from vlm_serve.models.small_step import build_library
 from vlm_serve.models.small_step_program import UnsupportedError
 
 _log = logging.getLogger(__name__)
@@ -58,21 +54,18 @@ def decode_graphs(
         return None
 
 
-def compile_wanted(config: EngineConfig, device: torch.device) -> bool:
-    """Whether steps of few tokens are to be computed by compiled code. If so, the compiler starts
-    now, beside the loading of the checkpoint.
+def compile_wanted(option: bool | None, device: torch.device) -> bool:
+    """Whether the model is to use compiled kernels. If so, the compiler starts now, beside the
+    loading of the checkpoint.
 
     Raises:
-        ConfigError: it was asked for by name and is not for this device or config.
+        ConfigError: they were asked for by name on a GPU.
     """
-    reason = None
-    if device.type != "cpu":
-        reason = f"are for a CPU, but the device is {device}"
-    elif config.deterministic:
-        reason = "have other bits than the deterministic path, which takes every step"
-    if config.compiled_kernels and reason is not None:
-        raise ConfigError(f"compiled_kernels {reason}", param="compiled_kernels")
-    wanted = reason is None and config.compiled_kernels is not False
+    if option and device.type != "cpu":
+        raise ConfigError(
+            f"compiled_kernels are for a CPU, but the device is {device}", param="compiled_kernels"
+        )
+    wanted = device.type == "cpu" and option is not False
     if wanted:
         threading.Thread(target=_build_early, daemon=True).start()
     return wanted
@@ -80,22 +73,28 @@ def compile_wanted(config: EngineConfig, device: torch.device) -> bool:
 
 def _build_early() -> None:
     try:
-        build_library()
+        load()
     except BuildError:
-        return  # `compiled` meets it again.
+        return  # `use_compiled` meets it again.
 
 
-def compiled(model: Model, caches: CacheTensors, config: EngineConfig) -> bool:
-    """Has compiled code compute the steps of few tokens over these pools, and says whether it does.
+def use_compiled(model: Model, caches: CacheTensors, config: EngineConfig) -> bool:
+    """Has the model use compiled kernels over these pools, and says whether it does. Whole steps of
+    few tokens are compiled too, but not beside `deterministic`: their bits are not those that the
+    ops give the same tokens in a longer step.
 
     Raises:
-        ConfigError: it was asked for by name and cannot be had.
+        ConfigError: they were asked for by name and cannot be had.
     """
     try:
-        model.compile_small_steps(caches)
-    except (BuildError, UnsupportedError) as error:
+        model.use_compiled_kernels()
+        if not config.deterministic:
+            model.compile_small_steps(caches)
+    except BuildError as error:
         if config.compiled_kernels:
             raise ConfigError(f"compiled_kernels: {error}", param="compiled_kernels") from error
-        _log.warning("steps of few tokens run without compiled kernels: %s", error)
+        _log.warning("there are no compiled kernels: %s", error)
         return False
+    except UnsupportedError as error:
+        _log.warning("steps of few tokens are not compiled: %s", error)
     return True

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from vlm_serve.errors import CheckpointError
+from vlm_serve.kernels.dispatch import compiled_kernels
 from vlm_serve.kernels.linear import linear
 from vlm_serve.kernels.metadata import KVLayer
+from vlm_serve.kernels.native import load
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.kernels.rope import mrope_cos_sin
 from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
@@ -70,6 +72,16 @@ class Model:
         self._caches: CacheTensors | None = None
         self._cache_layers: tuple[KVLayer | StateLayer, ...] = ()
         self._small_step: SmallStep | None = None
+        self._compiled = False
+
+    def use_compiled_kernels(self) -> None:
+        """Have ops computed by compiled code where there is some for their arguments, from now on.
+
+        Raises:
+            BuildError: it can be neither found nor built here.
+        """
+        load()
+        self._compiled = True
 
     def compile_small_steps(self, caches: CacheTensors) -> None:
         """Have steps of few tokens over these pools computed by compiled code, from now on.
@@ -95,6 +107,10 @@ class Model:
 
         Raises whatever an op raises; the state rows written so far are then undefined.
         """
+        with compiled_kernels(self._compiled):
+            return self._forward(batch, caches)
+
+    def _forward(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
         x = F.embedding(batch.token_ids, self._embedding)
         for offset, embedding in batch.media:
             x[offset : offset + embedding.shape[0]] = embedding

@@ -40,15 +40,6 @@ _ADDRESSES = (
 )
 
 
-def build_library() -> ctypes.CDLL:
-    """The compiled forward, which is compiled now if it has not been on this machine.
-
-    Raises:
-        BuildError: it can be neither found nor built.
-    """
-    return load("small_step")
-
-
 class StepRecord(ctypes.Structure):
     """`Step` of `native/program.h`: the packed tokens of one forward and where its results go."""
 
@@ -74,7 +65,7 @@ class SmallStep:
     def __init__(self, program: Program, dtype: torch.dtype) -> None:
         self._program = program
         self._bits = 8 * dtype.itemsize
-        self._run = build_library().vlm_small_step
+        self._run = load().vlm_small_step
         self._run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
         self._run.restype = None
 

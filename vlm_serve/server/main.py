@@ -55,8 +55,8 @@ def startup_rows(
     yield "context", f"{engine.max_model_len} tokens"
     yield "device", f"{options.device}, {options.dtype}"
     if options.device == "cpu":
-        small = "compiled" if options.compiled_kernels else "torch"
-        yield "kernels", f"torch, {options.threads} threads; steps of few tokens: {small}"
+        made = "torch and compiled" if options.compiled_kernels else "torch"
+        yield "kernels", f"{made}, {options.threads} threads"
     else:
         yield "kernels", "Triton"
         yield "decode", _decode(options, memory)

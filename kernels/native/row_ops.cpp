@@ -1,0 +1,103 @@
+// Ops that treat every row of a tensor alike: norms, rotation, gating. See kernels/norms.py,
+// kernels/rope.py and kernels/elementwise.py for what they compute.
+#include "attention.h"
+
+namespace vlm {
+
+// Rows of `width` numbers: [tokens, heads, width], heads `head_stride` apart, tokens `stride`.
+struct Rows {
+    int64_t tokens, heads, width, stride, head_stride, threads;
+    const void* x;
+    void* out;  // contiguous
+};
+
+// Below this a second thread costs more than it brings.
+constexpr int64_t LEAST_SHARED = 1 << 15;
+
+template <typename T, typename Each>
+void for_rows(const Rows& rows, const Each& each) {
+    const int64_t count = rows.tokens * rows.heads;
+    const int threads = count * rows.width < LEAST_SHARED ? 1 : (int)rows.threads;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t t = i / rows.heads, h = i % rows.heads;
+        each(t, h, (const T*)rows.x + t * rows.stride + h * rows.head_stride,
+             (T*)rows.out + i * rows.width);
+    }
+}
+
+template <typename T>
+inline float inverse_rms(const T* x, int64_t width, float eps) {
+    Vec squares{};
+    for (int64_t c = 0; c < width; c += LANES) squares += load(x + c) * load(x + c);
+    return 1.0f / std::sqrt(sum(squares) / width + eps);
+}
+
+template <typename T>
+void rms_norm(const Rows& rows, const float* factors, float eps) {
+    for_rows<T>(rows, [&](int64_t, int64_t, const T* x, T* out) {
+        const float scale = inverse_rms(x, rows.width, eps);
+        for (int64_t c = 0; c < rows.width; c += LANES)
+            store(out + c, load(x + c) * scale * load(factors + c));
+    });
+}
+
+template <typename T>
+void gated_rms_norm(const Rows& rows, const Rows& gates, const float* factors, float eps) {
+    for_rows<T>(rows, [&](int64_t t, int64_t h, const T* x, T* out) {
+        const T* gate = (const T*)gates.x + t * gates.stride + h * gates.head_stride;
+        const float scale = inverse_rms(x, rows.width, eps);
+        for (int64_t c = 0; c < rows.width; c += LANES)
+            store(out + c, load(x + c) * scale * load(factors + c) * silu(load(gate + c)));
+    });
+}
+
+template <typename T>
+void times_sigmoid(const Rows& rows, const Rows& gates) {
+    for_rows<T>(rows, [&](int64_t t, int64_t h, const T* x, T* out) {
+        const T* gate = (const T*)gates.x + t * gates.stride + h * gates.head_stride;
+        for (int64_t c = 0; c < rows.width; c += LANES)
+            store(out + c, load(x + c) * sigmoid(load(gate + c)));
+    });
+}
+
+template <typename T>
+void norm_rope(const Rows& rows, const float* factors, const float* cos, const float* sin,
+               int64_t half, float eps) {
+    for_rows<T>(rows, [&](int64_t t, int64_t, const T* x, T* out) {
+        float wide[MOST_DIM];
+        for (int64_t d = 0; d < rows.width; d += LANES) store(wide + d, load(x + d));
+        norm_and_rotate(wide, factors, cos + t * half, sin + t * half, rows.width, half, eps);
+        for (int64_t d = 0; d < rows.width; d += LANES) store(out + d, load(wide + d));
+    });
+}
+
+}  // namespace vlm
+
+using vlm::bf16;
+using vlm::Rows;
+
+extern "C" {
+
+// `bits` is 32 for float32 rows, 16 for bfloat16. Arguments are checked by the caller.
+void vlm_rms_norm(const Rows* rows, const float* factors, double eps, int64_t bits) {
+    bits == 32 ? vlm::rms_norm<float>(*rows, factors, eps)
+               : vlm::rms_norm<bf16>(*rows, factors, eps);
+}
+
+void vlm_gated_rms_norm(const Rows* rows, const Rows* gates, const float* factors, double eps,
+                        int64_t bits) {
+    bits == 32 ? vlm::gated_rms_norm<float>(*rows, *gates, factors, eps)
+               : vlm::gated_rms_norm<bf16>(*rows, *gates, factors, eps);
+}
+
+void vlm_times_sigmoid(const Rows* rows, const Rows* gates, int64_t bits) {
+    bits == 32 ? vlm::times_sigmoid<float>(*rows, *gates) : vlm::times_sigmoid<bf16>(*rows, *gates);
+}
+
+void vlm_norm_rope(const Rows* rows, const float* factors, const float* cos, const float* sin,
+                   int64_t half, double eps, int64_t bits) {
+    bits == 32 ? vlm::norm_rope<float>(*rows, factors, cos, sin, half, eps)
+               : vlm::norm_rope<bf16>(*rows, factors, cos, sin, half, eps);
+}
+}
