@@ -1,6 +1,9 @@
 """The CPU ops against what they replace; one run, paired.
 
     python benchmarks/kernels_cpu.py [--threads 2] [--rounds 9] [--only gated-delta,attention,...]
+        [--torch]
+
+`--torch` leaves our side to torch too, as on a machine without a C++ compiler.
 
 Sizes are those of the 49M-parameter benchmark checkpoint: hidden 512, GDN with 4 key and 8 value
 heads of 128, attention with 8 query and 2 key heads of 128, blocks of 64. In each round both sides
@@ -12,20 +15,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
 import torch.nn.functional as F
+from engine_cases import checkpoint  # First: it says where the tests' modules are.
 from kernel_case import modeling
 from kernels_cpu_step import DecodeStep
 
 from vlm_serve.kernels.causal_conv import causal_conv_prefill
+from vlm_serve.kernels.dispatch import compiled_kernels
 from vlm_serve.kernels.gated_delta import chunk_gated_delta
 from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.linear import linear, pack
@@ -179,24 +180,38 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default=",".join([*CASES, "decode"]))
+    parser.add_argument("--torch", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.set_grad_enabled(False)
     torch.manual_seed(0)
     retained = retain_freed_memory()  # For both sides, or page faults would be compared.
-    print(f"torch {torch.__version__}, {arguments.threads} threads, memory retained: {retained}\n")
-    print("| case | ours, ms | theirs, ms | theirs / ours | goal |\n|---|---|---|---|---|")
+    print(f"torch {torch.__version__}, {arguments.threads} threads, memory retained: {retained}")
+    print(f"our kernels: {'torch' if arguments.torch else 'compiled'}\n")
     chosen = arguments.only.split(",")
+    with compiled_kernels(not arguments.torch):
+        run(chosen, arguments.rounds)
+    if "decode" in chosen:
+        decode(3 * arguments.rounds, compiled=not arguments.torch)
+
+
+def decode(rounds: int, *, compiled: bool) -> None:
+    """Prints the table of decode steps."""
+    print("\n| decode step | ms | its GEMMs, ms | outside them | goal |\n|---|---|---|---|---|")
+    with checkpoint(None) as path:
+        for dtype in DTYPES:
+            for batch, context in ((1, 128), (8, 128), (8, 1024)):
+                step = DecodeStep(path, dtype, batch, context, compiled)
+                print(step.row(rounds), flush=True)
+
+
+def run(chosen: Sequence[str], rounds: int) -> None:
+    """Prints the tables of the chosen cases."""
+    print("| case | ours, ms | theirs, ms | theirs / ours | goal |\n|---|---|---|---|---|")
     for name, cases in CASES.items():
         if name in chosen:
             for case in cases():
-                print(case.row(arguments.rounds), flush=True)
-    if "decode" in chosen:
-        print("\n| decode step | ms | its GEMMs, ms | outside them | goal |\n|---|---|---|---|---|")
-        for dtype in DTYPES:
-            for batch, context in ((1, 128), (8, 128), (8, 1024)):
-                step = DecodeStep(dtype, batch, context)
-                print(step.row(short(dtype), 3 * arguments.rounds), flush=True)
+                print(case.row(rounds), flush=True)
 
 
 if __name__ == "__main__":

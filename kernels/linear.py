@@ -15,7 +15,10 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from vlm_serve.kernels import linear_compiled
 from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.dispatch import compiled_wanted
+from vlm_serve.kernels.linear_compiled import WeightRecord
 
 MIN_ROWS = 16
 MIN_COLUMNS = 16
@@ -127,6 +130,11 @@ def linear(
     """
     if (activation is not None) + (times is not None) + (plus is not None) > 1:
         raise KernelArgumentError("activation", "at most one of activation, times and plus")
+    if not deterministic and bias is None and activation in (None, "silu"):
+        own = _for_few_rows(x, weight, times, plus)
+        if own is not None:
+            silu = activation == "silu"
+            return linear_compiled.project(x, own, silu=silu, times=times, plus=plus)
     if not deterministic:
         return _product(x, weight, bias, activation, times, plus)
     rows, columns = x.shape[0], weight.shape[0]
@@ -138,6 +146,20 @@ def linear(
         weight = _with_rows(weight, MIN_COLUMNS)
         bias = None if bias is None else _with_rows(bias, MIN_COLUMNS)
     return _product(x, weight, bias, activation, times, plus)[:rows, :columns]
+
+
+def _for_few_rows(
+    x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None
+) -> WeightRecord | None:
+    """The weight for compiled code, where that is wanted and knows such inputs."""
+    if not compiled_wanted() or not 0 < x.shape[0] <= linear_compiled.MOST_ROWS:
+        return None
+    place = blocks(weight)
+    if place is None or place.depth != x.shape[1] or x.dtype != weight.dtype:
+        return None
+    if any(part is not None and part.stride(1) != 1 for part in (x, *others)):
+        return None
+    return WeightRecord(place.address, None, weight.shape[0], place.depth)
 
 
 def _with_rows(part: torch.Tensor, rows: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ namespace vlm {
 
 constexpr int BLOCK = 64;             // columns of a block
 constexpr int VECS = BLOCK / LANES;   // vectors of a block
+constexpr int64_t MOST_PRODUCT_ROWS = 64;
 constexpr int MOST_ROWS = 6;          // rows whose sums stay in registers: 24 of 32 vectors
 constexpr int AHEAD = 4096;           // bytes between what is used and what is asked for
 constexpr int64_t SLAB = 512;         // depth of a weight's part that stays in the L1/L2 cache
@@ -116,7 +117,8 @@ inline void accumulate_rows(const T* block, const T* const* x, int64_t rows, int
     }
 }
 
-// sums[r][64] = x[r] . block + bias, for up to any number of rows.
+// sums[r][64] = x[r] . block + bias, for at most MOST_PRODUCT_ROWS rows. Slabs are summed on their
+// own first: a single sum over a depth of thousands would lose a digit.
 template <typename T>
 inline void block_product(const Weight& weight, int64_t index, const T* const* x, int64_t rows,
                           float* sums) {
@@ -127,9 +129,13 @@ inline void block_product(const Weight& weight, int64_t index, const T* const* x
             bool biased = weight.bias && column < weight.columns;
             sums[r * BLOCK + c] = biased ? weight.bias[column] : 0.0f;
         }
+    float part[MOST_PRODUCT_ROWS * BLOCK];
     for (int64_t begin = 0; begin < weight.depth; begin += SLAB) {
-        int64_t end = begin + SLAB < weight.depth ? begin + SLAB : weight.depth;
-        accumulate_rows(block, x, rows, begin, end, sums);
+        const int64_t end = begin + SLAB < weight.depth ? begin + SLAB : weight.depth;
+        std::memset(part, 0, rows * BLOCK * sizeof(float));
+        accumulate_rows(block, x, rows, begin, end, part);
+        for (int64_t i = 0; i < rows * BLOCK; i += LANES)
+            store(sums + i, load(sums + i) + load(part + i));
     }
 }
 

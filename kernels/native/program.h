@@ -5,7 +5,7 @@
 
 namespace vlm {
 
-constexpr int64_t MOST_TOKENS = 64;
+constexpr int64_t MOST_TOKENS = MOST_PRODUCT_ROWS;
 constexpr int64_t MOST_QUERIES = MOST_TOKENS * 16;  // of one key head
 
 enum Kind : int64_t { GATED_DELTA = 0, ATTENTION = 1 };

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import blocks, linear, pack
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 SHAPES = [(1, 64), (37, 65), (200, 64), (48, 300), (272, 2304)]
 
 

@@ -20,7 +20,7 @@ from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.small_step_program import Program
 
 MOST_TOKENS = 64
-"""As in `native/program.h`."""
+"""As `MOST_PRODUCT_ROWS` in `native/linear.h`."""
 
 _INTEGERS = ("tokens", "sequences", "rows", "threads")
 _ADDRESSES = (

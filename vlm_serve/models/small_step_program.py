@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from vlm_serve.kernels.linear import blocks
+from vlm_serve.kernels.linear_compiled import WeightRecord
 from vlm_serve.kernels.metadata import KVLayer
 from vlm_serve.models.batch import CacheTensors
 from vlm_serve.models.layers import Attention, DecoderLayer, Experts, GatedDeltaNet, Mlp, StateLayer
@@ -26,15 +27,6 @@ class UnsupportedError(Exception):
 
 def _fields(kind: type, *names: str) -> tuple[tuple[str, type], ...]:
     return tuple((name, kind) for name in names)
-
-
-class WeightRecord(ctypes.Structure):
-    """`Weight`: a packed projection."""
-
-    _fields_ = (
-        *_fields(ctypes.c_void_p, "packed", "bias"),
-        *_fields(ctypes.c_int64, "columns", "depth"),
-    )
 
 
 class SizesRecord(ctypes.Structure):
