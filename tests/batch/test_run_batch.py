@@ -62,7 +62,7 @@ def test_the_shipped_example_is_answered(tmp_path: Path) -> None:
         assert row["error"] is None
     assert [text_of(row) for row in found[:6]] == [
         "Three.",
-        "A star.",
+        "A red star in the middle.",
         "A yellow heart.",
         "The star is red.",
         "The star is red.",
