@@ -67,6 +67,17 @@ def _load() -> ctypes.CDLL:
         raise BuildError(_reason(error)) from error
 
 
+def call(name: str, *arguments: ctypes._CArgObject | ctypes.c_int64) -> None:
+    """Calls a function of the library that returns what `guarded` in `native/guard.h` does.
+
+    Raises:
+        MemoryError: it had not enough for its work.
+        BuildError: as from `load`.
+    """
+    if getattr(load(), name)(*arguments):
+        raise MemoryError(f"{name} has not enough memory")
+
+
 def _compiler() -> str:
     wanted = os.environ.get("CXX")
     for candidate in [wanted] if wanted else ["g++", "c++", "clang++"]:

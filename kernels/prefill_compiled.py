@@ -15,7 +15,7 @@ import torch
 
 from vlm_serve.kernels.derived import derived
 from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
-from vlm_serve.kernels.native import load
+from vlm_serve.kernels.native import call
 
 _LANES = 16
 _MOST_SHARED = 16
@@ -83,7 +83,7 @@ def causal_conv_prefill(
         tails=tails.data_ptr(),
         out=out.data_ptr(),
     )
-    load().vlm_causal_conv_prefill(ctypes.byref(job), ctypes.c_int64(8 * x.itemsize))
+    call("vlm_causal_conv_prefill", ctypes.byref(job), ctypes.c_int64(8 * x.itemsize))
     return out
 
 
@@ -125,7 +125,7 @@ def chunk_gated_delta(
         states=state.data_ptr(),
         out=out.data_ptr(),
     )
-    load().vlm_chunk_gated_delta(ctypes.byref(job), ctypes.c_int64(8 * q.itemsize))
+    call("vlm_chunk_gated_delta", ctypes.byref(job), ctypes.c_int64(8 * q.itemsize))
     return out
 
 
@@ -171,7 +171,7 @@ def attention_prefill(
         v=kv.v.data_ptr(),
         out=out.data_ptr(),
     )
-    load().vlm_attention_prefill(ctypes.byref(job), ctypes.c_int64(8 * q.itemsize))
+    call("vlm_attention_prefill", ctypes.byref(job), ctypes.c_int64(8 * q.itemsize))
     return out
 
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gated_delta.h"
+#include "guard.h"
 #include "prefill_attention.h"
 
 namespace vlm {
@@ -215,16 +216,23 @@ void delta_packed(const Delta& job) {
 
 extern "C" {
 
-// `bits` is 32 for float32 inputs, 16 for bfloat16. Arguments are checked by the caller.
-void vlm_causal_conv_prefill(const vlm::Convolution* job, int64_t bits) {
-    bits == 32 ? vlm::convolve_packed<float>(*job) : vlm::convolve_packed<vlm::bf16>(*job);
+// `bits` is 32 for float32 inputs, 16 for bfloat16. Arguments are checked by the caller. All return
+// what `guarded` does.
+int64_t vlm_causal_conv_prefill(const vlm::Convolution* job, int64_t bits) {
+    return vlm::guarded([=] {
+        bits == 32 ? vlm::convolve_packed<float>(*job) : vlm::convolve_packed<vlm::bf16>(*job);
+    });
 }
 
-void vlm_attention_prefill(const vlm::PrefillAttention* job, int64_t bits) {
-    bits == 32 ? vlm::attend_packed<float>(*job) : vlm::attend_packed<vlm::bf16>(*job);
+int64_t vlm_attention_prefill(const vlm::PrefillAttention* job, int64_t bits) {
+    return vlm::guarded([=] {
+        bits == 32 ? vlm::attend_packed<float>(*job) : vlm::attend_packed<vlm::bf16>(*job);
+    });
 }
 
-void vlm_chunk_gated_delta(const vlm::Delta* job, int64_t bits) {
-    bits == 32 ? vlm::delta_packed<float>(*job) : vlm::delta_packed<vlm::bf16>(*job);
+int64_t vlm_chunk_gated_delta(const vlm::Delta* job, int64_t bits) {
+    return vlm::guarded([=] {
+        bits == 32 ? vlm::delta_packed<float>(*job) : vlm::delta_packed<vlm::bf16>(*job);
+    });
 }
 }

@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "gated_delta.h"
+#include "guard.h"
 #include "program.h"
 
 namespace vlm {
@@ -437,8 +438,11 @@ void run(const Model& model, const Step& step) {
 
 extern "C" {
 
-// Both arguments checked by the caller. `bits` is 32 for float32 weights, 16 for bfloat16.
-void vlm_small_step(const vlm::Model* model, const vlm::Step* step, int64_t bits) {
-    bits == 32 ? vlm::run<float>(*model, *step) : vlm::run<vlm::bf16>(*model, *step);
+// Both arguments checked by the caller. `bits` is 32 for float32 weights, 16 for bfloat16. Returns
+// what `guarded` does.
+int64_t vlm_small_step(const vlm::Model* model, const vlm::Step* step, int64_t bits) {
+    return vlm::guarded([=] {
+        bits == 32 ? vlm::run<float>(*model, *step) : vlm::run<vlm::bf16>(*model, *step);
+    });
 }
 }

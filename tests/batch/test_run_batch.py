@@ -63,7 +63,7 @@ def test_the_shipped_example_is_answered(tmp_path: Path) -> None:
     assert [text_of(row) for row in found[:6]] == [
         "Three.",
         "A red star in the middle.",
-        "A yellow heart.",
+        "A yellow heart in the middle.",
         "The star is red.",
         "The star is red.",
         "The heart is yellow.",

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from vlm_serve.kernels import native
+from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
 from vlm_serve.kernels.native import BuildError, load
+from vlm_serve.kernels.prefill_compiled import attention_prefill
 
 
 @pytest.fixture
@@ -104,3 +107,11 @@ def test_a_library_that_does_not_load(sources: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(native, "_build", build)
     with pytest.raises(BuildError, match=r"kernels-.*\.so"):
         load()
+
+
+def test_too_little_memory_is_an_exception() -> None:
+    """Nothing may abort the process: here the keys of a context that no machine holds."""
+    pages = torch.zeros(1, 16, 1, 16)
+    meta = PrefillMeta((0, 1), (1 << 50,), ((0,),), (-1,), (0,), ((1,),))
+    with pytest.raises(MemoryError, match="vlm_attention_prefill"):
+        attention_prefill(torch.zeros(1, 1, 16), KVLayer(pages, pages), meta, scale=1.0)

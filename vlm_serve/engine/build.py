@@ -30,6 +30,7 @@ from vlm_serve.engine.step_paths import compile_wanted, decode_graphs, graphs_wa
 from vlm_serve.engine.tier_loading import Tiers, make_tiers
 from vlm_serve.engine.tier_up import TierFetcher
 from vlm_serve.errors import ConfigError
+from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.models import Model, ModelConfig, load_model, resolve_checkpoint
 from vlm_serve.models.batch import CacheTensors
 from vlm_serve.preprocess.keys import RootFields
@@ -83,6 +84,8 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     if block_size is None:
         block_size = DEMO_BLOCK_SIZE if model in DEMO_DIRECTORIES else DEFAULT_BLOCK_SIZE
     config = replace(config, block_size=block_size)
+    if device.type == "cpu":
+        retain_freed_memory()
     loaded = load_model(path, dtype=dtype, device=device)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
     state_dtype = torch.float32 if config.state_dtype == "auto" else DTYPES[config.state_dtype]

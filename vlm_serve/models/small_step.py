@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 
 from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
-from vlm_serve.kernels.native import load
+from vlm_serve.kernels.native import call, load
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.small_step_program import Program
 
@@ -64,10 +64,8 @@ class SmallStep:
 
     def __init__(self, program: Program, dtype: torch.dtype) -> None:
         self._program = program
-        self._bits = 8 * dtype.itemsize
-        self._run = load().vlm_small_step
-        self._run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-        self._run.restype = None
+        self._bits = ctypes.c_int64(8 * dtype.itemsize)
+        load()
 
     @staticmethod
     def accepts(batch: ForwardBatch) -> bool:
@@ -90,6 +88,7 @@ class SmallStep:
 
         Raises:
             KernelArgumentError: a row or block outside of the pools, as from the kernels.
+            MemoryError: from a step whose contexts are too long for it.
         """
         sizes = self._program.record.sizes
         tokens, rows = x.shape[0], batch.logit_rows.shape[0]
@@ -111,7 +110,7 @@ class SmallStep:
             expert_ids=None if ids is None else ids.data_ptr(),
             **layout.addresses(),
         )
-        self._run(ctypes.addressof(self._program.record), ctypes.addressof(step), self._bits)
+        call("vlm_small_step", ctypes.byref(self._program.record), ctypes.byref(step), self._bits)
         return logits, ids
 
 
