@@ -1,6 +1,6 @@
 # make serve   sets up .venv from nothing and serves a model on http://127.0.0.1:8000
 # make test    sets up .venv with the development dependencies and runs every test, on up to four cores
-# make lint    ruff and mypy, as CI runs them
+# make lint    ruff, clang-format and mypy, as CI runs them
 #
 # PYTHON, MODEL, HOST, PORT and ARGS may be given: make serve MODEL=Qwen/Qwen3.5-4B ARGS="--block-size 64"
 
@@ -13,6 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 MODEL ?= demo
+CPP := $(wildcard kernels/native/*)
 
 .PHONY: serve test lint format clean
 
@@ -25,11 +26,13 @@ test: $(VENV)/installed-dev
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy --strict
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from vlm_serve.kernels import prefill_compiled
+from vlm_serve.kernels import causal_conv_compiled
 from vlm_serve.kernels.derived import derived
 from vlm_serve.kernels.dispatch import compiled_wanted
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
@@ -19,8 +19,8 @@ BLOCK = 1 << 17
 def causal_conv_prefill(
     x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta
 ) -> torch.Tensor:
-    if compiled_wanted() and prefill_compiled.knows_conv(x):
-        return prefill_compiled.causal_conv_prefill(x, weight, tails, meta)
+    if compiled_wanted() and causal_conv_compiled.knows(x):
+        return causal_conv_compiled.causal_conv_prefill(x, weight, tails, meta)
     # Negated taps, since the activation needs exp(-y) first; see `_convolve`.
     taps = derived(weight, "prefill taps", lambda w: w.float().neg().T.contiguous())
     kept = taps.shape[0] - 1

@@ -1,7 +1,8 @@
 """The one place where a backend is chosen: by the device of an op's first tensor.
 
 Each op `<op>.py` validates its arguments and calls `select(<op>_cpu.function, device)`. CPU tensors
-run that function; tensors of another device run the function of the same name and signature in the
+run that function, which hands over to `<op>_compiled` where compiled kernels are wanted and know
+such arguments; tensors of another device run the function of the same name and signature in the
 sibling module `<op>_triton`, which is imported on first use, so that a machine without Triton never
 imports it.
 """

@@ -8,10 +8,13 @@ on 1 to 8 threads), and cost no more. Everything is float32 inside.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
-from vlm_serve.kernels import rows_compiled
 from vlm_serve.kernels.dispatch import compiled_wanted
+from vlm_serve.kernels.native import load
+from vlm_serve.kernels.native_records import bits, knows_rows, rows
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
@@ -22,8 +25,10 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 def times_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """`x * sigmoid(gate)` in the dtype of x; the gate's shape broadcasts to that of x."""
     same = x.shape == gate.shape and x.dtype == gate.dtype
-    if compiled_wanted() and same and all(map(rows_compiled.knows_rows, (x, gate))):
-        return rows_compiled.times_sigmoid(x, gate)
+    if compiled_wanted() and same and all(map(knows_rows, (x, gate))):
+        out = torch.empty(x.shape, dtype=x.dtype)
+        load().vlm_times_sigmoid(ctypes.byref(rows(x, out)), ctypes.byref(rows(gate)), bits(x))
+        return out
     denominator = torch.neg(gate.float()).exp_().add_(1)
     if x.dtype == torch.float32 and denominator.shape == x.shape:
         return torch.div(x, denominator, out=denominator)

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from vlm_serve.kernels import prefill_compiled
+from vlm_serve.kernels import gated_delta_compiled
 from vlm_serve.kernels.delta_chunks_cpu import (
     EPS,
     PIECE,
@@ -34,8 +34,8 @@ def chunk_gated_delta(
     state: torch.Tensor,
     meta: PrefillMeta,
 ) -> torch.Tensor:
-    if compiled_wanted() and prefill_compiled.knows_delta(q, v, state):
-        return prefill_compiled.chunk_gated_delta(q, k, v, g, beta, state, meta)
+    if compiled_wanted() and gated_delta_compiled.knows(q, v, state):
+        return gated_delta_compiled.chunk_gated_delta(q, k, v, g, beta, state, meta)
     q_scale = inverse_norm(q).mul_(q.shape[-1] ** -0.5)
     inputs = Inputs(q, k, g, beta, q_scale, inverse_norm(k))
     out = torch.empty(v.shape, dtype=v.dtype)

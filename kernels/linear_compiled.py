@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from vlm_serve.kernels.native import load
+from vlm_serve.kernels.native_records import bits, fields
 
 MOST_ROWS = 64
 """As in `native/linear.h`."""
@@ -18,19 +19,16 @@ class WeightRecord(ctypes.Structure):
     """`Weight` of `native/linear.h`: a packed projection."""
 
     _fields_ = (
-        ("packed", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("columns", ctypes.c_int64),
-        ("depth", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "packed", "bias"),
+        *fields(ctypes.c_int64, "columns", "depth"),
     )
 
 
 class _Projection(ctypes.Structure):
     _fields_ = (
         ("weight", WeightRecord),
-        *((name, ctypes.c_int64) for name in ("rows", "x_stride", "other_stride")),
-        *((name, ctypes.c_int64) for name in ("use", "threads")),
-        *((name, ctypes.c_void_p) for name in ("x", "other", "out")),
+        *fields(ctypes.c_int64, "rows", "x_stride", "other_stride", "use", "threads"),
+        *fields(ctypes.c_void_p, "x", "other", "out"),
     )
 
 
@@ -57,5 +55,5 @@ def project(
         other=None if other is None else other.data_ptr(),
         out=out.data_ptr(),
     )
-    load().vlm_linear(ctypes.byref(job), ctypes.c_int64(8 * x.itemsize))
+    load().vlm_linear(ctypes.byref(job), bits(x))
     return out

@@ -13,9 +13,10 @@ from functools import cache
 
 import torch
 
-from vlm_serve.kernels import rows_compiled
+from vlm_serve.kernels import norms_compiled
 from vlm_serve.kernels.derived import derived
 from vlm_serve.kernels.dispatch import compiled_wanted
+from vlm_serve.kernels.native_records import knows_rows
 
 # Elements worked on at a time.
 BLOCK = 1 << 17
@@ -27,8 +28,8 @@ def rms_norm(
     if residual is not None:
         residual = x + residual
         x = residual
-    if compiled_wanted() and rows_compiled.knows_rows(x):
-        normed = rows_compiled.rms_norm(x, weight, eps)
+    if compiled_wanted() and knows_rows(x):
+        normed = norms_compiled.rms_norm(x, weight, eps)
         return normed if residual is None else (normed, residual)
     factor = centred_factor(weight)
     if x.numel() <= BLOCK:
@@ -43,8 +44,8 @@ def rms_norm(
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    if compiled_wanted() and rows_compiled.knows_rows(x) and rows_compiled.knows_rows(gate):
-        return rows_compiled.gated_rms_norm(x, gate, weight, eps)
+    if compiled_wanted() and knows_rows(x) and knows_rows(gate):
+        return norms_compiled.gated_rms_norm(x, gate, weight, eps)
     factor = derived(weight, "gated norm", lambda w: w.float() * math.sqrt(w.shape[0]))
     if x.numel() <= BLOCK:
         return _gated(x, gate, factor, eps).to(x.dtype)

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from vlm_serve.kernels import prefill_compiled
+from vlm_serve.kernels import paged_attention_compiled
 from vlm_serve.kernels.dispatch import compiled_wanted
 from vlm_serve.kernels.kv_quant import dequantise
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
@@ -30,8 +30,8 @@ MAX_KEYS = 1 << 20
 def attention_prefill(
     q: torch.Tensor, kv: KVLayer, meta: PrefillMeta, *, scale: float, deterministic: bool
 ) -> torch.Tensor:
-    if compiled_wanted() and prefill_compiled.knows_attention(q, kv):
-        return prefill_compiled.attention_prefill(q, kv, meta, scale=scale)
+    if compiled_wanted() and paged_attention_compiled.knows(q, kv):
+        return paged_attention_compiled.attention_prefill(q, kv, meta, scale=scale)
     out = torch.empty(q.shape, dtype=q.dtype)
     tables = _tables(meta)
     # Values meet probabilities in bfloat16 where the CPU multiplies that fast; scores never.

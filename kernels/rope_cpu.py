@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vlm_serve.kernels import rows_compiled
+from vlm_serve.kernels import rope_compiled
 from vlm_serve.kernels.dispatch import compiled_wanted
 from vlm_serve.kernels.norms_cpu import BLOCK, blocks, centred_factor, unit_rows
 
@@ -18,10 +18,10 @@ def qk_norm_rope(
     sin: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if compiled_wanted() and rows_compiled.knows_rope(q) and rows_compiled.knows_rope(k):
+    if compiled_wanted() and rope_compiled.knows(q) and rope_compiled.knows(k):
         cos, sin = cos.contiguous(), sin.contiguous()
-        turned = rows_compiled.norm_rope(q, q_weight, cos, sin, eps)
-        return turned, rows_compiled.norm_rope(k, k_weight, cos, sin, eps)
+        turned = rope_compiled.norm_rope(q, q_weight, cos, sin, eps)
+        return turned, rope_compiled.norm_rope(k, k_weight, cos, sin, eps)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return _norm_rotate(q, q_weight, cos, sin, eps), _norm_rotate(k, k_weight, cos, sin, eps)
 

@@ -231,21 +231,25 @@ class _Collector:
     def __init__(self, prompt: Prompt, params: SamplingParams) -> None:
         self._prompt = prompt
         self._params = params
-        self._deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        self.push = self._deltas.put
+        self._parts: list[list[Delta]] = [[] for _ in range(params.n)]
+        self._unfinished = params.n
+        self._last: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+
+    def push(self, delta: Delta) -> None:
+        """Takes a delta on the engine's thread. Whoever waits is woken by the last one only: a
+        thread that wakes up beside every step takes time from it."""
+        self._parts[delta.index].append(delta)
+        self._unfinished -= delta.finish_reason is not None
+        if delta.error is not None or not self._unfinished:
+            self._last.put(delta)
 
     def result(self) -> Output:
         """Waits for the request to end. Raises its error, if it has one."""
-        parts: list[list[Delta]] = [[] for _ in range(self._params.n)]
-        unfinished = self._params.n
-        while unfinished:
-            delta = self._deltas.get()
-            if delta.error is not None:
-                raise delta.error
-            parts[delta.index].append(delta)
-            unfinished -= delta.finish_reason is not None
-        choices = [self._choice(deltas) for deltas in parts]
-        first, last = choices[0], delta
+        last = self._last.get()
+        if last.error is not None:
+            raise last.error
+        choices = [self._choice(deltas) for deltas in self._parts]
+        first = choices[0]
         assert last.cache_report is not None
         return Output(
             text=first.text,
@@ -259,7 +263,7 @@ class _Collector:
             choices=choices,
             routed_experts=first.routed_experts,
             routed_experts_gaps=first.routed_experts_gaps,
-            prompt_logprobs=parts[0][0].prompt_logprobs,
+            prompt_logprobs=self._parts[0][0].prompt_logprobs,
         )
 
     def _choice(self, deltas: list[Delta]) -> Choice:

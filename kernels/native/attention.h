@@ -114,7 +114,8 @@ inline void fetch(const T* row, int64_t dim) {
     for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(T)) __builtin_prefetch(row + d, 0, 2);
 }
 
-// What four queries have seen so far. A row's values are in its lane and in those 4, 8 and 12 further.
+// What four queries have seen so far. A row's values are in its lane and in those 4, 8 and 12
+// further.
 struct Seen {
     Vec largest, total;
 };
@@ -173,9 +174,10 @@ struct Group {
 
 inline int64_t groups_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
 
-// Queries q [heads, rows, dim] against keys begin .. end - 1 of as many key heads: a token's keys lie
-// next to each other, and all heads take their turn before the next tile of tokens is read. `seen`
-// has room for every head's groups. Results to partials [heads, rows] and mixed [heads, rows, dim].
+// Queries q [heads, rows, dim] against keys begin .. end - 1 of as many key heads: a token's keys
+// lie next to each other, and all heads take their turn before the next tile of tokens is read.
+// `seen` has room for every head's groups. Results to partials [heads, rows] and mixed [heads,
+// rows, dim].
 template <typename T>
 void attend(const Pages<T>& pages, const T* q, int64_t heads, int64_t rows, const int64_t* visible,
             int64_t dim, int64_t begin, int64_t end, Seen* seen, Partial* partials, float* mixed) {

@@ -25,7 +25,8 @@ inline int64_t delta_scratch(const Sizes& s, int64_t tokens) {
     return tokens * (2 * s.key_dim + (shared + 1) * s.value_dim + 4);
 }
 
-// The convolution of `width` channels from `channel` on: outputs to y [n, stride], new tails stored.
+// The convolution of `width` channels from `channel` on: outputs to y [n, stride], new tails
+// stored.
 template <typename T>
 void convolve(const DeltaTask<T>& task, int64_t channel, int64_t width, float* y, int64_t stride) {
     const Sizes& s = *task.sizes;
@@ -155,14 +156,14 @@ void gated_delta_head(const DeltaTask<T>& task, int64_t head, float* scratch, fl
             gates[4 * t + 2] = sum(overlap);
         }
         const int64_t place = h * Dk * Dv;
-        const float* from = task.src < 0 ? nullptr
-                                         : layer.states + task.src * s.state_row_stride + place;
+        const float* from =
+            task.src < 0 ? nullptr : layer.states + task.src * s.state_row_stride + place;
         float* to = layer.states + task.dst * s.state_row_stride + place;
         for (int64_t c = 0; c < Dv;) {
             for (int64_t t = 0; t < n; ++t) {
                 int64_t row = task.snapshot_rows[t];
-                snapshots[t] = row < 0 ? nullptr
-                                       : layer.states + row * s.state_row_stride + place + c;
+                snapshots[t] =
+                    row < 0 ? nullptr : layer.states + row * s.state_row_stride + place + c;
             }
             const float* source = from ? from + c : nullptr;
             float* value = v + own * Dv + c;

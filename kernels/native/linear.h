@@ -1,9 +1,9 @@
 // Products of a few rows with a packed weight, read once at memory speed.
 //
-// A packed weight is oneDNN's layout for AVX-512: blocks of 64 columns (rows of the `[N, K]` weight),
-// and in a block for every k the 64 columns next to each other; in bfloat16 for every pair of k the
-// 64 pairs. Both are padded with zeros. A row's result depends on the row alone: its sum runs over
-// ascending k whatever other rows there are.
+// A packed weight is oneDNN's layout for AVX-512: blocks of 64 columns (rows of the `[N, K]`
+// weight), and in a block for every k the 64 columns next to each other; in bfloat16 for every pair
+// of k the 64 pairs. Both are padded with zeros. A row's result depends on the row alone: its sum
+// runs over ascending k whatever other rows there are.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -14,12 +14,12 @@
 
 namespace vlm {
 
-constexpr int BLOCK = 64;             // columns of a block
-constexpr int VECS = BLOCK / LANES;   // vectors of a block
+constexpr int BLOCK = 64;            // columns of a block
+constexpr int VECS = BLOCK / LANES;  // vectors of a block
 constexpr int64_t MOST_PRODUCT_ROWS = 64;
-constexpr int MOST_ROWS = 6;          // rows whose sums stay in registers: 24 of 32 vectors
-constexpr int AHEAD = 4096;           // bytes between what is used and what is asked for
-constexpr int64_t SLAB = 512;         // depth of a weight's part that stays in the L1/L2 cache
+constexpr int MOST_ROWS = 6;   // rows whose sums stay in registers: 24 of 32 vectors
+constexpr int AHEAD = 4096;    // bytes between what is used and what is asked for
+constexpr int64_t SLAB = 512;  // depth of a weight's part that stays in the L1/L2 cache
 
 struct Weight {
     const void* packed;
@@ -106,12 +106,24 @@ inline void accumulate_rows(const T* block, const T* const* x, int64_t rows, int
         const int64_t count = (rows - first + groups - group - 1) / (groups - group);
         float* own = sums + first * BLOCK;
         switch (count) {
-            case 1: accumulate<1>(block, x + first, begin, end, own); break;
-            case 2: accumulate<2>(block, x + first, begin, end, own); break;
-            case 3: accumulate<3>(block, x + first, begin, end, own); break;
-            case 4: accumulate<4>(block, x + first, begin, end, own); break;
-            case 5: accumulate<5>(block, x + first, begin, end, own); break;
-            default: accumulate<6>(block, x + first, begin, end, own); break;
+            case 1:
+                accumulate<1>(block, x + first, begin, end, own);
+                break;
+            case 2:
+                accumulate<2>(block, x + first, begin, end, own);
+                break;
+            case 3:
+                accumulate<3>(block, x + first, begin, end, own);
+                break;
+            case 4:
+                accumulate<4>(block, x + first, begin, end, own);
+                break;
+            case 5:
+                accumulate<5>(block, x + first, begin, end, own);
+                break;
+            default:
+                accumulate<6>(block, x + first, begin, end, own);
+                break;
         }
         first += count;
     }

@@ -1,4 +1,5 @@
-// What Python hands over (models/small_step.py mirrors these with ctypes): a model, once, and a step.
+// What Python hands over (models/small_step.py mirrors these with ctypes): a model, once, and a
+// step.
 #pragma once
 
 #include "linear.h"
@@ -46,21 +47,21 @@ struct Model {
     const Layer* layers;
     const float* final_norm;
     Weight head;
-    const float* inv_freq;      // [rotary_half]
-    const int32_t* rope_axis;   // [rotary_half], the row of `positions` a frequency takes
+    const float* inv_freq;     // [rotary_half]
+    const int32_t* rope_axis;  // [rotary_half], the row of `positions` a frequency takes
 };
 
 // T tokens of S sequences, a sequence's tokens next to each other and in order.
 struct Step {
     int64_t tokens, sequences, rows, threads;
-    const void* x;                 // [T, hidden] embeddings
-    const int64_t* positions;      // [3, T]
-    const int64_t* slots;          // [T], -1 for none
-    const int64_t* first_token;    // [S + 1]
-    const int64_t* start;          // [S] keys before the sequence's first token
-    const int64_t* src_rows;       // [S], -1 for the zero state
-    const int64_t* dst_rows;       // [S]
-    const int64_t* first_block;    // [S] where its table begins in `blocks`
+    const void* x;               // [T, hidden] embeddings
+    const int64_t* positions;    // [3, T]
+    const int64_t* slots;        // [T], -1 for none
+    const int64_t* first_token;  // [S + 1]
+    const int64_t* start;        // [S] keys before the sequence's first token
+    const int64_t* src_rows;     // [S], -1 for the zero state
+    const int64_t* dst_rows;     // [S]
+    const int64_t* first_block;  // [S] where its table begins in `blocks`
     const int32_t* blocks;
     const int64_t* snapshot_rows;  // [T] row that receives the state after this token, -1 for none
     const int64_t* logit_rows;     // [R] tokens

@@ -7,112 +7,26 @@
 #include "gated_delta.h"
 #include "guard.h"
 #include "program.h"
+#include "step_memory.h"
 
 namespace vlm {
 
-// Memory of a step, kept for the next one.
-class Arena {
-  public:
-    void begin() { used_ = 0; }
-
-    template <typename T>
-    T* take(int64_t count) {
-        used_ = (used_ + 63) / 64 * 64;
-        T* place = base_ ? (T*)(base_ + used_) : nullptr;
-        used_ += count * sizeof(T);
-        return place;
-    }
-
-    // True if all that was taken since `begin` lay in memory; else there is enough from now on.
-    bool settle() {
-        if (base_ && used_ <= (int64_t)size_) return true;
-        size_ = used_ + used_ / 4;
-        memory_.assign(size_ + 64, 0);
-        base_ = memory_.data() + (64 - (uintptr_t)memory_.data() % 64) % 64;
-        return false;
-    }
-
-  private:
-    std::vector<char> memory_;
-    char* base_ = nullptr;
-    size_t size_ = 0;
-    int64_t used_ = 0;
-};
-
 template <typename T>
-struct Runner {
+struct Runner : Memory<T> {
+    using Own = Memory<T>;
+    using Own::longest, Own::delta_size, Own::seen_size;
+    using Own::mixer_stride, Own::hidden_stride, Own::expert_stride, Own::wide_stride;
+    using Own::residual, Own::wide, Own::cos, Own::sin, Own::mixed, Own::delta, Own::results;
+    using Own::routing, Own::queries, Own::normed, Own::mixer_out, Own::hidden, Own::expert_hidden;
+    using Own::snapshots, Own::ids, Own::partials, Own::seen, Own::normed_stride;
+
     const Model& model;
     const Step& step;
     const Sizes& s;
     Assignment& assignment;
     int64_t tokens;  // rows that go through a stage: all tokens, at the end the logits' rows
 
-    float *residual, *wide, *cos, *sin, *mixed, *delta, *results, *routing;
-    T *queries, *normed, *mixer_out, *hidden, *expert_hidden;
-    float** snapshots;
-    int64_t* ids;
-    Partial* partials;
-    Seen* seen;
-    int64_t normed_stride, mixer_stride, hidden_stride, expert_stride, wide_stride;
-    int64_t longest, delta_size, seen_size;
-
-    void take(Arena& arena) {
-        const int64_t n = step.tokens, threads = step.threads;
-        int64_t most_parts = 0;
-        longest = 0;
-        for (int64_t i = 0; i < step.sequences; ++i) {
-            int64_t own = step.first_token[i + 1] - step.first_token[i];
-            longest = std::max(longest, own);
-            most_parts = std::max(most_parts, parts_of(step.start[i] + own));
-        }
-        int64_t in_columns = 0, mixer_depth = 0, normed_depth = model.head.depth;
-        int64_t hidden_depth = 0, expert_depth = 0;
-        for (int64_t i = 0; i < s.layers; ++i) {
-            const Layer& layer = model.layers[i];
-            in_columns = std::max(in_columns, blocks_of(layer.in_proj) * BLOCK);
-            mixer_depth = std::max(mixer_depth, layer.out_proj.depth);
-            hidden_depth = std::max(hidden_depth, layer.down.depth);
-            normed_depth = std::max(normed_depth, layer.in_proj.depth);
-            if (s.experts) expert_depth = std::max(expert_depth, layer.expert_down[0].depth);
-        }
-        normed_stride = normed_depth;
-        mixer_stride = mixer_depth;
-        hidden_stride = hidden_depth;
-        expert_stride = expert_depth;
-        wide_stride = in_columns;
-        delta_size = delta_scratch(s, longest);
-        residual = arena.take<float>(n * s.hidden);
-        wide = arena.take<float>(n * wide_stride);
-        cos = arena.take<float>(n * s.rotary_half);
-        sin = arena.take<float>(n * s.rotary_half);
-        queries = arena.take<T>(n * s.heads * s.head_dim);
-        const int64_t softmaxes = most_parts * n * s.heads;
-        partials = arena.take<Partial>(softmaxes);
-        seen_size = s.kv_heads * groups_of(longest * (s.heads / s.kv_heads));
-        seen = arena.take<Seen>(threads * seen_size);
-        mixed = arena.take<float>(softmaxes * s.head_dim);
-        delta = arena.take<float>(threads * delta_size);
-        snapshots = arena.take<float*>(threads * longest);
-        normed = arena.take<T>(n * normed_stride);
-        mixer_out = arena.take<T>(n * mixer_stride);
-        hidden = arena.take<T>(n * hidden_stride);
-        const int64_t places = n * s.top_k;
-        expert_hidden = arena.take<T>(places * expert_stride);
-        results = arena.take<float>((places + (s.experts ? n : 0)) * s.hidden);
-        routing = arena.take<float>(n * (s.experts + 1 + s.top_k));
-        ids = arena.take<int64_t>(places);
-    }
-
-    // What lies behind a row's last column meets zero weights and must not be NaN.
-    void clear_padding() {
-        std::memset(normed, 0, step.tokens * normed_stride * sizeof(T));
-        std::memset(mixer_out, 0, step.tokens * mixer_stride * sizeof(T));
-        std::memset(hidden, 0, step.tokens * hidden_stride * sizeof(T));
-        std::memset(expert_hidden, 0, step.tokens * s.top_k * expert_stride * sizeof(T));
-    }
-
     void run() {
-        tokens = step.tokens;
 #pragma omp parallel num_threads((int)step.threads)
         {
             begin();
@@ -230,8 +144,7 @@ struct Runner {
             const int64_t slot = step.slots[t];
             if (slot < 0) continue;
             const int64_t place = slot / s.block_size * s.kv_block_stride +
-                                  slot % s.block_size * s.kv_token_stride +
-                                  (head - s.heads) * dim;
+                                  slot % s.block_size * s.kv_token_stride + (head - s.heads) * dim;
             const float* v = x + s.kv_heads * dim;
             for (int64_t d = 0; d < dim; d += LANES) {
                 store((T*)layer.k_pages + place + d, load(x + d));
@@ -253,8 +166,7 @@ struct Runner {
             float out[MOST_DIM];
             merge(partials + row, mixed + row * dim, parts(sequence), step.tokens * s.heads, dim,
                   out);
-            const float* gate =
-                wide + t * wide_stride + (s.heads + 2 * s.kv_heads + head) * dim;
+            const float* gate = wide + t * wide_stride + (s.heads + 2 * s.kv_heads + head) * dim;
             for (int64_t d = 0; d < dim; d += LANES)
                 store(mixer_out + t * mixer_stride + head * dim + d,
                       load(out + d) * sigmoid(load(gate + d)));
@@ -282,7 +194,8 @@ struct Runner {
     }
 
     void attend_part(const Layer& layer, int64_t sequence, int64_t part, int64_t group) {
-        const int64_t first = step.first_token[sequence], rows = step.first_token[sequence + 1] - first;
+        const int64_t first = step.first_token[sequence],
+                      rows = step.first_token[sequence + 1] - first;
         const int64_t size = part_size(keys(sequence)), begin = part * size;
         int64_t visible[MOST_QUERIES];
         for (int64_t r = 0; r < rows * group; ++r)
@@ -295,8 +208,8 @@ struct Runner {
                        s.kv_token_stride};
         const int64_t row = first * s.heads, at = part * step.tokens * s.heads + row;
         attend(pages, queries + row * s.head_dim, s.kv_heads, rows * group, visible, s.head_dim,
-               begin, std::min(begin + size, keys(sequence)), seen + omp_get_thread_num() * seen_size,
-               partials + at, mixed + at * s.head_dim);
+               begin, std::min(begin + size, keys(sequence)),
+               seen + omp_get_thread_num() * seen_size, partials + at, mixed + at * s.head_dim);
     }
 
     // From here on only the wanted rows matter.
@@ -425,13 +338,13 @@ thread_local Assignment assignment;
 
 template <typename T>
 void run(const Model& model, const Step& step) {
-    Runner<T> runner{model, step, model.sizes, assignment};
+    Memory<T> memory;
     do {
         arena.begin();
-        runner.take(arena);
+        memory.take(arena, model, step);
     } while (!arena.settle());
-    runner.clear_padding();
-    runner.run();
+    memory.clear_padding(model.sizes, step);
+    Runner<T>{memory, model, step, model.sizes, assignment, step.tokens}.run();
 }
 
 }  // namespace vlm
@@ -441,8 +354,7 @@ extern "C" {
 // Both arguments checked by the caller. `bits` is 32 for float32 weights, 16 for bfloat16. Returns
 // what `guarded` does.
 int64_t vlm_small_step(const vlm::Model* model, const vlm::Step* step, int64_t bits) {
-    return vlm::guarded([=] {
-        bits == 32 ? vlm::run<float>(*model, *step) : vlm::run<vlm::bf16>(*model, *step);
-    });
+    return vlm::guarded(
+        [=] { bits == 32 ? vlm::run<float>(*model, *step) : vlm::run<vlm::bf16>(*model, *step); });
 }
 }

@@ -86,7 +86,8 @@ inline float sum(Vec v) {
     return v[0];
 }
 
-// Lane i holds the sum of v[i]. Every step adds halves of two vectors and keeps both results in one.
+// Lane i holds the sum of v[i]. Every step adds halves of two vectors and keeps both results in
+// one.
 inline Vec sums(const Vec* v) {
     Vec eight[8], four[4], two[2];
     for (int i = 0; i < 8; ++i)
@@ -97,8 +98,8 @@ inline Vec sums(const Vec* v) {
     for (int i = 0; i < 4; ++i)
         four[i] = __builtin_shufflevector(eight[i], eight[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9,
                                           10, 11, 24, 25, 26, 27) +
-                  __builtin_shufflevector(eight[i], eight[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13,
-                                          14, 15, 28, 29, 30, 31);
+                  __builtin_shufflevector(eight[i], eight[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12,
+                                          13, 14, 15, 28, 29, 30, 31);
     for (int i = 0; i < 2; ++i)
         two[i] = __builtin_shufflevector(four[i], four[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24,
                                          25, 12, 13, 28, 29) +

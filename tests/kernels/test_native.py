@@ -13,7 +13,7 @@ import torch
 from vlm_serve.kernels import native
 from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
 from vlm_serve.kernels.native import BuildError, load
-from vlm_serve.kernels.prefill_compiled import attention_prefill
+from vlm_serve.kernels.paged_attention_compiled import attention_prefill
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ def _positions(decodes: list[Slice], prefills: list[Slice]) -> torch.Tensor:
             # Tokens generated before a preemption, computed again as part of the prompt.
             first = max(item.start, known) + item.prompt.rope_delta
             parts.append(torch.arange(first, item.end + item.prompt.rope_delta).expand(3, -1))
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 def _decode_meta(decodes: list[Slice]) -> DecodeMeta:

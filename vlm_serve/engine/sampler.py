@@ -11,6 +11,8 @@ import torch
 
 from vlm_serve.engine.plan import PromptLogprobs, Sampled, SampleTask
 
+_FEW_LOGITS = 1 << 17
+"""So many are searched faster by one thread than by several, which torch would wake."""
 _REPORTED_AT_ONCE = 32
 """Rows of prompt log-probabilities whose softmax is in memory at once."""
 
@@ -24,13 +26,21 @@ def sample(logits: torch.Tensor, tasks: Sequence[SampleTask], rows: Sequence[int
         rows: for each task its row of `logits` (several tasks may share one).
     """
     plain = [_is_plain_greedy(task) for task in tasks]
-    best = torch.argmax(logits, dim=-1).tolist() if any(plain) else []
+    best = _best(logits) if any(plain) else []
     if all(plain):
         return [Sampled(best[row], {}) for row in rows]
     return [
         Sampled(best[row], {}) if simple else _sample_one(logits[row], task)
         for task, row, simple in zip(tasks, rows, plain, strict=True)
     ]
+
+
+def _best(logits: torch.Tensor) -> list[int]:
+    """The largest of every row, the first of equals."""
+    if logits.device.type == "cpu" and logits.numel() <= _FEW_LOGITS:
+        few: list[int] = logits.numpy().argmax(-1).tolist()
+        return few
+    return torch.argmax(logits, dim=-1).tolist()
 
 
 def _is_plain_greedy(task: SampleTask) -> bool:

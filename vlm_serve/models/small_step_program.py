@@ -10,11 +10,11 @@ import torch
 from vlm_serve.kernels.linear import blocks
 from vlm_serve.kernels.linear_compiled import WeightRecord
 from vlm_serve.kernels.metadata import KVLayer
+from vlm_serve.kernels.native_records import DTYPES, LANES, fields
 from vlm_serve.models.batch import CacheTensors
 from vlm_serve.models.layers import Attention, DecoderLayer, Experts, GatedDeltaNet, Mlp, StateLayer
 from vlm_serve.models.sizes import TextConfig
 
-_LANES = 16
 _MOST_TAPS = 9
 _MOST_SHARED = 16
 _MOST_DIM = 256
@@ -25,20 +25,16 @@ class UnsupportedError(Exception):
     """The compiled forward cannot run this model; the message says why."""
 
 
-def _fields(kind: type, *names: str) -> tuple[tuple[str, type], ...]:
-    return tuple((name, kind) for name in names)
-
-
 class SizesRecord(ctypes.Structure):
     """`Sizes`: what all layers share."""
 
     _fields_ = (
-        *_fields(ctypes.c_int64, "hidden", "vocab", "layers"),
-        *_fields(ctypes.c_int64, "heads", "kv_heads", "head_dim", "rotary_half"),
-        *_fields(ctypes.c_int64, "key_heads", "value_heads", "key_dim", "value_dim", "conv_kernel"),
-        *_fields(ctypes.c_int64, "experts", "top_k"),
-        *_fields(ctypes.c_int64, "block_size", "kv_block_stride", "kv_token_stride"),
-        *_fields(ctypes.c_int64, "conv_row_stride", "state_row_stride"),
+        *fields(ctypes.c_int64, "hidden", "vocab", "layers"),
+        *fields(ctypes.c_int64, "heads", "kv_heads", "head_dim", "rotary_half"),
+        *fields(ctypes.c_int64, "key_heads", "value_heads", "key_dim", "value_dim", "conv_kernel"),
+        *fields(ctypes.c_int64, "experts", "top_k"),
+        *fields(ctypes.c_int64, "block_size", "kv_block_stride", "kv_token_stride"),
+        *fields(ctypes.c_int64, "conv_row_stride", "state_row_stride"),
         ("eps", ctypes.c_double),
     )
 
@@ -48,12 +44,12 @@ class LayerRecord(ctypes.Structure):
 
     _fields_ = (
         ("kind", ctypes.c_int64),
-        *_fields(ctypes.c_void_p, "input_norm", "post_norm"),
-        *_fields(WeightRecord, "in_proj", "out_proj"),
-        *_fields(ctypes.c_void_p, "conv", "neg_decay", "dt_bias", "gated_norm", "tails", "states"),
-        *_fields(ctypes.c_void_p, "q_norm", "k_norm", "k_pages", "v_pages"),
-        *_fields(WeightRecord, "gate", "up", "down", "router"),
-        *_fields(ctypes.c_void_p, "expert_gate_up", "expert_down"),
+        *fields(ctypes.c_void_p, "input_norm", "post_norm"),
+        *fields(WeightRecord, "in_proj", "out_proj"),
+        *fields(ctypes.c_void_p, "conv", "neg_decay", "dt_bias", "gated_norm", "tails", "states"),
+        *fields(ctypes.c_void_p, "q_norm", "k_norm", "k_pages", "v_pages"),
+        *fields(WeightRecord, "gate", "up", "down", "router"),
+        *fields(ctypes.c_void_p, "expert_gate_up", "expert_down"),
     )
 
 
@@ -62,9 +58,9 @@ class ModelRecord(ctypes.Structure):
 
     _fields_ = (
         ("sizes", SizesRecord),
-        *_fields(ctypes.c_void_p, "layers", "final_norm"),
+        *fields(ctypes.c_void_p, "layers", "final_norm"),
         ("head", WeightRecord),
-        *_fields(ctypes.c_void_p, "inv_freq", "rope_axis"),
+        *fields(ctypes.c_void_p, "inv_freq", "rope_axis"),
     )
 
 
@@ -198,8 +194,8 @@ def _check_sizes(config: TextConfig) -> None:
         ("intermediate_size", moe.shared_intermediate_size if moe else config.intermediate_size),
         ("moe_intermediate_size", moe.intermediate_size if moe else 0),
     ):
-        if size % _LANES:
-            raise UnsupportedError(f"{name} is {size}, not a multiple of {_LANES}")
+        if size % LANES:
+            raise UnsupportedError(f"{name} is {size}, not a multiple of {LANES}")
     if config.conv_kernel > _MOST_TAPS:
         raise UnsupportedError(f"convolutions of {config.conv_kernel} taps")
     if config.head_dim > _MOST_DIM:
@@ -210,7 +206,7 @@ def _check_sizes(config: TextConfig) -> None:
 
 
 def _check_caches(caches: CacheTensors, dtype: torch.dtype) -> None:
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in DTYPES:
         raise UnsupportedError(f"weights in {dtype}")
     if caches.kv.dtype != dtype:
         raise UnsupportedError(f"KV pages in {caches.kv.dtype} beside weights in {dtype}")

@@ -3,13 +3,12 @@
 //
 // A query's keys are taken in blocks of 64 from position 0 on, whatever slice it is in, and what it
 // does not see adds nothing: its bits depend on its sequence alone.
-#pragma once
-
 #include <algorithm>
 #include <memory>
 #include <vector>
 
 #include "attention.h"
+#include "guard.h"
 
 namespace vlm {
 
@@ -25,9 +24,9 @@ struct PrefillAttention {
     void* out;  // [N, heads, head_dim], contiguous
 };
 
-// One sequence's keys and values of one head. Keys: for every block of 64 what `accumulate` takes for
-// a weight of 64 columns and depth `dim`; values: for every block and 64 dims the same with the keys
-// as depth. Both are zero where there is no key or dim.
+// One sequence's keys and values of one head. Keys: for every block of 64 what `accumulate` takes
+// for a weight of 64 columns and depth `dim`; values: for every block and 64 dims the same with the
+// keys as depth. Both are zero where there is no key or dim.
 template <typename T>
 struct PackedHead {
     int64_t keys, dim, dim_blocks;
@@ -103,7 +102,8 @@ class QueryTile {
         std::fill(totals_, totals_ + rows, 0.0f);
         for (int64_t first = 0; first < visible[rows - 1]; first += BLOCK) {
             std::fill(scores_.begin(), scores_.begin() + rows * BLOCK, 0.0f);
-            accumulate_rows(head.keys_of(first / BLOCK), query_rows_, rows, 0, dim_, scores_.data());
+            accumulate_rows(head.keys_of(first / BLOCK), query_rows_, rows, 0, dim_,
+                            scores_.data());
             for (int64_t r = 0; r < rows; ++r) weigh(r, rows, visible[r] - first, scale);
             for (int64_t b = 0; b < dim_blocks_; ++b)
                 accumulate_rows(head.values_of(first / BLOCK, b), weight_rows_, rows, 0, BLOCK,
@@ -202,10 +202,19 @@ void attend_packed(const PrefillAttention& job) {
             for (int64_t at = 0; at < tiles; ++at) {
                 // The last ones see most keys: they come first, so that threads end together.
                 const int64_t begin = first + (tiles - 1 - at) * tokens;
-                attend_tile(job, head, sequence, kv_head, begin, std::min(begin + tokens, last), tile);
+                attend_tile(job, head, sequence, kv_head, begin, std::min(begin + tokens, last),
+                            tile);
             }
         }
     }
 }
 
 }  // namespace vlm
+
+// `bits` is 32 for float32 inputs, 16 for bfloat16. Arguments are checked by the caller. Returns
+// what `guarded` does.
+extern "C" int64_t vlm_attention_prefill(const vlm::PrefillAttention* job, int64_t bits) {
+    return vlm::guarded([=] {
+        bits == 32 ? vlm::attend_packed<float>(*job) : vlm::attend_packed<vlm::bf16>(*job);
+    });
+}

@@ -1,0 +1,83 @@
+"""What compiled kernels have in common on the side of Python: the records that describe a packed
+step and rows of a tensor, as the headers in `native/` declare them."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from typing import cast
+
+import torch
+
+from vlm_serve.kernels.metadata import PrefillMeta
+
+LANES = 16
+"""Compiled code works on so many numbers at a time; a row is a whole number of them."""
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def fields(kind: type, *names: str) -> tuple[tuple[str, type], ...]:
+    """Consecutive fields of one type."""
+    return tuple((name, kind) for name in names)
+
+
+def bits(x: torch.Tensor) -> ctypes.c_int64:
+    """Which of the two dtypes it is."""
+    return ctypes.c_int64(8 * x.itemsize)
+
+
+def address(tensor: torch.Tensor) -> ctypes.c_void_p:
+    """Where a tensor lies; the caller keeps it alive."""
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+class Packed(ctypes.Structure):
+    """`Packed` of `native/packed.h`: the sequences of a prefill step."""
+
+    _fields_ = (
+        *fields(ctypes.c_int64, "sequences", "threads"),
+        *fields(ctypes.c_void_p, "offsets", "src_rows", "dst_rows", "snapshot_rows"),
+    )
+
+
+def packed(meta: PrefillMeta) -> Packed:
+    """The step's sequences; the arrays are made once per step and stay with its metadata."""
+    if "compiled" not in meta.plans:
+        snapshots = array("q", [-1]) * meta.num_tokens
+        for sequence, chunk, row in meta.snapshots:
+            snapshots[meta.chunk_ends[sequence][chunk] - 1] = row
+        rows = [array("q", values) for values in (meta.cu_seqlens, meta.src_rows, meta.dst_rows)]
+        meta.plans["compiled"] = (*rows, snapshots)
+    arrays = cast("tuple[array[int], ...]", meta.plans["compiled"])
+    addresses = (each.buffer_info()[0] for each in arrays)
+    return Packed(len(meta), torch.get_num_threads(), *addresses)
+
+
+class Rows(ctypes.Structure):
+    """`Rows` of `native/row_ops.cpp`: a tensor `[tokens, width]` or `[tokens, heads, width]`."""
+
+    _fields_ = (
+        *fields(ctypes.c_int64, "tokens", "heads", "width", "stride", "head_stride", "threads"),
+        *fields(ctypes.c_void_p, "x", "out"),
+    )
+
+
+def knows_rows(x: torch.Tensor) -> bool:
+    """Whether `rows` can describe a tensor: dense rows of whole vectors."""
+    whole = x.shape[-1] % LANES == 0 and x.stride(-1) == 1
+    return whole and x.dtype in DTYPES and x.ndim in (2, 3)
+
+
+def rows(x: torch.Tensor, out: torch.Tensor | None = None) -> Rows:
+    """A tensor's rows, and the contiguous one of its shape that receives the result."""
+    heads, head_stride = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)
+    return Rows(
+        tokens=x.shape[0],
+        heads=heads,
+        width=x.shape[-1],
+        stride=x.stride(0),
+        head_stride=head_stride,
+        threads=torch.get_num_threads(),
+        x=x.data_ptr(),
+        out=None if out is None else out.data_ptr(),
+    )
