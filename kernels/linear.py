@@ -130,11 +130,10 @@ def linear(
     """
     if (activation is not None) + (times is not None) + (plus is not None) > 1:
         raise KernelArgumentError("activation", "at most one of activation, times and plus")
-    if not deterministic and bias is None and activation in (None, "silu"):
+    if not deterministic and bias is None and activation is None:
         own = _for_few_rows(x, weight, times, plus)
         if own is not None:
-            silu = activation == "silu"
-            return linear_compiled.project(x, own, silu=silu, times=times, plus=plus)
+            return linear_compiled.project(x, own, times=times, plus=plus)
     if not deterministic:
         return _product(x, weight, bias, activation, times, plus)
     rows, columns = x.shape[0], weight.shape[0]

@@ -12,7 +12,7 @@ from vlm_serve.kernels.native_records import bits, fields
 MOST_ROWS = 64
 """As in `native/linear.h`."""
 
-_PLAIN, _SILU, _TIMES, _PLUS = range(4)
+_PLAIN, _TIMES, _PLUS = range(3)
 
 
 class WeightRecord(ctypes.Structure):
@@ -36,13 +36,12 @@ def project(
     x: torch.Tensor,
     weight: WeightRecord,
     *,
-    silu: bool = False,
     times: torch.Tensor | None = None,
     plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `linear.linear`, for up to MOST_ROWS rows as wide as the weight is deep."""
     out = x.new_empty(x.shape[0], weight.columns)
-    use = _TIMES if times is not None else _PLUS if plus is not None else _SILU if silu else _PLAIN
+    use = _TIMES if times is not None else _PLUS if plus is not None else _PLAIN
     other = plus if times is None else times
     job = _Projection(
         weight=weight,

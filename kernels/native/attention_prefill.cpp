@@ -51,27 +51,53 @@ struct PackedHead {
 
     void pack(const Pages<T>& pages, int64_t block) {
         const int64_t first = block * BLOCK, count = std::min<int64_t>(BLOCK, keys - first);
-        const int64_t words = dim * sizeof(T) / sizeof(uint32_t);
         int64_t places[BLOCK];
         pages.find(first, keys, places);
-        uint32_t* to = (uint32_t*)keys_of(block);
-        for (int64_t j = 0; j < count; ++j) {
-            const uint32_t* from = (const uint32_t*)(pages.k + places[j]);
-            for (int64_t w = 0; w < words; ++w) to[w * BLOCK + j] = from[w];
-        }
-        for (int64_t w = 0; w < words; ++w)
-            std::fill(to + w * BLOCK + count, to + (w + 1) * BLOCK, 0);
-        const int64_t group = sizeof(uint32_t) / sizeof(T);  // keys next to each other
+        pack_keys(pages, places, count, (uint32_t*)keys_of(block));
         for (int64_t b = 0; b < dim_blocks; ++b) {
             T* values = values_of(block, b);
             std::memset(values, 0, BLOCK * BLOCK * sizeof(T));
             const int64_t width = std::min<int64_t>(BLOCK, dim - b * BLOCK);
-            for (int64_t j = 0; j < count; ++j) {
-                const T* from = pages.v + places[j] + b * BLOCK;
-                T* row = values + j / group * group * BLOCK + j % group;
-                for (int64_t d = 0; d < width; ++d) row[d * group] = from[d];
-            }
+            pack_values(pages.v + b * BLOCK, places, count, width, values);
         }
+    }
+
+  private:
+    // In words of 32 bits, which are one float32 or two bfloat16 of a key.
+    void pack_keys(const Pages<T>& pages, const int64_t* places, int64_t count,
+                   uint32_t* to) const {
+        const int64_t words = dim * sizeof(T) / sizeof(uint32_t);
+        for (int64_t j = 0; j < BLOCK; j += LANES)
+            for (int64_t w = 0; w < words; w += LANES) {
+                const int64_t wide = std::min<int64_t>(LANES, words - w);
+                Bits rows[LANES] = {};
+                for (int64_t i = 0; i < LANES && j + i < count; ++i)
+                    std::memcpy(&rows[i], (const uint32_t*)(pages.k + places[j + i]) + w,
+                                wide * sizeof(uint32_t));
+                transpose(rows);
+                for (int64_t i = 0; i < wide; ++i)
+                    std::memcpy(to + (w + i) * BLOCK + j, &rows[i], sizeof rows[i]);
+            }
+    }
+
+    static void pack_values(const float* v, const int64_t* places, int64_t count, int64_t width,
+                            float* to) {
+        for (int64_t j = 0; j < count; ++j)
+            std::memcpy(to + j * BLOCK, v + places[j], width * sizeof(float));
+    }
+
+    // Two keys next to each other in every word.
+    static void pack_values(const bf16* v, const int64_t* places, int64_t count, int64_t width,
+                            bf16* to) {
+        for (int64_t j = 0; j < count; j += 2)
+            for (int64_t d = 0; d < width; d += LANES) {
+                Halves low, high{};
+                std::memcpy(&low, v + places[j] + d, sizeof low);
+                if (j + 1 < count) std::memcpy(&high, v + places[j + 1] + d, sizeof high);
+                Bits both = __builtin_convertvector(low, Bits) | __builtin_convertvector(high, Bits)
+                                                                     << 16;
+                std::memcpy(to + j * BLOCK + 2 * d, &both, sizeof both);
+            }
     }
 };
 

@@ -17,9 +17,9 @@ namespace vlm {
 constexpr int BLOCK = 64;            // columns of a block
 constexpr int VECS = BLOCK / LANES;  // vectors of a block
 constexpr int64_t MOST_PRODUCT_ROWS = 64;
-constexpr int MOST_ROWS = 6;   // rows whose sums stay in registers: 24 of 32 vectors
-constexpr int AHEAD = 4096;    // bytes between what is used and what is asked for
-constexpr int64_t SLAB = 512;  // depth of a weight's part that stays in the L1/L2 cache
+constexpr int MOST_ROWS = 6;    // rows whose sums stay in registers: 24 of 32 vectors
+constexpr int AHEAD = 4096;     // bytes between what is used and what is asked for
+constexpr int64_t SLAB = 1024;  // depth of a weight's part that stays in the L1/L2 cache
 
 struct Weight {
     const void* packed;
@@ -130,7 +130,7 @@ inline void accumulate_rows(const T* block, const T* const* x, int64_t rows, int
 }
 
 // sums[r][64] = x[r] . block + bias, for at most MOST_PRODUCT_ROWS rows. Slabs are summed on their
-// own first: a single sum over a depth of thousands would lose a digit.
+// own first, as oneDNN does: results have the bits that it gives the same rows among thousands.
 template <typename T>
 inline void block_product(const Weight& weight, int64_t index, const T* const* x, int64_t rows,
                           float* sums) {

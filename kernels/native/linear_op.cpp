@@ -3,8 +3,8 @@
 
 namespace vlm {
 
-// What follows the product: nothing, silu, a product or a sum with `other`.
-enum Use : int64_t { PLAIN = 0, SILU = 1, TIMES = 2, PLUS = 3 };
+// What follows the product: nothing, a product or a sum with `other`.
+enum Use : int64_t { PLAIN = 0, TIMES = 1, PLUS = 2 };
 
 struct Projection {
     Weight weight;
@@ -17,8 +17,6 @@ template <typename T>
 void finish(const Projection& job, int64_t row, int64_t column, int64_t count, float* sums) {
     const T* other = (const T*)job.other + row * job.other_stride + column;
     T* out = (T*)job.out + row * job.weight.columns + column;
-    if (job.use == SILU)
-        for (int64_t c = 0; c < BLOCK; c += LANES) store(sums + c, silu(load(sums + c)));
     for (int64_t c = 0; c < count; ++c) {
         if (job.use == TIMES) sums[c] *= load_one(other + c);
         if (job.use == PLUS) sums[c] += load_one(other + c);

@@ -123,6 +123,29 @@ inline float largest(Vec v) {
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
+// One step of a transposition: rows STEP apart swap the lanes whose number has that bit.
+template <int STEP>
+inline void swap_lanes(Bits* rows) {
+    for (int i = 0; i < LANES; ++i) {
+        if (i & STEP) continue;
+        Bits a = rows[i], b = rows[i + STEP], low, high;
+        for (int lane = 0; lane < LANES; ++lane) {
+            low[lane] = lane & STEP ? b[lane - STEP] : a[lane];
+            high[lane] = lane & STEP ? b[lane] : a[lane + STEP];
+        }
+        rows[i] = low;
+        rows[i + STEP] = high;
+    }
+}
+
+// 16 rows of 16 words become its columns.
+inline void transpose(Bits* rows) {
+    swap_lanes<8>(rows);
+    swap_lanes<4>(rows);
+    swap_lanes<2>(rows);
+    swap_lanes<1>(rows);
+}
+
 // e^x to within two units in the last place: 2^n times a polynomial of the rest (Cephes' expf).
 // Below the smallest normal number the result is 0, above the largest infinity; NaN stays NaN.
 inline Vec exponential(Vec x) {

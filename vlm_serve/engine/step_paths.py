@@ -79,17 +79,14 @@ def _build_early() -> None:
 
 
 def use_compiled(model: Model, caches: CacheTensors, config: EngineConfig) -> bool:
-    """Has the model use compiled kernels over these pools, and says whether it does. Whole steps of
-    few tokens are compiled too, but not beside `deterministic`: their bits are not those that the
-    ops give the same tokens in a longer step.
+    """Has the model use compiled kernels over these pools, and says whether it does.
 
     Raises:
         ConfigError: they were asked for by name and cannot be had.
     """
     try:
         model.use_compiled_kernels()
-        if not config.deterministic:
-            model.compile_small_steps(caches)
+        model.compile_small_steps(caches)
     except BuildError as error:
         if config.compiled_kernels:
             raise ConfigError(f"compiled_kernels: {error}", param="compiled_kernels") from error

@@ -31,7 +31,7 @@ from vlm_serve.models.layers import (
     mlp,
 )
 from vlm_serve.models.loading import TextLoader
-from vlm_serve.models.small_step import SmallStep
+from vlm_serve.models.small_step import SmallStep, joined
 from vlm_serve.models.small_step_program import Program
 from vlm_serve.models.vision import Grid, VisionTower
 from vlm_serve.models.weights import Weights
@@ -108,16 +108,27 @@ class Model:
         Raises whatever an op raises; the state rows written so far are then undefined.
         """
         with compiled_kernels(self._compiled):
-            return self._forward(batch, caches)
+            if caches is not self._caches or self._small_step is None:
+                return self._by_ops(batch, caches)
+            parts = self._small_step.parts(batch)
+            outputs = [
+                self._by_small_step(part, self._small_step) if small else self._by_ops(part, caches)
+                for part, small in parts
+            ]
+            return outputs[0] if len(outputs) == 1 else joined(outputs)
 
-    def _forward(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
+    def _by_small_step(self, batch: ForwardBatch, small: SmallStep) -> ForwardOutput:
+        logits, ids = small.run(batch, self._embed(batch))
+        return ForwardOutput(logits, None if ids is None else self._narrow(ids))
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self._embedding)
         for offset, embedding in batch.media:
             x[offset : offset + embedding.shape[0]] = embedding
-        small = self._small_step if caches is self._caches else None
-        if small is not None and small.accepts(batch):
-            logits, ids = small.run(batch, x)
-            return ForwardOutput(logits, None if ids is None else self._narrow(ids))
+        return x
+
+    def _by_ops(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
+        x = self._embed(batch)
         rope, eps = self.config.text.rope, self.config.text.norm_eps
         cos, sin = mrope_cos_sin(batch.positions, self._inv_freq, rope.sections)
         step = Step(
@@ -148,8 +159,9 @@ class Model:
         logits = linear(
             rms_norm(x, self._norm, eps), self._head, deterministic=batch.deterministic
         ).float()
-        ids = torch.stack(routed, dim=1) if routed and batch.capture_experts else None
-        return ForwardOutput(logits, None if ids is None else self._narrow(ids))
+        if not routed or not batch.capture_experts:
+            return ForwardOutput(logits)
+        return ForwardOutput(logits, self._narrow(torch.stack(routed, dim=1)))
 
     def encode_media(
         self, patches: torch.Tensor, grids: Sequence[Grid], deterministic: bool = False

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
+from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.native import call, load
-from vlm_serve.models.batch import ForwardBatch
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.small_step_program import Program
 
 MOST_TOKENS = 64
@@ -65,22 +67,35 @@ class SmallStep:
     def __init__(self, program: Program, dtype: torch.dtype) -> None:
         self._program = program
         self._bits = ctypes.c_int64(8 * dtype.itemsize)
+        self._takes_prefill = dtype == torch.float32
         load()
 
-    @staticmethod
-    def accepts(batch: ForwardBatch) -> bool:
-        """Whether a step is small enough. Deterministic ones are for ops whose bits are the same
-        at any number of tokens."""
-        prefill = batch.prefill
-        if batch.deterministic or batch.token_ids.shape[0] > MOST_TOKENS:
-            return False
-        return prefill is None or all(map(int.__lt__, prefill.cu_seqlens, prefill.cu_seqlens[1:]))
+    def parts(self, batch: ForwardBatch) -> list[tuple[ForwardBatch, bool]]:
+        """A step in parts, in the order of its tokens, each with whether it is for `run`.
+
+        Decode tokens always are, at most `MOST_TOKENS` at a time, so that their bits do not depend
+        on what else is in the step. Prefill slices are where the ops' results differ by float32
+        rounding alone; in bfloat16 the rest of a prompt behind a cache hit keeps the bits that the
+        ops give it in a cold run, and so do deterministic steps.
+        """
+        decodes, prefill = 0 if batch.decode is None else len(batch.decode), batch.prefill
+        tokens = batch.token_ids.shape[0]
+        small = prefill is None or (self._takes_prefill and not batch.deterministic)
+        if prefill is not None and small:
+            small = all(map(int.__lt__, prefill.cu_seqlens, prefill.cu_seqlens[1:]))
+        if small and tokens <= MOST_TOKENS:
+            return [(batch, True)]
+        starts = range(0, decodes, MOST_TOKENS)
+        cut = [(part(batch, at, min(at + MOST_TOKENS, decodes)), True) for at in starts]
+        if prefill is None:
+            return cut
+        return [*cut, (part(batch, decodes, tokens) if decodes else batch, False)]
 
     def run(self, batch: ForwardBatch, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One forward.
 
         Args:
-            batch: a step that `accepts` allows, its tensors on the host.
+            batch: a part of a step that is for it, its tensors on the host.
             x: `[T, hidden]` embeddings in the model's dtype, contiguous.
 
         Returns:
@@ -112,6 +127,44 @@ class SmallStep:
         )
         call("vlm_small_step", ctypes.byref(self._program.record), ctypes.byref(step), self._bits)
         return logits, ids
+
+
+def part(batch: ForwardBatch, first: int, last: int) -> ForwardBatch:
+    """Tokens first .. last - 1 of a step: some of its decode tokens, or all of its prefill slices.
+
+    Logit rows must be in ascending order.
+    """
+    decode, prefill = batch.decode, batch.prefill
+    if decode is not None and first < len(decode):
+        prefill = None
+        decode = DecodeMeta(
+            decode.block_tables[first:last],
+            decode.kv_lens[first:last],
+            decode.src_rows[first:last],
+            decode.dst_rows[first:last],
+            decode.snapshot_rows[first:last],
+        )
+    else:
+        decode = None
+    rows = batch.logit_rows[(batch.logit_rows >= first) & (batch.logit_rows < last)]
+    return replace(
+        batch,
+        token_ids=batch.token_ids[first:last],
+        positions=batch.positions[:, first:last],
+        slots=batch.slots[first:last],
+        decode=decode,
+        prefill=prefill,
+        media=tuple((at - first, each) for at, each in batch.media if first <= at < last),
+        logit_rows=rows - first,
+    )
+
+
+def joined(outputs: Sequence[ForwardOutput]) -> ForwardOutput:
+    """The output of a step from those of its parts."""
+    experts = [output.experts for output in outputs if output.experts is not None]
+    return ForwardOutput(
+        torch.cat([output.logits for output in outputs]), torch.cat(experts) if experts else None
+    )
 
 
 class _Layout:
