@@ -35,6 +35,13 @@ def times_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return (x / denominator).to(x.dtype)
 
 
+def silu_times(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * x` in their dtype, float32 inside; `[T, width]` of compiled code's rows."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    load().vlm_silu_times(ctypes.byref(rows(gate)), ctypes.byref(rows(x, out)), bits(x))
+    return out
+
+
 def softplus(x: torch.Tensor) -> torch.Tensor:
     """`log(1 + exp(x))` without overflow, float32."""
     x = x.float()

@@ -11,7 +11,7 @@ import ctypes
 import torch
 
 from vlm_serve.kernels.metadata import PrefillMeta
-from vlm_serve.kernels.native import call
+from vlm_serve.kernels.native import call, load
 from vlm_serve.kernels.native_records import DTYPES, LANES, Packed, bits, fields, packed
 
 
@@ -23,6 +23,39 @@ class _Delta(ctypes.Structure):
         ("state_row_stride", ctypes.c_int64),
         *fields(ctypes.c_void_p, "q", "k", "v", "g", "beta", "states", "out"),
     )
+
+
+class _Gates(ctypes.Structure):
+    _fields_ = (
+        *fields(ctypes.c_int64, "tokens", "heads", "stride", "threads"),
+        *fields(ctypes.c_void_p, "raw", "neg_decay", "dt_bias", "beta", "decay"),
+    )
+
+
+def gates(
+    raw: torch.Tensor, neg_decay: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write strength and log decay, float32 `[T, Hv]` each.
+
+    Args:
+        raw: `[T, 2 Hv]`, float32 or bfloat16, dense last dimension: b and a side by side.
+        neg_decay, dt_bias: float32 `[Hv]`.
+    """
+    tokens, heads = raw.shape[0], neg_decay.shape[0]
+    beta, decay = torch.empty(tokens, heads), torch.empty(tokens, heads)
+    job = _Gates(
+        tokens=tokens,
+        heads=heads,
+        stride=raw.stride(0),
+        threads=torch.get_num_threads(),
+        raw=raw.data_ptr(),
+        neg_decay=neg_decay.data_ptr(),
+        dt_bias=dt_bias.data_ptr(),
+        beta=beta.data_ptr(),
+        decay=decay.data_ptr(),
+    )
+    load().vlm_gates(ctypes.byref(job), bits(raw))
+    return beta, decay
 
 
 def knows(q: torch.Tensor, v: torch.Tensor, state: torch.Tensor) -> bool:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from vlm_serve.kernels import rope_cpu
+from vlm_serve.kernels import rope_compiled, rope_cpu
 from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
-from vlm_serve.kernels.dispatch import select
+from vlm_serve.kernels.dispatch import compiled_wanted, select
 
 
 def mrope_cos_sin(
@@ -37,6 +37,8 @@ def mrope_cos_sin(
     check_tensor("inv_freq", inv_freq, (None,), (torch.float32,), inv_freq.device)
     if len(sections) != 3:
         raise KernelArgumentError("sections", "expected three sizes")
+    if inv_freq.device.type == "cpu" and compiled_wanted():
+        return rope_compiled.mrope_cos_sin(positions, inv_freq, sections)
     angles = positions[0].float().unsqueeze(1) * inv_freq
     for axis in (1, 2):
         which = slice(axis, 3 * sections[axis], 3)

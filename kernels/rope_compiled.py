@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -11,6 +13,28 @@ from vlm_serve.kernels.native_records import address, bits, knows_rows, rows
 from vlm_serve.kernels.norms_compiled import centred
 
 _MOST_DIM = 256
+
+
+@cache
+def axes(half: int, sections: tuple[int, ...]) -> torch.Tensor:
+    """The row of the positions that every frequency takes, int32 `[rot / 2]`."""
+    taken = torch.zeros(half, dtype=torch.int32)
+    for axis in (1, 2):
+        taken[axis : 3 * sections[axis] : 3] = axis
+    return taken
+
+
+def mrope_cos_sin(
+    positions: torch.Tensor, inv_freq: torch.Tensor, sections: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, half = positions.shape[1], inv_freq.shape[0]
+    cos, sin = torch.empty(tokens, half), torch.empty(tokens, half)
+    positions = positions.contiguous()
+    load().vlm_rotations(
+        *(ctypes.c_int64(size) for size in (tokens, half, torch.get_num_threads())),
+        *map(address, (positions, inv_freq, axes(half, tuple(sections)), cos, sin)),
+    )
+    return cos, sin
 
 
 def knows(x: torch.Tensor) -> bool:

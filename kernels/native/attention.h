@@ -20,6 +20,16 @@ inline int64_t part_size(int64_t keys) {
 
 inline int64_t parts_of(int64_t keys) { return (keys + part_size(keys) - 1) / part_size(keys); }
 
+// Cosine and sine of one token's angles; `positions` are those of the three axes, `stride` apart.
+inline void rotations(const int64_t* positions, int64_t stride, const float* inv_freq,
+                      const int32_t* axis, int64_t half, float* cos, float* sin) {
+    for (int64_t i = 0; i < half; ++i) {
+        const float angle = (float)positions[axis[i] * stride] * inv_freq[i];
+        cos[i] = std::cos(angle);
+        sin[i] = std::sin(angle);
+    }
+}
+
 // Zero-centred norm over one head, then the rotation of its first 2 * half dims, in place.
 inline void norm_and_rotate(float* x, const float* factors, const float* cos, const float* sin,
                             int64_t dim, int64_t half, float eps) {

@@ -136,7 +136,32 @@ void delta_packed(const Delta& job) {
     }
 }
 
+// Write strength and log decay, [tokens, heads] each, from b and a side by side.
+struct Gates {
+    int64_t tokens, heads, stride, threads;
+    const void* raw;
+    const float *neg_decay, *dt_bias;
+    float *beta, *decay;
+};
+
+template <typename T>
+void gates(const Gates& job) {
+    const int threads = job.tokens < TILE ? 1 : (int)job.threads;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t t = 0; t < job.tokens; ++t)
+        for (int64_t h = 0; h < job.heads; ++h) {
+            const T* raw = (const T*)job.raw + t * job.stride + h;
+            job.beta[t * job.heads + h] = sigmoid(load_one(raw));
+            job.decay[t * job.heads + h] =
+                log_decay(load_one(raw + job.heads), job.dt_bias[h], job.neg_decay[h]);
+        }
+}
+
 }  // namespace vlm
+
+extern "C" void vlm_gates(const vlm::Gates* job, int64_t bits) {
+    bits == 32 ? vlm::gates<float>(*job) : vlm::gates<vlm::bf16>(*job);
+}
 
 // `bits` is 32 for float32 inputs, 16 for bfloat16. Arguments are checked by the caller. Returns
 // what `guarded` does.

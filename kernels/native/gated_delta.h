@@ -7,6 +7,11 @@
 
 namespace vlm {
 
+inline float log_decay(float a, float bias, float neg_decay) {
+    const float x = a + bias;
+    return neg_decay * (x > 20.0f ? x : std::log1p(std::exp(x)));
+}
+
 // Inputs and outputs of a sequence's tokens, rows `n` apart from each other by their strides.
 template <typename T>
 struct DeltaTask {
@@ -45,10 +50,11 @@ void convolve(const DeltaTask<T>& task, int64_t channel, int64_t width, float* y
         }
         for (int64_t t = 0; t < task.tokens; ++t) {
             Vec x = rounded<T>(load(task.mixed + t * task.mixed_stride + c));
-            Vec total = x * load(task.layer->conv + kept * channels + c);
+            Vec total{};
             for (int64_t j = 0; j < kept; ++j)
                 total += window[j] * load(task.layer->conv + j * channels + c);
-            store(y + t * stride + c - channel, silu(total));
+            total += x * load(task.layer->conv + kept * channels + c);
+            store(y + t * stride + c - channel, rounded<T>(silu(total)));
             for (int64_t j = 0; j + 1 < kept; ++j) window[j] = window[j + 1];
             window[kept - 1] = x;
             const int64_t rows[] = {task.snapshot_rows[t], t + 1 == task.tokens ? task.dst : -1};
@@ -146,12 +152,11 @@ void gated_delta_head(const DeltaTask<T>& task, int64_t head, float* scratch, fl
         const int64_t h = head * shared + own;
         for (int64_t t = 0; t < n; ++t) {
             const float* raw = task.mixed + t * task.mixed_stride + channels + s.value_heads * Dv;
-            const float a = raw[s.value_heads + h] + layer.dt_bias[h];
-            const float softplus = a > 20.0f ? a : std::log1p(std::exp(a));
             Vec overlap{};
             for (int64_t d = 0; d < Dk; d += LANES)
                 overlap += load(qk + 2 * t * Dk + d) * load(qk + (2 * t + 1) * Dk + d);
-            gates[4 * t] = std::exp(layer.neg_decay[h] * softplus);
+            gates[4 * t] =
+                std::exp(log_decay(raw[s.value_heads + h], layer.dt_bias[h], layer.neg_decay[h]));
             gates[4 * t + 1] = sigmoid(raw[h]);
             gates[4 * t + 2] = sum(overlap);
         }
@@ -176,7 +181,8 @@ void gated_delta_head(const DeltaTask<T>& task, int64_t head, float* scratch, fl
             }
         }
         for (int64_t t = 0; t < n; ++t) {
-            const float* o = v + t * values + own * Dv;
+            float* o = v + t * values + own * Dv;
+            for (int64_t d = 0; d < Dv; d += LANES) store(o + d, rounded<T>(load(o + d)));
             const float* z = task.mixed + t * task.mixed_stride + channels + h * Dv;
             Vec squares{};
             for (int64_t d = 0; d < Dv; d += LANES) squares += load(o + d) * load(o + d);

@@ -7,7 +7,7 @@
 namespace vlm {
 
 constexpr int64_t MOST_TOKENS = MOST_PRODUCT_ROWS;
-constexpr int64_t MOST_QUERIES = MOST_TOKENS * 16;  // of one key head
+constexpr int64_t MOST_SHARED = 16;  // query heads of a key head
 
 enum Kind : int64_t { GATED_DELTA = 0, ATTENTION = 1 };
 
@@ -53,11 +53,11 @@ struct Model {
 
 // T tokens of S sequences, a sequence's tokens next to each other and in order.
 struct Step {
-    int64_t tokens, sequences, rows, threads;
-    const void* x;               // [T, hidden] embeddings
-    const int64_t* positions;    // [3, T]
-    const int64_t* slots;        // [T], -1 for none
-    const int64_t* first_token;  // [S + 1]
+    int64_t tokens, sequences, decodes, rows, threads;  // the first sequences decode one token
+    const void* x;                                      // [T, hidden] embeddings
+    const int64_t* positions;                           // [3, T]
+    const int64_t* slots;                               // [T], -1 for none
+    const int64_t* first_token;                         // [S + 1]
     const int64_t* start;        // [S] keys before the sequence's first token
     const int64_t* src_rows;     // [S], -1 for the zero state
     const int64_t* dst_rows;     // [S]

@@ -62,6 +62,15 @@ void times_sigmoid(const Rows& rows, const Rows& gates) {
 }
 
 template <typename T>
+void silu_times(const Rows& gates, const Rows& rows) {
+    for_rows<T>(rows, [&](int64_t t, int64_t h, const T* x, T* out) {
+        const T* gate = (const T*)gates.x + t * gates.stride + h * gates.head_stride;
+        for (int64_t c = 0; c < rows.width; c += LANES)
+            store(out + c, silu(load(gate + c)) * load(x + c));
+    });
+}
+
+template <typename T>
 void norm_rope(const Rows& rows, const float* factors, const float* cos, const float* sin,
                int64_t half, float eps) {
     for_rows<T>(rows, [&](int64_t t, int64_t, const T* x, T* out) {
@@ -93,6 +102,18 @@ void vlm_gated_rms_norm(const Rows* rows, const Rows* gates, const float* factor
 
 void vlm_times_sigmoid(const Rows* rows, const Rows* gates, int64_t bits) {
     bits == 32 ? vlm::times_sigmoid<float>(*rows, *gates) : vlm::times_sigmoid<bf16>(*rows, *gates);
+}
+
+void vlm_silu_times(const Rows* gates, const Rows* rows, int64_t bits) {
+    bits == 32 ? vlm::silu_times<float>(*gates, *rows) : vlm::silu_times<bf16>(*gates, *rows);
+}
+
+void vlm_rotations(int64_t tokens, int64_t half, int64_t threads, const int64_t* positions,
+                   const float* inv_freq, const int32_t* axis, float* cos, float* sin) {
+    const int shared = tokens * half < vlm::LEAST_SHARED / 16 ? 1 : (int)threads;
+#pragma omp parallel for schedule(static) num_threads(shared)
+    for (int64_t t = 0; t < tokens; ++t)
+        vlm::rotations(positions + t, tokens, inv_freq, axis, half, cos + t * half, sin + t * half);
 }
 
 void vlm_norm_rope(const Rows* rows, const float* factors, const float* cos, const float* sin,

@@ -14,7 +14,7 @@ namespace vlm {
 template <typename T>
 struct Runner : Memory<T> {
     using Own = Memory<T>;
-    using Own::longest, Own::delta_size, Own::seen_size;
+    using Own::longest, Own::delta_size, Own::seen_size, Own::attended, Own::packed_head;
     using Own::mixer_stride, Own::hidden_stride, Own::expert_stride, Own::wide_stride;
     using Own::residual, Own::wide, Own::cos, Own::sin, Own::mixed, Own::delta, Own::results;
     using Own::routing, Own::queries, Own::normed, Own::mixer_out, Own::hidden, Own::expert_hidden;
@@ -50,12 +50,8 @@ struct Runner : Memory<T> {
         for (int64_t t = 0; t < step.tokens; ++t) {
             const T* from = (const T*)step.x + t * s.hidden;
             for (int64_t c = 0; c < s.hidden; ++c) residual[t * s.hidden + c] = load_one(from + c);
-            for (int64_t i = 0; i < s.rotary_half; ++i) {
-                int64_t position = step.positions[model.rope_axis[i] * step.tokens + t];
-                float angle = (float)position * model.inv_freq[i];
-                cos[t * s.rotary_half + i] = std::cos(angle);
-                sin[t * s.rotary_half + i] = std::sin(angle);
-            }
+            rotations(step.positions + t, step.tokens, model.inv_freq, model.rope_axis,
+                      s.rotary_half, cos + t * s.rotary_half, sin + t * s.rotary_half);
         }
     }
 
@@ -71,20 +67,23 @@ struct Runner : Memory<T> {
         }
     }
 
-    // What happens to 64 columns of a product; the last block may be narrower.
+    // What happens to 64 columns of a product, rounded as an op would store them; the last block
+    // may be narrower.
     struct Put {
         float* out;
         int64_t stride;
-        void operator()(int64_t row, int64_t column, int64_t count, const float* sums) const {
+        void operator()(int64_t row, int64_t column, int64_t count, float* sums) const {
+            for (int64_t c = 0; c < BLOCK; c += LANES) store(sums + c, rounded<T>(load(sums + c)));
             std::memcpy(out + row * stride + column, sums, count * sizeof(float));
         }
     };
     struct Add {
         float* out;
         int64_t stride;
-        void operator()(int64_t row, int64_t column, int64_t count, const float* sums) const {
+        void operator()(int64_t row, int64_t column, int64_t count, float* sums) const {
             float* to = out + row * stride + column;
-            for (int64_t c = 0; c < count; ++c) to[c] += sums[c];
+            for (int64_t c = 0; c < count; c += LANES)
+                store(to + c, rounded<T>(load(to + c) + load(sums + c)));
         }
     };
 
@@ -126,8 +125,7 @@ struct Runner : Memory<T> {
 
     void attention(const Layer& layer) {
         project(layer.in_proj, normed, normed_stride, Put{wide, wide_stride});
-        const int64_t dim = s.head_dim, group = s.heads / s.kv_heads;
-        const int64_t heads = s.heads + s.kv_heads;
+        const int64_t dim = s.head_dim, heads = s.heads + s.kv_heads;
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < tokens * heads; ++i) {
             const int64_t t = i / heads, head = i % heads;
@@ -135,9 +133,8 @@ struct Runner : Memory<T> {
             const float *c = cos + t * s.rotary_half, *n = sin + t * s.rotary_half;
             if (head < s.heads) {
                 norm_and_rotate(x, layer.q_norm, c, n, dim, s.rotary_half, (float)s.eps);
-                // Rows of one sequence and key head lie together: [S][kv_heads][n * group][dim].
                 for (int64_t d = 0; d < dim; d += LANES)
-                    store(queries + query_row(t, head) * dim + d, load(x + d));
+                    store(queries + (t * s.heads + head) * dim + d, load(x + d));
                 continue;
             }
             norm_and_rotate(x, layer.k_norm, c, n, dim, s.rotary_half, (float)s.eps);
@@ -151,21 +148,18 @@ struct Runner : Memory<T> {
                 store((T*)layer.v_pages + place + d, load(v + d));
             }
         }
-        int64_t pieces = 0;
-        for (int64_t i = 0; i < step.sequences; ++i) pieces += parts(i);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < pieces; ++i) {
-            int64_t sequence = 0, part = i;
-            while (part >= parts(sequence)) part -= parts(sequence++);
-            attend_part(layer, sequence, part, group);
-        }
+        attend_decodes(layer);
+        if (step.decodes < step.sequences) attend_prefills(layer);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < tokens * s.heads; ++i) {
             const int64_t t = i / s.heads, head = i % s.heads;
-            const int64_t row = query_row(t, head), sequence = sequence_of(t);
             float out[MOST_DIM];
-            merge(partials + row, mixed + row * dim, parts(sequence), step.tokens * s.heads, dim,
-                  out);
+            if (t < step.decodes)
+                merge(partials + i, mixed + i * dim, parts_of(step.start[t] + 1),
+                      step.decodes * s.heads, dim, out);
+            else
+                for (int64_t d = 0; d < dim; d += LANES)
+                    store(out + d, load(attended + i * dim + d));
             const float* gate = wide + t * wide_stride + (s.heads + 2 * s.kv_heads + head) * dim;
             for (int64_t d = 0; d < dim; d += LANES)
                 store(mixer_out + t * mixer_stride + head * dim + d,
@@ -173,43 +167,53 @@ struct Runner : Memory<T> {
         }
     }
 
-    int64_t sequence_of(int64_t token) const {
-        int64_t sequence = 0;
-        while (token >= step.first_token[sequence + 1]) ++sequence;
-        return sequence;
+    Pages<T> pages(const Layer& layer, int64_t sequence) const {
+        return {(const T*)layer.k_pages,
+                (const T*)layer.v_pages,
+                step.blocks + step.first_block[sequence],
+                s.block_size,
+                s.kv_block_stride,
+                s.kv_token_stride};
     }
 
-    int64_t keys(int64_t sequence) const {
-        return step.start[sequence] + step.first_token[sequence + 1] - step.first_token[sequence];
+    // A decode token is a sequence of its own: the first ones, in the order of the tokens.
+    void attend_decodes(const Layer& layer) {
+        int64_t pieces = 0;
+        for (int64_t i = 0; i < step.decodes; ++i) pieces += parts_of(step.start[i] + 1);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < pieces; ++i) {
+            int64_t token = 0, part = i;
+            while (part >= parts_of(step.start[token] + 1))
+                part -= parts_of(step.start[token++] + 1);
+            const int64_t keys = step.start[token] + 1, begin = part * part_size(keys);
+            const int64_t group = s.heads / s.kv_heads, row = token * s.heads;
+            const int64_t at = part * step.decodes * s.heads + row;
+            int64_t visible[MOST_SHARED];
+            std::fill(visible, visible + group, keys);
+            attend(pages(layer, token), queries + row * s.head_dim, s.kv_heads, group, visible,
+                   s.head_dim, begin, std::min(begin + part_size(keys), keys),
+                   seen + omp_get_thread_num() * seen_size, partials + at, mixed + at * s.head_dim);
+        }
     }
 
-    int64_t parts(int64_t sequence) const { return parts_of(keys(sequence)); }
-
-    int64_t query_row(int64_t token, int64_t head) const {
-        const int64_t sequence = sequence_of(token), group = s.heads / s.kv_heads;
-        const int64_t first = step.first_token[sequence];
-        const int64_t own = step.first_token[sequence + 1] - first;
-        return first * s.heads + head / group * own * group + (token - first) * group +
-               head % group;
-    }
-
-    void attend_part(const Layer& layer, int64_t sequence, int64_t part, int64_t group) {
-        const int64_t first = step.first_token[sequence],
-                      rows = step.first_token[sequence + 1] - first;
-        const int64_t size = part_size(keys(sequence)), begin = part * size;
-        int64_t visible[MOST_QUERIES];
-        for (int64_t r = 0; r < rows * group; ++r)
-            visible[r] = step.start[sequence] + r / group + 1;
-        Pages<T> pages{(const T*)layer.k_pages,
-                       (const T*)layer.v_pages,
-                       step.blocks + step.first_block[sequence],
-                       s.block_size,
-                       s.kv_block_stride,
-                       s.kv_token_stride};
-        const int64_t row = first * s.heads, at = part * step.tokens * s.heads + row;
-        attend(pages, queries + row * s.head_dim, s.kv_heads, rows * group, visible, s.head_dim,
-               begin, std::min(begin + size, keys(sequence)),
-               seen + omp_get_thread_num() * seen_size, partials + at, mixed + at * s.head_dim);
+    // As the op of longer prefills does it, so that a token's bits do not depend on its slice.
+    void attend_prefills(const Layer& layer) {
+        PrefillAttention job{};
+        job.heads = s.heads;
+        job.kv_heads = s.kv_heads;
+        job.head_dim = s.head_dim;
+        job.q_stride = s.heads * s.head_dim;
+        job.q_head = s.head_dim;
+        job.kv_head_stride = s.head_dim;
+        job.scale = std::pow((double)s.head_dim, -0.5);
+        job.offsets = step.first_token;
+        job.starts = step.start;
+        job.q = queries;
+        job.out = attended;
+        QueryTile<T> tile(s.head_dim);
+        for (int64_t i = step.decodes; i < step.sequences; ++i)
+            for (int64_t kv_head = 0; kv_head < s.kv_heads; ++kv_head)
+                attend_head(job, pages(layer, i), i, kv_head, packed_head, tile);
     }
 
     // From here on only the wanted rows matter.
@@ -241,8 +245,8 @@ struct Runner : Memory<T> {
         const int64_t column = block * BLOCK;
         for (int64_t r = 0; r < rows; ++r)
             for (int64_t c = 0; c < BLOCK && column + c < gate.columns; c += LANES)
-                store(out[r] + column + c,
-                      silu(load(left + r * BLOCK + c)) * load(right + r * BLOCK + c));
+                store(out[r] + column + c, silu(rounded<T>(load(left + r * BLOCK + c))) *
+                                               rounded<T>(load(right + r * BLOCK + c)));
     }
 
     void gated_hidden(const Layer& layer) {

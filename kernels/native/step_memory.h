@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "attention.h"
+#include "attention_prefill.h"
 #include "gated_delta.h"
 #include "program.h"
 
@@ -44,7 +44,7 @@ class Arena {
 template <typename T>
 struct Memory {
     float *residual, *wide, *cos, *sin, *mixed, *delta, *results, *routing;
-    T *queries, *normed, *mixer_out, *hidden, *expert_hidden;
+    T *queries, *attended, *packed_head, *normed, *mixer_out, *hidden, *expert_hidden;
     float** snapshots;
     int64_t* ids;
     Partial* partials;
@@ -55,12 +55,16 @@ struct Memory {
     void take(Arena& arena, const Model& model, const Step& step) {
         const Sizes& s = model.sizes;
         const int64_t n = step.tokens, threads = step.threads;
-        int64_t most_parts = 0;
+        int64_t most_parts = 0, packed_size = 0;
         longest = 0;
         for (int64_t i = 0; i < step.sequences; ++i) {
-            int64_t own = step.first_token[i + 1] - step.first_token[i];
+            const int64_t own = step.first_token[i + 1] - step.first_token[i];
+            const int64_t keys = step.start[i] + own;
             longest = std::max(longest, own);
-            most_parts = std::max(most_parts, parts_of(step.start[i] + own));
+            if (i < step.decodes)
+                most_parts = std::max(most_parts, parts_of(keys));
+            else
+                packed_size = std::max(packed_size, PackedHead<T>::size(keys, s.head_dim));
         }
         int64_t in_columns = 0, mixer_depth = 0, normed_depth = model.head.depth;
         int64_t hidden_depth = 0, expert_depth = 0;
@@ -83,9 +87,11 @@ struct Memory {
         cos = arena.take<float>(n * s.rotary_half);
         sin = arena.take<float>(n * s.rotary_half);
         queries = arena.take<T>(n * s.heads * s.head_dim);
-        const int64_t softmaxes = most_parts * n * s.heads;
+        attended = arena.take<T>(n * s.heads * s.head_dim);
+        packed_head = arena.take<T>(packed_size);
+        const int64_t softmaxes = most_parts * step.decodes * s.heads;
         partials = arena.take<Partial>(softmaxes);
-        seen_size = s.kv_heads * groups_of(longest * (s.heads / s.kv_heads));
+        seen_size = s.kv_heads * groups_of(s.heads / s.kv_heads);
         seen = arena.take<Seen>(threads * seen_size);
         mixed = arena.take<float>(softmaxes * s.head_dim);
         delta = arena.take<float>(threads * delta_size);

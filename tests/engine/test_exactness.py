@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_spec import CheckpointSpec
 from exactness import random_pairs
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.kernels.linear import blocks, pack
 from vlm_serve.pipeline import Pipeline
 
 
@@ -29,6 +31,18 @@ def _config(deterministic: bool, dtype: str) -> EngineConfig:
 def test_deterministic_hits_have_the_bits_of_a_cold_run(checkpoint: Path, dtype: str) -> None:
     with Pipeline(checkpoint, _config(True, dtype)) as pipe:
         pairs = list(random_pairs(pipe, 50, seed=1))
+    assert all(pair.same_bits and pair.same_tokens for pair in pairs)
+
+
+@pytest.mark.skipif(
+    blocks(pack(torch.ones(64, 64))) is None, reason="oneDNN packs in another way here"
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_kernels_give_hits_the_bits_of_a_cold_run(checkpoint: Path, dtype: str) -> None:
+    """Without asking for it: a short rest of a prompt, a long one and a decode step share code."""
+    with Pipeline(checkpoint, _config(False, dtype)) as pipe:
+        assert pipe.engine.config.compiled_kernels
+        pairs = list(random_pairs(pipe, 50, seed=3))
     assert all(pair.same_bits and pair.same_tokens for pair in pairs)
 
 

@@ -74,6 +74,7 @@ class Twins:
         self.compiled = 0
         self.drivers[1].forward = self._counting
         self.exact = dtype == torch.float32
+        self.dense = self.models[0].config.text.moe is None
 
     def _counting(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
         small = self.models[1]._small_step
@@ -102,7 +103,7 @@ class Twins:
             return
         size = float(truth.norm()) + 1e-9
         theirs, ours = ((one.float() - truth).norm() / size for one in (ops, compiled))
-        assert ours <= 1.25 * theirs + 1e-3
+        assert ours <= 1.5 * theirs + 1e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -126,7 +127,7 @@ def test_equals_the_ops(checkpoint: Path, dtype: torch.dtype) -> None:
         )
 
     twins.step(mixed)
-    assert twins.compiled == (dtype == torch.float32)
+    assert twins.compiled == twins.dense
     for turn in range(3):
         for pair in pairs:
             for one in pair:
@@ -142,7 +143,7 @@ def test_equals_the_ops(checkpoint: Path, dtype: torch.dtype) -> None:
             return driver.step(decodes, rest, all_logits=turn != 1)
 
         twins.step(decode)
-    assert twins.compiled == 3 + (dtype == torch.float32)
+    assert twins.compiled == 3 + twins.dense
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,11 +153,11 @@ def test_long_contexts(checkpoint: Path, dtype: torch.dtype) -> None:
     pair = twins.sequences(random.Random(1).choices(range(400), k=700))
     twins.step(lambda driver, side: driver.step(prefills=[(pair[side], 0, 650)], all_logits=False))
     twins.step(lambda driver, side: driver.step(prefills=[(pair[side], 650, 700)]))
-    assert twins.compiled == (dtype == torch.float32)
+    assert twins.compiled == twins.dense
     for one in pair:
         one.tokens.append(11)
     twins.step(lambda driver, side: driver.step([pair[side]]))
-    assert twins.compiled == 1 + (dtype == torch.float32)
+    assert twins.compiled == 1 + twins.dense
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -184,15 +185,23 @@ def test_company_and_threads_leave_no_trace(checkpoint: Path, threads: int) -> N
 
 def test_expert_ids(tmp_path: Path) -> None:
     twins = Twins(make_checkpoint(tmp_path, SPECS["experts"]), torch.float32)
-    pair = twins.sequences(list(range(20)))
+    pairs = [twins.sequences(list(range(n))) for n in (20, 9)]
 
     def run(driver: Driver, side: int) -> ForwardOutput:
-        return driver.step(prefills=[(pair[side], 0, 20)], all_logits=False, capture_experts=True)
+        own = [pair[side] for pair in pairs]
+        if own[0].started:
+            return driver.step(own, capture_experts=True)
+        slices = [(one, 0, len(one.tokens)) for one in own]
+        return driver.step(prefills=slices, all_logits=False, capture_experts=True)
 
-    expected, got, _ = twins.step(run)
-    assert twins.compiled == 1
-    assert got.experts is not None and expected.experts is not None
-    assert torch.equal(got.experts, expected.experts) and got.experts.dtype == torch.uint8
+    for compiled in (0, 1):
+        expected, got, _ = twins.step(run)
+        assert twins.compiled == compiled
+        assert got.experts is not None and expected.experts is not None
+        assert torch.equal(got.experts, expected.experts) and got.experts.dtype == torch.uint8
+        for pair in pairs:
+            for one in pair:
+                one.tokens.append(5)
 
 
 def test_bad_rows_and_blocks(tmp_path: Path) -> None:
@@ -210,10 +219,10 @@ def test_bad_rows_and_blocks(tmp_path: Path) -> None:
         driver.step([one])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_which_tokens_it_takes(tmp_path: Path, dtype: torch.dtype) -> None:
-    """All decode tokens, and few prefill tokens where that leaves no more than float32 rounding."""
-    model = load_model(make_checkpoint(tmp_path, SPECS["dense"]), dtype, "cpu")
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_which_tokens_it_takes(tmp_path: Path, name: str) -> None:
+    """All decode tokens; of prefills those of few tokens, but not beside experts."""
+    model = load_model(make_checkpoint(tmp_path, SPECS[name]), torch.float32, "cpu")
     driver = Driver(model, num_rows=2 * MOST_TOKENS, num_blocks=4 * MOST_TOKENS)
     model.compile_small_steps(driver.caches)
     small = model._small_step
@@ -237,7 +246,7 @@ def test_which_tokens_it_takes(tmp_path: Path, dtype: torch.dtype) -> None:
     def taken(batch: ForwardBatch) -> list[tuple[int, bool]]:
         return [(part.token_ids.shape[0], compiled) for part, compiled in small.parts(batch)]
 
-    few = dtype == torch.float32
+    few = name == "dense"
     assert taken(batches[0]) == [(MOST_TOKENS, few)]
     assert taken(batches[2]) == ([(14, True)] if few else [(5, True), (9, False)])
     assert taken(replace(batches[2], deterministic=True)) == [(5, True), (9, False)]

@@ -13,12 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
-from vlm_serve.kernels.elementwise import softplus, times_sigmoid
+from vlm_serve.kernels.dispatch import compiled_wanted
+from vlm_serve.kernels.elementwise import silu_times, softplus, times_sigmoid
 from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
+from vlm_serve.kernels.gated_delta_compiled import gates
 from vlm_serve.kernels.kv_write import write_kv
 from vlm_serve.kernels.linear import linear
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 from vlm_serve.kernels.moe import route, routed_experts
+from vlm_serve.kernels.native_records import DTYPES, LANES
 from vlm_serve.kernels.norms import gated_rms_norm
 from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
 from vlm_serve.kernels.rope import qk_norm_rope
@@ -160,6 +163,8 @@ def _gates(
     layer: GatedDeltaNet, raw: torch.Tensor, deterministic: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write strength and log decay, float32 `[T, value_heads]` each, from b and a side by side."""
+    if compiled_wanted() and raw.dtype in DTYPES:
+        return gates(raw, layer.neg_decay, layer.dt_bias)
     wide = raw.float()
     b, a = wide[:, : layer.value_heads], wide[:, layer.value_heads :] + layer.dt_bias
     if not deterministic:
@@ -261,6 +266,10 @@ def mlp(layer: Mlp, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torc
 
 
 def _gated_hidden(layer: Mlp, x: torch.Tensor, step: Step) -> torch.Tensor:
+    if compiled_wanted() and x.dtype in DTYPES and layer.gate.shape[0] % LANES == 0:
+        # Apart, since a row's bits are then the same in a compiled step of few tokens.
+        gate = linear(x, layer.gate, deterministic=step.deterministic)
+        return silu_times(gate, linear(x, layer.up, deterministic=step.deterministic))
     gate = linear(x, layer.gate, activation="silu", deterministic=step.deterministic)
     return linear(x, layer.up, times=gate, deterministic=step.deterministic)
 

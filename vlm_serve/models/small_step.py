@@ -24,7 +24,7 @@ from vlm_serve.models.small_step_program import Program
 MOST_TOKENS = 64
 """As `MOST_PRODUCT_ROWS` in `native/linear.h`."""
 
-_INTEGERS = ("tokens", "sequences", "rows", "threads")
+_INTEGERS = ("tokens", "sequences", "decodes", "rows", "threads")
 _ADDRESSES = (
     "x",
     "positions",
@@ -67,16 +67,16 @@ class SmallStep:
     def __init__(self, program: Program, dtype: torch.dtype) -> None:
         self._program = program
         self._bits = ctypes.c_int64(8 * dtype.itemsize)
-        self._takes_prefill = dtype == torch.float32
+        self._takes_prefill = not program.record.sizes.experts
         load()
 
     def parts(self, batch: ForwardBatch) -> list[tuple[ForwardBatch, bool]]:
         """A step in parts, in the order of its tokens, each with whether it is for `run`.
 
         Decode tokens always are, at most `MOST_TOKENS` at a time, so that their bits do not depend
-        on what else is in the step. Prefill slices are where the ops' results differ by float32
-        rounding alone; in bfloat16 the rest of a prompt behind a cache hit keeps the bits that the
-        ops give it in a cold run, and so do deterministic steps.
+        on what else is in the step. Prefill slices are where they get the bits that the ops give
+        them: the rest of a prompt behind a cache hit is then what it is in a cold run. Beside
+        experts they do not, and whatever is deterministic is left to the ops, which promise it.
         """
         decodes, prefill = 0 if batch.decode is None else len(batch.decode), batch.prefill
         tokens = batch.token_ids.shape[0]
@@ -115,6 +115,7 @@ class SmallStep:
         step = StepRecord(
             tokens=tokens,
             sequences=len(layout.start),
+            decodes=0 if batch.decode is None else len(batch.decode),
             rows=rows,
             threads=torch.get_num_threads(),
             x=x.data_ptr(),

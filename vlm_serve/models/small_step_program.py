@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from vlm_serve.kernels import rope_compiled
 from vlm_serve.kernels.linear import blocks
 from vlm_serve.kernels.linear_compiled import WeightRecord
 from vlm_serve.kernels.metadata import KVLayer
@@ -98,9 +99,7 @@ class Program:
         records = (LayerRecord * len(layers))(
             *(self._layer(*pair) for pair in zip(layers, cache_layers, strict=True))
         )
-        axes = torch.zeros(len(inv_freq), dtype=torch.int32)
-        for axis in (1, 2):
-            axes[axis : 3 * config.rope.sections[axis] : 3] = axis
+        axes = rope_compiled.axes(len(inv_freq), config.rope.sections)
         self._alive.extend((records, axes, inv_freq))
         self.record = ModelRecord(
             sizes=_sizes(config, caches),
