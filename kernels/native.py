@@ -53,14 +53,25 @@ def load() -> ctypes.CDLL:
         return _load()
 
 
+def built() -> bool:
+    """Whether `load` would find the library instead of building it."""
+    try:
+        return _path(_compiler()).exists()
+    except (BuildError, OSError):
+        return False
+
+
+def _path(compiler: str) -> Path:
+    return _folder() / f"kernels-{_digest(compiler).hex()[:32]}.so"
+
+
 @cache
 def _load() -> ctypes.CDLL:
     compiler = _compiler()
-    folder = _folder()
-    path = folder / f"kernels-{_digest(compiler).hex()[:32]}.so"
     try:
+        path = _path(compiler)
         if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             _build(compiler, sorted(SOURCES.glob("*.cpp")), path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:

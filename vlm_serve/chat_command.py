@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.kernels.native import built
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
@@ -24,7 +25,12 @@ def chat(
     temperature: float | None,
     report: bool,
 ) -> int:
-    """Prints the answer; returns the exit status. Raises VlmServeError for bad input."""
+    """Prints the answer; returns the exit status. Raises VlmServeError for bad input.
+
+    Kernels are used if they have been compiled: one answer is not worth the seconds that takes.
+    """
+    if config.compiled_kernels is None and not built():
+        config = dataclasses.replace(config, compiled_kernels=False)
     content: list[dict[str, Any]] = [_part("image", source) for source in images]
     content += [_part("video", source) for source in videos]
     content.append({"type": "text", "text": question})

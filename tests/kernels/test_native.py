@@ -12,7 +12,7 @@ import torch
 
 from vlm_serve.kernels import native
 from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
-from vlm_serve.kernels.native import BuildError, load
+from vlm_serve.kernels.native import BuildError, built, load
 from vlm_serve.kernels.paged_attention_compiled import attention_prefill
 
 
@@ -35,7 +35,9 @@ def kept(tmp_path: Path) -> list[Path]:
 
 
 def test_builds_once(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not built()
     assert load().answer() == 42
+    assert built()
     (library,) = kept(tmp_path)
     before = library.stat().st_mtime_ns
     native._load.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -76,6 +77,19 @@ def test_chat_answers_about_a_photograph(checkpoint: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "media_encoded: 1" in done.stderr
+
+
+def test_chat_does_not_wait_for_a_compiler(checkpoint: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "chat", "--model", str(checkpoint), "Hello", *SMALL, "--max-tokens", "2"],
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("*.so"))
 
 
 def test_chat_says_what_is_wrong(checkpoint: Path, tmp_path: Path) -> None:
