@@ -33,9 +33,7 @@ inline void rotations(const int64_t* positions, int64_t stride, const float* inv
 // Zero-centred norm over one head, then the rotation of its first 2 * half dims, in place.
 inline void norm_and_rotate(float* x, const float* factors, const float* cos, const float* sin,
                             int64_t dim, int64_t half, float eps) {
-    Vec squares{};
-    for (int64_t d = 0; d < dim; d += LANES) squares += load(x + d) * load(x + d);
-    const float scale = 1.0f / std::sqrt(sum(squares) / dim + eps);
+    const float scale = inverse_rms(x, dim, eps);
     for (int64_t d = 0; d < dim; d += LANES) store(x + d, load(x + d) * scale * load(factors + d));
     for (int64_t i = 0; i < half; ++i) {
         const float low = x[i], high = x[i + half];

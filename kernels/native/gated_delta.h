@@ -17,7 +17,7 @@ template <typename T>
 struct DeltaTask {
     const Sizes* sizes;
     const Layer* layer;
-    const float* mixed;  // [n, stride]: query, key, value, z, b, a of the in_proj
+    const float* mixed;  // [n, stride]: query, key, value, z, b, a of the in_proj, rounded to T
     int64_t mixed_stride;
     T* out;  // [n, stride]
     int64_t out_stride;
@@ -49,7 +49,7 @@ void convolve(const DeltaTask<T>& task, int64_t channel, int64_t width, float* y
             window[j] = load(lanes);
         }
         for (int64_t t = 0; t < task.tokens; ++t) {
-            Vec x = rounded<T>(load(task.mixed + t * task.mixed_stride + c));
+            Vec x = load(task.mixed + t * task.mixed_stride + c);
             Vec total{};
             for (int64_t j = 0; j < kept; ++j)
                 total += window[j] * load(task.layer->conv + j * channels + c);
@@ -184,9 +184,7 @@ void gated_delta_head(const DeltaTask<T>& task, int64_t head, float* scratch, fl
             float* o = v + t * values + own * Dv;
             for (int64_t d = 0; d < Dv; d += LANES) store(o + d, rounded<T>(load(o + d)));
             const float* z = task.mixed + t * task.mixed_stride + channels + h * Dv;
-            Vec squares{};
-            for (int64_t d = 0; d < Dv; d += LANES) squares += load(o + d) * load(o + d);
-            const float scale = 1.0f / std::sqrt(sum(squares) / Dv + (float)s.eps);
+            const float scale = inverse_rms(o, Dv, (float)s.eps);
             for (int64_t d = 0; d < Dv; d += LANES)
                 store(task.out + t * task.out_stride + h * Dv + d,
                       load(o + d) * scale * load(layer.gated_norm + d) * silu(load(z + d)));

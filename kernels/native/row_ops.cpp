@@ -27,13 +27,6 @@ void for_rows(const Rows& rows, const Each& each) {
 }
 
 template <typename T>
-inline float inverse_rms(const T* x, int64_t width, float eps) {
-    Vec squares{};
-    for (int64_t c = 0; c < width; c += LANES) squares += load(x + c) * load(x + c);
-    return 1.0f / std::sqrt(sum(squares) / width + eps);
-}
-
-template <typename T>
 void rms_norm(const Rows& rows, const float* factors, float eps) {
     for_rows<T>(rows, [&](int64_t, int64_t, const T* x, T* out) {
         const float scale = inverse_rms(x, rows.width, eps);

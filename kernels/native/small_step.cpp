@@ -59,9 +59,7 @@ struct Runner : Memory<T> {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tokens; ++t) {
             const float* x = residual + t * s.hidden;
-            Vec squares{};
-            for (int64_t c = 0; c < s.hidden; c += LANES) squares += load(x + c) * load(x + c);
-            const float scale = 1.0f / std::sqrt(sum(squares) / s.hidden + (float)s.eps);
+            const float scale = inverse_rms(x, s.hidden, (float)s.eps);
             for (int64_t c = 0; c < s.hidden; c += LANES)
                 store(normed + t * normed_stride + c, load(x + c) * scale * load(factors + c));
         }

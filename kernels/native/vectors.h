@@ -193,4 +193,12 @@ inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 inline Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
 
+// One over the root of the mean square, the same for a step of few tokens and for an op's rows.
+template <typename T>
+inline float inverse_rms(const T* x, int64_t width, float eps) {
+    Vec squares{};
+    for (int64_t c = 0; c < width; c += LANES) squares += load(x + c) * load(x + c);
+    return 1.0f / std::sqrt(sum(squares) / width + eps);
+}
+
 }  // namespace vlm
