@@ -1,10 +1,8 @@
-"""The one place where a backend is chosen: by the device of an op's first tensor.
+"""The one place where a backend is chosen.
 
-Each op `<op>.py` validates its arguments and calls `select(<op>_cpu.function, device)`. CPU tensors
-run that function, which hands over to `<op>_compiled` where compiled kernels are wanted and know
-such arguments; tensors of another device run the function of the same name and signature in the
-sibling module `<op>_triton`, which is imported on first use, so that a machine without Triton never
-imports it.
+An op's folder has its implementations side by side: `torch_cpu`, `compiled` and `triton`, each as
+far as it has one, all of the same signature. Its `__init__` declares them as an `Op`, and its
+public functions check their arguments and call that.
 """
 
 from __future__ import annotations
@@ -14,35 +12,78 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Generic, ParamSpec, TypeVar, cast
 
 import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _compiled: ContextVar[bool] = ContextVar("compiled kernels where there are any", default=False)
 _triton_everywhere: ContextVar[bool] = ContextVar("Triton kernels for CPU tensors", default=False)
 
 
-def select(cpu_function: Function, device: torch.device) -> Function:
-    """The implementation of an op for a device.
+class Op(Generic[P, R]):
+    """A computation in up to three implementations, one of which every call takes.
 
     Args:
-        cpu_function: the op's function in its `<op>_cpu` module.
-        device: where the op's tensors live.
-
-    Returns:
-        A function of the same signature.
-
-    Raises:
-        KernelArgumentError: no implementation of the op for that device.
+        torch: for CPU tensors; for those of every device if there is no Triton kernel.
+        compiled: for CPU tensors inside of a `compiled_kernels` block.
+        knows: whether the compiled implementation is for such arguments; None if it is for all.
+        triton: "module:function" for tensors of other devices. The module is imported at the first
+            such call, so that a machine without Triton never imports it.
     """
-    if device.type == "cpu" and not _triton_everywhere.get():
-        return cpu_function
-    return cast(Function, _load_triton(cpu_function.__module__, cpu_function.__name__))
+
+    __slots__ = ("_compiled", "_found", "_knows", "_torch", "triton")
+
+    def __init__(
+        self,
+        torch: Callable[P, R],
+        *,
+        compiled: Callable[P, R] | None = None,
+        knows: Callable[P, bool] | None = None,
+        triton: str | None = None,
+    ) -> None:
+        self._torch = torch
+        self._compiled = compiled
+        self._knows = knows
+        self.triton = triton
+        self._found: Callable[P, R] | None = None
+
+    def __call__(self, device: torch.device, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Computes on a device, where all tensors among the arguments live.
+
+        Raises:
+            KernelArgumentError: no implementation for that device.
+            BuildError: there is no library of compiled kernels, though they are wanted.
+        """
+        # Written for speed: a decode step at batch 1 makes some hundred of these calls.
+        if self.triton is not None and (device.type != "cpu" or _triton_everywhere.get()):
+            return (self._found or self.load_triton())(*args, **kwargs)
+        if (
+            self._compiled is not None
+            and device.type == "cpu"
+            and _compiled.get()
+            and (self._knows is None or self._knows(*args, **kwargs))
+        ):
+            return self._compiled(*args, **kwargs)
+        return self._torch(*args, **kwargs)
+
+    def load_triton(self) -> Callable[P, R]:
+        """The Triton implementation, imported if it has not been.
+
+        Raises:
+            KernelArgumentError: there is none, or Triton is not installed.
+        """
+        module, _, name = (self.triton or "").partition(":")
+        try:
+            found = cast("Callable[P, R]", getattr(importlib.import_module(module), name))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise KernelArgumentError("device", f"no Triton implementation: {error}") from error
+        self._found = found
+        return found
 
 
 @contextmanager
@@ -58,13 +99,14 @@ def triton_everywhere() -> Iterator[None]:
 
 @contextmanager
 def compiled_kernels(wanted: bool = True) -> Iterator[None]:
-    """Inside the block an op's CPU path takes compiled code where there is some for its arguments.
+    """Inside the block an op takes compiled code for CPU tensors where there is some for its
+    arguments.
 
     Args:
         wanted: False leaves everything to torch.
 
     Raises:
-        BuildError: from such an op, if `native.load` has not succeeded before.
+        BuildError: from such an op, if `native_library.load` has not succeeded before.
     """
     token = _compiled.set(wanted)
     try:
@@ -91,12 +133,3 @@ def describe(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
         return f"kernels: none for {device} (Triton is not installed)"
     return f"kernels: Triton on {device}"
-
-
-@cache
-def _load_triton(cpu_module: str, name: str) -> Callable[..., Any]:
-    module = cpu_module.removesuffix("_cpu") + "_triton"
-    try:
-        return cast(Callable[..., Any], getattr(importlib.import_module(module), name))
-    except (ImportError, AttributeError) as error:
-        raise KernelArgumentError("device", f"no Triton implementation of {name}") from error

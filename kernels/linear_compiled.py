@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from vlm_serve.kernels.native import load
+from vlm_serve.kernels.native_library import load
 from vlm_serve.kernels.native_records import bits, fields
 
 MOST_ROWS = 64

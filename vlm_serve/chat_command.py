@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.kernels.native import built
+from vlm_serve.kernels.native_library import built
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 

@@ -8,11 +8,8 @@ import pytest
 import torch
 from triton_case import TOLERANCE, assert_near, kernels, poison, prefill_case, randn
 
-from vlm_serve.kernels.causal_conv import (
-    causal_conv_decode,
-    causal_conv_prefill,
-    causal_conv_reference,
-)
+from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
+from vlm_serve.kernels.causal_conv.reference import causal_conv_reference
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlm_serve.kernels import dispatch, norms_cpu
 from vlm_serve.kernels.checks import (
     KernelArgumentError,
     check_decode_meta,
@@ -109,10 +108,3 @@ def test_tensors_are_checked_by_name() -> None:
     ):
         with pytest.raises(KernelArgumentError, match=f"x: .*{problem}"):
             check_tensor("x", tensor, (None, 3), (torch.float32,), device)
-
-
-def test_the_path_follows_the_device() -> None:
-    assert dispatch.select(norms_cpu.rms_norm, torch.device("cpu")) is norms_cpu.rms_norm
-    with pytest.raises(KernelArgumentError, match="device"):
-        dispatch.select(test_rows_may_be_updated_in_place, torch.device("meta"))
-    assert "CPU" in dispatch.describe(torch.device("cpu"))

@@ -10,12 +10,9 @@ from kernel_case import modeling, poisoned_layer, randn, same
 from triton_case import assert_near, prefill_case
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.delta_chunks_cpu import unit_lower_inverse
-from vlm_serve.kernels.gated_delta import (
-    chunk_gated_delta,
-    gated_delta_reference,
-    recurrent_gated_delta,
-)
+from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
+from vlm_serve.kernels.gated_delta.chunks_cpu import unit_lower_inverse
+from vlm_serve.kernels.gated_delta.reference import gated_delta_reference
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
 pytestmark = pytest.mark.usefixtures("cpu_path")

@@ -8,11 +8,8 @@ import pytest
 import torch
 from triton_case import assert_near, heads_of, kernels, poison, prefill_case, randn
 
-from vlm_serve.kernels.gated_delta import (
-    chunk_gated_delta,
-    gated_delta_reference,
-    recurrent_gated_delta,
-)
+from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
+from vlm_serve.kernels.gated_delta.reference import gated_delta_reference
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}

@@ -11,12 +11,8 @@ from kernel_case import modeling, randn
 from triton_case import assert_near
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.moe import (
-    pack_experts,
-    route,
-    routed_experts,
-    routed_experts_reference,
-)
+from vlm_serve.kernels.moe import pack_experts, route, routed_experts
+from vlm_serve.kernels.moe.reference import routed_experts_reference
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 5e-3, torch.bfloat16: 3e-2}

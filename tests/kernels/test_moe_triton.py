@@ -6,9 +6,10 @@ import pytest
 import torch
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn
 
-from vlm_serve.kernels import moe_triton
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.moe import route, routed_experts, routed_experts_reference
+from vlm_serve.kernels.moe import route, routed_experts
+from vlm_serve.kernels.moe import triton as moe_triton
+from vlm_serve.kernels.moe.reference import routed_experts_reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

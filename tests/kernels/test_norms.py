@@ -8,12 +8,8 @@ from kernel_case import EPS, modeling, randn
 from triton_case import assert_near
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.norms import (
-    gated_rms_norm,
-    gated_rms_norm_reference,
-    rms_norm,
-    rms_norm_reference,
-)
+from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
+from vlm_serve.kernels.norms.reference import gated_rms_norm_reference, rms_norm_reference
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlm_serve.kernels import norms_cpu, rope_cpu
-from vlm_serve.kernels.norms import (
-    gated_rms_norm,
-    gated_rms_norm_reference,
-    rms_norm,
-    rms_norm_reference,
-)
-from vlm_serve.kernels.rope import qk_norm_rope, qk_norm_rope_reference
+from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
+from vlm_serve.kernels.norms import torch_cpu as norms_cpu
+from vlm_serve.kernels.norms.reference import gated_rms_norm_reference, rms_norm_reference
+from vlm_serve.kernels.rope import qk_norm_rope
+from vlm_serve.kernels.rope import torch_cpu as rope_cpu
+from vlm_serve.kernels.rope.reference import qk_norm_rope_reference
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 

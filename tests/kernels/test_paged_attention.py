@@ -10,15 +10,12 @@ import torch.nn.functional as F
 from kernel_case import randn
 from triton_case import assert_near
 
-from vlm_serve.kernels import paged_attention_cpu
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.kv_write import write_kv
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
-from vlm_serve.kernels.paged_attention import (
-    attention_decode,
-    attention_prefill,
-    attention_reference,
-)
+from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
+from vlm_serve.kernels.paged_attention import torch_cpu as paged_attention_cpu
+from vlm_serve.kernels.paged_attention.reference import attention_reference
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 

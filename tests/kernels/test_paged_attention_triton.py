@@ -8,14 +8,11 @@ import pytest
 import torch
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, on_cpu, poison, randn
 
-from vlm_serve.kernels import paged_decode_triton
 from vlm_serve.kernels.kv_write import write_kv
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
-from vlm_serve.kernels.paged_attention import (
-    attention_decode,
-    attention_prefill,
-    attention_reference,
-)
+from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
+from vlm_serve.kernels.paged_attention import decode_triton as paged_decode_triton
+from vlm_serve.kernels.paged_attention.reference import attention_reference
 
 FORMS = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8]
 

@@ -10,7 +10,8 @@ from kernel_case import EPS, modeling, randn
 from triton_case import assert_near
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.rope import mrope_cos_sin, qk_norm_rope, qk_norm_rope_reference
+from vlm_serve.kernels.rope import mrope_cos_sin, qk_norm_rope
+from vlm_serve.kernels.rope.reference import qk_norm_rope_reference
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 

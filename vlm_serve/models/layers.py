@@ -10,13 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
 from vlm_serve.kernels.dispatch import compiled_wanted
-from vlm_serve.kernels.elementwise import silu_times, softplus, times_sigmoid
-from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
-from vlm_serve.kernels.gated_delta_compiled import gates
+from vlm_serve.kernels.elementwise import silu_times, times_sigmoid
+from vlm_serve.kernels.gated_delta import chunk_gated_delta, gates, recurrent_gated_delta
 from vlm_serve.kernels.kv_write import write_kv
 from vlm_serve.kernels.linear import linear
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
@@ -138,7 +136,7 @@ def gated_delta_net(
     channels = 2 * layer.key_heads * layer.key_dim + values
     mixed = linear(x, layer.in_proj, deterministic=deterministic)
     qkv, z, raw = torch.split_with_sizes(mixed, (channels, values, 2 * layer.value_heads), 1)
-    beta, decay = _gates(layer, raw, deterministic)
+    beta, decay = gates(raw, layer.neg_decay, layer.dt_bias, deterministic=deterministic)
     if step.prefill is None:
         core = _decode_delta(layer, qkv, decay, beta, state, step.decode)
     elif step.decode is None:
@@ -157,19 +155,6 @@ def gated_delta_net(
         core, z, residual = core[keep], z[keep], residual[keep]
     out = gated_rms_norm(core, z, layer.norm, layer.eps).flatten(1)
     return linear(out, layer.out_proj, plus=residual, deterministic=deterministic)
-
-
-def _gates(
-    layer: GatedDeltaNet, raw: torch.Tensor, deterministic: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write strength and log decay, float32 `[T, value_heads]` each, from b and a side by side."""
-    if compiled_wanted() and raw.dtype in DTYPES:
-        return gates(raw, layer.neg_decay, layer.dt_bias)
-    wide = raw.float()
-    b, a = wide[:, : layer.value_heads], wide[:, layer.value_heads :] + layer.dt_bias
-    if not deterministic:
-        return torch.sigmoid(b), layer.neg_decay * F.softplus(a)
-    return times_sigmoid(torch.ones_like(b), b), layer.neg_decay * softplus(a)
 
 
 def _split_heads(

@@ -12,7 +12,7 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.dispatch import compiled_kernels
 from vlm_serve.kernels.linear import linear
 from vlm_serve.kernels.metadata import KVLayer
-from vlm_serve.kernels.native import load
+from vlm_serve.kernels.native_library import load
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.kernels.rope import mrope_cos_sin
 from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput

@@ -17,7 +17,7 @@ import torch
 
 from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
 from vlm_serve.kernels.metadata import DecodeMeta
-from vlm_serve.kernels.native import call, load
+from vlm_serve.kernels.native_library import call, load
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.small_step_program import Program
 

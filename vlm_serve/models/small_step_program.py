@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from vlm_serve.kernels import rope_compiled
 from vlm_serve.kernels.linear import blocks
 from vlm_serve.kernels.linear_compiled import WeightRecord
 from vlm_serve.kernels.metadata import KVLayer
 from vlm_serve.kernels.native_records import DTYPES, LANES, fields
+from vlm_serve.kernels.rope import compiled as rope_compiled
 from vlm_serve.models.batch import CacheTensors
 from vlm_serve.models.layers import Attention, DecoderLayer, Experts, GatedDeltaNet, Mlp, StateLayer
 from vlm_serve.models.sizes import TextConfig

@@ -1,0 +1,45 @@
+"""Causal depthwise convolution, compiled CPU path."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from vlm_serve.kernels.derived import derived
+from vlm_serve.kernels.metadata import PrefillMeta
+from vlm_serve.kernels.native_library import call
+from vlm_serve.kernels.native_records import DTYPES, LANES, Packed, bits, fields, packed
+
+
+class _Convolution(ctypes.Structure):
+    _fields_ = (
+        ("packed", Packed),
+        *fields(ctypes.c_int64, "channels", "kernel", "x_stride", "tail_row_stride"),
+        *fields(ctypes.c_void_p, "x", "taps", "tails", "out"),
+    )
+
+
+def knows(x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta) -> bool:
+    """Whether `causal_conv_prefill` is for such inputs."""
+    return x.dtype in DTYPES and x.shape[1] % LANES == 0
+
+
+def causal_conv_prefill(
+    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta
+) -> torch.Tensor:
+    taps = derived(weight, "taps in rows", lambda w: w.float().T.contiguous())
+    out = torch.empty(x.shape, dtype=x.dtype)
+    job = _Convolution(
+        packed=packed(meta),
+        channels=x.shape[1],
+        kernel=weight.shape[1],
+        x_stride=x.stride(0),
+        tail_row_stride=tails.stride(0),
+        x=x.data_ptr(),
+        taps=taps.data_ptr(),
+        tails=tails.data_ptr(),
+        out=out.data_ptr(),
+    )
+    call("vlm_causal_conv_prefill", ctypes.byref(job), bits(x))
+    return out

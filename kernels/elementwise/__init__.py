@@ -1,0 +1,42 @@
+"""Sigmoid and SiLU whose bits depend on the element alone.
+
+torch's own run the last elements of each thread's share of a tensor through a scalar path that
+differs from the vector path in the last bit; so an element's bits depend on the size of its batch
+and on the number of threads. `exp`, `log1p` and exact operations do not (measured with torch 2.13
+on 1 to 8 threads), and cost no more. Everything is float32 inside.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vlm_serve.kernels.dispatch import Op
+from vlm_serve.kernels.elementwise import compiled, torch_cpu
+
+_times_sigmoid = Op(
+    torch_cpu.times_sigmoid, compiled=compiled.times_sigmoid, knows=compiled.knows_times_sigmoid
+)
+_silu_times = Op(
+    torch_cpu.silu_times, compiled=compiled.silu_times, knows=compiled.knows_silu_times
+)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """`x * sigmoid(x)`, in the dtype of x."""
+    return times_sigmoid(x, x)
+
+
+def times_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """`x * sigmoid(gate)` in the dtype of x; the gate's shape broadcasts to that of x."""
+    return _times_sigmoid(x.device, x, gate)
+
+
+def silu_times(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * x`, rounded once to their common dtype; both of one shape."""
+    return _silu_times(x.device, gate, x)
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """`log(1 + exp(x))` without overflow, float32."""
+    x = x.float()
+    return torch.abs(x).neg_().exp_().log1p_().add_(x.clamp(min=0))

@@ -1,0 +1,146 @@
+"""Gated delta rule over packed sequences, recurrent state kept in rows of a pool.
+
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - k_t^T exp(g_t) S_{t-1})^T,    o_t = S_t^T q_t
+
+with q and k normalised to unit length and q scaled by `Dk ** -0.5` (Yang, Kautz, Hatamizadeh 2024,
+"Gated Delta Networks"; transformers' torch_chunk_gated_delta_rule and
+torch_recurrent_gated_delta_rule). Each key head serves `Hv / Hk` consecutive value heads.
+Everything inside is float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vlm_serve.kernels.checks import (
+    FLOAT_DTYPES,
+    KernelArgumentError,
+    check_decode_meta,
+    check_prefill_meta,
+    check_tensor,
+)
+from vlm_serve.kernels.dispatch import Op
+from vlm_serve.kernels.gated_delta import compiled, torch_cpu
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+
+_TRITON = "vlm_serve.kernels.gated_delta.triton"
+_chunk = Op(
+    torch_cpu.chunk_gated_delta,
+    compiled=compiled.chunk_gated_delta,
+    knows=compiled.knows,
+    triton=f"{_TRITON}:chunk_gated_delta",
+)
+_recurrent = Op(torch_cpu.recurrent_gated_delta, triton=f"{_TRITON}:recurrent_gated_delta")
+_gates = Op(torch_cpu.gates, compiled=compiled.gates, knows=compiled.knows_gates)
+
+
+def chunk_gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    meta: PrefillMeta,
+) -> torch.Tensor:
+    """Prefill: every slice in the chunks that `meta.chunk_ends` names, each of 1 to 64 tokens.
+
+    Initial states are read straight from the source rows (zero state for -1), final states go to
+    the destination rows, and the states after the chunks in `meta.snapshots` to snapshot rows. A
+    run that
+    resumes at a chunk end gives the same bits as the unsplit one, whatever else is in the batch: a
+    chunk's arithmetic depends on its own tokens and incoming state alone. To keep that true for a
+    state pool that is not float32, the state is rounded to the pool's dtype after every chunk.
+
+    Args:
+        q, k: `[N, Hk, Dk]`, float32, bfloat16 or float16, any strides with a dense last dimension.
+        v: `[N, Hv, Dv]`, the dtype of q, likewise; `Hv` a multiple of `Hk`.
+        g: `[N, Hv]` float32, log decay (<= 0).
+        beta: `[N, Hv]` float, write strength in 0..1.
+        state: `[rows, Hv, Dk, Dv]`, float32, bfloat16 or float16, any row stride; written in place.
+        meta: the slices.
+
+    Returns:
+        `[N, Hv, Dv]` in the dtype of v, contiguous.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    _check(q, k, v, g, beta, state)
+    check_prefill_meta(meta, q.shape[0], state.shape[0])
+    return _chunk(q.device, q, k, v, g, beta, state, meta)
+
+
+def recurrent_gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    meta: DecodeMeta,
+) -> torch.Tensor:
+    """Decode: one token per sequence, one step of the recurrence each.
+
+    Args:
+        q, k, v, g, beta, state: as in `chunk_gated_delta`, with B tokens.
+        meta: the sequences' rows; a snapshot row also receives the new state.
+
+    Returns:
+        `[B, Hv, Dv]` in the dtype of v.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    _check(q, k, v, g, beta, state)
+    check_decode_meta(meta, q.shape[0], state.shape[0])
+    return _recurrent(q.device, q, k, v, g, beta, state, meta)
+
+
+def gates(
+    raw: torch.Tensor,
+    neg_decay: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write strength `sigmoid(b)` and log decay `neg_decay * softplus(a + dt_bias)`.
+
+    Args:
+        raw: `[T, 2 Hv]`, float32, bfloat16 or float16: b and a side by side, any row stride.
+        neg_decay, dt_bias: float32 `[Hv]`.
+        deterministic: an element's bits do not depend on its neighbours.
+
+    Returns:
+        (beta, g) as `chunk_gated_delta` takes them, float32 `[T, Hv]` each.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    heads = neg_decay.shape[0]
+    check_tensor("raw", raw, (None, 2 * heads), FLOAT_DTYPES, raw.device)
+    check_tensor("neg_decay", neg_decay, (heads,), (torch.float32,), raw.device)
+    check_tensor("dt_bias", dt_bias, (heads,), (torch.float32,), raw.device)
+    return _gates(raw.device, raw, neg_decay, dt_bias, deterministic=deterministic)
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> None:
+    check_tensor("q", q, (None, None, None), FLOAT_DTYPES, q.device)
+    check_tensor("k", k, q.shape, (q.dtype,), q.device)
+    tokens, key_heads, key_dim = q.shape
+    check_tensor("v", v, (tokens, None, None), (q.dtype,), q.device)
+    heads, value_dim = v.shape[1:]
+    if heads % key_heads:
+        raise KernelArgumentError("v", f"{heads} value heads for {key_heads} key heads")
+    check_tensor("g", g, (tokens, heads), (torch.float32,), q.device)
+    check_tensor("beta", beta, (tokens, heads), FLOAT_DTYPES, q.device)
+    check_tensor("state", state, (None, heads, key_dim, value_dim), FLOAT_DTYPES, q.device)
+    if not state[:1].is_contiguous():
+        raise KernelArgumentError("state", "a row must be contiguous")

@@ -1,0 +1,118 @@
+"""Gated delta rule, compiled CPU path: token by token, the state in the cache.
+
+That is no more arithmetic than chunks are, needs no triangular solve, and leaves a token's bits to
+its own sequence whatever chunks its prompt is cut into.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from vlm_serve.kernels.metadata import PrefillMeta
+from vlm_serve.kernels.native_library import call, load
+from vlm_serve.kernels.native_records import DTYPES, LANES, Packed, bits, fields, packed
+
+
+class _Delta(ctypes.Structure):
+    _fields_ = (
+        ("packed", Packed),
+        *fields(ctypes.c_int64, "key_heads", "value_heads", "key_dim", "value_dim"),
+        *fields(ctypes.c_int64, "q_stride", "q_head", "k_stride", "k_head", "v_stride", "v_head"),
+        ("state_row_stride", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "q", "k", "v", "g", "beta", "states", "out"),
+    )
+
+
+class _Gates(ctypes.Structure):
+    _fields_ = (
+        *fields(ctypes.c_int64, "tokens", "heads", "stride", "threads"),
+        *fields(ctypes.c_void_p, "raw", "neg_decay", "dt_bias", "beta", "decay"),
+    )
+
+
+def knows_gates(
+    raw: torch.Tensor,
+    neg_decay: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    deterministic: bool,
+) -> bool:
+    """Whether `gates` is for such inputs."""
+    return raw.dtype in DTYPES
+
+
+def gates(
+    raw: torch.Tensor,
+    neg_decay: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    neg_decay, dt_bias = neg_decay.contiguous(), dt_bias.contiguous()
+    tokens, heads = raw.shape[0], neg_decay.shape[0]
+    beta, decay = torch.empty(tokens, heads), torch.empty(tokens, heads)
+    job = _Gates(
+        tokens=tokens,
+        heads=heads,
+        stride=raw.stride(0),
+        threads=torch.get_num_threads(),
+        raw=raw.data_ptr(),
+        neg_decay=neg_decay.data_ptr(),
+        dt_bias=dt_bias.data_ptr(),
+        beta=beta.data_ptr(),
+        decay=decay.data_ptr(),
+    )
+    load().vlm_gates(ctypes.byref(job), bits(raw))
+    return beta, decay
+
+
+def knows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    meta: PrefillMeta,
+) -> bool:
+    """Whether `chunk_gated_delta` is for such inputs."""
+    whole = q.shape[2] % LANES == 0 and v.shape[2] % LANES == 0
+    return whole and q.dtype in DTYPES and state.dtype == torch.float32
+
+
+def chunk_gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    meta: PrefillMeta,
+) -> torch.Tensor:
+    out = torch.empty(v.shape, dtype=v.dtype)
+    g, beta = g.contiguous(), beta.float().contiguous()
+    job = _Delta(
+        packed=packed(meta),
+        key_heads=q.shape[1],
+        value_heads=v.shape[1],
+        key_dim=q.shape[2],
+        value_dim=v.shape[2],
+        q_stride=q.stride(0),
+        q_head=q.stride(1),
+        k_stride=k.stride(0),
+        k_head=k.stride(1),
+        v_stride=v.stride(0),
+        v_head=v.stride(1),
+        state_row_stride=state.stride(0),
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        g=g.data_ptr(),
+        beta=beta.data_ptr(),
+        states=state.data_ptr(),
+        out=out.data_ptr(),
+    )
+    call("vlm_chunk_gated_delta", ctypes.byref(job), bits(q))
+    return out

@@ -1,0 +1,116 @@
+"""Mixture of experts: softmax top-k router and routed expert MLPs.
+
+As in Qwen3.5-MoE (transformers' Qwen3_5MoeTopKRouter and Qwen3_5MoeExperts). The shared expert is
+an ordinary MLP and belongs to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
+from vlm_serve.kernels.dispatch import Op
+from vlm_serve.kernels.linear import pack
+from vlm_serve.kernels.moe import torch_cpu
+
+_TRITON = "vlm_serve.kernels.moe.triton"
+_route = Op(torch_cpu.route, triton=f"{_TRITON}:route")
+_experts = Op(torch_cpu.routed_experts, triton=f"{_TRITON}:routed_experts")
+
+
+def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The top_k experts of each token and their weights, which sum to 1.
+
+    Softmax in float32 over all experts, then top-k, then renormalisation.
+
+    Args:
+        logits: `[T, E]`, float32, bfloat16 or float16.
+        top_k: experts per token, 1..E.
+
+    Returns:
+        (weights `[T, top_k]` in the dtype of logits, descending; ids int64 `[T, top_k]`).
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    check_tensor("logits", logits, (None, None), FLOAT_DTYPES, logits.device)
+    if not 1 <= top_k <= logits.shape[1]:
+        raise KernelArgumentError("top_k", f"{top_k}, expected 1..{logits.shape[1]}")
+    return _route(logits.device, logits, top_k)
+
+
+def pack_experts(weight: torch.Tensor, parts: int = 1) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The experts' weights in the layout that `routed_experts` reads fastest, once, at loading.
+
+    Args:
+        weight: `[E, parts * N, K]`.
+        parts: how many projections lie below each other; 2 for gate and up.
+
+    Returns:
+        The weight itself, or, where `linear.pack` has a better layout, `E * parts` opaque weights,
+        the parts of an expert next to each other.
+    """
+    if weight.device.type != "cpu":
+        return weight
+    return tuple(pack(part) for expert in weight for part in expert.chunk(parts))
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor | Sequence[torch.Tensor],
+    down: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """`sum_j weights[t, j] * down[e] @ (silu(gate) * up)`, where `e = ids[t, j]` and
+    `gate, up = gate_up[e] @ x[t]`. The sum is taken in float32, over ascending expert ids.
+
+    Args:
+        x: `[T, H]`, float32, bfloat16 or float16.
+        weights: `[T, k]`, the dtype of x.
+        ids: int64 `[T, k]`, distinct within a token, 0..E-1.
+        gate_up: `[E, 2I, H]`, gate rows first, the dtype of x; or `pack_experts(..., parts=2)`.
+        down: `[E, H, I]`, the dtype of x; or `pack_experts(...)`.
+        deterministic: a token's bits do not depend on the other tokens.
+
+    Returns:
+        `[T, H]` in the dtype of x.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    device = x.device
+    check_tensor("x", x, (None, None), FLOAT_DTYPES, device)
+    check_tensor("weights", weights, (x.shape[0], None), (x.dtype,), device)
+    check_tensor("ids", ids, weights.shape, (torch.int64,), device)
+    _check_experts(x, gate_up, down)
+    return _experts(device, x, weights, ids, gate_up, down, deterministic=deterministic)
+
+
+def _check_experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor | Sequence[torch.Tensor],
+    down: torch.Tensor | Sequence[torch.Tensor],
+) -> None:
+    if isinstance(gate_up, torch.Tensor) != isinstance(down, torch.Tensor):
+        raise KernelArgumentError("down", "packed if and only if gate_up is")
+    if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+        check_tensor("gate_up", gate_up, (None, None, x.shape[1]), (x.dtype,), x.device)
+        experts, double = gate_up.shape[:2]
+        if double % 2:
+            raise KernelArgumentError("gate_up", f"{double} rows, expected gate and up halves")
+        check_tensor("down", down, (experts, x.shape[1], double // 2), (x.dtype,), x.device)
+        return
+    if len(gate_up) != 2 * len(down):
+        raise KernelArgumentError("gate_up", f"{len(gate_up)} parts for {len(down)} experts")
+    size = gate_up[0].shape[0]
+    for name, parts, shape in (
+        ("gate_up", gate_up, (size, x.shape[1])),
+        ("down", down, (x.shape[1], size)),
+    ):
+        if parts[0].shape != shape or parts[0].dtype != x.dtype:
+            raise KernelArgumentError(name, f"expected {list(shape)} of {x.dtype}")

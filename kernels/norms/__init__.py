@@ -1,0 +1,89 @@
+"""Root-mean-square norms of the decoder layers.
+
+Zero-centred norm and gated norm as in Qwen3.5 (transformers' Qwen3_5RMSNorm, Qwen3_5RMSNormGated):
+both reduce in float32, whatever the input.
+"""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+
+from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
+from vlm_serve.kernels.dispatch import Op
+from vlm_serve.kernels.norms import compiled, torch_cpu
+
+_TRITON = "vlm_serve.kernels.norms.triton"
+_rms_norm = Op(
+    torch_cpu.rms_norm,
+    compiled=compiled.rms_norm,
+    knows=compiled.knows,
+    triton=f"{_TRITON}:rms_norm",
+)
+_gated_rms_norm = Op(
+    torch_cpu.gated_rms_norm,
+    compiled=compiled.gated_rms_norm,
+    knows=compiled.knows_gated,
+    triton=f"{_TRITON}:gated_rms_norm",
+)
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: None = None
+) -> torch.Tensor: ...
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Zero-centred RMS norm, `y = x / rms(x) * (1 + weight)`, optionally after adding a residual.
+
+    Args:
+        x: `[..., H]`, float32, bfloat16 or float16, dense last dimension.
+        weight: `[H]`, any float dtype; 0 means a factor of 1.
+        eps: added to the mean square.
+        residual: same shape and dtype as x; the norm is then taken of `x + residual`.
+
+    Returns:
+        The normed tensor in x's dtype; with a residual the pair (normed, x + residual).
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    _check(x, weight)
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise KernelArgumentError("residual", "must have the shape and dtype of x")
+    return _rms_norm(x.device, x, weight, eps, residual)
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """`(weight * (x / rms(x))) * silu(gate)`: norm before gate, plain (not zero-centred) weight.
+
+    Args:
+        x: `[..., Dv]`, float32, bfloat16 or float16, dense last dimension.
+        gate: same shape and dtype as x.
+        weight: `[Dv]`.
+        eps: added to the mean square.
+
+    Returns:
+        Same shape and dtype as x.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    _check(x, weight)
+    if gate.shape != x.shape or gate.dtype != x.dtype:
+        raise KernelArgumentError("gate", "must have the shape and dtype of x")
+    return _gated_rms_norm(x.device, x, gate, weight, eps)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if x.dtype not in FLOAT_DTYPES:
+        raise KernelArgumentError("x", f"dtype {x.dtype}, expected a float")
+    check_tensor("weight", weight, x.shape[-1:], FLOAT_DTYPES, x.device)

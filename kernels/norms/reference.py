@@ -1,0 +1,20 @@
+"""RMS norms, oracles."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Oracle of `rms_norm` without residual, in float64, returned in float64."""
+    wide = x.double()
+    return wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (1 + weight.double())
+
+
+def gated_rms_norm_reference(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Oracle of `gated_rms_norm`, in float64, returned in float64."""
+    wide, gate = x.double(), gate.double()
+    normed = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+    return normed * weight.double() * gate / (1 + (-gate).exp())

@@ -1,0 +1,78 @@
+"""RMS norms, torch CPU path.
+
+    x / sqrt(mean(x^2) + eps) = x * sqrt(D) * rsqrt(|x|^2 + eps * D)
+
+saves a pass; the weight takes the factor sqrt(D). Rows are worked on in blocks that stay in the
+cache through all passes.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+
+from vlm_serve.kernels.derived import derived
+
+# Elements worked on at a time.
+BLOCK = 1 << 17
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    if residual is not None:
+        residual = x + residual
+        x = residual
+    factor = centred_factor(weight)
+    if x.numel() <= BLOCK:
+        normed = unit_rows(x.float(), eps).mul_(factor).to(x.dtype)
+    else:
+        normed = torch.empty(x.shape, dtype=x.dtype)
+        for part in blocks(x):
+            torch.mul(unit_rows(x[part].float(), eps), factor, out=normed[part])
+    return normed if residual is None else (normed, residual)
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    factor = derived(weight, "gated norm", lambda w: w.float() * math.sqrt(w.shape[0]))
+    if x.numel() <= BLOCK:
+        return _gated(x, gate, factor, eps).to(x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    for part in blocks(x):
+        out[part] = _gated(x[part], gate[part], factor, eps)
+    return out
+
+
+def _gated(x: torch.Tensor, gate: torch.Tensor, factor: torch.Tensor, eps: float) -> torch.Tensor:
+    gate = gate.float()
+    # Not F.silu: its bits depend on the element's place, see elementwise.
+    denominator = torch.neg(gate).exp_().add_(1)
+    return unit_rows(x.float(), eps).mul_(factor).mul_(gate).div_(denominator)
+
+
+def unit_rows(wide: torch.Tensor, eps: float) -> torch.Tensor:
+    """A new tensor: float32 rows `[..., D]` times `rsqrt(|x|^2 + eps * D)`."""
+    length: torch.Tensor = torch.linalg.vector_norm(wide, 2, -1, True)
+    scale = torch.addcmul(_floor(eps * wide.shape[-1]), length, length).rsqrt_()
+    return wide * scale
+
+
+def centred_factor(weight: torch.Tensor) -> torch.Tensor:
+    """What `unit_rows` is multiplied with for a zero-centred norm, float32 `[D]`."""
+    return derived(weight, "norm", lambda w: (w.float() + 1.0).mul_(math.sqrt(w.shape[0])))
+
+
+def blocks(x: torch.Tensor) -> list[slice]:
+    """Slices of the first dimension that cover it, of about BLOCK elements each."""
+    rows = x.shape[0]
+    size = max(1, BLOCK * rows // x.numel())
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+@cache
+def _floor(value: float) -> torch.Tensor:
+    return torch.tensor(value)

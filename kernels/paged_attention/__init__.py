@@ -1,0 +1,100 @@
+"""Causal attention over paged keys and values: packed prefill slices and single decode tokens.
+
+Softmax attention with grouped query heads (query head h reads key head `h * Hkv / Hq`). Keys and
+values are read from the pages as they are stored, this step's tokens included, so a cached token
+and a fresh one look the same to a query.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vlm_serve.kernels.checks import (
+    FLOAT_DTYPES,
+    KernelArgumentError,
+    check_block_tables,
+    check_kv_layer,
+    check_tensor,
+)
+from vlm_serve.kernels.dispatch import Op
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
+from vlm_serve.kernels.paged_attention import compiled, torch_cpu
+
+_TRITON = "vlm_serve.kernels.paged_attention.triton"
+_prefill = Op(
+    torch_cpu.attention_prefill,
+    compiled=compiled.attention_prefill,
+    knows=compiled.knows,
+    triton=f"{_TRITON}:attention_prefill",
+)
+_decode = Op(torch_cpu.attention_decode, triton=f"{_TRITON}:attention_decode")
+
+
+def attention_prefill(
+    q: torch.Tensor,
+    kv: KVLayer,
+    meta: PrefillMeta,
+    *,
+    scale: float,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """Queries of each slice against its cached prefix and, causally, the slice itself.
+
+    Args:
+        q: `[N, Hq, D]`, float32, bfloat16 or float16, dense last dimension; `Hq` a multiple of
+            `Hkv`.
+        kv: the layer's pages, already holding this step's keys and values.
+        meta: slices, their absolute starts and block tables.
+        scale: factor on the scores, usually `D ** -0.5`.
+        deterministic: a query's bits depend on its sequence alone, not on where the slice starts or
+            what else is in the batch.
+
+    Returns:
+        `[N, Hq, D]` in the dtype of q, contiguous.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    _check(q, kv)
+    if len(meta.cu_seqlens) != len(meta) + 1 or meta.num_tokens != q.shape[0]:
+        raise KernelArgumentError("meta.cu_seqlens", f"must end at {q.shape[0]}")
+    lengths = [
+        start + end - begin
+        for start, begin, end in zip(
+            meta.starts, meta.cu_seqlens, meta.cu_seqlens[1:], strict=False
+        )
+    ]
+    check_block_tables(meta, lengths, kv.k.shape[0], kv.k.shape[1])
+    return _prefill(q.device, q, kv, meta, scale=scale, deterministic=deterministic)
+
+
+def attention_decode(
+    q: torch.Tensor, kv: KVLayer, meta: DecodeMeta, *, scale: float
+) -> torch.Tensor:
+    """One query per sequence against its `kv_lens` keys.
+
+    Args:
+        q: `[B, Hq, D]`, float32, bfloat16 or float16, dense last dimension.
+        kv: the layer's pages, already holding this step's keys and values.
+        meta: key counts (>= 1) and block tables.
+        scale: factor on the scores.
+
+    Returns:
+        `[B, Hq, D]` in the dtype of q.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    _check(q, kv)
+    if len(meta) != q.shape[0] or any(length < 1 for length in meta.kv_lens):
+        raise KernelArgumentError("meta.kv_lens", f"expected {q.shape[0]} positive lengths")
+    check_block_tables(meta, meta.kv_lens, kv.k.shape[0], kv.k.shape[1])
+    return _decode(q.device, q, kv, meta, scale=scale)
+
+
+def _check(q: torch.Tensor, kv: KVLayer) -> None:
+    check_kv_layer(kv, q.device)
+    heads, dim = kv.k.shape[2:]
+    check_tensor("q", q, (None, None, dim), FLOAT_DTYPES, q.device)
+    if q.shape[1] % heads:
+        raise KernelArgumentError("q", f"{q.shape[1]} query heads for {heads} key heads")

@@ -1,0 +1,74 @@
+"""Attention over paged keys and values, compiled CPU path of the prefill."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from typing import cast
+
+import torch
+
+from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
+from vlm_serve.kernels.native_library import call
+from vlm_serve.kernels.native_records import DTYPES, LANES, bits, fields
+
+_MOST_SHARED = 16
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *fields(ctypes.c_int64, "sequences", "threads", "heads", "kv_heads", "head_dim"),
+        *fields(ctypes.c_int64, "q_stride", "q_head", "block_size"),
+        *fields(ctypes.c_int64, "kv_block_stride", "kv_token_stride", "kv_head_stride"),
+        ("scale", ctypes.c_double),
+        *fields(ctypes.c_void_p, "offsets", "starts", "first_block", "blocks"),
+        *fields(ctypes.c_void_p, "q", "k", "v", "out"),
+    )
+
+
+def knows(
+    q: torch.Tensor, kv: KVLayer, meta: PrefillMeta, *, scale: float, deterministic: bool
+) -> bool:
+    """Whether `attention_prefill` is for such inputs: pages in the dtype of the queries."""
+    shared = q.shape[1] // kv.k.shape[2]
+    same = q.dtype == kv.k.dtype and kv.k.stride() == kv.v.stride()
+    return same and q.dtype in DTYPES and q.shape[2] % LANES == 0 and shared <= _MOST_SHARED
+
+
+def attention_prefill(
+    q: torch.Tensor, kv: KVLayer, meta: PrefillMeta, *, scale: float, deterministic: bool
+) -> torch.Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype)
+    if "compiled attention" not in meta.plans:
+        first_block, blocks = array("q"), array("i")
+        for table in meta.block_tables:
+            first_block.append(len(blocks))
+            blocks.extend(table)
+        offsets, starts = array("q", meta.cu_seqlens), array("q", meta.starts)
+        meta.plans["compiled attention"] = (offsets, starts, first_block, blocks)
+    arrays = cast("tuple[array[int], ...]", meta.plans["compiled attention"])
+    addresses = [each.buffer_info()[0] for each in arrays]
+    job = _Attention(
+        sequences=len(meta),
+        threads=torch.get_num_threads(),
+        heads=q.shape[1],
+        kv_heads=kv.k.shape[2],
+        head_dim=q.shape[2],
+        q_stride=q.stride(0),
+        q_head=q.stride(1),
+        block_size=kv.k.shape[1],
+        kv_block_stride=kv.k.stride(0),
+        kv_token_stride=kv.k.stride(1),
+        kv_head_stride=kv.k.stride(2),
+        scale=scale,
+        offsets=addresses[0],
+        starts=addresses[1],
+        first_block=addresses[2],
+        blocks=addresses[3],
+        q=q.data_ptr(),
+        k=kv.k.data_ptr(),
+        v=kv.v.data_ptr(),
+        out=out.data_ptr(),
+    )
+    call("vlm_attention_prefill", ctypes.byref(job), bits(q))
+    return out

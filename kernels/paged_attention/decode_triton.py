@@ -1,0 +1,187 @@
+"""Split-KV decode attention on a GPU: parts of a sequence's keys in parallel, then their sum."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer
+from vlm_serve.kernels.paged_attention.tiles_triton import (
+    attend_range,
+    attention_arguments,
+    decode_tile,
+)
+from vlm_serve.kernels.triton_support import decode_tables, launch, power_of_two
+
+# About two programs for each multiprocessor of an H100; more only adds partial sums.
+WANTED_PROGRAMS = 256
+MAX_SPLITS = 64
+KEYS_WORTH_A_SPLIT = 256
+
+
+@triton.jit
+def _decode_kernel(
+    q,
+    out,
+    best_parts,
+    norm_parts,
+    total_parts,
+    kv_lens,
+    block_tables,
+    k_pages,
+    v_pages,
+    k_scales,
+    k_zeros,
+    v_scales,
+    v_zeros,
+    q_token_stride,
+    q_head_stride,
+    table_stride,
+    page_block_stride,
+    page_slot_stride,
+    page_head_stride,
+    scale_block_stride,
+    scale_slot_stride,
+    scale_head_stride,
+    block_size,
+    score_scale,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FORM: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One part of one sequence's keys for the query heads of one key head."""
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    length = tl.load(kv_lens + sequence)
+    part = tl.cdiv(tl.cdiv(length, SPLITS), KEY_TILE) * KEY_TILE
+    first_key = split * part
+    last_key = tl.minimum(first_key + part, length)
+    members = tl.arange(0, ROWS)
+    heads = kv_head * GROUP + members
+    dims = tl.arange(0, BLOCK_DIM)
+    inside = (members < GROUP)[:, None] & (dims < DIM)[None, :]
+    token = sequence.to(tl.int64)
+    q_places = token * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
+    queries = tl.load(q + q_places, mask=inside, other=0.0).to(DOT)
+    positions = tl.zeros((ROWS,), tl.int32) + length - 1
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    norm = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
+    table = block_tables + token * table_stride
+    # Whole tiles, then what is left of the last one; an empty part does neither.
+    whole = first_key + tl.maximum(last_key - first_key, 0) // KEY_TILE * KEY_TILE
+    for masked in tl.static_range(2):
+        best, norm, total = attend_range(
+            queries,
+            positions,
+            best,
+            norm,
+            total,
+            whole if masked else first_key,
+            last_key if masked else whole,
+            length,
+            table,
+            k_pages + kv_head * page_head_stride,
+            v_pages + kv_head * page_head_stride,
+            k_scales + kv_head * scale_head_stride,
+            k_zeros + kv_head * scale_head_stride,
+            v_scales + kv_head * scale_head_stride,
+            v_zeros + kv_head * scale_head_stride,
+            page_block_stride,
+            page_slot_stride,
+            scale_block_stride,
+            scale_slot_stride,
+            block_size,
+            score_scale,
+            DIM,
+            BLOCK_DIM,
+            KEY_TILE,
+            masked,
+            ONE_BLOCK,
+            FORM,
+            DOT,
+            PRECISION,
+        )
+    if SPLITS == 1:
+        places = (token * HEADS + heads)[:, None] * DIM + dims[None, :]
+        result = total / norm[:, None]
+        tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
+    else:
+        rows = (token * HEADS + heads) * SPLITS + split
+        tl.store(best_parts + rows, best, mask=members < GROUP)
+        tl.store(norm_parts + rows, norm, mask=members < GROUP)
+        tl.store(total_parts + rows[:, None] * DIM + dims[None, :], total, mask=inside)
+
+
+@triton.jit
+def _combine_kernel(
+    best_parts,
+    norm_parts,
+    total_parts,
+    out,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One query head of one sequence: the parts, each rescaled to the largest score of all."""
+    row = tl.program_id(0).to(tl.int64)
+    parts = row * SPLITS + tl.arange(0, SPLITS)
+    dims = tl.arange(0, BLOCK_DIM)
+    inside = dims < DIM
+    best = tl.load(best_parts + parts)
+    # A part without keys has a best of -inf and weighs nothing.
+    weights = tl.exp2(best - tl.max(best, axis=0))
+    norm = tl.sum(tl.load(norm_parts + parts) * weights, axis=0)
+    places = parts[:, None] * DIM + dims[None, :]
+    totals = tl.load(total_parts + places, mask=inside[None, :], other=0.0)
+    result = tl.sum(totals * weights[:, None], axis=0) / norm
+    tl.store(out + row * DIM + dims, result.to(out.dtype.element_ty), mask=inside)
+
+
+def split_count(programs: int, longest: int) -> int:
+    """Parts to cut each sequence into, a power of two: enough to fill the device, none so short
+    that summing the parts costs more than it hides."""
+    wanted = min(-(-WANTED_PROGRAMS // programs), -(-longest // KEYS_WORTH_A_SPLIT), MAX_SPLITS)
+    return power_of_two(wanted)
+
+
+def attention_decode(
+    q: torch.Tensor, kv: KVLayer, meta: DecodeMeta, *, scale: float
+) -> torch.Tensor:
+    tables = decode_tables(meta, q.device)
+    batch, heads, dim = q.shape
+    kv_heads = kv.k.shape[2]
+    tile = decode_tile(q.dtype, dim, heads // kv_heads)
+    # From the host's lengths: under a CUDA graph they are the longest that it may replay on.
+    splits = split_count(batch * kv_heads, max(meta.kv_lens))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    parts = {
+        "best_parts": torch.empty(batch, heads, splits, device=q.device),
+        "norm_parts": torch.empty(batch, heads, splits, device=q.device),
+        "total_parts": torch.empty(batch, heads, splits, dim, device=q.device),
+    }
+    arguments = {
+        "out": out,
+        **parts,
+        "kv_lens": tables["kv_lens"],
+        **attention_arguments(q, kv, tables, scale, tile),
+        "SPLITS": splits,
+    }
+    grid = (splits, kv_heads, batch)
+    launch(_decode_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
+    if splits > 1:
+        shape = {"DIM": dim, "BLOCK_DIM": power_of_two(dim), "SPLITS": splits}
+        launch(_combine_kernel, (batch * heads,), {**parts, "out": out, **shape}, num_warps=4)
+    return out

@@ -1,0 +1,183 @@
+"""Online softmax over paged keys for one tile of query rows; shared by prefill and decode."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vlm_serve.kernels.kv_quant.triton import INT8, decode_stored, page_arguments, stored_form
+from vlm_serve.kernels.metadata import KVLayer
+from vlm_serve.kernels.triton_support import Tables, current_target, dot_dtype, power_of_two
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a program is cut: query rows, keys per step, warps, and stages of the key loop."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def prefill_tile(dtype: torch.dtype, dim: int, int8: bool) -> Tile:
+    """By target, dtypes and head dim alone: equal tiles in every batch keep a token's bits.
+
+    At head dim 256 the running output of 128 rows takes 128 registers per thread of 8 warps. The
+    conversion of int8 pages spills with more than 16 keys at a time, and an A100, whose products
+    take operands from registers, with more than 64 rows. CDNA has 64 KiB for keys and values.
+    """
+    target = current_target()
+    if dtype == torch.float32:
+        return Tile(16, 16, 8, 1) if dim > 128 else Tile(32, 32, 4, 1)
+    if target.backend == "hip":
+        return Tile(64, 32 if dim > 128 else 64, 4, 1)
+    if dim > 128:
+        return Tile(128, 16 if int8 else 32, 8, 2) if target.roomy else Tile(64, 32, 8, 2)
+    return Tile(128, 64, 4 if dim <= 64 else 8, 2)
+
+
+def decode_tile(dtype: torch.dtype, dim: int, group: int) -> Tile:
+    """Query heads of one key head, padded to the smallest dot; enough keys in flight per program
+    that a few programs per multiprocessor keep the memory busy."""
+    rows = power_of_two(group, 16)
+    if dtype == torch.float32:
+        return Tile(rows, 16, 8, 1) if dim > 128 else Tile(rows, 32, 4, 1)
+    stages = 1 if current_target().backend == "hip" else 3
+    return Tile(rows, 32 if dim > 128 else 64, 4, stages)
+
+
+def attention_arguments(
+    q: torch.Tensor, kv: KVLayer, tables: Tables, scale: float, tile: Tile
+) -> dict[str, Any]:
+    """What both kernels take: pages, block tables, head layout, score scale (for exp2), dtypes."""
+    heads, dim = q.shape[1:]
+    target = current_target()
+    return {
+        "q": q,
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        **page_arguments(kv),
+        "block_tables": tables["block_tables"],
+        "table_stride": tables["block_tables"].stride(0),
+        "score_scale": scale * math.log2(math.e),
+        "GROUP": heads // kv.k.shape[2],
+        "HEADS": heads,
+        "DIM": dim,
+        "BLOCK_DIM": power_of_two(dim, 16),
+        "ROWS": tile.rows,
+        "KEY_TILE": tile.keys,
+        "ONE_BLOCK": kv.k.shape[1] % tile.keys == 0,
+        "FORM": stored_form(kv, target),
+        "DOT": dot_dtype(q.dtype),
+        "PRECISION": target.dot_precision,
+    }
+
+
+@triton.jit
+def attend_range(
+    queries,
+    positions,
+    best,
+    norm,
+    total,
+    first_key,
+    last_key,
+    length,
+    table,
+    k_pages,
+    v_pages,
+    k_scales,
+    k_zeros,
+    v_scales,
+    v_zeros,
+    page_block_stride,
+    page_slot_stride,
+    scale_block_stride,
+    scale_slot_stride,
+    block_size,
+    score_scale,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Fold keys [first_key, last_key) into the running (best, norm, total).
+
+    A row's arithmetic depends on its own query and the keys before it alone: a tile of keys that
+    masks all of a row leaves its three values bit for bit as they were. Pages and scales point at
+    the key head. MASKED: some keys are invisible to some rows or lie past `length`; rows past the
+    end of a sequence hold whatever was there, so values and scales are selected, never multiplied.
+    ONE_BLOCK: a tile of keys never crosses a block: one 64-bit address per tile instead of one per
+    key and thread, which would take half of a prefill program's registers.
+
+    Args:
+        queries: `[R, BLOCK_DIM]`; positions: `[R]`, the last key each row sees.
+        best, norm: float32 `[R]`, largest score (in powers of two) and sum of weights so far.
+        total: float32 `[R, BLOCK_DIM]`, weighted values so far.
+    """
+    offsets = tl.arange(0, KEY_TILE)
+    dims = tl.arange(0, BLOCK_DIM)
+    for start in range(first_key, last_key, KEY_TILE):
+        keys_at = start + offsets
+        known = keys_at < length
+        if ONE_BLOCK:
+            block = tl.load(table + start // block_size).to(tl.int64)
+            page = block * page_block_stride + start % block_size * page_slot_stride
+            scale_at = block * scale_block_stride + start % block_size * scale_slot_stride
+            page_rows = offsets * page_slot_stride
+            scale_rows = offsets * scale_slot_stride
+        else:
+            blocks = tl.load(table + keys_at // block_size, mask=known, other=0).to(tl.int64)
+            page = 0
+            scale_at = 0
+            page_rows = blocks * page_block_stride + keys_at % block_size * page_slot_stride
+            scale_rows = blocks * scale_block_stride + keys_at % block_size * scale_slot_stride
+        places = page_rows[:, None] + dims[None, :]
+        if MASKED or BLOCK_DIM != DIM:
+            inside = known[:, None] & (dims < DIM)[None, :]
+            keys = tl.load(k_pages + page + places, mask=inside, other=0)
+        else:
+            keys = tl.load(k_pages + page + places)
+        keys = decode_stored(keys, FORM, DOT)
+        if FORM == INT8:
+            zero = tl.load(k_zeros + scale_at + scale_rows, mask=known, other=0.0)
+            # Whole numbers up to 255: exact in every operand dtype.
+            keys = keys - zero.to(DOT)[:, None]
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        if FORM == INT8:
+            scale = tl.load(k_scales + scale_at + scale_rows, mask=known, other=0.0).to(tl.float32)
+            scores = scores * scale[None, :]
+        scores *= score_scale
+        if MASKED:
+            scores = tl.where(keys_at[None, :] <= positions[:, None], scores, float("-inf"))
+        larger = tl.maximum(best, tl.max(scores, axis=1))
+        shrink = tl.exp2(best - larger)
+        weights = tl.exp2(scores - larger[:, None])
+        norm = norm * shrink + tl.sum(weights, axis=1)
+        total = total * shrink[:, None]
+        best = larger
+        if MASKED or BLOCK_DIM != DIM:
+            inside = known[:, None] & (dims < DIM)[None, :]
+            values = tl.load(v_pages + page + places, mask=inside, other=0)
+        else:
+            values = tl.load(v_pages + page + places)
+        values = decode_stored(values, FORM, DOT)
+        if FORM == INT8:
+            zero = tl.load(v_zeros + scale_at + scale_rows, mask=known, other=0.0)
+            values = values - zero.to(DOT)[:, None]
+            scale = tl.load(v_scales + scale_at + scale_rows, mask=known, other=0.0).to(tl.float32)
+            weights = weights * scale[None, :]
+        total = tl.dot(weights.to(DOT), values, total, input_precision=PRECISION)
+    return best, norm, total

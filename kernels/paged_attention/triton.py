@@ -1,0 +1,168 @@
+"""Attention over paged keys and values on a GPU: packed prefill tiles and split-KV decode."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
+from vlm_serve.kernels.paged_attention.decode_triton import attention_decode
+from vlm_serve.kernels.paged_attention.tiles_triton import (
+    attend_range,
+    attention_arguments,
+    prefill_tile,
+)
+from vlm_serve.kernels.triton_support import Tables, launch, once, prefill_tables, to_device
+
+__all__ = ["attention_decode", "attention_prefill"]
+
+
+@triton.jit
+def _prefill_kernel(
+    q,
+    out,
+    tile_sequence,
+    tile_row,
+    cu_seqlens,
+    starts,
+    block_tables,
+    k_pages,
+    v_pages,
+    k_scales,
+    k_zeros,
+    v_scales,
+    v_zeros,
+    q_token_stride,
+    q_head_stride,
+    table_stride,
+    page_block_stride,
+    page_slot_stride,
+    page_head_stride,
+    scale_block_stride,
+    scale_slot_stride,
+    scale_head_stride,
+    block_size,
+    score_scale,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Query rows of one sequence and key head: row r is token r // GROUP, head r % GROUP, so that
+    few new tokens still fill a tile and each key is read once for all heads that share it."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = tl.load(tile_sequence + tile)
+    begin = tl.load(cu_seqlens + sequence)
+    start = tl.load(starts + sequence)
+    tokens_in_slice = tl.load(cu_seqlens + sequence + 1) - begin
+    first_row = tl.load(tile_row + tile)
+    rows = first_row + tl.arange(0, ROWS)
+    real = rows < tokens_in_slice * GROUP
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    # Rows past the slice compute something finite and are not stored.
+    positions = start + tl.where(real, token, 0)
+    dims = tl.arange(0, BLOCK_DIM)
+    inside = real[:, None] & (dims < DIM)[None, :]
+    q_rows = (begin + token).to(tl.int64) * q_token_stride + head * q_head_stride
+    queries = tl.load(q + q_rows[:, None] + dims[None, :], mask=inside, other=0.0).to(DOT)
+
+    last_token = tl.minimum((first_row + ROWS - 1) // GROUP, tokens_in_slice - 1)
+    length = start + last_token + 1
+    # Keys that every row sees come first, without masks.
+    common = (start + first_row // GROUP + 1) // KEY_TILE * KEY_TILE
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    norm = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
+    table = block_tables + sequence * table_stride
+    k_pages += kv_head * page_head_stride
+    v_pages += kv_head * page_head_stride
+    k_scales += kv_head * scale_head_stride
+    k_zeros += kv_head * scale_head_stride
+    v_scales += kv_head * scale_head_stride
+    v_zeros += kv_head * scale_head_stride
+    for masked in tl.static_range(2):
+        best, norm, total = attend_range(
+            queries,
+            positions,
+            best,
+            norm,
+            total,
+            common if masked else 0,
+            length if masked else common,
+            length,
+            table,
+            k_pages,
+            v_pages,
+            k_scales,
+            k_zeros,
+            v_scales,
+            v_zeros,
+            page_block_stride,
+            page_slot_stride,
+            scale_block_stride,
+            scale_slot_stride,
+            block_size,
+            score_scale,
+            DIM,
+            BLOCK_DIM,
+            KEY_TILE,
+            masked,
+            ONE_BLOCK,
+            FORM,
+            DOT,
+            PRECISION,
+        )
+    result = total / norm[:, None]
+    places = ((begin + token).to(tl.int64) * HEADS + head)[:, None] * DIM + dims[None, :]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
+
+
+def attention_prefill(
+    q: torch.Tensor, kv: KVLayer, meta: PrefillMeta, *, scale: float, deterministic: bool
+) -> torch.Tensor:
+    """`deterministic` changes nothing: keys are walked in tiles at absolute positions, tile shapes
+    depend on dtypes and head dims only, and a row's arithmetic on its own query and keys."""
+    tables = prefill_tables(meta, q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    kv_heads = kv.k.shape[2]
+    group = q.shape[1] // kv_heads
+    tile = prefill_tile(q.dtype, q.shape[2], kv.k_scale is not None)
+    names = f"tile_sequence/{tile.rows}/{group}", f"tile_row/{tile.rows}/{group}"
+    once(meta.tensors, names[0], lambda: _query_tiles(meta, names, tile.rows, group, q.device))
+    arguments = {
+        "out": out,
+        "tile_sequence": tables[names[0]],
+        "tile_row": tables[names[1]],
+        "cu_seqlens": tables["cu_seqlens"],
+        "starts": tables["starts"],
+        **attention_arguments(q, kv, tables, scale, tile),
+    }
+    grid = (tables[names[0]].shape[0], kv_heads)
+    launch(_prefill_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
+    return out
+
+
+def _query_tiles(
+    meta: PrefillMeta, names: tuple[str, str], rows: int, group: int, device: torch.device
+) -> Tables:
+    """Which rows of which sequence each program takes; long sequences' last tiles, which have the
+    most keys, are started first."""
+    tiles = [
+        (meta.starts[i] + row // group, i, row)
+        for i in range(len(meta))
+        for row in range(0, (meta.cu_seqlens[i + 1] - meta.cu_seqlens[i]) * group, rows)
+    ]
+    tiles.sort(key=lambda tile: -tile[0])
+    sequences, first_rows = [i for _, i, _ in tiles], [row for _, _, row in tiles]
+    return to_device({names[0]: sequences, names[1]: first_rows}, device)

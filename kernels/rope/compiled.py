@@ -1,0 +1,80 @@
+"""Query/key norm and partial rotation, compiled CPU path."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from vlm_serve.kernels.native_library import load
+from vlm_serve.kernels.native_records import address, bits, knows_rows, rows
+from vlm_serve.kernels.norms.compiled import centred
+
+_MOST_DIM = 256
+
+
+@cache
+def axes(half: int, sections: tuple[int, ...]) -> torch.Tensor:
+    """The row of the positions that every frequency takes, int32 `[rot / 2]`."""
+    taken = torch.zeros(half, dtype=torch.int32)
+    for axis in (1, 2):
+        taken[axis : 3 * sections[axis] : 3] = axis
+    return taken
+
+
+def mrope_cos_sin(
+    positions: torch.Tensor, inv_freq: torch.Tensor, sections: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, half = positions.shape[1], inv_freq.shape[0]
+    cos, sin = torch.empty(tokens, half), torch.empty(tokens, half)
+    positions = positions.contiguous()
+    load().vlm_rotations(
+        *(ctypes.c_int64(size) for size in (tokens, half, torch.get_num_threads())),
+        *map(address, (positions, inv_freq, axes(half, tuple(sections)), cos, sin)),
+    )
+    return cos, sin
+
+
+def knows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+) -> bool:
+    """Whether `qk_norm_rope` is for such heads."""
+    return knows_rows(q) and knows_rows(k) and q.shape[2] <= _MOST_DIM
+
+
+def qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return _norm_rope(q, q_weight, cos, sin, eps), _norm_rope(k, k_weight, cos, sin, eps)
+
+
+def _norm_rope(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Norm and rotation of all heads; `cos` and `sin` are contiguous."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    load().vlm_norm_rope(
+        ctypes.byref(rows(x, out)),
+        address(centred(weight)),
+        address(cos),
+        address(sin),
+        ctypes.c_int64(cos.shape[1]),
+        ctypes.c_double(eps),
+        bits(x),
+    )
+    return out

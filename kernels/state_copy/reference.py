@@ -1,0 +1,17 @@
+"""Row copies, oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def copy_rows_reference(
+    tensor: torch.Tensor, src_rows: Sequence[int], dst_rows: Sequence[int]
+) -> torch.Tensor:
+    """Oracle of `copy_rows` for one tensor; returns a new one."""
+    result = tensor.clone()
+    for src, dst in zip(src_rows, dst_rows, strict=True):
+        result[dst] = tensor[src]
+    return result
