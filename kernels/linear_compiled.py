@@ -6,15 +6,16 @@ import ctypes
 
 import torch
 
-from vlm_serve.kernels.native_library import load
+from vlm_serve.kernels.native_layout import constant, mirrors
+from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import bits, fields
 
-MOST_ROWS = 64
-"""As in `native/linear.h`."""
+MOST_ROWS = constant("MOST_PRODUCT_ROWS", 64)
 
-_PLAIN, _TIMES, _PLUS = range(3)
+_PLAIN, _TIMES, _PLUS = constant("PLAIN", 0), constant("TIMES", 1), constant("PLUS", 2)
 
 
+@mirrors("Weight")
 class WeightRecord(ctypes.Structure):
     """`Weight` of `native/linear.h`: a packed projection."""
 
@@ -24,6 +25,7 @@ class WeightRecord(ctypes.Structure):
     )
 
 
+@mirrors("Projection")
 class _Projection(ctypes.Structure):
     _fields_ = (
         ("weight", WeightRecord),
@@ -54,5 +56,5 @@ def project(
         other=None if other is None else other.data_ptr(),
         out=out.data_ptr(),
     )
-    load().vlm_linear(ctypes.byref(job), bits(x))
+    call("vlm_linear", ctypes.byref(job), bits(x))
     return out

@@ -10,8 +10,9 @@ from typing import cast
 import torch
 
 from vlm_serve.kernels.metadata import PrefillMeta
+from vlm_serve.kernels.native_layout import constant, mirrors
 
-LANES = 16
+LANES = constant("LANES", 16)
 """Compiled code works on so many numbers at a time; a row is a whole number of them."""
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -21,16 +22,12 @@ def fields(kind: type, *names: str) -> tuple[tuple[str, type], ...]:
     return tuple((name, kind) for name in names)
 
 
-def bits(x: torch.Tensor) -> ctypes.c_int64:
+def bits(x: torch.Tensor) -> int:
     """Which of the two dtypes it is."""
-    return ctypes.c_int64(8 * x.itemsize)
+    return 8 * x.itemsize
 
 
-def address(tensor: torch.Tensor) -> ctypes.c_void_p:
-    """Where a tensor lies; the caller keeps it alive."""
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
+@mirrors("Packed")
 class Packed(ctypes.Structure):
     """`Packed` of `native/packed.h`: the sequences of a prefill step."""
 
@@ -53,6 +50,7 @@ def packed(meta: PrefillMeta) -> Packed:
     return Packed(len(meta), torch.get_num_threads(), *addresses)
 
 
+@mirrors("Rows")
 class Rows(ctypes.Structure):
     """`Rows` of `native/row_ops.cpp`: a tensor `[tokens, width]` or `[tokens, heads, width]`."""
 

@@ -8,10 +8,12 @@ import torch
 
 from vlm_serve.kernels.derived import derived
 from vlm_serve.kernels.metadata import PrefillMeta
+from vlm_serve.kernels.native_layout import mirrors
 from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import DTYPES, LANES, Packed, bits, fields, packed
 
 
+@mirrors("Convolution")
 class _Convolution(ctypes.Structure):
     _fields_ = (
         ("packed", Packed),

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from vlm_serve.kernels.native_library import load
+from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import bits, knows_rows, rows
 
 
@@ -18,7 +18,7 @@ def knows_times_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> bool:
 
 def times_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
-    load().vlm_times_sigmoid(ctypes.byref(rows(x, out)), ctypes.byref(rows(gate)), bits(x))
+    call("vlm_times_sigmoid", ctypes.byref(rows(x, out)), ctypes.byref(rows(gate)), bits(x))
     return out
 
 
@@ -29,5 +29,5 @@ def knows_silu_times(gate: torch.Tensor, x: torch.Tensor) -> bool:
 
 def silu_times(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
-    load().vlm_silu_times(ctypes.byref(rows(gate)), ctypes.byref(rows(x, out)), bits(x))
+    call("vlm_silu_times", ctypes.byref(rows(gate)), ctypes.byref(rows(x, out)), bits(x))
     return out

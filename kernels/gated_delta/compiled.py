@@ -11,10 +11,12 @@ import ctypes
 import torch
 
 from vlm_serve.kernels.metadata import PrefillMeta
-from vlm_serve.kernels.native_library import call, load
+from vlm_serve.kernels.native_layout import mirrors
+from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import DTYPES, LANES, Packed, bits, fields, packed
 
 
+@mirrors("Delta")
 class _Delta(ctypes.Structure):
     _fields_ = (
         ("packed", Packed),
@@ -25,6 +27,7 @@ class _Delta(ctypes.Structure):
     )
 
 
+@mirrors("Gates")
 class _Gates(ctypes.Structure):
     _fields_ = (
         *fields(ctypes.c_int64, "tokens", "heads", "stride", "threads"),
@@ -64,7 +67,7 @@ def gates(
         beta=beta.data_ptr(),
         decay=decay.data_ptr(),
     )
-    load().vlm_gates(ctypes.byref(job), bits(raw))
+    call("vlm_gates", ctypes.byref(job), bits(raw))
     return beta, decay
 
 

@@ -1,9 +1,10 @@
-// Causal depthwise convolution of a prefill; see kernels/causal_conv.py for what it computes.
+// Causal depthwise convolution of a prefill; see kernels/causal_conv for what it computes.
 // Pieces of the sequences are taken by threads as they come.
 #include <algorithm>
 #include <vector>
 
 #include "guard.h"
+#include "layout.h"
 #include "packed.h"
 #include "vectors.h"
 
@@ -78,6 +79,9 @@ void convolve_packed(const Convolution& job) {
         keep(i, packed.offsets[i + 1], packed.dst_rows[i]);
     }
 }
+
+VLM_STRUCT(Packed, sequences, threads, offsets, src_rows, dst_rows, snapshot_rows);
+VLM_STRUCT(Convolution, packed, channels, kernel, x_stride, tail_row_stride, x, taps, tails, out);
 
 }  // namespace vlm
 

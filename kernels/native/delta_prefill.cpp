@@ -1,10 +1,11 @@
-// The gated delta rule over a prefill, token by token; see kernels/gated_delta.py for what it
+// The gated delta rule over a prefill, token by token; see kernels/gated_delta for what it
 // computes. Heads of the sequences are taken by threads as they come.
 #include <algorithm>
 #include <vector>
 
 #include "gated_delta.h"
 #include "guard.h"
+#include "layout.h"
 #include "packed.h"
 
 namespace vlm {
@@ -157,10 +158,15 @@ void gates(const Gates& job) {
         }
 }
 
+VLM_STRUCT(Delta, packed, key_heads, value_heads, key_dim, value_dim, q_stride, q_head, k_stride,
+           k_head, v_stride, v_head, state_row_stride, q, k, v, g, beta, states, out);
+VLM_STRUCT(Gates, tokens, heads, stride, threads, raw, neg_decay, dt_bias, beta, decay);
+
 }  // namespace vlm
 
-extern "C" void vlm_gates(const vlm::Gates* job, int64_t bits) {
-    bits == 32 ? vlm::gates<float>(*job) : vlm::gates<vlm::bf16>(*job);
+extern "C" int64_t vlm_gates(const vlm::Gates* job, int64_t bits) {
+    return vlm::guarded(
+        [=] { bits == 32 ? vlm::gates<float>(*job) : vlm::gates<vlm::bf16>(*job); });
 }
 
 // `bits` is 32 for float32 inputs, 16 for bfloat16. Arguments are checked by the caller. Returns

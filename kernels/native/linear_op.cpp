@@ -1,4 +1,6 @@
 // A projection of a few rows by a packed weight; see kernels/linear.py.
+#include "guard.h"
+#include "layout.h"
 #include "linear.h"
 
 namespace vlm {
@@ -38,12 +40,21 @@ void project(const Projection& job) {
     }
 }
 
+VLM_STRUCT(Weight, packed, bias, columns, depth);
+VLM_STRUCT(Projection, weight, rows, x_stride, other_stride, use, threads, x, other, out);
+VLM_CONSTANT(PLAIN);
+VLM_CONSTANT(TIMES);
+VLM_CONSTANT(PLUS);
+VLM_CONSTANT(BLOCK);
+VLM_CONSTANT(MOST_PRODUCT_ROWS);
+
 }  // namespace vlm
 
 extern "C" {
 
 // `bits` is 32 for float32, 16 for bfloat16; at most MOST_PRODUCT_ROWS rows.
-void vlm_linear(const vlm::Projection* job, int64_t bits) {
-    bits == 32 ? vlm::project<float>(*job) : vlm::project<vlm::bf16>(*job);
+int64_t vlm_linear(const vlm::Projection* job, int64_t bits) {
+    return vlm::guarded(
+        [=] { bits == 32 ? vlm::project<float>(*job) : vlm::project<vlm::bf16>(*job); });
 }
 }

@@ -1,6 +1,8 @@
-// Ops that treat every row of a tensor alike: norms, rotation, gating. See kernels/norms.py,
-// kernels/rope.py and kernels/elementwise.py for what they compute.
+// Ops that treat every row of a tensor alike: norms, rotation, gating. See kernels/norms,
+// kernels/rope and kernels/elementwise for what they compute.
 #include "attention.h"
+#include "guard.h"
+#include "layout.h"
 
 namespace vlm {
 
@@ -74,6 +76,10 @@ void norm_rope(const Rows& rows, const float* factors, const float* cos, const f
     });
 }
 
+VLM_STRUCT(Rows, tokens, heads, width, stride, head_stride, threads, x, out);
+VLM_CONSTANT(LANES);
+VLM_CONSTANT(MOST_DIM);
+
 }  // namespace vlm
 
 using vlm::bf16;
@@ -81,37 +87,52 @@ using vlm::Rows;
 
 extern "C" {
 
-// `bits` is 32 for float32 rows, 16 for bfloat16. Arguments are checked by the caller.
-void vlm_rms_norm(const Rows* rows, const float* factors, double eps, int64_t bits) {
-    bits == 32 ? vlm::rms_norm<float>(*rows, factors, eps)
-               : vlm::rms_norm<bf16>(*rows, factors, eps);
+// `bits` is 32 for float32 rows, 16 for bfloat16. Arguments are checked by the caller. All return
+// what `guarded` does.
+int64_t vlm_rms_norm(const Rows* rows, const float* factors, double eps, int64_t bits) {
+    return vlm::guarded([=] {
+        bits == 32 ? vlm::rms_norm<float>(*rows, factors, eps)
+                   : vlm::rms_norm<bf16>(*rows, factors, eps);
+    });
 }
 
-void vlm_gated_rms_norm(const Rows* rows, const Rows* gates, const float* factors, double eps,
-                        int64_t bits) {
-    bits == 32 ? vlm::gated_rms_norm<float>(*rows, *gates, factors, eps)
-               : vlm::gated_rms_norm<bf16>(*rows, *gates, factors, eps);
+int64_t vlm_gated_rms_norm(const Rows* rows, const Rows* gates, const float* factors, double eps,
+                           int64_t bits) {
+    return vlm::guarded([=] {
+        bits == 32 ? vlm::gated_rms_norm<float>(*rows, *gates, factors, eps)
+                   : vlm::gated_rms_norm<bf16>(*rows, *gates, factors, eps);
+    });
 }
 
-void vlm_times_sigmoid(const Rows* rows, const Rows* gates, int64_t bits) {
-    bits == 32 ? vlm::times_sigmoid<float>(*rows, *gates) : vlm::times_sigmoid<bf16>(*rows, *gates);
+int64_t vlm_times_sigmoid(const Rows* rows, const Rows* gates, int64_t bits) {
+    return vlm::guarded([=] {
+        bits == 32 ? vlm::times_sigmoid<float>(*rows, *gates)
+                   : vlm::times_sigmoid<bf16>(*rows, *gates);
+    });
 }
 
-void vlm_silu_times(const Rows* gates, const Rows* rows, int64_t bits) {
-    bits == 32 ? vlm::silu_times<float>(*gates, *rows) : vlm::silu_times<bf16>(*gates, *rows);
+int64_t vlm_silu_times(const Rows* gates, const Rows* rows, int64_t bits) {
+    return vlm::guarded([=] {
+        bits == 32 ? vlm::silu_times<float>(*gates, *rows) : vlm::silu_times<bf16>(*gates, *rows);
+    });
 }
 
-void vlm_rotations(int64_t tokens, int64_t half, int64_t threads, const int64_t* positions,
-                   const float* inv_freq, const int32_t* axis, float* cos, float* sin) {
-    const int shared = tokens * half < vlm::LEAST_SHARED / 16 ? 1 : (int)threads;
+int64_t vlm_rotations(int64_t tokens, int64_t half, int64_t threads, const int64_t* positions,
+                      const float* inv_freq, const int32_t* axis, float* cos, float* sin) {
+    return vlm::guarded([=] {
+        const int shared = tokens * half < vlm::LEAST_SHARED / 16 ? 1 : (int)threads;
 #pragma omp parallel for schedule(static) num_threads(shared)
-    for (int64_t t = 0; t < tokens; ++t)
-        vlm::rotations(positions + t, tokens, inv_freq, axis, half, cos + t * half, sin + t * half);
+        for (int64_t t = 0; t < tokens; ++t)
+            vlm::rotations(positions + t, tokens, inv_freq, axis, half, cos + t * half,
+                           sin + t * half);
+    });
 }
 
-void vlm_norm_rope(const Rows* rows, const float* factors, const float* cos, const float* sin,
-                   int64_t half, double eps, int64_t bits) {
-    bits == 32 ? vlm::norm_rope<float>(*rows, factors, cos, sin, half, eps)
-               : vlm::norm_rope<bf16>(*rows, factors, cos, sin, half, eps);
+int64_t vlm_norm_rope(const Rows* rows, const float* factors, const float* cos, const float* sin,
+                      int64_t half, double eps, int64_t bits) {
+    return vlm::guarded([=] {
+        bits == 32 ? vlm::norm_rope<float>(*rows, factors, cos, sin, half, eps)
+                   : vlm::norm_rope<bf16>(*rows, factors, cos, sin, half, eps);
+    });
 }
 }

@@ -6,6 +6,7 @@
 #include "experts.h"
 #include "gated_delta.h"
 #include "guard.h"
+#include "layout.h"
 #include "program.h"
 #include "step_memory.h"
 
@@ -348,6 +349,20 @@ void run(const Model& model, const Step& step) {
     memory.clear_padding(model.sizes, step);
     Runner<T>{memory, model, step, model.sizes, assignment, step.tokens}.run();
 }
+
+VLM_STRUCT(Sizes, hidden, vocab, layers, heads, kv_heads, head_dim, rotary_half, key_heads,
+           value_heads, key_dim, value_dim, conv_kernel, experts, top_k, block_size,
+           kv_block_stride, kv_token_stride, conv_row_stride, state_row_stride, eps);
+VLM_STRUCT(Layer, kind, input_norm, post_norm, in_proj, out_proj, conv, neg_decay, dt_bias,
+           gated_norm, tails, states, q_norm, k_norm, k_pages, v_pages, gate, up, down, router,
+           expert_gate_up, expert_down);
+VLM_STRUCT(Model, sizes, layers, final_norm, head, inv_freq, rope_axis);
+VLM_STRUCT(Step, tokens, sequences, decodes, rows, threads, x, positions, slots, first_token, start,
+           src_rows, dst_rows, first_block, blocks, snapshot_rows, logit_rows, logits, expert_ids);
+VLM_CONSTANT(GATED_DELTA);
+VLM_CONSTANT(ATTENTION);
+VLM_CONSTANT(MOST_TOKENS);
+VLM_CONSTANT(MOST_SHARED);
 
 }  // namespace vlm
 

@@ -7,8 +7,8 @@ import ctypes
 import torch
 
 from vlm_serve.kernels.derived import derived
-from vlm_serve.kernels.native_library import load
-from vlm_serve.kernels.native_records import address, bits, knows_rows, rows
+from vlm_serve.kernels.native_library import call
+from vlm_serve.kernels.native_records import bits, knows_rows, rows
 
 
 def knows(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> bool:
@@ -24,9 +24,7 @@ def rms_norm(
         residual = (x + residual).contiguous()
         x = residual
     out = torch.empty(x.shape, dtype=x.dtype)
-    load().vlm_rms_norm(
-        ctypes.byref(rows(x, out)), address(centred(weight)), ctypes.c_double(eps), bits(x)
-    )
+    call("vlm_rms_norm", ctypes.byref(rows(x, out)), centred(weight).data_ptr(), eps, bits(x))
     return out if residual is None else (out, residual)
 
 
@@ -40,11 +38,12 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     factors = derived(weight, "factors", lambda w: w.float().contiguous())
-    load().vlm_gated_rms_norm(
+    call(
+        "vlm_gated_rms_norm",
         ctypes.byref(rows(x, out)),
         ctypes.byref(rows(gate)),
-        address(factors),
-        ctypes.c_double(eps),
+        factors.data_ptr(),
+        eps,
         bits(x),
     )
     return out

@@ -9,12 +9,15 @@ from typing import cast
 import torch
 
 from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
+from vlm_serve.kernels.native_layout import constant, mirrors
 from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import DTYPES, LANES, bits, fields
 
-_MOST_SHARED = 16
+MOST_SHARED = constant("MOST_SHARED", 16)
+"""Query heads of a key head."""
 
 
+@mirrors("PrefillAttention")
 class _Attention(ctypes.Structure):
     _fields_ = (
         *fields(ctypes.c_int64, "sequences", "threads", "heads", "kv_heads", "head_dim"),
@@ -32,7 +35,7 @@ def knows(
     """Whether `attention_prefill` is for such inputs: pages in the dtype of the queries."""
     shared = q.shape[1] // kv.k.shape[2]
     same = q.dtype == kv.k.dtype and kv.k.stride() == kv.v.stride()
-    return same and q.dtype in DTYPES and q.shape[2] % LANES == 0 and shared <= _MOST_SHARED
+    return same and q.dtype in DTYPES and q.shape[2] % LANES == 0 and shared <= MOST_SHARED
 
 
 def attention_prefill(

@@ -8,11 +8,13 @@ from functools import cache
 
 import torch
 
-from vlm_serve.kernels.native_library import load
-from vlm_serve.kernels.native_records import address, bits, knows_rows, rows
+from vlm_serve.kernels.native_layout import constant
+from vlm_serve.kernels.native_library import call
+from vlm_serve.kernels.native_records import bits, knows_rows, rows
 from vlm_serve.kernels.norms.compiled import centred
 
-_MOST_DIM = 256
+MOST_DIM = constant("MOST_DIM", 256)
+"""Numbers in a head."""
 
 
 @cache
@@ -30,9 +32,16 @@ def mrope_cos_sin(
     tokens, half = positions.shape[1], inv_freq.shape[0]
     cos, sin = torch.empty(tokens, half), torch.empty(tokens, half)
     positions = positions.contiguous()
-    load().vlm_rotations(
-        *(ctypes.c_int64(size) for size in (tokens, half, torch.get_num_threads())),
-        *map(address, (positions, inv_freq, axes(half, tuple(sections)), cos, sin)),
+    call(
+        "vlm_rotations",
+        tokens,
+        half,
+        torch.get_num_threads(),
+        positions.data_ptr(),
+        inv_freq.data_ptr(),
+        axes(half, tuple(sections)).data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
     )
     return cos, sin
 
@@ -47,7 +56,7 @@ def knows(
     eps: float,
 ) -> bool:
     """Whether `qk_norm_rope` is for such heads."""
-    return knows_rows(q) and knows_rows(k) and q.shape[2] <= _MOST_DIM
+    return knows_rows(q) and knows_rows(k) and q.shape[2] <= MOST_DIM
 
 
 def qk_norm_rope(
@@ -68,13 +77,14 @@ def _norm_rope(
 ) -> torch.Tensor:
     """Norm and rotation of all heads; `cos` and `sin` are contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    load().vlm_norm_rope(
+    call(
+        "vlm_norm_rope",
         ctypes.byref(rows(x, out)),
-        address(centred(weight)),
-        address(cos),
-        address(sin),
-        ctypes.c_int64(cos.shape[1]),
-        ctypes.c_double(eps),
+        centred(weight).data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.shape[1],
+        eps,
         bits(x),
     )
     return out

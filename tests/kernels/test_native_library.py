@@ -1,33 +1,93 @@
-"""Building, keeping and loading compiled kernels, with the real compiler."""
+"""Building, keeping, loading and calling compiled kernels, with the real compiler and false ones.
+
+Each test builds small sources of its own into a cache of its own.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
+import re
+import shutil
+import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from vlm_serve.kernels import native_library
+from vlm_serve.kernels import native_build, native_layout, native_library, native_processor
 from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
-from vlm_serve.kernels.native_library import BuildError, built, load
+from vlm_serve.kernels.native_build import BuildError, recipe
+from vlm_serve.kernels.native_layout import constant, mirrors
+from vlm_serve.kernels.native_library import FUNCTIONS, built, call, load
 from vlm_serve.kernels.paged_attention.compiled import attention_prefill
+
+REAL_SOURCES = native_build.SOURCES
+PAIR = """#include "guard.h"
+#include "layout.h"
+namespace vlm {
+struct Pair { int64_t first; double second; };
+constexpr int LEAST = 3;
+VLM_STRUCT(Pair, first, second);
+VLM_CONSTANT(LEAST);
+}
+extern "C" int64_t vlm_halve(vlm::Pair* pair, int64_t result) {
+    return vlm::guarded([=] {
+        if (result == 1) throw std::bad_alloc();
+        if (result == 2) throw 2;
+        pair->second /= 2;
+    });
+}
+"""
+
+
+def answer(number: int) -> str:
+    return f'extern "C" int answer() {{ return {number}; }}\n'
+
+
+def forget() -> None:
+    """As a process that has not asked for the library yet."""
+    native_library._load.cache_clear()
+    native_library._functions.clear()
 
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of small sources, and a cache of their own."""
+    """A folder of small sources, a cache of their own, and nothing that Python mirrors."""
     folder = tmp_path / "sources"
     folder.mkdir()
-    (folder / "answer.cpp").write_text('extern "C" int answer() { return 42; }\n')
-    monkeypatch.setattr(native_library, "SOURCES", folder)
+    for name in ("layout.cpp", "layout.h", "guard.h"):
+        shutil.copy(REAL_SOURCES / name, folder)
+    (folder / "answer.cpp").write_text(answer(42))
+    monkeypatch.setattr(native_build, "SOURCES", folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("CXX", raising=False)
-    native_library._load.cache_clear()
-    yield folder
-    native_library._load.cache_clear()
+    for name in ("CXX", "VLM_SERVE_NATIVE_ARCH"):
+        monkeypatch.delenv(name, raising=False)
+    with monkeypatch.context() as registries:
+        registries.setattr(native_layout, "structures", {})
+        registries.setattr(native_layout, "constants", {})
+        forget()
+        yield folder
+    forget()
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Has a shell script take the compiler's place."""
+
+    def script(text: str) -> Path:
+        path = tmp_path / "compiler"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("CXX", str(path))
+        return path
+
+    return script
 
 
 def kept(tmp_path: Path) -> list[Path]:
@@ -39,19 +99,43 @@ def test_builds_once(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert load().answer() == 42
     assert built()
     (library,) = kept(tmp_path)
-    before = library.stat().st_mtime_ns
-    native_library._load.cache_clear()
-    monkeypatch.setattr(native_library, "_build", None)
+    before = library.stat().st_ino
+    forget()
+    monkeypatch.setattr(native_build, "build", None)
     assert load().answer() == 42
-    assert [library] == kept(tmp_path) and library.stat().st_mtime_ns == before
+    assert [library] == kept(tmp_path) and library.stat().st_ino == before
 
 
 def test_a_changed_source_is_built_anew(sources: Path, tmp_path: Path) -> None:
     assert load().answer() == 42
-    (sources / "answer.cpp").write_text('extern "C" int answer() { return 43; }\n')
-    native_library._load.cache_clear()
+    (sources / "answer.cpp").write_text(answer(43))
+    forget()
     assert load().answer() == 43
     assert len(kept(tmp_path)) == 2
+
+
+def test_what_nobody_used_for_a_week_goes(sources: Path, tmp_path: Path) -> None:
+    load()
+    (first,) = kept(tmp_path)
+    scratch = first.with_name("interrupted")
+    scratch.mkdir()
+    (scratch / "part.o").touch()
+    week = native_build.KEPT_FOR_S
+    for path, age in ((first, week - 60), (scratch, week + 60)):
+        os.utime(path, (time.time() - age, time.time() - age))
+    (sources / "answer.cpp").write_text(answer(43))
+    forget()
+    load()
+    assert first in kept(tmp_path) and scratch not in kept(tmp_path)
+    os.utime(first, (0, 0))
+    forget()
+    load()
+    assert len(kept(tmp_path)) == 1
+    (second,) = kept(tmp_path)
+    os.utime(second, (0, 0))
+    forget()
+    load()
+    assert time.time() - second.stat().st_mtime < 60, "a library in use is marked as such"
 
 
 def test_shares_the_threads_of_torch(sources: Path, tmp_path: Path) -> None:
@@ -69,9 +153,9 @@ def test_shares_the_threads_of_torch(sources: Path, tmp_path: Path) -> None:
     script = (
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "from vlm_serve.kernels import native_library as native\n"
-        "native.SOURCES = Path(sys.argv[1])\n"
-        "assert native.load().count(3) == 3\n"
+        "from vlm_serve.kernels import native_build, native_library\n"
+        "native_build.SOURCES = Path(sys.argv[1])\n"
+        "assert native_library.load().count(3) == 3\n"
         "maps = Path('/proc/self/maps').read_text().splitlines()\n"
         "print(len({line.split()[-1] for line in maps if 'libgomp' in line}))\n"
     )
@@ -81,13 +165,51 @@ def test_shares_the_threads_of_torch(sources: Path, tmp_path: Path) -> None:
     assert found.stdout.strip() == "1"
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
-def test_no_compiler_that_works(
-    sources: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
-) -> None:
-    monkeypatch.setenv("CXX", compiler)
-    with pytest.raises(BuildError, match="not found" if compiler != "false" else "compiler failed"):
+@pytest.mark.parametrize("name", ["no-such-compiler", "false"])
+def test_no_compiler_that_works(sources: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("CXX", name)
+    problem = "compiler failed with -march=native" if name == "false" else "was not found"
+    with pytest.raises(BuildError, match=problem):
         load()
+
+
+def test_a_compiler_that_is_no_program(sources: Path, compiler: Callable[[str], Path]) -> None:
+    compiler("exit").write_bytes(b"\x00")
+    with pytest.raises(BuildError):
+        load()
+
+
+def test_a_compiler_that_hangs_is_killed_with_its_children(
+    sources: Path,
+    tmp_path: Path,
+    compiler: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    child = tmp_path / "child"
+    compiler(f'sleep 600 & echo $! > "{child}"; wait')
+    monkeypatch.setattr(native_build, "TIME_LIMIT_S", 0.5)
+    begin = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(BuildError, match=r"the compiler took more than 0\.5 seconds"):
+            load()
+    assert time.monotonic() - begin < 10, "what has hung once is not tried again"
+    state = Path(f"/proc/{child.read_text().strip()}/stat")
+    # An orphan may wait for its burial.
+    assert not state.exists() or state.read_text().rsplit(")")[1].split()[0] == "Z"
+
+
+def test_the_time_limit_is_for_all_sources_together(
+    sources: Path, compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defines = "#define __AVX2__ 1\\n#define __FMA__ 1"
+    compiler(f'case "$*" in *-dM*) printf "{defines}\\n";; *) sleep 600;; esac')
+    for i in range(8):
+        (sources / f"more{i}.cpp").touch()
+    monkeypatch.setattr(native_build, "TIME_LIMIT_S", 1.0)
+    begin = time.monotonic()
+    with pytest.raises(BuildError, match="more than 1 seconds"):
+        load()
+    assert time.monotonic() - begin < 4
 
 
 def test_what_the_compiler_says_is_passed_on(sources: Path) -> None:
@@ -103,19 +225,142 @@ def test_nowhere_to_keep_it(sources: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_library_that_does_not_load(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(compiler: str, sources: list[Path], target: Path) -> None:
+    def build(how: native_build.Recipe, target: Path) -> None:
+        target.parent.mkdir(parents=True)
         target.write_bytes(b"not a library")
 
-    monkeypatch.setattr(native_library, "_build", build)
+    monkeypatch.setattr(native_build, "build", build)
     with pytest.raises(BuildError, match=r"kernels-.*\.so"):
         load()
+
+
+def test_other_processors(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {recipe().path()}
+    for arch in ("x86-64-v3", "x86-64-v4"):
+        monkeypatch.setenv("VLM_SERVE_NATIVE_ARCH", arch)
+        paths.add(recipe().path())
+    monkeypatch.setenv("VLM_SERVE_NATIVE_SANITIZE", "0" if recipe().sanitized else "1")
+    paths.add(recipe().path())
+    assert len(paths) == 4, "each is a library of its own"
+    monkeypatch.setenv("VLM_SERVE_NATIVE_ARCH", "abacus")
+    with pytest.raises(BuildError, match=r"-march=abacus \(VLM_SERVE_NATIVE_ARCH\)") as caught:
+        load()
+    assert "\n" not in str(caught.value)
+
+
+x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="about extensions of x86")
+
+
+@x86
+def test_instructions_that_this_processor_lacks(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setenv("VLM_SERVE_NATIVE_ARCH", "x86-64-v3")
+    macros = native_build.predefined(recipe(), time.monotonic() + 60)
+    flags = [flag for macro, flag in native_processor._X86_FLAGS.items() if macro in macros]
+    cpuinfo.write_text(f"model name: small\nflags\t\t: {' '.join(flags)}\n")
+    monkeypatch.setattr(native_processor, "_CPUINFO", cpuinfo)
+    monkeypatch.setenv("VLM_SERVE_NATIVE_ARCH", "x86-64-v4")
+    with pytest.raises(BuildError, match="would use avx512bw, .*avx512f.* this processor lacks"):
+        load()
+    forget()
+    monkeypatch.setenv("VLM_SERVE_NATIVE_ARCH", "x86-64-v3")
+    assert load().answer() == 42
+
+
+@x86
+def test_kernels_need_fused_multiply_adds(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLM_SERVE_NATIVE_ARCH", "x86-64")
+    with pytest.raises(BuildError, match="has no AVX2 and FMA"):
+        load()
+
+
+def pair(*fields: tuple[str, type]) -> type[ctypes.Structure]:
+    """A structure that mirrors `Pair`."""
+    return mirrors("Pair")(type("Pair", (ctypes.Structure,), {"_fields_": fields}))
+
+
+FIRST, SECOND = ("first", ctypes.c_int64), ("second", ctypes.c_double)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ((SECOND, FIRST), "struct Pair has the field second in Python where C++ has first"),
+        ((FIRST,), "struct Pair has 1 fields in Python and 2 in C"),
+        ((FIRST, SECOND, ("third", ctypes.c_int64)), "struct Pair has 3 fields in Python and 2"),
+        (
+            (("first", ctypes.c_int32), SECOND),
+            "struct Pair has the field first at 0 with 4 bytes in Python, at 0 with 8 in C",
+        ),
+    ],
+)
+def test_a_struct_that_differs_refuses_the_library(
+    sources: Path, fields: tuple[tuple[str, type], ...], problem: str
+) -> None:
+    (sources / "pair.cpp").write_text(PAIR)
+    load()
+    pair(*fields)
+    with pytest.raises(BuildError, match=re.escape(problem)):
+        load()
+    forget()
+    with pytest.raises(BuildError, match=re.escape(problem)):
+        load()
+
+
+def test_a_struct_of_another_size_refuses_the_library(sources: Path) -> None:
+    (sources / "pair.cpp").write_text(PAIR.replace("struct Pair", "struct alignas(32) Pair"))
+    pair(FIRST, SECOND)
+    with pytest.raises(BuildError, match="struct Pair has 16 bytes in Python and 32 in C"):
+        load()
+
+
+def test_what_only_python_knows_refuses_the_library(sources: Path) -> None:
+    constant("LEAST", 3)
+    with pytest.raises(BuildError, match="constant LEAST is 3 in Python, absent in C"):
+        load()
+    (sources / "pair.cpp").write_text(PAIR)
+    forget()
+    load()
+    constant("LEAST", 4)
+    with pytest.raises(BuildError, match="constant LEAST is 4 in Python, 3 in C"):
+        load()
+    constant("LEAST", 3)
+    mirrors("Triple")(ctypes.Structure)
+    with pytest.raises(BuildError, match="struct Triple is absent in C"):
+        load()
+
+
+def test_calls(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sources / "pair.cpp").write_text(PAIR)
+    monkeypatch.setitem(FUNCTIONS, "vlm_halve", ("Pair", ctypes.c_int64))
+    record = pair(FIRST, SECOND)(1, 5.0)
+    call("vlm_halve", ctypes.byref(record), 0)
+    assert record.second == 2.5
+    with pytest.raises(MemoryError, match="vlm_halve"):
+        call("vlm_halve", ctypes.byref(record), 1)
+    with pytest.raises(RuntimeError, match="vlm_halve failed"):
+        call("vlm_halve", ctypes.byref(record), 2)
+    with pytest.raises(ctypes.ArgumentError):
+        call("vlm_halve", ctypes.byref(ctypes.c_int64(1)), 0)
+    with pytest.raises(TypeError):
+        call("vlm_halve", ctypes.byref(record))
+
+
+def test_every_function_is_declared() -> None:
+    text = "".join(path.read_text() for path in REAL_SOURCES.glob("*.cpp"))
+    assert set(re.findall(r"^(?:extern \"C\" )?int64_t (vlm_\w+)", text, re.M)) == set(FUNCTIONS)
+    others = set(re.findall(r"\b(vlm_\w+)\(", text)) - set(FUNCTIONS)
+    assert others == {"vlm_layout"}, "all others return what `guarded` does"
+    for name in FUNCTIONS:
+        assert getattr(load(), name)
 
 
 def test_too_little_memory_is_an_exception() -> None:
     """Nothing may abort the process: here the keys of a context that no machine holds."""
     pages = torch.zeros(1, 16, 1, 16)
     meta = PrefillMeta((0, 1), (1 << 50,), ((0,),), (-1,), (0,), ((1,),))
+    kv = KVLayer(pages, pages)
     with pytest.raises(MemoryError, match="vlm_attention_prefill"):
-        attention_prefill(
-            torch.zeros(1, 1, 16), KVLayer(pages, pages), meta, scale=1.0, deterministic=True
-        )
+        attention_prefill(torch.zeros(1, 1, 16), kv, meta, scale=1.0, deterministic=True)

@@ -18,7 +18,7 @@ from vlm_serve.engine.build import build
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import blocks, pack
-from vlm_serve.kernels.native_library import BuildError
+from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.models import load_model, qwen3_5
 from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
 from vlm_serve.models.small_step import MOST_TOKENS

@@ -11,7 +11,8 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.decode_graphs import CudaCapture, DecodeGraphs
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
-from vlm_serve.kernels.native_library import BuildError, load
+from vlm_serve.kernels.native_build import BuildError
+from vlm_serve.kernels.native_library import load
 from vlm_serve.models import Model
 from vlm_serve.models.batch import CacheTensors
 from vlm_serve.models.small_step_program import UnsupportedError

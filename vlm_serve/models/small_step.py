@@ -17,12 +17,12 @@ import torch
 
 from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
 from vlm_serve.kernels.metadata import DecodeMeta
+from vlm_serve.kernels.native_layout import constant, mirrors
 from vlm_serve.kernels.native_library import call, load
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.small_step_program import Program
 
-MOST_TOKENS = 64
-"""As `MOST_PRODUCT_ROWS` in `native/linear.h`."""
+MOST_TOKENS = constant("MOST_TOKENS", 64)
 
 _INTEGERS = ("tokens", "sequences", "decodes", "rows", "threads")
 _ADDRESSES = (
@@ -42,6 +42,7 @@ _ADDRESSES = (
 )
 
 
+@mirrors("Step")
 class StepRecord(ctypes.Structure):
     """`Step` of `native/program.h`: the packed tokens of one forward and where its results go."""
 
@@ -66,7 +67,7 @@ class SmallStep:
 
     def __init__(self, program: Program, dtype: torch.dtype) -> None:
         self._program = program
-        self._bits = ctypes.c_int64(8 * dtype.itemsize)
+        self._bits = 8 * dtype.itemsize
         self._takes_prefill = not program.record.sizes.experts
         load()
 

@@ -10,22 +10,23 @@ import torch
 from vlm_serve.kernels.linear import blocks
 from vlm_serve.kernels.linear_compiled import WeightRecord
 from vlm_serve.kernels.metadata import KVLayer
+from vlm_serve.kernels.native_layout import constant, mirrors
 from vlm_serve.kernels.native_records import DTYPES, LANES, fields
-from vlm_serve.kernels.rope import compiled as rope_compiled
+from vlm_serve.kernels.paged_attention.compiled import MOST_SHARED
+from vlm_serve.kernels.rope.compiled import MOST_DIM, axes
 from vlm_serve.models.batch import CacheTensors
 from vlm_serve.models.layers import Attention, DecoderLayer, Experts, GatedDeltaNet, Mlp, StateLayer
 from vlm_serve.models.sizes import TextConfig
 
 _MOST_TAPS = 9
-_MOST_SHARED = 16
-_MOST_DIM = 256
-_GATED_DELTA, _ATTENTION = 0, 1
+_GATED_DELTA, _ATTENTION = constant("GATED_DELTA", 0), constant("ATTENTION", 1)
 
 
 class UnsupportedError(Exception):
     """The compiled forward cannot run this model; the message says why."""
 
 
+@mirrors("Sizes")
 class SizesRecord(ctypes.Structure):
     """`Sizes`: what all layers share."""
 
@@ -40,6 +41,7 @@ class SizesRecord(ctypes.Structure):
     )
 
 
+@mirrors("Layer")
 class LayerRecord(ctypes.Structure):
     """`Layer`: one decoder layer and its part of the pools."""
 
@@ -54,6 +56,7 @@ class LayerRecord(ctypes.Structure):
     )
 
 
+@mirrors("Model")
 class ModelRecord(ctypes.Structure):
     """`Model`: all of it."""
 
@@ -99,15 +102,15 @@ class Program:
         records = (LayerRecord * len(layers))(
             *(self._layer(*pair) for pair in zip(layers, cache_layers, strict=True))
         )
-        axes = rope_compiled.axes(len(inv_freq), config.rope.sections)
-        self._alive.extend((records, axes, inv_freq))
+        rope_axis = axes(len(inv_freq), config.rope.sections)
+        self._alive.extend((records, rope_axis, inv_freq))
         self.record = ModelRecord(
             sizes=_sizes(config, caches),
             layers=ctypes.addressof(records),
             final_norm=self._factors(norm),
             head=self._weight(head),
             inv_freq=inv_freq.data_ptr(),
-            rope_axis=axes.data_ptr(),
+            rope_axis=rope_axis.data_ptr(),
         )
 
     def _layer(self, layer: DecoderLayer, cache: KVLayer | StateLayer) -> LayerRecord:
@@ -197,10 +200,10 @@ def _check_sizes(config: TextConfig) -> None:
             raise UnsupportedError(f"{name} is {size}, not a multiple of {LANES}")
     if config.conv_kernel > _MOST_TAPS:
         raise UnsupportedError(f"convolutions of {config.conv_kernel} taps")
-    if config.head_dim > _MOST_DIM:
-        raise UnsupportedError(f"head_dim is {config.head_dim}, more than {_MOST_DIM}")
+    if config.head_dim > MOST_DIM:
+        raise UnsupportedError(f"head_dim is {config.head_dim}, more than {MOST_DIM}")
     shared = config.attention_heads // config.kv_heads
-    if shared > _MOST_SHARED:
+    if shared > MOST_SHARED:
         raise UnsupportedError(f"{shared} query heads for a key head")
 
 

@@ -1,0 +1,234 @@
+"""Builds the C++ sources in `native/` into a library and keeps it in the user's cache.
+
+As Triton does for its launchers, the sources are compiled where they run, for the processor that
+they run on or the one that VLM_SERVE_NATIVE_ARCH names, once: the library is kept under the digest
+of everything it depends on. It brings no OpenMP of its own: its symbols are those of the libgomp
+that torch has loaded, so that both share one pool of worker threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from vlm_serve.kernels.native_processor import lacking, processor_identity
+
+SOURCES = Path(__file__).parent / "native"
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fopenmp",
+    "-fPIC",
+    # Neither is used, and both keep compilers from vectorising.
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+SANITIZER_FLAGS = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+    "-fno-omit-frame-pointer",
+    "-g",
+)
+TIME_LIMIT_S = 120.0
+KEPT_FOR_S = 7 * 24 * 3600.0
+
+
+class BuildError(Exception):
+    """There is no library; the message says why, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the library is built here.
+
+    Attributes:
+        compiler: path of the C++ compiler.
+        arch: the processor to compile for, as `-march` takes it.
+        sanitized: whether the library checks its memory accesses and arithmetic as it runs.
+    """
+
+    compiler: str
+    arch: str
+    sanitized: bool
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The compiler's flags."""
+        return (*FLAGS, f"-march={self.arch}", *(SANITIZER_FLAGS if self.sanitized else ()))
+
+    def path(self) -> Path:
+        """Where the library is kept, whether or not it has been built.
+
+        Raises:
+            BuildError: there is no home directory.
+        """
+        return _folder() / f"kernels-{self._digest().hex()[:32]}.so"
+
+    def _digest(self) -> bytes:
+        """Of sources, flags, compiler and processor."""
+        hasher = blake3()
+        for source in sorted(SOURCES.iterdir()):
+            hasher.update(source.name.encode())
+            hasher.update(source.read_bytes())
+        status = Path(self.compiler).stat()
+        identity = (self, self.flags, status.st_size, status.st_mtime_ns, platform.machine())
+        hasher.update(repr(identity).encode())
+        hasher.update(processor_identity())
+        return hasher.digest()
+
+
+def recipe() -> Recipe:
+    """What the environment asks for: CXX, VLM_SERVE_NATIVE_ARCH and VLM_SERVE_NATIVE_SANITIZE.
+
+    Raises:
+        BuildError: there is no compiler.
+    """
+    arch = os.environ.get("VLM_SERVE_NATIVE_ARCH") or "native"
+    return Recipe(_compiler(), arch, os.environ.get("VLM_SERVE_NATIVE_SANITIZE", "0") == "1")
+
+
+def build(how: Recipe, target: Path) -> None:
+    """Compiles in parallel and links, in a folder of its own, then moves: several processes may do
+    this at once.
+
+    Raises:
+        BuildError: the compiler fails or takes too long, or this processor lacks instructions that
+            the code would have.
+        OSError: there is no room for the result.
+    """
+    deadline = time.monotonic() + TIME_LIMIT_S
+    _check_processor(how, deadline)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        sources = sorted(SOURCES.glob("*.cpp"))
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [
+                pool.submit(
+                    _run, deadline, how.compiler, *how.flags, "-c", str(source), "-o", compiled
+                )
+                for source, compiled in zip(sources, objects, strict=True)
+            ]
+        for job in jobs:
+            job.result()
+        linked = str(Path(scratch) / "linked.so")
+        # Without -fopenmp, which would bring in a second libgomp.
+        sanitizer = SANITIZER_FLAGS if how.sanitized else ()
+        _run(deadline, how.compiler, "-shared", *sanitizer, *objects, "-o", linked)
+        os.replace(linked, target)
+
+
+def keep_only(current: Path) -> None:
+    """Marks a library as in use, and removes what is left of others from its folder.
+
+    What has been used within `KEPT_FOR_S` stays: a process of another version may be about to load
+    it. (One that has loaded it keeps it, removed or not.)
+    """
+    # A cache that may not be written to is used as it is.
+    with contextlib.suppress(OSError):
+        os.utime(current)
+        for other in current.parent.iterdir():
+            if other == current or time.time() - other.stat().st_mtime < KEPT_FOR_S:
+                continue
+            if other.is_dir():
+                shutil.rmtree(other, ignore_errors=True)
+            else:
+                other.unlink(missing_ok=True)
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for candidate in [wanted] if wanted else ["g++", "c++", "clang++"]:
+        found = shutil.which(candidate)
+        if found:
+            return found
+    raise BuildError(f"{wanted or 'a C++ compiler'} was not found")
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        root = Path(base) if base else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise BuildError("there is no home directory to keep it in") from error
+    return root / "vlm-serve" / "native"
+
+
+def _check_processor(how: Recipe, deadline: float) -> None:
+    """Raises BuildError if code would have instructions that this processor lacks: the first of
+    them would end the process."""
+    problem = lacking(predefined(how, deadline), compilers_choice=how.arch == "native")
+    if problem:
+        raise BuildError(f"code for {_march(how)} {problem}")
+
+
+def predefined(how: Recipe, deadline: float) -> set[str]:
+    """The macros that the compiler predefines, which name the instructions that it would use.
+
+    Args:
+        how: the compiler and its flags.
+        deadline: on the clock of `time.monotonic`.
+
+    Raises:
+        BuildError: the compiler fails, as it does if it does not know the processor.
+    """
+    command = (how.compiler, *how.flags, "-dM", "-E", "-x", "c++", os.devnull)
+    try:
+        defined = _run(deadline, *command)
+    except _CompilerFailed as error:
+        raise BuildError(f"the compiler failed with {_march(how)}: {error}") from error
+    return {words[1] for line in defined.splitlines() if len(words := line.split()) > 1}
+
+
+def _march(how: Recipe) -> str:
+    named = "" if how.arch == "native" else " (VLM_SERVE_NATIVE_ARCH)"
+    return f"-march={how.arch}{named}"
+
+
+class _CompilerFailed(BuildError):
+    """The first line of what the compiler said."""
+
+
+def _run(deadline: float, *command: str) -> str:
+    """The output of a compiler's command.
+
+    Raises:
+        BuildError: it fails, or is not done by the deadline; then it is killed with all of the
+            processes that it started.
+    """
+    # Not under the sanitizer's library, which is for the process that tests run in.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=environment,
+        process_group=0,
+    ) as process:
+        try:
+            output, said = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                limit = f"{TIME_LIMIT_S:g} seconds"
+                raise BuildError(f"the compiler took more than {limit}") from error
+            raise
+    if process.returncode:
+        lines = said.strip().splitlines()
+        raise _CompilerFailed(lines[0] if lines else f"it exits with {process.returncode}")
+    return output
