@@ -1,6 +1,8 @@
 # make serve   sets up .venv from nothing and serves a model on http://127.0.0.1:8000
 # make test    sets up .venv with the development dependencies and runs every test, on up to four cores
 # make lint    ruff, clang-format and mypy, as CI runs them
+# make test-sanitized   runs the tests of the compiled kernels with a library that checks its memory
+#                       accesses and arithmetic (GCC; the first start compiles for a minute)
 #
 # PYTHON, MODEL, HOST, PORT and ARGS may be given: make serve MODEL=Qwen/Qwen3.5-4B ARGS="--block-size 64"
 
@@ -15,13 +17,20 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL ?= demo
 CPP := $(wildcard kernels/native/*)
 
-.PHONY: serve test lint format clean
+.PHONY: serve test test-sanitized lint format clean
 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+
+# Python is not built with the sanitizers, so their libraries are loaded before it; what it and torch
+# never free is no news. The first error ends the run.
+test-sanitized: $(VENV)/installed-dev
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 VLM_SERVE_NATIVE_SANITIZE=1 \
+	$(BIN)/python -m pytest -n 0 -k "not triton and not aot" tests/kernels tests/models/test_small_step.py $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
