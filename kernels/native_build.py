@@ -30,8 +30,6 @@ FLAGS = (
     "-O3",
     "-fopenmp",
     "-fPIC",
-    # Where a product and a sum are one operation the code says so: bits are not the compiler's.
-    "-ffp-contract=off",
     # Neither is used, and both keep compilers from vectorising.
     "-fno-math-errno",
     "-fno-trapping-math",
