@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import sys
@@ -127,19 +128,53 @@ class Results:
     def __init__(self) -> None:
         self._seconds: dict[str, dict[str, list[float]]] = {}
 
-    def measure(self, sides: Mapping[str, Side], work: Work, rounds: int, warm_up: int = 1) -> None:
+    def measure(
+        self,
+        sides: Mapping[str, Side],
+        work: Work,
+        rounds: int,
+        warm_up: int = 1,
+        *,
+        own_rounds: Mapping[str, range] | None = None,
+        until: float = math.inf,
+        tell: Callable[[int, str, dict[str, float]], None] = lambda *_: None,
+    ) -> int:
         """Runs the sides one after the other, part by part, in an order that turns each round.
 
         The sides thereby see the same neighbours on a busy machine.
+
+        Args:
+            own_rounds: the rounds of sides that need more warm-up or take too long for all.
+            until: moment of `time.monotonic` by which the last round should have ended; the first
+                one is measured whatever it takes.
+            tell: gets round, side and the seconds of rows as soon as they are measured. Rounds
+                below 0 are warm-up.
+
+        Returns:
+            How many rounds there were time for.
         """
-        names = list(sides)
-        for number in range(-warm_up, rounds):
+        names, own, longest = list(sides), own_rounds or {}, 0.0
+        everyone = range(-warm_up, rounds)
+        first = min(own.get(name, everyone).start for name in names)
+        for number in range(first, rounds):
+            begin = time.monotonic()
+            if number > 0 and begin + longest > until:
+                return number
             turn = number % len(names)
             for part in work.parts():
                 for name in names[turn:] + names[:turn]:
-                    for row, seconds in part(sides[name]).items():
-                        if number >= 0:
-                            self._seconds.setdefault(row, {}).setdefault(name, []).append(seconds)
+                    if number in own.get(name, everyone):
+                        seconds = part(sides[name])
+                        tell(number, name, seconds)
+                        self._keep(number, name, seconds)
+            if number >= 0:
+                longest = max(longest, time.monotonic() - begin)
+        return rounds
+
+    def _keep(self, number: int, name: str, seconds: Mapping[str, float]) -> None:
+        if number >= 0:
+            for row, value in seconds.items():
+                self._seconds.setdefault(row, {}).setdefault(name, []).append(value)
 
     def best(self, row: str, side: str) -> float:
         return min(self._seconds[row][side])
@@ -150,8 +185,14 @@ class Results:
     def ratio(self, row: str, ours: str, theirs: str) -> float:
         """The median over rounds of (their time / our time)."""
         sides = self._seconds[row]
-        pairs = zip(sides[theirs], sides[ours], strict=True)
+        # A side with rounds of its own leaves out the last ones.
+        pairs = zip(sides[theirs], sides[ours], strict=False)
         return statistics.median(other / own for other, own in pairs)
+
+    def share(self, part: str, whole: str, side: str) -> float:
+        """The median over rounds of one row's time as a share of another's."""
+        pairs = zip(self._seconds[part][side], self._seconds[whole][side], strict=True)
+        return statistics.median(one / other for one, other in pairs)
 
 
 @contextmanager

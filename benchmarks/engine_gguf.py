@@ -26,8 +26,10 @@ class ConversionError(Exception):
     """The converter failed; the message is the last line that it printed."""
 
 
-def convert(source: Path, checkpoint: Path, dtype: str, folder: Path) -> Path:
-    """Writes the language model into a GGUF file.
+def convert(
+    source: Path, checkpoint: Path, dtype: str, folder: Path, *, tower: bool = False
+) -> Path:
+    """Writes the language model, or the vision tower, into a GGUF file.
 
     Args:
         source: llama.cpp's source tree.
@@ -38,9 +40,10 @@ def convert(source: Path, checkpoint: Path, dtype: str, folder: Path) -> Path:
     Raises:
         ConversionError: the converter is not there or did not understand the checkpoint.
     """
-    target = folder / f"{dtype}.gguf"
+    target = folder / f"{'tower-' if tower else ''}{dtype}.gguf"
     # Without the layers that predict further tokens: the benchmark's checkpoint has none.
-    flags = ["--outfile", str(target), "--outtype", OUT_TYPES[dtype], "--no-nextn"]
+    part = "--mmproj" if tower else "--no-nextn"
+    flags = ["--outfile", str(target), "--outtype", OUT_TYPES[dtype], part]
     command = [sys.executable, "-c", _PROGRAM, str(source), str(checkpoint), *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode or not target.is_file():

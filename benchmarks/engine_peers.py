@@ -1,99 +1,30 @@
-"""Peers that serve over HTTP, each in its own process: vLLM's CPU build and llama.cpp."""
+"""What serves over HTTP, each in its own process: vLLM's CPU build, llama.cpp, and our server."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import tempfile
-import time
-import urllib.error
-import urllib.request
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+from engine_child import own_environment
+from engine_server import Server, Unavailable, free_port, running, words
+from machine import emulated
 
 VLLM_PLACES = ("venv-vllm", ".venv-vllm", "../venv-vllm", "~/venv-vllm", "~/.venvs/vllm")
 """Virtual environments that are looked at for a vLLM, from this project's root."""
-
-START_SECONDS, ANSWER_SECONDS = 600, 600
-
-
-class Unavailable(Exception):
-    """A peer that cannot take part; the message says why, in one line."""
-
-
-class Server:
-    """A running server of a peer."""
-
-    def __init__(self, command: list[str], port: int, environment: dict[str, str]) -> None:
-        self._address = f"http://127.0.0.1:{port}"
-        self._log = tempfile.NamedTemporaryFile(prefix="peer-", suffix=".log")  # noqa: SIM115
-        # A session of its own: its workers end with it.
-        self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def wait_until_ready(self) -> None:
-        """Returns when it is healthy. Raises Unavailable if it ends or takes too long."""
-        end = time.monotonic() + START_SECONDS
-        while time.monotonic() < end:
-            if self._process.poll() is not None:
-                raise Unavailable(f"it ended at start-up: {self._last_words()}")
-            try:
-                with urllib.request.urlopen(f"{self._address}/health", timeout=5):
-                    return
-            except OSError:
-                time.sleep(1)
-        raise Unavailable(f"not ready after {START_SECONDS} s: {self._last_words()}")
-
-    def post(self, path: str, body: dict[str, Any]) -> tuple[Any, float]:
-        """The answer to a request, and the seconds from sending it to having read it all."""
-        request = urllib.request.Request(
-            self._address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        begin = time.perf_counter()
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
-                text = response.read()
-        except urllib.error.HTTPError as error:
-            raise RuntimeError(f"{path} answered {error.code}: {error.read()[:500]!r}") from error
-        return json.loads(text), time.perf_counter() - begin
-
-    def stop(self) -> None:
-        self._signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(20)
-        self._signal(signal.SIGKILL)  # Workers that outlived their parent, too.
-        self._process.wait()
-        self._log.close()
-
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
-
-    def _last_words(self) -> str:
-        lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()
-        return lines[-1][-300:] if lines else "it printed nothing"
 
 
 class Vllm:
     """vLLM, driven through /v1/completions with token ids."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
+        self.server = server
 
     def complete(self, prompts: list[list[int]], count: int) -> float:
-        answer, seconds = self._server.post(
+        answer, seconds = self.server.post(
             "/v1/completions",
             {
                 "model": "model",
@@ -111,10 +42,10 @@ class LlamaCpp:
     """llama.cpp, driven through /completion with token ids."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
+        self.server = server
 
     def complete(self, prompts: list[list[int]], count: int) -> float:
-        answer, seconds = self._server.post(
+        answer, seconds = self.server.post(
             "/completion",
             {
                 "prompt": prompts if len(prompts) > 1 else prompts[0],
@@ -154,7 +85,7 @@ def vllm(
     python: str, checkpoint: Path, *, length: int, threads: int, batched_tokens: int, block: int
 ) -> Iterator[Vllm]:
     """vLLM on the checkpoint in bfloat16, prefix cache on. Raises Unavailable."""
-    port = _free_port()
+    port = free_port()
     flags: dict[str, object] = {
         "--model": checkpoint,
         "--served-model-name": "model",
@@ -166,6 +97,8 @@ def vllm(
         "--host": "127.0.0.1",
         "--port": port,
     }
+    # Without the details it does not say what came from its cache.
+    switches = ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
     # `auto` would keep a core for vLLM itself; without OMP_NUM_THREADS it serves with one thread.
     environment = _environment(threads) | {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, _cores(threads))),
@@ -174,8 +107,8 @@ def vllm(
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(Path(__file__).parent / "vllm_start"),
     }
-    module = [python, "-m", "vllm.entrypoints.openai.api_server", "--enable-prefix-caching"]
-    with _running([*module, *_words(flags)], port, environment) as server:
+    module = [python, "-m", "vllm.entrypoints.openai.api_server", *switches]
+    with running([*module, *words(flags)], port, environment) as server:
         yield Vllm(server)
 
 
@@ -183,7 +116,8 @@ def find_llama(source: str | None) -> tuple[Path, str]:
     """llama.cpp's source tree, which has the converter, and its `llama-server`. Raises Unavailable.
 
     Args:
-        source: the tree; the server is looked for in its `build/bin`, then on PATH.
+        source: the tree; the server is looked for in its `build/bin`, then on PATH; where an
+            instruction set is emulated, in `build-avx2/bin` alone.
     """
     named = source or os.environ.get("LLAMA_SOURCE")
     if named is None:
@@ -192,7 +126,10 @@ def find_llama(source: str | None) -> tuple[Path, str]:
     if not (tree / "convert_hf_to_gguf.py").is_file():
         raise Unavailable(f"no convert_hf_to_gguf.py in {tree}")
     given = os.environ.get("LLAMA_SERVER")
-    candidates = [given] if given else [str(tree / "build/bin/llama-server"), "llama-server"]
+    build = "build" if emulated() is None else f"build-{emulated()}"
+    candidates = [given] if given else [str(tree / build / "bin/llama-server")]
+    if given is None and emulated() is None:
+        candidates.append("llama-server")
     found = next(filter(None, map(shutil.which, candidates)), None)
     if found is None:
         raise Unavailable(f"no server at {' or '.join(candidates)} (LLAMA_SERVER may name one)")
@@ -200,36 +137,53 @@ def find_llama(source: str | None) -> tuple[Path, str]:
 
 
 @contextmanager
-def llama(binary: str, model: Path, *, length: int, threads: int) -> Iterator[LlamaCpp]:
-    """llama.cpp on a GGUF file, in the file's own precision. Raises Unavailable."""
-    port = _free_port()
-    flags = {
+def llama(
+    binary: str, model: Path, *, length: int, threads: int, tower: Path | None = None
+) -> Iterator[LlamaCpp]:
+    """llama.cpp on a GGUF file, in the file's own precision. Raises Unavailable.
+
+    Args:
+        tower: GGUF file of the vision tower; without one it takes no pictures.
+    """
+    port = free_port()
+    flags: dict[str, object] = {
         "--model": model,
         "--ctx-size": 8 * length,  # Shared by its slots.
         "--parallel": 8,
         "--threads": threads,
         "--threads-batch": threads,
-        # Its copies of whole contexts, made when a slot changes hands, would count as decoding.
-        "--cache-ram": 0,
         "--host": "127.0.0.1",
         "--port": port,
     }
-    with _running([binary, *_words(flags)], port, _environment(threads)) as server:
+    if tower is None:
+        # Its copies of whole contexts, made when a slot changes hands, would count as decoding.
+        flags["--cache-ram"] = 0
+    else:
+        flags["--mmproj"] = tower
+    with running([binary, *words(flags)], port, _environment(threads)) as server:
         yield LlamaCpp(server)
 
 
 @contextmanager
-def _running(command: list[str], port: int, environment: dict[str, str]) -> Iterator[Server]:
-    server = Server(command, port, environment)
-    try:
-        server.wait_until_ready()
+def ours(
+    folder: Path, checkpoint: Path, dtype: str, *switches: str, threads: int, batched_tokens: int
+) -> Iterator[Server]:
+    """`vlm-serve serve` of the checkout in `folder`. Raises Unavailable."""
+    port = free_port()
+    flags: dict[str, object] = {
+        "--served-model-name": "model",
+        "--dtype": dtype,
+        "--block-size": 64,
+        "--threads": threads,
+        "--cache-memory": "1GiB",
+        "--max-num-batched-tokens": batched_tokens,
+        "--port": port,
+    }
+    module = [sys.executable, "-m", "vlm_serve.cli", "serve", str(checkpoint)]
+    command = [*module, *switches, *words(flags)]
+    # `-m` looks into the working directory first.
+    with running(command, port, own_environment(folder), folder) as server:
         yield server
-    finally:
-        server.stop()
-
-
-def _words(flags: dict[str, Any]) -> list[str]:
-    return [str(word) for flag in flags.items() for word in flag]
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -239,10 +193,3 @@ def _environment(threads: int) -> dict[str, str]:
 
 def _cores(threads: int) -> list[int]:
     return sorted(os.sched_getaffinity(0))[:threads]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -8,6 +8,7 @@ right before the import.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -35,3 +36,11 @@ class _BeforeTorchvision:
 
 
 sys.meta_path.insert(0, _BeforeTorchvision())
+
+if os.environ.get("VLM_BENCHMARK_ISA") == "avx2":
+    # vLLM asks torch which of its compiled modules to load, and torch asks the processor.
+    import torch
+
+    for _name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supported"):
+        setattr(torch.cpu, _name, lambda: False)
+    torch.cpu._is_amx_tile_supported = lambda: False
