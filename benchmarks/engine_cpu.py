@@ -69,6 +69,8 @@ twice and takes longer than all others together."""
 TEXT_SHARE = 0.75
 """Of a dtype's time; the rest is for the photographs."""
 
+PARTS = ("text", "media")
+
 
 def compare(
     work: Work, dtype: str, peers: Peers, arguments: argparse.Namespace, until: float
@@ -86,9 +88,8 @@ def compare(
         rounds = results.measure(
             sides, work, arguments.rounds, own_rounds=OWN_ROUNDS, until=until, tell=tell
         )
-    print(
-        f"\n{rounds} of {arguments.rounds} rounds{', cut for time' * (rounds < arguments.rounds)}"
-    )
+    cut = ", cut for time" if rounds < arguments.rounds else ""
+    print(f"\n{rounds} of {arguments.rounds} rounds{cut}")
     if TRANSFORMERS in sides and rounds > OWN_ROUNDS[TRANSFORMERS].stop:
         print(f"{TRANSFORMERS}: the first {OWN_ROUNDS[TRANSFORMERS].stop} of them, for time")
     return table(results, work, dtype, list(sides))
@@ -140,9 +141,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--llama-source", help="llama.cpp's source tree, built")
     return parser.parse_args()
-
-
-PARTS = ("text", "media")
 
 
 def main() -> int:
