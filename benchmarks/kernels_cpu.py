@@ -1,9 +1,12 @@
 """The CPU ops against what they replace; one run, paired.
 
     python benchmarks/kernels_cpu.py [--threads 2] [--rounds 9] [--only gated-delta,attention,...]
-        [--torch]
+        [--torch] [--before FOLDER] [--isa avx2]
 
-`--torch` leaves our side to torch too, as on a machine without a C++ compiler.
+`--torch` leaves our side to torch too, as on a machine without a C++ compiler. `--before` runs the
+same cases in a child on another checkout (before / ours is due at 0.9 or more). `--only products`
+measures the products alone (`kernels_cpu_products.py`), `--only decode` a decode step beside its
+products.
 
 Sizes are those of the 49M-parameter benchmark checkpoint: hidden 512, GDN with 4 key and 8 value
 heads of 128, attention with 8 query and 2 key heads of 128, blocks of 64. In each round both sides
@@ -15,22 +18,26 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from engine_cases import checkpoint  # First: it says where the tests' modules are.
 from kernel_case import modeling
+from kernels_before import Before, is_child, serve, timed
+from kernels_cpu_products import products, report
 from kernels_cpu_step import DecodeStep
+from machine import ROOT, add_isa_argument, commit, describe, run_as
 
+import vlm_serve
 from vlm_serve.kernels.causal_conv import causal_conv_prefill
 from vlm_serve.kernels.dispatch import compiled_kernels
 from vlm_serve.kernels.gated_delta import chunk_gated_delta
 from vlm_serve.kernels.host_memory import retain_freed_memory
-from vlm_serve.kernels.linear import linear, pack
 from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
+from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.kernels.paged_attention import attention_prefill
 
 TOKENS, BLOCK = 4096, 64
@@ -48,22 +55,36 @@ class Case:
     theirs: Callable[[], object]
     goal: float | None = None
 
-    def row(self, rounds: int) -> str:
-        """Measures both sides and returns the row of the table."""
-        seconds: dict[bool, list[float]] = {True: [], False: []}
+    def row(self, rounds: int, before: Before | None) -> str:
+        """Measures all sides and returns the row of the table."""
+        sides: dict[str, Callable[[], float]] = {
+            "ours": lambda: timed(self.ours),
+            "theirs": lambda: timed(self.theirs),
+        }
+        if before is not None:
+            (key,) = before.next()
+            sides["before"] = lambda: before.run(key)
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        names = list(sides)
         for round_number in range(-1, rounds):
-            sides = [True, False] if round_number % 2 else [False, True]
-            for side in sides:
-                begin = time.perf_counter()
-                (self.ours if side else self.theirs)()
+            turn = round_number % len(names)
+            for name in names[turn:] + names[:turn]:
+                taken = sides[name]()
                 if round_number >= 0:
-                    seconds[side].append(time.perf_counter() - begin)
-        ratio = statistics.median(
-            theirs / ours for ours, theirs in zip(seconds[True], seconds[False], strict=True)
-        )
+                    seconds[name].append(taken)
+        ratios = [
+            statistics.median(
+                other / own for other, own in zip(seconds[name], seconds["ours"], strict=True)
+            )
+            for name in names[1:]
+        ]
+        best = [1e3 * min(seconds[name]) for name in ("ours", "theirs")]
         goal = "" if self.goal is None else f">= {self.goal:.2f}"
-        best = [1e3 * min(seconds[side]) for side in (True, False)]
-        return f"| {self.name} | {best[0]:.2f} | {best[1]:.2f} | {ratio:.2f} | {goal} |"
+        earlier = f"{ratios[1]:.2f}" if before is not None else ""
+        return (
+            f"| {self.name} | {best[0]:.2f} | {best[1]:.2f} | {ratios[0]:.2f} | {goal} "
+            f"| {earlier} |"
+        )
 
 
 def slices(ends: tuple[int, ...], start: int = 0, table: tuple[int, ...] = ()) -> PrefillMeta:
@@ -145,21 +166,23 @@ def attention(dtype: torch.dtype, start: int, count: int, deterministic: bool, g
     )
 
 
-def linear_cases() -> Iterator[Case]:
+def norm_cases() -> Iterator[Case]:
     for dtype in DTYPES:
-        for rows in (1, 8, 512):
-            yield projections(dtype, rows)
+        for rows in (TOKENS, 8):
+            yield norm(dtype, rows)
 
 
-def projections(dtype: torch.dtype, rows: int) -> Case:
-    # More weights than the caches hold, as in a decode step.
-    weights = [torch.randn(1024, 1024).to(dtype) for _ in range(38)]
-    packed = [pack(weight) for weight in weights]
-    x = torch.randn(rows, 1024).to(dtype)
+def norm(dtype: torch.dtype, rows: int) -> Case:
+    hidden, eps = 512, 1e-6
+    x, residual = torch.randn(2, rows, hidden).to(dtype)
+    module = modeling().Qwen3_5MoeRMSNorm(hidden, eps).to(dtype)
+    weight = module.weight.data
+    # Many, since one takes microseconds.
+    times = range(1 if rows > 8 else 100)
     return Case(
-        f"38 x 1M weights, {rows} rows, {short(dtype)}",
-        lambda: [linear(x, weight) for weight in packed],
-        lambda: [F.linear(x, weight) for weight in weights],
+        f"{len(times)} x norm after a residual, {rows} rows, {short(dtype)}",
+        lambda: [rms_norm(x, weight, eps, residual) for _ in times],
+        lambda: [module(x + residual) for _ in times],
     )
 
 
@@ -171,28 +194,60 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "gated-delta": gated_delta_cases,
     "conv": convolution_cases,
     "attention": attention_cases,
-    "linear": linear_cases,
+    "norms": norm_cases,
 }
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", default=",".join([*CASES, "decode"]))
+    parser.add_argument("--only", default=",".join([*CASES, "products", "decode"]))
     parser.add_argument("--torch", action="store_true")
-    arguments = parser.parse_args()
+    parser.add_argument("--before", type=Path, help="checkout of a commit to compare with")
+    add_isa_argument(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    run_as(arguments.isa)
     torch.set_num_threads(arguments.threads)
     torch.set_grad_enabled(False)
     torch.manual_seed(0)
     retained = retain_freed_memory()  # For both sides, or page faults would be compared.
-    print(f"torch {torch.__version__}, {arguments.threads} threads, memory retained: {retained}")
-    print(f"our kernels: {'torch' if arguments.torch else 'compiled'}\n")
     chosen = arguments.only.split(",")
-    with compiled_kernels(not arguments.torch):
-        run(chosen, arguments.rounds)
+    if is_child():
+        with compiled_kernels(not arguments.torch):
+            serve(ours(chosen))
+        return
+    imported = Path(vlm_serve.__file__)
+    assert imported.is_relative_to(ROOT), f"{imported} would be measured: set PYTHONPATH={ROOT}"
+    before = None if arguments.before is None else Before(arguments.before.resolve())
+    print(describe(arguments.threads))
+    print(f"torch {torch.__version__}, memory retained: {retained}")
+    print(f"our kernels: {'torch' if arguments.torch else 'compiled'}", flush=True)
+    if before is not None:
+        print(f"before: commit {commit(arguments.before)}", flush=True)
+    try:
+        with compiled_kernels(not arguments.torch):
+            if any(name in CASES for name in chosen):
+                run(chosen, arguments.rounds, before)
+            if "products" in chosen:
+                report(arguments.threads, arguments.rounds, before)
+    finally:
+        if before is not None:
+            before.close()
     if "decode" in chosen:
         decode(3 * arguments.rounds, compiled=not arguments.torch)
+
+
+def ours(chosen: Sequence[str]) -> Iterator[dict[str, Callable[[], object]]]:
+    """Our sides of the chosen cases, in the order in which they are measured."""
+    for case in (case for name in CASES if name in chosen for case in CASES[name]()):
+        yield {case.name: case.ours}
+    if "products" in chosen:
+        yield from (case.ours() for case in products())
 
 
 def decode(rounds: int, *, compiled: bool) -> None:
@@ -205,13 +260,12 @@ def decode(rounds: int, *, compiled: bool) -> None:
                 print(step.row(rounds), flush=True)
 
 
-def run(chosen: Sequence[str], rounds: int) -> None:
+def run(chosen: Sequence[str], rounds: int, before: Before | None) -> None:
     """Prints the tables of the chosen cases."""
-    print("| case | ours, ms | theirs, ms | theirs / ours | goal |\n|---|---|---|---|---|")
-    for name, cases in CASES.items():
-        if name in chosen:
-            for case in cases():
-                print(case.row(rounds), flush=True)
+    print("\n| case | ours, ms | theirs, ms | theirs / ours | goal | before / ours |")
+    print("|---" * 6 + "|")
+    for case in (case for name in CASES if name in chosen for case in CASES[name]()):
+        print(case.row(rounds, before), flush=True)
 
 
 if __name__ == "__main__":

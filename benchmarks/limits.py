@@ -1,0 +1,61 @@
+"""The machine's own limits, measured beside what is compared with them (`limits.cpp`)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-pthread")
+STEPS = 3_000_000
+"""Some milliseconds of multiply-adds."""
+
+
+class Limits:
+    """Multiply-adds in registers, and plain reads of a buffer that no cache holds.
+
+    Args:
+        threads: of either.
+        most_bytes: size of the buffer.
+    """
+
+    def __init__(self, threads: int, most_bytes: int) -> None:
+        self._library, self._threads = _build(), threads
+        self._unit = 512 * threads
+        self._buffer = torch.ones(-(-most_bytes // self._unit) * self._unit + 64, dtype=torch.uint8)
+        self._results = torch.zeros(threads, dtype=torch.int64)
+        # Vectors lie at multiples of their size.
+        self._start = -(-self._buffer.data_ptr() // 64) * 64
+
+    def multiply_add(self) -> float:
+        """Runs some; how many floating-point operations they were."""
+        steps, results = ctypes.c_int64(STEPS), ctypes.c_void_p(self._results.data_ptr())
+        self._library.multiply_add(steps, self._count(), ctypes.c_float(0.5), results)
+        return 2.0 * STEPS * self._library.floats_per_step() * self._threads
+
+    def read(self, size: int) -> int:
+        """Reads about `size` bytes; how many they were."""
+        size = min(max(1, size // self._unit) * self._unit, self._buffer.numel() - 64)
+        results = ctypes.c_void_p(self._results.data_ptr())
+        start = ctypes.c_void_p(self._start)
+        self._library.read(start, ctypes.c_int64(size), self._count(), results)
+        return size
+
+    def _count(self) -> ctypes.c_int64:
+        return ctypes.c_int64(self._threads)
+
+
+def _build() -> ctypes.CDLL:
+    """Compiled anew each time, for this processor or the one that is emulated (by CXX)."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = str(Path(folder) / "limits.so")
+        compiler = os.environ.get("CXX", "g++")
+        subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", target], check=True)
+        library = ctypes.CDLL(target)
+    library.floats_per_step.restype = ctypes.c_int64
+    return library
