@@ -211,11 +211,11 @@ def row(case: Product, dtype: str, seconds: Seconds, bar: float) -> str:
         own = seconds.get((side, dtype))
         return "" if own is None else f"{amount / statistics.median(own) / 1e9:.1f}"
 
-    peak, read = (statistics.median(seconds[side, ""]) for side in (PEAK, READ))
-    at_best = case.flops(dtype) * peak
+    at_best = [case.flops(dtype) * peak for peak in seconds[PEAK, ""]]
     if few:
         # One row is held against the read alone, eight against whichever takes longer.
-        at_best = max(case.read(dtype) * read, at_best if case.rows > 1 else 0.0)
+        reads = [case.read(dtype) * read for read in seconds[READ, ""]]
+        at_best = reads if case.rows == 1 else list(map(max, reads, at_best))
     mine = seconds["ours", dtype]
     theirs = [seconds[side, dtype] for side in ("torch", "oneDNN") if (side, dtype) in seconds]
     ratio = f"{paired(min(theirs, key=statistics.median), mine):.2f}" if theirs else ""
@@ -229,8 +229,8 @@ def row(case: Product, dtype: str, seconds: Seconds, bar: float) -> str:
         speed("torch"),
         speed("oneDNN"),
         ratio,
-        f"{amount / at_best / 1e9:.1f}",
-        f"{at_best / statistics.median(mine):.2f}",
+        f"{amount / statistics.median(at_best) / 1e9:.1f}",
+        f"{paired(at_best, mine):.2f}",
         f">= {goal}" if goal else "",
         "" if earlier is None else f"{paired(earlier, mine):.2f}",
     ]
