@@ -151,8 +151,8 @@ def measure(case: Product, limits: Limits, rounds: int, before: Before | None) -
     }
     runs[PEAK, ""] = lambda: per_unit(limits.multiply_add)
     runs[READ, ""] = lambda: per_unit(lambda: limits.read(TOUCHED))
-    for key in before.next() if before is not None else ():
-        runs["before", key] = before_run(before, key)
+    if before is not None:
+        runs |= {("before", dtype): before_run(before, dtype) for dtype in before.next()}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     keys, number = list(runs), 0
     while number < rounds:
@@ -172,8 +172,8 @@ def repeated(function: Callable[[], object]) -> Callable[[], float]:
     return lambda: timed(function, repeats)
 
 
-def before_run(before: Before | None, key: str) -> Callable[[], float]:
-    assert before is not None
+def before_run(before: Before, key: str) -> Callable[[], float]:
+    """As `repeated`, in the process of the earlier commit."""
     before.run(key)
     repeats = max(1, round(SAMPLE_SECONDS / before.run(key)))
     return lambda: before.run(key, repeats)

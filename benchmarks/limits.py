@@ -36,7 +36,7 @@ class Limits:
         """Runs some; how many floating-point operations they were."""
         steps, results = ctypes.c_int64(STEPS), ctypes.c_void_p(self._results.data_ptr())
         self._library.multiply_add(steps, self._count(), ctypes.c_float(0.5), results)
-        return 2.0 * STEPS * self._library.floats_per_step() * self._threads
+        return float(2 * STEPS * self._library.floats_per_step() * self._threads)
 
     def read(self, size: int) -> int:
         """Reads about `size` bytes; how many they were."""
