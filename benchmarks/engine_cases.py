@@ -107,7 +107,10 @@ class Work:
 
     def _long(self, side: Side) -> dict[str, float]:
         long = [self.prompt(self.prefill)]
-        return {PREFILL: side.complete(long, 1), AGAIN: side.complete(long, 1)}
+        cold = side.complete(long, 1)
+        # Without a cache the same prompt is as long in coming, and is not asked for.
+        again = cold if isinstance(side, Transformers) else side.complete(long, 1)
+        return {PREFILL: cold, AGAIN: again}
 
     def _decode_of(self, batch: int) -> Callable[[Side], dict[str, float]]:
         def decode(side: Side) -> dict[str, float]:

