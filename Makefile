@@ -3,6 +3,10 @@
 # make lint    ruff, clang-format and mypy, as CI runs them
 # make test-sanitized   runs the tests of the compiled kernels with a library that checks its memory
 #                       accesses and arithmetic (GCC; the first start compiles for a minute)
+# make test-isa   compares what the compiled kernels compute on x86-64-v3, x86-64-v4, znver4 and aarch64
+#                 (with Debian's g++-aarch64-linux-gnu and qemu-user), then runs their tests for the
+#                 processor here and for x86-64-v3; ARGS="--tests x86-64-v3" only for the latter
+# make native-digest    prints the digest of the compiled kernels' arithmetic, for kernels/native_self_test.py
 #
 # PYTHON, MODEL, HOST, PORT and ARGS may be given: make serve MODEL=Qwen/Qwen3.5-4B ARGS="--block-size 64"
 
@@ -15,9 +19,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 MODEL ?= demo
-CPP := $(wildcard kernels/native/*)
+CPP := $(wildcard kernels/native/* tests/native/*.cpp tests/native/*.h)
 
-.PHONY: serve test test-sanitized lint format clean
+.PHONY: serve test test-sanitized test-isa native-digest lint format clean
 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -31,8 +35,14 @@ test: $(VENV)/installed-dev
 test-sanitized: $(VENV)/installed-dev
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 VLM_SERVE_NATIVE_SANITIZE=1 \
-	$(BIN)/python -m pytest -n 0 --capture=sys tests/kernels tests/models/test_small_step.py \
+	$(BIN)/python -m pytest -n 0 --capture=sys tests/kernels tests/models/test_compiled_step.py \
 	-k "not triton and not aot and not host_memory and not too_little_memory" $(ARGS)
+
+test-isa: $(VENV)/installed-dev
+	$(BIN)/python tests/native/isa.py $(ARGS)
+
+native-digest: $(VENV)/installed
+	$(BIN)/python -m vlm_serve.kernels.native_self_test
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

@@ -22,14 +22,24 @@ from machine import emulated
 
 from vlm_serve.kernels import linear as kernels
 
-TYPES = (torch.float32, torch.bfloat16)
+AGO = hasattr(kernels, "pack")
+"""Whether this process runs a commit before `Linear`, whose products read other types."""
+TYPES = (torch.float32, torch.bfloat16) if AGO else (torch.float32, torch.bfloat16, torch.float16)
 """Of the weights that our product reads itself."""
 
 
 def product(weight: torch.Tensor) -> Callable[[torch.Tensor], object]:
     """The product with a weight as our kernels do it: all that knows their interface is here."""
-    packed = kernels.pack(weight)
-    return lambda x: kernels.linear(x, packed)
+    if AGO:
+        packed = kernels.pack(weight)
+        return lambda x: kernels.linear(x, packed)
+    return kernels.dense(weight, compiled=True)
+
+
+def activations(weight: torch.dtype) -> torch.dtype:
+    """The type of rows that our product takes beside weights of a type where it is fastest."""
+    in_pairs = weight == torch.bfloat16 and (AGO or weight in set(native_types()))
+    return torch.bfloat16 if in_pairs else torch.float32
 
 
 SHAPES = ((512, 1536), (1536, 512), (1024, 3072), (2560, 9216), (2048, 6144))
@@ -70,7 +80,9 @@ class Product:
     def ours(self) -> dict[str, Callable[[], object]]:
         """By type, what runs our product with every weight."""
         return {
-            short(dtype): over([product(w) for w in self.weights(dtype)], self.x(dtype))
+            short(dtype): over(
+                [product(w) for w in self.weights(dtype)], self.x(activations(dtype))
+            )
             for dtype in TYPES
         }
 

@@ -1,20 +1,22 @@
 """Compiled CPU kernels: the library of the C++ sources in `native/`, and calls into it.
 
 The library is built on first use with the compiler at hand (`native_build`). Without a compiler, or
-where building, loading or the comparison of layouts (`native_layout`) fails, there is no library
-and torch computes everything.
+where building, loading, the comparison of layouts (`native_layout`) or the library's self-test
+(`native_self_test`) fails, there is no library and torch computes everything.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import TypeAlias
 
-from vlm_serve.kernels import native_build, native_layout
+from vlm_serve.kernels import native_build, native_layout, native_self_test
 from vlm_serve.kernels.native_build import BuildError
+from vlm_serve.kernels.native_self_test import FLOAT32, Digests
 
 Argument: TypeAlias = "ctypes._CArgObject | ctypes.c_int64 | int | float | None"
 """A record by reference, an address, a number."""
@@ -22,21 +24,26 @@ Argument: TypeAlias = "ctypes._CArgObject | ctypes.c_int64 | int | float | None"
 _INTEGER, _NUMBER, _ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 FUNCTIONS: dict[str, tuple[str | type, ...]] = {
-    "vlm_attention_prefill": ("PrefillAttention", _INTEGER),
-    "vlm_causal_conv_prefill": ("Convolution", _INTEGER),
-    "vlm_chunk_gated_delta": ("Delta", _INTEGER),
+    "vlm_attention": ("Attention", _INTEGER),
+    "vlm_causal_conv": ("Convolution", _INTEGER),
+    "vlm_gated_delta": ("Delta", _INTEGER),
     "vlm_gated_rms_norm": ("Rows", "Rows", _ADDRESS, _NUMBER, _INTEGER),
     "vlm_gates": ("Gates", _INTEGER),
     "vlm_linear": ("Projection", _INTEGER),
     "vlm_norm_rope": ("Rows", _ADDRESS, _ADDRESS, _ADDRESS, _INTEGER, _NUMBER, _INTEGER),
+    "vlm_pack": ("Packing",),
     "vlm_rms_norm": ("Rows", _ADDRESS, _NUMBER, _INTEGER),
     "vlm_rotations": (_INTEGER, _INTEGER, _INTEGER, *5 * (_ADDRESS,)),
+    "vlm_self_test": (_ADDRESS,),
     "vlm_silu_times": ("Rows", "Rows", _INTEGER),
-    "vlm_small_step": ("Model", "Step", _INTEGER),
+    "vlm_step": ("Model", "Step", _INTEGER),
     "vlm_times_sigmoid": ("Rows", "Rows", _INTEGER),
 }
 """The parameters of every function of the library; a string is a reference to the struct of that
 name. All return what `guarded` in `native/guard.h` does."""
+
+UNMEASURED = "(measured at the first start)"
+"""In place of a digest that nobody has computed yet."""
 
 _loading = threading.Lock()
 _functions: dict[str, Callable[..., int]] = {}
@@ -48,7 +55,7 @@ def load() -> ctypes.CDLL:
 
     Raises:
         BuildError: there is no compiler, or it failed, or its result cannot be loaded, is not for
-            this processor or has other structs than Python.
+            this processor, fails its self-test or has other structs than Python.
     """
     with _loading:
         library = _load()
@@ -67,6 +74,29 @@ def built() -> bool:
         return native_build.recipe().path().exists()
     except (BuildError, OSError):
         return False
+
+
+def digests() -> Digests:
+    """What the library's self-test gives.
+
+    Raises:
+        BuildError: as from `load`.
+    """
+    return native_self_test.run(load())
+
+
+def foreseen() -> Digests:
+    """What `digests` will say, without building anything: the compiler is asked for which
+    processor it would compile.
+
+    Raises:
+        BuildError: there will be no library, as far as that can be known.
+    """
+    how = native_build.recipe()
+    if how.path().exists():
+        return digests()
+    macros = native_build.instructions(how, time.monotonic() + native_build.TIME_LIMIT_S)
+    return Digests(FLOAT32, UNMEASURED if "__AVX512BF16__" in macros else None)
 
 
 def call(name: str, *arguments: Argument) -> None:
@@ -109,6 +139,7 @@ def _load() -> ctypes.CDLL | BuildError:
         if not path.exists():
             native_build.build(how, path)
         library = ctypes.CDLL(str(path))
+        native_self_test.check(library)
         native_build.keep_only(path)
         library.vlm_layout.restype = ctypes.c_char_p
         return library

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 
-from vlm_serve.kernels.metadata import PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.kernels.native_layout import constant, mirrors
 
 LANES = constant("LANES", 16)
@@ -29,7 +30,7 @@ def bits(x: torch.Tensor) -> int:
 
 @mirrors("Packed")
 class Packed(ctypes.Structure):
-    """`Packed` of `native/packed.h`: the sequences of a prefill step."""
+    """`Packed` of `native/packed.h`: the sequences of a step."""
 
     _fields_ = (
         *fields(ctypes.c_int64, "sequences", "threads"),
@@ -37,17 +38,29 @@ class Packed(ctypes.Structure):
     )
 
 
-def packed(meta: PrefillMeta) -> Packed:
+def packed(meta: PrefillMeta | DecodeMeta) -> Packed:
     """The step's sequences; the arrays are made once per step and stay with its metadata."""
     if "compiled" not in meta.plans:
-        snapshots = array("q", [-1]) * meta.num_tokens
-        for sequence, chunk, row in meta.snapshots:
-            snapshots[meta.chunk_ends[sequence][chunk] - 1] = row
-        rows = [array("q", values) for values in (meta.cu_seqlens, meta.src_rows, meta.dst_rows)]
-        meta.plans["compiled"] = (*rows, snapshots)
+        rows = [array("q", values) for values in (offsets(meta), meta.src_rows, meta.dst_rows)]
+        meta.plans["compiled"] = (*rows, array("q", _snapshot_rows(meta)))
     arrays = cast("tuple[array[int], ...]", meta.plans["compiled"])
     addresses = (each.buffer_info()[0] for each in arrays)
     return Packed(len(meta), torch.get_num_threads(), *addresses)
+
+
+def offsets(meta: PrefillMeta | DecodeMeta) -> Sequence[int]:
+    """Where each sequence's tokens begin, and where the last one's end."""
+    return range(len(meta) + 1) if isinstance(meta, DecodeMeta) else meta.cu_seqlens
+
+
+def _snapshot_rows(meta: PrefillMeta | DecodeMeta) -> Sequence[int]:
+    """For every token the row that receives the state after it, -1 for none."""
+    if isinstance(meta, DecodeMeta):
+        return meta.snapshot_rows
+    rows = [-1] * meta.num_tokens
+    for sequence, chunk, row in meta.snapshots:
+        rows[meta.chunk_ends[sequence][chunk] - 1] = row
+    return rows
 
 
 @mirrors("Rows")

@@ -54,26 +54,30 @@ class RootFields:
 
     Attributes:
         weights_fingerprint: BLAKE3 over the content of the weights; never over names or shapes.
-        weight_dtype, kv_dtype, state_dtype, vision_dtype: names such as "float32".
+        weight_dtype, compute_dtype, kv_dtype, state_dtype, conv_dtype, vision_dtype: of weights and
+            activations, of keys and values, recurrent matrices and convolution tails in the cache,
+            and of the vision tower: names such as "float32".
         block_size: tokens per block.
         chunk_size: tokens per gated-delta chunk.
         processor_fingerprint: of the media processors and their configs; `Preprocessor` knows it.
         adapter: name and content of a weight adapter, "" for none.
         cache_salt: the tenant's salt, "" for the common pool.
-        numerics_version: raised when a kernel's arithmetic changes.
+        numerics: names the arithmetic; equal names stand for equal bits.
     """
 
     weights_fingerprint: bytes
     weight_dtype: str
+    compute_dtype: str
     kv_dtype: str
     state_dtype: str
+    conv_dtype: str
     vision_dtype: str
     block_size: int
     chunk_size: int
     processor_fingerprint: bytes = b""
     adapter: str = ""
     cache_salt: str = ""
-    numerics_version: int = 1
+    numerics: str = ""
 
     def key(self) -> bytes:
         """The 32-byte root key of all prompts with these fields."""

@@ -16,8 +16,10 @@ from vlm_serve.preprocess.prepare import Preprocessor
 FIELDS = RootFields(
     weights_fingerprint=b"w" * 32,
     weight_dtype="float32",
+    compute_dtype="float32",
     kv_dtype="float32",
     state_dtype="float32",
+    conv_dtype="float32",
     vision_dtype="float32",
     block_size=16,
     chunk_size=16,

@@ -1,4 +1,5 @@
-"""Random pairs of a cold run and a hit on the same prompt, in random company."""
+"""Random pairs of a cold run and a hit on the same prompt, in random company; and of next turns,
+which hit what decoding has written."""
 
 from __future__ import annotations
 
@@ -59,4 +60,48 @@ def random_pairs(pipe: Pipeline, count: int, *, seed: int, num_tokens: int = 4) 
                     torch.equal(rows[0], expected[0]),
                     hit.token_ids == answer.token_ids,
                     float((rows[0] - expected[0]).abs().max()),
+                )
+
+
+def next_turn_pairs(
+    pipe: Pipeline, count: int, *, seed: int, num_tokens: int = 4
+) -> Iterator[tuple[Pair, int]]:
+    """Answers random prompts, several at a time, and asks on: a prompt of the first one, its answer
+    and a few new tokens. Runs that as a hit, in company, and then cold and alone.
+
+    Yields:
+        The pair, and how many of the cached tokens had been an answer's.
+    """
+    rng = random.Random(seed)
+    engine = pipe.engine
+    made = 0
+    while made < count:
+        prompts = [random_ids(rng.randint(5, 150), rng.getrandbits(30)) for _ in range(3)]
+        prompts = prompts[: rng.randint(1, 3)]
+        engine.flush()
+        answers = pipe.generate_many(prompts, greedy(rng.randint(30, 90)))
+        turns = [
+            [*prompt, *answer.token_ids, *random_ids(rng.randint(1, 40), rng.getrandbits(30))]
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        with tapped(engine) as tap:
+            hits = pipe.generate_many(turns, greedy(num_tokens))
+            logits = tap.take()
+        engine.check()
+        for prompt, turn, hit, rows in zip(prompts, turns, hits, logits, strict=True):
+            engine.flush()
+            with tapped(engine) as tap:
+                cold = pipe.generate(turn, greedy(num_tokens))
+                expected = tap.take()[0]
+            reused = hit.usage.cached_tokens - len(prompt)
+            if reused > 0:
+                made += 1
+                yield (
+                    Pair(
+                        hit.usage.cached_tokens,
+                        torch.equal(rows[0], expected[0]),
+                        hit.token_ids == cold.token_ids,
+                        float((rows[0] - expected[0]).abs().max()),
+                    ),
+                    reused,
                 )

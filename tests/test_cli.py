@@ -22,7 +22,7 @@ def flags_of(*arguments: str) -> dict[str, Any]:
     return vars(build_parser().parse_args(arguments))
 
 
-@pytest.mark.parametrize("command", ["", "serve", "chat", "run-batch", "video-qa"])
+@pytest.mark.parametrize("command", ["", "serve", "plan", "chat", "run-batch", "video-qa"])
 def test_help_loads_nothing_heavy(command: str) -> None:
     code = (
         "import sys\n"
@@ -53,6 +53,22 @@ def test_every_option_has_its_flag_in_help(capsys: pytest.CaptureFixture[str]) -
         for flag in item.flags:
             assert f"{flag} " in text or f"{flag}," in text or f"{flag}\n" in text
         assert item.group in text
+
+
+def test_what_follows_serve_may_follow_plan() -> None:
+    """Every option of either table, with a value that its own description calls right."""
+    given = [text for item in ALL if item.kind != "bool" for text in (item.flags[0], example(item))]
+    given += [item.flags[0] for item in ALL if item.kind == "bool"]
+    serve, plan = (flags_of(name, "demo", *given) for name in ("serve", "plan"))
+    assert {item.name for item in ALL} <= serve.keys()
+    for name in serve.keys() - {"run"}:
+        assert plan[name] == serve[name]
+
+
+def example(item: Option) -> str:
+    if item.choices:
+        return str(item.choices[-1])
+    return "x" if item.kind in ("text", "list") else f"{item.low or 1:g}"
 
 
 def test_names_do_not_collide() -> None:

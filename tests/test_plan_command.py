@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
+from vlm_serve import plan_command
 from vlm_serve.cli import main
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.engine import Engine
+from vlm_serve.kernels import native_library
+from vlm_serve.kernels.native_library import UNMEASURED
 
 DATA = Path(__file__).parent / "data"
-LARGE = ["--cache-memory", "8485MiB", "--kv-dtype", "int8", "--state-dtype", "bfloat16"]
+GPU = ["--device", "cuda"]
+LARGE = [*GPU, "--cache-memory", "8485MiB", "--kv-dtype", "int8", "--state-dtype", "bfloat16"]
 LARGE += ["--block-size", "64", "--tp", "2"]
 
 
@@ -36,7 +42,7 @@ def test_tokens_of_the_27b_on_two_ranks(
 
 
 def test_a_snapshot_of_the_4b_to_the_byte(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = _plan(capsys, "qwen3.5-4b.json", "--cache-memory", "4GiB", "--max-num-seqs", "3")
+    plan = _plan(capsys, "qwen3.5-4b.json", "--cache-memory", "4GiB", "--max-num-seqs", "3", *GPU)
     assert plan["snapshot_bytes"] == 51_511_296
     assert plan["live_state_bytes"] == 3 * 51_511_296
 
@@ -54,6 +60,8 @@ def test_the_plan_never_spends_more_than_it_has(capsys: pytest.CaptureFixture[st
 def test_the_text_names_every_bucket(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(DATA / "qwen3.5-35b-a3b.json")]) == 0
     text = capsys.readouterr().out
+    for fact in ("weights", "types", "compute", "numerics", "context"):
+        assert f"\n{fact}  " in text
     for bucket in ("KV blocks", "snapshots", "live state rows", "vision embeddings", "expert rows"):
         assert bucket in text
 
@@ -62,7 +70,59 @@ def test_an_impossible_plan_says_what_to_change(capsys: pytest.CaptureFixture[st
     model = str(DATA / "qwen3.5-4b.json")
     assert main(["plan", "--model", model, "--cache-memory", "1MiB"]) == 2
     assert "raise cache_memory to at least" in capsys.readouterr().err
+    assert main(["plan", model, "--dtype", "float32", "--compute-dtype", "bfloat16"]) == 2
+    assert "compute_dtype must be" in capsys.readouterr().err
     assert main(["plan", "--model", model, "--tp", "3"]) == 2
     assert "tp" in capsys.readouterr().err
     assert main(["plan", "--model", str(DATA / "missing.json")]) == 1
     assert "config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_start_gives_what_the_plan_says(dtype: str) -> None:
+    config = EngineConfig(
+        device="cpu", dtype=dtype, cache_memory="16MiB", kv_cache_dtype="bfloat16"
+    )
+    plan = plan_command.make("demo", 1, config)
+    engine = Engine.from_checkpoint("demo", config)
+    try:
+        assert plan.memory == engine.memory
+        assert plan.weights == engine.weights
+        assert plan.max_model_len == engine.max_model_len
+        assert plan.arithmetic.types == engine.arithmetic.types
+        assert plan.arithmetic.reason == engine.arithmetic.reason
+        # Until the first start has built the library, one digest may be unknown.
+        if UNMEASURED not in plan.arithmetic.numerics:
+            assert plan.arithmetic.numerics == engine.arithmetic.numerics
+        assert engine.config.compute_dtype == engine.arithmetic.types.names()["compute"]
+    finally:
+        engine.close()
+
+
+def test_weights_of_the_4b_in_its_own_type(capsys: pytest.CaptureFixture[str]) -> None:
+    """8 GB, not 16: and on two ranks little more than half of it."""
+    flags = ("--device", "cpu", "--dtype", "bfloat16")
+    one = _plan(capsys, "qwen3.5-4b.json", *flags)["weights"]
+    assert 8e9 < one["in_memory"] < 9.3e9
+    assert one["table"] == 248_320 * 2560 * 2 and one["table_in_file"]
+    two = _plan(capsys, "qwen3.5-4b.json", *flags, "--tp", "2")["weights"]
+    assert 0.5 < two["in_memory"] / one["in_memory"] < 0.6
+
+
+def test_nothing_is_compiled_for_a_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native_library, "load", None)
+    plan = _plan(capsys, "qwen3.5-4b.json", "--device", "cpu")
+    assert "cpu-compiled" in plan["numerics"] or "no compiled kernels" in plan["compute_reason"]
+    assert not list(tmp_path.iterdir())
+    for arch in ("x86-64-v3", "x86-64-v4"):
+        monkeypatch.setenv("VLM_SERVE_NATIVE_ARCH", arch)
+        plan = _plan(capsys, "qwen3.5-4b.json", "--device", "cpu")
+        assert "pairs" not in plan["numerics"]
+        assert plan["types"]["compute"] == "float32"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    plan = _plan(capsys, "qwen3.5-4b.json", "--device", "cpu")
+    assert "no-such-compiler was not found" in plan["compute_reason"]
+    assert plan["types"]["weights"] == "float32"

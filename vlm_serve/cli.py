@@ -52,14 +52,14 @@ def build_parser() -> argparse.ArgumentParser:
         "plan", help="show what fits into the cache memory, from a config", allow_abbrev=False
     )
     plan.set_defaults(run=run_plan)
-    plan.add_argument(
-        "--model", required=True, metavar="CONFIG.json|DIR", help="config or checkpoint to plan for"
-    )
+    _add_model(plan, also="; or a config.json")
+    plan.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as a flag")
     plan.add_argument(
         "--tp", type=int, default=1, metavar="N", help="ranks that share the heads (default: 1)"
     )
     plan.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    _add_config_file(plan)
+    # The server's options change nothing here, but what follows `serve` may follow `plan`.
+    _add_options(plan, options_of(ServerConfig))
     _add_options(plan, options_of(EngineConfig))
 
     add_batch_commands(commands)
@@ -148,13 +148,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     parser.add_argument(
         "model",
         nargs="?",
         default=None,
         metavar="MODEL",
-        help=f"checkpoint directory, hub id, or a built-in model (default: {DEMO_MODEL})",
+        help=f"checkpoint directory, hub id, or a built-in model{also} (default: {DEMO_MODEL})",
     )
     _add_config_file(parser)
 
@@ -285,10 +285,11 @@ def run_video_qa(options: argparse.Namespace) -> int:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    engine_config = _engine_config(options, read_config_file(options.config))
+    options.model = options.model or options.model_flag
+    model, engine_config, _ = _model_and_configs(options)
     from vlm_serve import plan_command
 
-    plan_command.run(options.model, options.tp, engine_config, as_json=options.json)
+    plan_command.run(model, options.tp, engine_config, as_json=options.json)
     return 0
 
 

@@ -47,7 +47,16 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        "type of weights and activations; auto: the checkpoint's own on a GPU, float32 on a CPU",
+        "type of weights in memory; auto: the checkpoint's own, but float32 on a CPU without "
+        "compiled kernels",
+        group=_MODEL,
+        kind="text",
+        choices=_DTYPES,
+    )
+    compute_dtype: str = option(
+        "auto",
+        "type of activations; compiled CPU kernels take float32 beside any weights, and bfloat16 "
+        "beside bfloat16 ones; auto: what the processor is best at",
         group=_MODEL,
         kind="text",
         choices=_DTYPES,
@@ -114,7 +123,7 @@ class EngineConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type in which keys and values are stored; auto is the model's dtype",
+        "type in which keys and values are stored; auto is compute_dtype",
         group=_CACHE,
         kind="text",
         choices=_KV_DTYPES,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vlm_serve.config import DEFAULT_BLOCK_SIZE, EngineConfig
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.arithmetic import Arithmetic, decide
+from vlm_serve.engine.build import find_checkpoint, longest_context, with_block_size
 from vlm_serve.engine.memory import (
-    DTYPES,
     EMBEDDING_CACHE_BYTES,
     CacheShape,
     MemoryPlan,
@@ -19,11 +20,32 @@ from vlm_serve.engine.memory import (
     plan_memory,
     split_by_interval,
 )
+from vlm_serve.engine.step_paths import find_backend
 from vlm_serve.errors import CheckpointError, ConfigError
 from vlm_serve.models.config import ModelConfig
+from vlm_serve.models.weight_sizes import WeightBytes, weight_bytes
+from vlm_serve.options import format_size
 
 TABLE_INTERVALS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _MIB = float(1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a start with these options would give. All sizes are per rank.
+
+    Attributes:
+        rows: tokens and snapshots that fit, for each of TABLE_INTERVALS.
+        max_model_len: longest prompt with its answer, in tokens.
+    """
+
+    model: ModelConfig
+    config: EngineConfig
+    arithmetic: Arithmetic
+    weights: WeightBytes
+    memory: MemoryPlan
+    rows: tuple[dict[str, int], ...]
+    max_model_len: int
 
 
 def run(model: str, tensor_parallel: int, config: EngineConfig, *, as_json: bool) -> None:
@@ -32,32 +54,53 @@ def run(model: str, tensor_parallel: int, config: EngineConfig, *, as_json: bool
     Raises:
         CheckpointError: no readable config there. ConfigError: it cannot fit; names the option.
     """
+    plan = make(model, tensor_parallel, config)
+    print(json.dumps(_as_json(plan)) if as_json else render(plan))
+
+
+def make(model: str, tensor_parallel: int, config: EngineConfig) -> Plan:
+    """The plan; raises as `run`. Nothing is loaded, and no kernel is compiled for it."""
     if tensor_parallel < 1:
         raise ConfigError(f"tp must be at least 1, got {tensor_parallel}", param="tp")
-    if config.block_size is None:
-        config = replace(config, block_size=DEFAULT_BLOCK_SIZE)
-    model_config = _read_config(Path(model))
+    config = with_block_size(config, model)
+    model_config = _read_config(model)
     shape = CacheShape.of(model_config, tensor_parallel)
-    dtype = DTYPES.get(config.dtype, model_config.dtype)
-    kv_dtype = DTYPES.get(config.kv_cache_dtype, dtype)
-    memory = plan_memory(
-        shape,
-        config,
-        cache_memory=config.cache_memory_bytes or default_cache_memory(torch.device("cpu")),
-        kv_dtype=kv_dtype,
-        state_dtype=DTYPES.get(config.state_dtype, torch.float32),
-        conv_dtype=dtype,
+    device = _device(config.device)
+    backend = find_backend(config, device, build=False)
+    arithmetic = decide(config, model_config.dtype, backend)
+    # The memory of a GPU that is not here is unknown: this machine's stands in for it.
+    here = device if torch.cuda.is_available() else torch.device("cpu")
+    cache_memory = config.cache_memory_bytes or default_cache_memory(here)
+    memory = plan_memory(shape, config, arithmetic.types, cache_memory)
+    return Plan(
+        model=model_config,
+        config=config,
+        arithmetic=arithmetic,
+        weights=weight_bytes(
+            model_config,
+            weights=arithmetic.types.weights,
+            compute=arithmetic.types.compute,
+            device=device,
+            compiled=backend.compiled,
+            tensor_parallel=tensor_parallel,
+        ),
+        memory=memory,
+        rows=tuple(_table_row(memory, interval) for interval in TABLE_INTERVALS),
+        max_model_len=longest_context(config, model_config, memory),
     )
-    rows = [_table_row(memory, interval) for interval in TABLE_INTERVALS]
-    if as_json:
-        print(json.dumps(_as_json(memory, rows)))
-    else:
-        print(render(memory, model_config, rows))
 
 
-def _read_config(path: Path) -> ModelConfig:
-    if path.is_dir():
-        return ModelConfig.from_dir(path)
+def _device(name: str) -> torch.device:
+    """Where it would run: a named GPU may be another machine's."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _read_config(model: str) -> ModelConfig:
+    path = Path(model)
+    if path.suffix != ".json":
+        return ModelConfig.from_dir(find_checkpoint(model, configs_only=True))
     try:
         return ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -75,49 +118,85 @@ def _table_row(memory: MemoryPlan, interval: int) -> dict[str, int]:
     }
 
 
-def _as_json(memory: MemoryPlan, rows: list[dict[str, int]]) -> dict[str, Any]:
+def _as_json(plan: Plan) -> dict[str, Any]:
+    memory, weights, arithmetic = plan.memory, plan.weights, plan.arithmetic
     return {
+        "weights": {
+            "in_memory": weights.in_memory,
+            "projections": weights.projections,
+            "table": weights.table,
+            "table_in_file": weights.mapped,
+        },
+        "types": arithmetic.types.names(),
+        "compute_reason": arithmetic.reason,
+        "numerics": arithmetic.numerics,
+        "max_model_len": plan.max_model_len,
         "block_bytes": memory.block_bytes,
         "snapshot_bytes": memory.snapshot_bytes,
         "live_state_bytes": memory.live_state_bytes,
         "tokens": memory.tokens,
         "snapshots": memory.num_snapshot_rows,
         "granularity": memory.block_size,
-        "table": rows,
+        "table": plan.rows,
     }
 
 
-def render(memory: MemoryPlan, model: ModelConfig, rows: list[dict[str, int]]) -> str:
-    """The plan as text. All figures are per rank."""
-    kv = memory.num_blocks * memory.block_bytes
-    snapshots = memory.num_snapshot_rows * memory.snapshot_bytes
+def render(plan: Plan) -> str:
+    """The plan as text."""
+    memory = plan.memory
+    facts = [
+        ("weights", str(plan.weights)),
+        *plan.arithmetic.rows(),
+        (
+            "cache memory",
+            f"{memory.cache_memory / _MIB:.0f} MiB pays for blocks and snapshots; "
+            "the rest comes on top",
+        ),
+        *_tiers(plan.config),
+        ("tokens", str(memory.tokens)),
+        ("context", f"{plan.max_model_len} tokens"),
+        ("granularity", f"{memory.block_size} tokens, and exact media and turn boundaries"),
+    ]
     lines = [
         "bucket              count        bytes each          MiB",
-        _bucket("KV blocks", memory.num_blocks, memory.block_bytes, kv),
-        _bucket("snapshots", memory.num_snapshot_rows, memory.snapshot_bytes, snapshots),
-        _bucket("live state rows", memory.num_live_rows, memory.snapshot_bytes, None),
+        *_buckets(plan),
+        "",
+        *(f"{name:<20} {text}" for name, text in facts),
+        "",
+        "interval (blocks)     tokens  snapshots",
+        *(f"{row['interval']:>17}{row['tokens']:>11}{row['snapshots']:>11}" for row in plan.rows),
+    ]
+    return "\n".join(lines)
+
+
+def _buckets(plan: Plan) -> list[str]:
+    memory, model = plan.memory, plan.model
+    lines = [
+        _bucket("KV blocks", memory.num_blocks, memory.block_bytes),
+        _bucket("snapshots", memory.num_snapshot_rows, memory.snapshot_bytes),
+        _bucket("live state rows", memory.num_live_rows, memory.snapshot_bytes),
     ]
     if model.vision is not None:
         lines.append(f"{'vision embeddings':<18}{'up to':>7}{'':>18}{_mib(EMBEDDING_CACHE_BYTES)}")
     if model.text.moe is not None:
         per_block = memory.block_size * model.text.moe_layers * model.text.moe.top_k
         per_block *= 1 if model.text.moe.num_experts <= 256 else 2
-        lines.append(_bucket("expert rows", memory.num_blocks, per_block, None))
-    lines += [
-        "",
-        f"cache memory         {memory.cache_memory / _MIB:.0f} MiB pays for blocks and snapshots; "
-        "the rest comes on top",
-        f"tokens               {memory.tokens}",
-        f"granularity          {memory.block_size} tokens, and exact media and turn boundaries",
-        "",
-        "interval (blocks)     tokens  snapshots",
-        *(f"{row['interval']:>17}{row['tokens']:>11}{row['snapshots']:>11}" for row in rows),
-    ]
-    return "\n".join(lines)
+        lines.append(_bucket("expert rows", memory.num_blocks, per_block))
+    return lines
 
 
-def _bucket(name: str, count: int, each: int, total: int | None) -> str:
-    return f"{name:<18}{count:>7}{each:>18}{_mib(count * each if total is None else total)}"
+def _tiers(config: EngineConfig) -> list[tuple[str, str]]:
+    """What lies below the cache memory, if anything does."""
+    host, disk = config.host_cache_memory, config.disk_cache_size
+    assert isinstance(host, int) and isinstance(disk, int)
+    found = [("host memory", f"{format_size(host)} below the cache memory")] if host else []
+    if config.disk_cache_path is not None:
+        found.append(("disk", f"{format_size(disk)} in {config.disk_cache_path}"))
+    return found
+
+
+def _bucket(name: str, count: int, each: int) -> str:
+    return f"{name:<18}{count:>7}{each:>18}{_mib(count * each)}"
 
 
 def _mib(size: int) -> str:

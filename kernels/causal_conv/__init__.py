@@ -22,11 +22,16 @@ from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 _TRITON = "vlm_serve.kernels.causal_conv.triton"
 _prefill = Op(
     torch_cpu.causal_conv_prefill,
-    compiled=compiled.causal_conv_prefill,
+    compiled=compiled.causal_conv,
     knows=compiled.knows,
     triton=f"{_TRITON}:causal_conv_prefill",
 )
-_decode = Op(torch_cpu.causal_conv_decode, triton=f"{_TRITON}:causal_conv_decode")
+_decode = Op(
+    torch_cpu.causal_conv_decode,
+    compiled=compiled.causal_conv,
+    knows=compiled.knows,
+    triton=f"{_TRITON}:causal_conv_decode",
+)
 
 
 def causal_conv_prefill(

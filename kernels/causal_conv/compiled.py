@@ -7,10 +7,12 @@ import ctypes
 import torch
 
 from vlm_serve.kernels.derived import derived
-from vlm_serve.kernels.metadata import PrefillMeta
-from vlm_serve.kernels.native_layout import mirrors
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.native_layout import constant, mirrors
 from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import DTYPES, LANES, Packed, bits, fields, packed
+
+MOST_TAPS = constant("MOST_TAPS", 9)
 
 
 @mirrors("Convolution")
@@ -22,14 +24,17 @@ class _Convolution(ctypes.Structure):
     )
 
 
-def knows(x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta) -> bool:
-    """Whether `causal_conv_prefill` is for such inputs."""
-    return x.dtype in DTYPES and x.shape[1] % LANES == 0
+def knows(
+    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta | DecodeMeta
+) -> bool:
+    """Whether `causal_conv` is for such inputs."""
+    return x.dtype in DTYPES and x.shape[1] % LANES == 0 and weight.shape[1] <= MOST_TAPS
 
 
-def causal_conv_prefill(
-    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta | DecodeMeta
 ) -> torch.Tensor:
+    """Prefill and decode alike: a decode token is a slice of one."""
     taps = derived(weight, "taps in rows", lambda w: w.float().T.contiguous())
     out = torch.empty(x.shape, dtype=x.dtype)
     job = _Convolution(
@@ -43,5 +48,5 @@ def causal_conv_prefill(
         tails=tails.data_ptr(),
         out=out.data_ptr(),
     )
-    call("vlm_causal_conv_prefill", ctypes.byref(job), bits(x))
+    call("vlm_causal_conv", ctypes.byref(job), bits(x))
     return out

@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from vlm_serve.kernels.metadata import PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.kernels.native_layout import mirrors
 from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import DTYPES, LANES, Packed, bits, fields, packed
@@ -78,22 +78,23 @@ def knows(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
-    meta: PrefillMeta,
+    meta: PrefillMeta | DecodeMeta,
 ) -> bool:
-    """Whether `chunk_gated_delta` is for such inputs."""
+    """Whether `gated_delta` is for such inputs."""
     whole = q.shape[2] % LANES == 0 and v.shape[2] % LANES == 0
     return whole and q.dtype in DTYPES and state.dtype == torch.float32
 
 
-def chunk_gated_delta(
+def gated_delta(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
-    meta: PrefillMeta,
+    meta: PrefillMeta | DecodeMeta,
 ) -> torch.Tensor:
+    """Prefill and decode alike: a decode token is a slice of one."""
     out = torch.empty(v.shape, dtype=v.dtype)
     g, beta = g.contiguous(), beta.float().contiguous()
     job = _Delta(
@@ -117,5 +118,5 @@ def chunk_gated_delta(
         states=state.data_ptr(),
         out=out.data_ptr(),
     )
-    call("vlm_chunk_gated_delta", ctypes.byref(job), bits(q))
+    call("vlm_gated_delta", ctypes.byref(job), bits(q))
     return out

@@ -12,7 +12,7 @@ import torch
 
 from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.linear import pack
+from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.moe import torch_cpu
 
 _TRITON = "vlm_serve.kernels.moe.triton"
@@ -41,28 +41,12 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     return _route(logits.device, logits, top_k)
 
 
-def pack_experts(weight: torch.Tensor, parts: int = 1) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The experts' weights in the layout that `routed_experts` reads fastest, once, at loading.
-
-    Args:
-        weight: `[E, parts * N, K]`.
-        parts: how many projections lie below each other; 2 for gate and up.
-
-    Returns:
-        The weight itself, or, where `linear.pack` has a better layout, `E * parts` opaque weights,
-        the parts of an expert next to each other.
-    """
-    if weight.device.type != "cpu":
-        return weight
-    return tuple(pack(part) for expert in weight for part in expert.chunk(parts))
-
-
 def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor | Sequence[torch.Tensor],
-    down: torch.Tensor | Sequence[torch.Tensor],
+    gate_up: torch.Tensor | Sequence[Linear],
+    down: torch.Tensor | Sequence[Linear],
     *,
     deterministic: bool = False,
 ) -> torch.Tensor:
@@ -73,9 +57,10 @@ def routed_experts(
         x: `[T, H]`, float32, bfloat16 or float16.
         weights: `[T, k]`, the dtype of x.
         ids: int64 `[T, k]`, distinct within a token, 0..E-1.
-        gate_up: `[E, 2I, H]`, gate rows first, the dtype of x; or `pack_experts(..., parts=2)`.
-        down: `[E, H, I]`, the dtype of x; or `pack_experts(...)`.
-        deterministic: a token's bits do not depend on the other tokens.
+        gate_up: `[E, 2I, H]`, gate rows first, the dtype of x; or on a CPU gate and up of expert 0,
+            of expert 1, ...
+        down: `[E, H, I]`, the dtype of x; or on a CPU one projection per expert.
+        deterministic: a token's bits do not depend on the other tokens; of projections only.
 
     Returns:
         `[T, H]` in the dtype of x.
@@ -93,24 +78,26 @@ def routed_experts(
 
 def _check_experts(
     x: torch.Tensor,
-    gate_up: torch.Tensor | Sequence[torch.Tensor],
-    down: torch.Tensor | Sequence[torch.Tensor],
+    gate_up: torch.Tensor | Sequence[Linear],
+    down: torch.Tensor | Sequence[Linear],
 ) -> None:
-    if isinstance(gate_up, torch.Tensor) != isinstance(down, torch.Tensor):
-        raise KernelArgumentError("down", "packed if and only if gate_up is")
-    if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+    if isinstance(gate_up, torch.Tensor):
+        if not isinstance(down, torch.Tensor):
+            raise KernelArgumentError("down", "one tensor if and only if gate_up is")
         check_tensor("gate_up", gate_up, (None, None, x.shape[1]), (x.dtype,), x.device)
         experts, double = gate_up.shape[:2]
         if double % 2:
             raise KernelArgumentError("gate_up", f"{double} rows, expected gate and up halves")
         check_tensor("down", down, (experts, x.shape[1], double // 2), (x.dtype,), x.device)
         return
+    if isinstance(down, torch.Tensor):
+        raise KernelArgumentError("down", "one tensor if and only if gate_up is")
     if len(gate_up) != 2 * len(down):
         raise KernelArgumentError("gate_up", f"{len(gate_up)} parts for {len(down)} experts")
-    size = gate_up[0].shape[0]
+    size = gate_up[0].columns
     for name, parts, shape in (
         ("gate_up", gate_up, (size, x.shape[1])),
         ("down", down, (x.shape[1], size)),
     ):
-        if parts[0].shape != shape or parts[0].dtype != x.dtype:
-            raise KernelArgumentError(name, f"expected {list(shape)} of {x.dtype}")
+        if (parts[0].columns, parts[0].depth) != shape:
+            raise KernelArgumentError(name, f"expected {list(shape)}")

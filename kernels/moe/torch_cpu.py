@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from vlm_serve.kernels.elementwise import silu
-from vlm_serve.kernels.linear import linear
+from vlm_serve.kernels.linear import Linear
 
 
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,8 +21,8 @@ def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor | Sequence[torch.Tensor],
-    down: torch.Tensor | Sequence[torch.Tensor],
+    gate_up: torch.Tensor | Sequence[Linear],
+    down: torch.Tensor | Sequence[Linear],
     *,
     deterministic: bool,
 ) -> torch.Tensor:
@@ -44,16 +45,16 @@ def routed_experts(
 
 def _expert(
     x: torch.Tensor,
-    gate_up: torch.Tensor | Sequence[torch.Tensor],
-    down: torch.Tensor | Sequence[torch.Tensor],
+    gate_up: torch.Tensor | Sequence[Linear],
+    down: torch.Tensor | Sequence[Linear],
     expert: int,
     deterministic: bool,
 ) -> torch.Tensor:
     if isinstance(gate_up, torch.Tensor):
-        gate, up = linear(x, gate_up[expert], deterministic=deterministic).chunk(2, dim=-1)
-        hidden = silu(gate) * up
-    else:
-        gate, up = gate_up[2 * expert], gate_up[2 * expert + 1]
-        hidden = linear(x, gate, activation="silu", deterministic=deterministic)
-        hidden = linear(x, up, times=hidden, deterministic=deterministic)
-    return linear(hidden, down[expert], deterministic=deterministic)
+        assert isinstance(down, torch.Tensor), "both stacked or both apart"
+        gate, up = F.linear(x, gate_up[expert]).chunk(2, dim=-1)
+        return F.linear(silu(gate) * up, down[expert])
+    assert not isinstance(down, torch.Tensor), "both stacked or both apart"
+    gate_part, up_part = gate_up[2 * expert], gate_up[2 * expert + 1]
+    hidden = gate_part.gated(up_part, x, deterministic=deterministic)
+    return down[expert](hidden, deterministic=deterministic)

@@ -1,6 +1,8 @@
-// The edge between C++ and its callers: no exception may cross it.
+// The edge between C++ and its callers: no exception may cross it, nor leave a thread of a parallel
+// region.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <new>
 #include <stdexcept>
@@ -20,6 +22,16 @@ int64_t guarded(const Work& work) {
     } catch (...) {
         return 2;
     }
+}
+
+// Runs `prepare` on every one of `threads` threads, where it may ask for memory that lasts.
+// Throws std::bad_alloc if one of them has not enough.
+template <typename Prepare>
+void on_all_threads(int64_t threads, const Prepare& prepare) {
+    std::atomic<int64_t> failed{0};
+#pragma omp parallel num_threads((int)threads)
+    failed += guarded(prepare);
+    if (failed) throw std::bad_alloc();
 }
 
 }  // namespace vlm

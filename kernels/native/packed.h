@@ -1,11 +1,10 @@
-// The packed sequences of a prefill step, as kernels/native_records.py hands them over.
+// The packed sequences of a step, as kernels/native_records.py hands them over.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace vlm {
-
-constexpr int64_t TILE = 64;  // tokens whose inputs are made ready together
 
 // `offsets` has one more than there are sequences; `snapshot_rows[t]` receives the state after
 // token t, -1 for none.
@@ -13,5 +12,22 @@ struct Packed {
     int64_t sequences, threads;
     const int64_t *offsets, *src_rows, *dst_rows, *snapshot_rows;
 };
+
+constexpr int64_t TOKEN_TILE = 64;  // tokens whose inputs are made ready together
+
+// Calls `tile(begin, n, row)` for stretches of at most TOKEN_TILE tokens of a sequence that end
+// where a state is wanted: `row` is where it goes, -1 for nowhere.
+template <typename Each>
+void for_tiles(const Packed& packed, int64_t sequence, const Each& tile) {
+    const int64_t last = packed.offsets[sequence + 1];
+    for (int64_t begin = packed.offsets[sequence]; begin < last;) {
+        const int64_t most = std::min(begin + TOKEN_TILE, last);
+        int64_t end = begin + 1;
+        while (end < most && packed.snapshot_rows[end - 1] < 0) ++end;
+        const int64_t row = packed.snapshot_rows[end - 1];
+        tile(begin, end - begin, row < 0 && end == last ? packed.dst_rows[sequence] : row);
+        begin = end;
+    }
+}
 
 }  // namespace vlm

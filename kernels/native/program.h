@@ -1,13 +1,10 @@
-// What Python hands over (models/small_step.py mirrors these with ctypes): a model, once, and a
-// step.
+// What Python hands over (models/compiled_program.py and compiled_step.py mirror these with
+// ctypes): a model, once, and a step.
 #pragma once
 
-#include "linear.h"
+#include "product.h"
 
 namespace vlm {
-
-constexpr int64_t MOST_TOKENS = MOST_PRODUCT_ROWS;
-constexpr int64_t MOST_SHARED = 16;  // query heads of a key head
 
 enum Kind : int64_t { GATED_DELTA = 0, ATTENTION = 1 };
 
@@ -19,7 +16,7 @@ struct Sizes {
     int64_t block_size;
     int64_t kv_block_stride, kv_token_stride;  // in elements, as all strides
     int64_t conv_row_stride, state_row_stride;
-    double eps;
+    double eps, scale;  // of norms; of attention's scores
 };
 
 // Vectors are float32 and contiguous; norm factors have the 1 of a zero-centred norm added.
@@ -53,11 +50,11 @@ struct Model {
 
 // T tokens of S sequences, a sequence's tokens next to each other and in order.
 struct Step {
-    int64_t tokens, sequences, decodes, rows, threads;  // the first sequences decode one token
-    const void* x;                                      // [T, hidden] embeddings
-    const int64_t* positions;                           // [3, T]
-    const int64_t* slots;                               // [T], -1 for none
-    const int64_t* first_token;                         // [S + 1]
+    int64_t tokens, sequences, rows, threads;
+    const void* x;               // [T, hidden] embeddings
+    const int64_t* positions;    // [3, T]
+    const int64_t* slots;        // [T], -1 for none
+    const int64_t* first_token;  // [S + 1]
     const int64_t* start;        // [S] keys before the sequence's first token
     const int64_t* src_rows;     // [S], -1 for the zero state
     const int64_t* dst_rows;     // [S]

@@ -1,16 +1,15 @@
-// The memory of a step of few tokens: one arena for all of its intermediate results.
+// The memory of a step: one arena for all of its intermediate results.
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
-#include "attention_prefill.h"
-#include "gated_delta.h"
 #include "program.h"
+#include "room.h"
 
 namespace vlm {
 
-// Memory of a step, kept for the next one.
+// Memory that is kept for the next step. All that is wanted is named twice: first to learn how
+// much it is, then to have it.
 class Arena {
   public:
     void begin() { used_ = 0; }
@@ -25,93 +24,64 @@ class Arena {
 
     // True if all that was taken since `begin` lay in memory; else there is enough from now on.
     bool settle() {
-        if (base_ && used_ <= (int64_t)size_) return true;
+        if (base_ && used_ <= size_) return true;
+        base_ = nullptr;
         size_ = used_ + used_ / 4;
-        memory_.assign(size_ + 64, 0);
-        base_ = memory_.data() + (64 - (uintptr_t)memory_.data() % 64) % 64;
+        base_ = (char*)room_.of((size_ + 3) / 4);
         return false;
     }
 
   private:
-    std::vector<char> memory_;
+    Room room_;
     char* base_ = nullptr;
-    size_t size_ = 0;
-    int64_t used_ = 0;
+    int64_t size_ = 0, used_ = 0;
 };
 
-// Where the intermediate results of a step lie. Rows that a projection reads are as wide as the
-// deepest weight that reads them.
+// Tokens whose experts are computed together, at most: every one of them has top_k results.
+constexpr int64_t EXPERT_TOKENS = 1024;
+
+// Where the intermediate results of a step lie, [tokens, ...] each.
 template <typename T>
 struct Memory {
-    float *residual, *wide, *cos, *sin, *mixed, *delta, *results, *routing;
-    T *queries, *attended, *packed_head, *normed, *mixer_out, *hidden, *expert_hidden;
-    float** snapshots;
+    float *residual, *cos, *sin, *results, *routing, *factors, *kept;
+    T *normed, *wide, *mixed, *hidden, *expert_hidden;
     int64_t* ids;
-    Partial* partials;
-    Seen* seen;
-    int64_t normed_stride, mixer_stride, hidden_stride, expert_stride, wide_stride;
-    int64_t longest, delta_size, seen_size;
+    int64_t wide_stride, hidden_width, deepest;
 
     void take(Arena& arena, const Model& model, const Step& step) {
         const Sizes& s = model.sizes;
-        const int64_t n = step.tokens, threads = step.threads;
-        int64_t most_parts = 0, packed_size = 0;
-        longest = 0;
-        for (int64_t i = 0; i < step.sequences; ++i) {
-            const int64_t own = step.first_token[i + 1] - step.first_token[i];
-            const int64_t keys = step.start[i] + own;
-            longest = std::max(longest, own);
-            if (i < step.decodes)
-                most_parts = std::max(most_parts, parts_of(keys));
-            else
-                packed_size = std::max(packed_size, PackedHead<T>::size(keys, s.head_dim));
-        }
-        int64_t in_columns = 0, mixer_depth = 0, normed_depth = model.head.depth;
-        int64_t hidden_depth = 0, expert_depth = 0;
+        const int64_t n = step.tokens;
+        int64_t columns = 0, hidden_columns = 0, expert_columns = 0, mixed_width = 0;
+        deepest = model.head.depth;
+        auto deep = [this](const Weight& weight) { deepest = std::max(deepest, weight.depth); };
         for (int64_t i = 0; i < s.layers; ++i) {
             const Layer& layer = model.layers[i];
-            in_columns = std::max(in_columns, blocks_of(layer.in_proj) * BLOCK);
-            mixer_depth = std::max(mixer_depth, layer.out_proj.depth);
-            hidden_depth = std::max(hidden_depth, layer.down.depth);
-            normed_depth = std::max(normed_depth, layer.in_proj.depth);
-            if (s.experts) expert_depth = std::max(expert_depth, layer.expert_down[0].depth);
+            columns = std::max(columns, layer.in_proj.columns);
+            mixed_width = std::max(mixed_width, layer.out_proj.depth);
+            hidden_columns = std::max(hidden_columns, layer.gate.columns);
+            for (const Weight* weight : {&layer.in_proj, &layer.out_proj, &layer.gate, &layer.down})
+                deep(*weight);
+            if (!s.experts) continue;
+            expert_columns = std::max(expert_columns, layer.expert_gate_up[0].columns);
+            deep(layer.expert_down[0]);
         }
-        normed_stride = normed_depth;
-        mixer_stride = mixer_depth;
-        hidden_stride = hidden_depth;
-        expert_stride = expert_depth;
-        wide_stride = in_columns;
-        delta_size = delta_scratch(s, longest);
+        wide_stride = (columns + LANES - 1) / LANES * LANES;
+        hidden_width = hidden_columns;
         residual = arena.take<float>(n * s.hidden);
-        wide = arena.take<float>(n * wide_stride);
+        normed = arena.take<T>(n * s.hidden);
+        wide = arena.take<T>(n * wide_stride);
+        mixed = arena.take<T>(n * mixed_width);
+        hidden = arena.take<T>(n * hidden_columns);
         cos = arena.take<float>(n * s.rotary_half);
         sin = arena.take<float>(n * s.rotary_half);
-        queries = arena.take<T>(n * s.heads * s.head_dim);
-        attended = arena.take<T>(n * s.heads * s.head_dim);
-        packed_head = arena.take<T>(packed_size);
-        const int64_t softmaxes = most_parts * step.decodes * s.heads;
-        partials = arena.take<Partial>(softmaxes);
-        seen_size = s.kv_heads * groups_of(s.heads / s.kv_heads);
-        seen = arena.take<Seen>(threads * seen_size);
-        mixed = arena.take<float>(softmaxes * s.head_dim);
-        delta = arena.take<float>(threads * delta_size);
-        snapshots = arena.take<float*>(threads * longest);
-        normed = arena.take<T>(n * normed_stride);
-        mixer_out = arena.take<T>(n * mixer_stride);
-        hidden = arena.take<T>(n * hidden_stride);
-        const int64_t places = n * s.top_k;
-        expert_hidden = arena.take<T>(places * expert_stride);
-        results = arena.take<float>((places + (s.experts ? n : 0)) * s.hidden);
-        routing = arena.take<float>(n * (s.experts + 1 + s.top_k));
-        ids = arena.take<int64_t>(places);
-    }
-
-    // What lies behind a row's last column meets zero weights and must not be NaN.
-    void clear_padding(const Sizes& s, const Step& step) {
-        std::memset(normed, 0, step.tokens * normed_stride * sizeof(T));
-        std::memset(mixer_out, 0, step.tokens * mixer_stride * sizeof(T));
-        std::memset(hidden, 0, step.tokens * hidden_stride * sizeof(T));
-        std::memset(expert_hidden, 0, step.tokens * s.top_k * expert_stride * sizeof(T));
+        kept = arena.take<float>(step.rows * s.hidden);
+        if (!s.experts) return;
+        const int64_t some = std::min(n, EXPERT_TOKENS), places = some * s.top_k;
+        routing = arena.take<float>(n * (s.experts + 1));
+        factors = arena.take<float>(n * s.top_k);
+        ids = arena.take<int64_t>(n * s.top_k);
+        expert_hidden = arena.take<T>(places * expert_columns);
+        results = arena.take<float>((places + some) * s.hidden);
     }
 };
 

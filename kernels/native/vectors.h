@@ -1,204 +1,254 @@
-// Sixteen float32 lanes, written with the compiler's vector types: one source for AVX-512, AVX2 and
-// NEON. bfloat16 is stored as its bits.
+// Sixteen float32 lanes, whatever a register holds: one source, and the same bits, for AVX-512,
+// AVX2 and NEON. bfloat16 and float16 are stored as their bits.
 #pragma once
 
 #include <cmath>
-#include <cstdint>
-#include <cstring>
+
+#include "registers.h"
+
 namespace vlm {
 
 constexpr int LANES = 16;
-
-typedef float Vec __attribute__((vector_size(64)));
-typedef uint32_t Bits __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
 
 struct bf16 {
     uint16_t bits;
 };
 
-inline Vec all(float value) { return value - Vec{}; }
+struct f16 {
+    uint16_t bits;
+};
 
-inline Vec load(const float* from) {
-    Vec v;
+// Members have names, not numbers: compilers keep those in registers.
+struct Vec {
+    Floats a;
+#if VLM_PARTS >= 2
+    Floats b;
+#endif
+#if VLM_PARTS >= 4
+    Floats c, d;
+#endif
+};
+
+// What `make` gives for the register of every 16 / WIDTH lanes, the first of which is its argument.
+template <typename Make>
+VLM_INLINE Vec made(const Make& make) {
+#if VLM_PARTS == 1
+    return {make(0)};
+#elif VLM_PARTS == 2
+    return {make(0), make(WIDTH)};
+#else
+    return {make(0), make(WIDTH), make(2 * WIDTH), make(3 * WIDTH)};
+#endif
+}
+
+// Register by register.
+template <typename Do, typename... Vecs>
+VLM_INLINE Vec each(const Do& what, const Vecs&... v) {
+#if VLM_PARTS == 1
+    return {what(v.a...)};
+#elif VLM_PARTS == 2
+    return {what(v.a...), what(v.b...)};
+#else
+    return {what(v.a...), what(v.b...), what(v.c...), what(v.d...)};
+#endif
+}
+
+VLM_INLINE Floats spread(float value) { return value - Floats{}; }
+
+VLM_INLINE Vec all(float value) {
+    return made([=](int) { return spread(value); });
+}
+
+VLM_INLINE Vec zero() {
+    return made([](int) { return Floats{}; });
+}
+
+VLM_INLINE Vec operator+(const Vec& a, const Vec& b) {
+    return each([](Floats x, Floats y) { return x + y; }, a, b);
+}
+VLM_INLINE Vec operator-(const Vec& a, const Vec& b) {
+    return each([](Floats x, Floats y) { return x - y; }, a, b);
+}
+VLM_INLINE Vec operator*(const Vec& a, const Vec& b) {
+    return each([](Floats x, Floats y) { return x * y; }, a, b);
+}
+VLM_INLINE Vec operator/(const Vec& a, const Vec& b) {
+    return each([](Floats x, Floats y) { return x / y; }, a, b);
+}
+VLM_INLINE Vec operator-(const Vec& a) {
+    return each([](Floats x) { return -x; }, a);
+}
+VLM_INLINE Vec operator+(float a, const Vec& b) { return all(a) + b; }
+VLM_INLINE Vec operator-(float a, const Vec& b) { return all(a) - b; }
+VLM_INLINE Vec operator*(float a, const Vec& b) { return all(a) * b; }
+VLM_INLINE Vec operator*(const Vec& a, float b) { return a * all(b); }
+VLM_INLINE Vec operator/(float a, const Vec& b) { return all(a) / b; }
+
+// a * b + c, rounded once.
+VLM_INLINE Vec fma(const Vec& a, const Vec& b, const Vec& c) {
+    return each([](Floats x, Floats y, Floats z) { return fused(x, y, z); }, a, b, c);
+}
+VLM_INLINE Vec fma(float a, const Vec& b, const Vec& c) { return fma(all(a), b, c); }
+VLM_INLINE Vec fma(const Vec& a, float b, const Vec& c) { return fma(a, all(b), c); }
+VLM_INLINE Vec fma(const Vec& a, const Vec& b, float c) { return fma(a, b, all(c)); }
+
+// `yes` where a < b, `no` elsewhere and where one of them is NaN.
+VLM_INLINE Vec where_less(const Vec& a, const Vec& b, const Vec& yes, const Vec& no) {
+    return each([](Floats x, Floats y, Floats p, Floats q) { return x < y ? p : q; }, a, b, yes,
+                no);
+}
+
+VLM_INLINE Vec where_nan(const Vec& x, const Vec& yes, const Vec& no) {
+    return each([](Floats v, Floats p, Floats q) { return v != v ? p : q; }, x, yes, no);
+}
+
+VLM_INLINE Vec larger(const Vec& a, const Vec& b) {
+    return each([](Floats x, Floats y) { return x > y ? x : y; }, a, b);
+}
+
+VLM_INLINE Vec magnitude(const Vec& x) {
+    return each([](Floats v) { return (Floats)((Words)v & 0x7fffffffu); }, x);
+}
+
+template <typename V>
+VLM_INLINE V read(const void* from) {
+    V v;
     std::memcpy(&v, from, sizeof v);
     return v;
 }
 
-inline Vec load(const bf16* from) {
-    Halves halves;
-    std::memcpy(&halves, from, sizeof halves);
-    return (Vec)(__builtin_convertvector(halves, Bits) << 16);
+VLM_INLINE Vec load(const float* from) {
+    return made([=](int lane) { return read<Floats>(from + lane); });
 }
 
-inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
-
-// Rounds to the nearest, ties to even, as torch does.
-inline void store(bf16* to, Vec v) {
-    Bits bits = (Bits)v;
-    Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    Bits quiet = (bits >> 16) | 0x40;
-    Halves halves = __builtin_convertvector((Ints)(v != v) ? quiet : rounded, Halves);
-    std::memcpy(to, &halves, sizeof halves);
+VLM_INLINE Vec load(const bf16* from) {
+    return made([=](int lane) {
+        return (Floats)(__builtin_convertvector(read<Halves>(from + lane), Words) << 16);
+    });
 }
 
-inline float load_one(const float* from) { return *from; }
+VLM_INLINE Vec load(const f16* from) {
+    return made([=](int lane) { return from_float16(from + lane); });
+}
 
-inline float load_one(const bf16* from) {
-    uint32_t bits = (uint32_t)from->bits << 16;
+// Calls `use(lane, register)` for every register.
+template <typename Use>
+VLM_INLINE void use_each(const Vec& v, const Use& use) {
+    use(0, v.a);
+#if VLM_PARTS >= 2
+    use(WIDTH, v.b);
+#endif
+#if VLM_PARTS >= 4
+    use(2 * WIDTH, v.c);
+    use(3 * WIDTH, v.d);
+#endif
+}
+
+VLM_INLINE void store(float* to, const Vec& v) {
+    use_each(v, [=](int lane, Floats x) { std::memcpy(to + lane, &x, sizeof x); });
+}
+
+// The upper half of float32 rounded to the nearest, ties to even, as torch does.
+VLM_INLINE Words rounded_bits(Floats x) {
+    const Words bits = (Words)x;
+    const Words kept = bits + 0x7fff + ((bits >> 16) & 1);
+    return x != x ? bits | 0x400000u : kept;
+}
+
+VLM_INLINE void store(bf16* to, const Vec& v) {
+    use_each(v, [=](int lane, Floats x) {
+        const Halves halves = __builtin_convertvector(rounded_bits(x) >> 16, Halves);
+        std::memcpy(to + lane, &halves, sizeof halves);
+    });
+}
+
+VLM_INLINE void store(f16* to, const Vec& v) {
+    use_each(v, [=](int lane, Floats x) { to_float16(to + lane, x); });
+}
+
+VLM_INLINE float load_one(const float* from) { return *from; }
+
+VLM_INLINE float load_one(const bf16* from) {
+    const uint32_t bits = (uint32_t)from->bits << 16;
     float value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-inline void store_one(float* to, float value) { *to = value; }
+VLM_INLINE void store_one(float* to, float value) { *to = value; }
 
-inline void store_one(bf16* to, float value) {
+VLM_INLINE void store_one(bf16* to, float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     to->bits = value != value ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
+// The first `count` lanes from memory, zeros behind them.
+template <typename T>
+VLM_INLINE Vec load_some(const T* from, int64_t count) {
+    float lanes[LANES] = {};
+    for (int64_t i = 0; i < count; ++i) lanes[i] = load_one(from + i);
+    return load(lanes);
+}
+
+template <typename T>
+VLM_INLINE void store_some(T* to, const Vec& v, int64_t count) {
+    float lanes[LANES];
+    store(lanes, v);
+    for (int64_t i = 0; i < count; ++i) store_one(to + i, lanes[i]);
+}
+
 // What a value becomes when it is stored as T.
 template <typename T>
-inline Vec rounded(Vec v) {
-    if (sizeof(T) == sizeof(float)) return v;
-    bf16 stored[LANES];
-    store(stored, v);
-    return load(stored);
+VLM_INLINE Vec rounded(const Vec& v) {
+    if constexpr (sizeof(T) == sizeof(float)) return v;
+    return each([](Floats x) { return (Floats)(rounded_bits(x) & 0xffff0000u); }, v);
 }
 
-// The lanes eight apart, and four apart.
-inline Vec turned_8(Vec v) {
-    return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-}
-inline Vec turned_4(Vec v) {
-    return __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-}
-
-// Each step adds the lanes half as far apart, so that lane 0 holds all of them.
-inline float sum(Vec v) {
-    v += turned_8(v);
-    v += turned_4(v);
-    v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    v += __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-    return v[0];
+// A register with its lanes moved by half of `span`: lane i takes lane i ^ (span / 2).
+template <int SPAN>
+VLM_INLINE Floats swapped(Floats v) {
+    Signed from;
+    for (int i = 0; i < WIDTH; ++i) from[i] = i ^ (SPAN / 2);
+    return __builtin_shuffle(v, from);
 }
 
-// Lane i holds the sum of v[i]. Every step adds halves of two vectors and keeps both results in
-// one.
-inline Vec sums(const Vec* v) {
-    Vec eight[8], four[4], two[2];
-    for (int i = 0; i < 8; ++i)
-        eight[i] = __builtin_shufflevector(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19,
-                                           20, 21, 22, 23) +
-                   __builtin_shufflevector(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26,
-                                           27, 28, 29, 30, 31);
-    for (int i = 0; i < 4; ++i)
-        four[i] = __builtin_shufflevector(eight[i], eight[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9,
-                                          10, 11, 24, 25, 26, 27) +
-                  __builtin_shufflevector(eight[i], eight[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12,
-                                          13, 14, 15, 28, 29, 30, 31);
-    for (int i = 0; i < 2; ++i)
-        two[i] = __builtin_shufflevector(four[i], four[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24,
-                                         25, 12, 13, 28, 29) +
-                 __builtin_shufflevector(four[i], four[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11,
-                                         26, 27, 14, 15, 30, 31);
-    return __builtin_shufflevector(two[0], two[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12,
-                                   28, 14, 30) +
-           __builtin_shufflevector(two[0], two[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13,
-                                   29, 15, 31);
+// Joins all lanes: first those eight apart, then four, two and one.
+template <typename Join>
+VLM_INLINE float joined(const Vec& v, const Join& join) {
+#if VLM_PARTS == 1
+    Floats x = v.a;
+#elif VLM_PARTS == 2
+    Floats x = join(v.a, v.b);
+#else
+    Floats x = join(join(v.a, v.c), join(v.b, v.d));
+#endif
+    if constexpr (WIDTH > 8) x = join(x, swapped<16>(x));
+    if constexpr (WIDTH > 4) x = join(x, swapped<8>(x));
+    x = join(x, swapped<4>(x));
+    x = join(x, swapped<2>(x));
+    return x[0];
 }
 
-inline float largest(Vec v) {
-    Vec a = v, b = turned_8(v);
-    a = a > b ? a : b;
-    b = turned_4(a);
-    a = a > b ? a : b;
-    b = __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    a = a > b ? a : b;
-    return a[0] > a[1] ? a[0] : a[1];
+VLM_INLINE float sum(const Vec& v) {
+    return joined(v, [](Floats a, Floats b) { return a + b; });
 }
 
-inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
-
-// One step of a transposition: rows STEP apart swap the lanes whose number has that bit.
-template <int STEP>
-inline void swap_lanes(Bits* rows) {
-    for (int i = 0; i < LANES; ++i) {
-        if (i & STEP) continue;
-        Bits a = rows[i], b = rows[i + STEP], low, high;
-        for (int lane = 0; lane < LANES; ++lane) {
-            low[lane] = lane & STEP ? b[lane - STEP] : a[lane];
-            high[lane] = lane & STEP ? b[lane] : a[lane + STEP];
-        }
-        rows[i] = low;
-        rows[i + STEP] = high;
-    }
+VLM_INLINE float largest(const Vec& v) {
+    return joined(v, [](Floats a, Floats b) { return a > b ? a : b; });
 }
 
-// 16 rows of 16 words become its columns.
-inline void transpose(Bits* rows) {
-    swap_lanes<8>(rows);
-    swap_lanes<4>(rows);
-    swap_lanes<2>(rows);
-    swap_lanes<1>(rows);
-}
+VLM_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
 
-// e^x to within two units in the last place: 2^n times a polynomial of the rest (Cephes' expf).
-// Below the smallest normal number the result is 0, above the largest infinity; NaN stays NaN.
-inline Vec exponential(Vec x) {
-    Vec clamped = x < -87.33654f ? all(-87.33654f) : x;
-    clamped = clamped > 88.72283f ? all(88.72283f) : clamped;
-    Vec shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum rounds to an integer
-    Ints n = (Ints)shifted - 0x4b400000;
-    Vec rounds = shifted - 12582912.0f;
-    Vec r = clamped - rounds * 0.693359375f + rounds * 2.12194440e-4f;
-    Vec p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    // In two factors, since 2^128 has no float32.
-    Ints half = n >> 1;
-    Vec low = (Vec)((half + 127) << 23), high = (Vec)((n - half + 127) << 23);
-    Vec result = p * low * high;
-    result = x < -87.33654f ? Vec{} : result;
-    result = x > 88.72283f ? all(INFINITY) : result;
-    return x != x ? x : result;
-}
-
-// 2^x for x <= 0; 0 below the smallest normal number. NaN stays NaN.
-inline Vec power_of_2(Vec x) {
-    Vec clamped = x < -126.0f ? all(-126.0f) : x;
-    Vec shifted = clamped + 12582912.0f;  // 1.5 * 2^23: the sum rounds to an integer
-    Ints n = (Ints)shifted - 0x4b400000;
-    Vec r = clamped - (shifted - 12582912.0f);
-    Vec p = all(1.5403530e-4f);  // the Taylor series of 2^r, |r| <= 1/2
-    p = p * r + 1.3333558e-3f;
-    p = p * r + 9.6181291e-3f;
-    p = p * r + 5.5504109e-2f;
-    p = p * r + 2.4022651e-1f;
-    p = p * r + 6.9314718e-1f;
-    p = p * r + 1.0f;
-    return x < -126.0f ? Vec{} : (Vec)((Ints)p + (n << 23));
-}
-
-inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exponential(-x)); }
-
-inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
-
-inline Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
-
-// One over the root of the mean square, the same for a step of few tokens and for an op's rows.
+// One over the root of the mean square.
 template <typename T>
-inline float inverse_rms(const T* x, int64_t width, float eps) {
-    Vec squares{};
-    for (int64_t c = 0; c < width; c += LANES) squares += load(x + c) * load(x + c);
-    return 1.0f / std::sqrt(sum(squares) / width + eps);
+VLM_INLINE float inverse_rms(const T* x, int64_t width, float eps) {
+    Vec squares = zero();
+    for (int64_t c = 0; c < width; c += LANES) {
+        const Vec own = load(x + c);
+        squares = fma(own, own, squares);
+    }
+    return 1.0f / square_root(sum(squares) / (float)width + eps);
 }
 
 }  // namespace vlm

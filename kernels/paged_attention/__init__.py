@@ -23,11 +23,16 @@ from vlm_serve.kernels.paged_attention import compiled, torch_cpu
 _TRITON = "vlm_serve.kernels.paged_attention.triton"
 _prefill = Op(
     torch_cpu.attention_prefill,
-    compiled=compiled.attention_prefill,
+    compiled=compiled.attention,
     knows=compiled.knows,
     triton=f"{_TRITON}:attention_prefill",
 )
-_decode = Op(torch_cpu.attention_decode, triton=f"{_TRITON}:attention_decode")
+_decode = Op(
+    torch_cpu.attention_decode,
+    compiled=compiled.attention,
+    knows=compiled.knows,
+    triton=f"{_TRITON}:attention_decode",
+)
 
 
 def attention_prefill(

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values, compiled CPU path of the prefill."""
+"""Attention over paged keys and values, compiled CPU path."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import cast
 
 import torch
 
-from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
-from vlm_serve.kernels.native_layout import constant, mirrors
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
+from vlm_serve.kernels.native_layout import mirrors
 from vlm_serve.kernels.native_library import call
-from vlm_serve.kernels.native_records import DTYPES, LANES, bits, fields
-
-MOST_SHARED = constant("MOST_SHARED", 16)
-"""Query heads of a key head."""
+from vlm_serve.kernels.native_records import DTYPES, LANES, bits, fields, offsets
 
 
-@mirrors("PrefillAttention")
+@mirrors("Attention")
 class _Attention(ctypes.Structure):
     _fields_ = (
         *fields(ctypes.c_int64, "sequences", "threads", "heads", "kv_heads", "head_dim"),
@@ -30,25 +27,30 @@ class _Attention(ctypes.Structure):
 
 
 def knows(
-    q: torch.Tensor, kv: KVLayer, meta: PrefillMeta, *, scale: float, deterministic: bool
+    q: torch.Tensor,
+    kv: KVLayer,
+    meta: PrefillMeta | DecodeMeta,
+    *,
+    scale: float,
+    deterministic: bool = False,
 ) -> bool:
-    """Whether `attention_prefill` is for such inputs: pages in the dtype of the queries."""
-    shared = q.shape[1] // kv.k.shape[2]
+    """Whether `attention` is for such inputs: pages in the dtype of the queries."""
     same = q.dtype == kv.k.dtype and kv.k.stride() == kv.v.stride()
-    return same and q.dtype in DTYPES and q.shape[2] % LANES == 0 and shared <= MOST_SHARED
+    return same and q.dtype in DTYPES and q.shape[2] % LANES == 0
 
 
-def attention_prefill(
-    q: torch.Tensor, kv: KVLayer, meta: PrefillMeta, *, scale: float, deterministic: bool
+def attention(
+    q: torch.Tensor,
+    kv: KVLayer,
+    meta: PrefillMeta | DecodeMeta,
+    *,
+    scale: float,
+    deterministic: bool = False,
 ) -> torch.Tensor:
+    """Prefill and decode alike: a decode token is a slice of one."""
     out = torch.empty(q.shape, dtype=q.dtype)
     if "compiled attention" not in meta.plans:
-        first_block, blocks = array("q"), array("i")
-        for table in meta.block_tables:
-            first_block.append(len(blocks))
-            blocks.extend(table)
-        offsets, starts = array("q", meta.cu_seqlens), array("q", meta.starts)
-        meta.plans["compiled attention"] = (offsets, starts, first_block, blocks)
+        meta.plans["compiled attention"] = _arrays(meta)
     arrays = cast("tuple[array[int], ...]", meta.plans["compiled attention"])
     addresses = [each.buffer_info()[0] for each in arrays]
     job = _Attention(
@@ -73,5 +75,18 @@ def attention_prefill(
         v=kv.v.data_ptr(),
         out=out.data_ptr(),
     )
-    call("vlm_attention_prefill", ctypes.byref(job), bits(q))
+    call("vlm_attention", ctypes.byref(job), bits(q))
     return out
+
+
+def _arrays(meta: PrefillMeta | DecodeMeta) -> tuple[array[int], ...]:
+    """Offsets, starts, where each table begins, and the tables."""
+    if isinstance(meta, DecodeMeta):
+        starts = tuple(length - 1 for length in meta.kv_lens)
+    else:
+        starts = meta.starts
+    first_block, blocks = array("q"), array("i")
+    for table in meta.block_tables:
+        first_block.append(len(blocks))
+        blocks.extend(table)
+    return array("q", offsets(meta)), array("q", starts), first_block, blocks

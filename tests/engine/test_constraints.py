@@ -66,7 +66,12 @@ def test_prompt_tokens_are_reported_with_their_rank() -> None:
 def pipeline() -> Iterator[Pipeline]:
     # Room for about one and a half of the requests below: they preempt each other.
     config = EngineConfig(
-        device="cpu", block_size=16, cache_memory="512KiB", max_model_len=200, max_num_seqs=4
+        device="cpu",
+        dtype="float32",
+        block_size=16,
+        cache_memory="512KiB",
+        max_model_len=200,
+        max_num_seqs=4,
     )
     with Pipeline("demo", config) as pipeline:
         yield pipeline

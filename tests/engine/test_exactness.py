@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from checkpoint_spec import CheckpointSpec
-from exactness import random_pairs
+from exactness import next_turn_pairs, random_pairs
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.kernels.linear import blocks, pack
 from vlm_serve.pipeline import Pipeline
 
 
@@ -34,9 +33,7 @@ def test_deterministic_hits_have_the_bits_of_a_cold_run(checkpoint: Path, dtype:
     assert all(pair.same_bits and pair.same_tokens for pair in pairs)
 
 
-@pytest.mark.skipif(
-    blocks(pack(torch.ones(64, 64))) is None, reason="oneDNN packs in another way here"
-)
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiled_kernels_give_hits_the_bits_of_a_cold_run(checkpoint: Path, dtype: str) -> None:
     """Without asking for it: a short rest of a prompt, a long one and a decode step share code."""
@@ -44,6 +41,18 @@ def test_compiled_kernels_give_hits_the_bits_of_a_cold_run(checkpoint: Path, dty
         assert pipe.engine.config.compiled_kernels
         pairs = list(random_pairs(pipe, 50, seed=3))
     assert all(pair.same_bits and pair.same_tokens for pair in pairs)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_next_turns_over_decoded_answers_have_the_bits_of_a_cold_run(
+    checkpoint: Path, dtype: str
+) -> None:
+    """What decoding has written is what a prefill would have."""
+    config = replace(_config(False, dtype), prefix_cache_decode_state_interval=16)
+    with Pipeline(checkpoint, config) as pipe:
+        pairs = list(next_turn_pairs(pipe, 50, seed=4))
+    assert all(pair.same_bits and pair.same_tokens for pair, _ in pairs)
 
 
 def test_hits_give_the_tokens_of_a_cold_run(checkpoint: Path) -> None:

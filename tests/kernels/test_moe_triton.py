@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn
+from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn, row_by_row
 
 from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.linear import dense
 from vlm_serve.kernels.moe import route, routed_experts
 from vlm_serve.kernels.moe import triton as moe_triton
 from vlm_serve.kernels.moe.reference import routed_experts_reference
@@ -90,7 +91,7 @@ def test_all_tokens_to_one_expert_and_unused_experts_hold_nan() -> None:
 
 def test_deterministic_bits_do_not_depend_on_the_other_tokens() -> None:
     x, weights, ids, gate_up, down = experts_case(30, 4, 2, 40, 24, torch.float32)
-    with kernels():
+    with kernels(), row_by_row():
         whole = routed_experts(x, weights, ids, gate_up, down, deterministic=True)
         few = (x[11:13], weights[11:13], ids[11:13])
         part = routed_experts(*few, gate_up, down, deterministic=True)
@@ -99,7 +100,7 @@ def test_deterministic_bits_do_not_depend_on_the_other_tokens() -> None:
 
 def test_weights_packed_for_the_cpu_are_refused() -> None:
     x, weights, ids, gate_up, down = experts_case(2, 4, 2, 32, 16, torch.float32)
-    packed = [part for expert in gate_up for part in expert.chunk(2)], list(down)
+    packed = [dense(part) for each in gate_up for part in each.chunk(2)], list(map(dense, down))
     with kernels(), pytest.raises(KernelArgumentError, match="gate_up"):
         routed_experts(x, weights, ids, *packed)
 

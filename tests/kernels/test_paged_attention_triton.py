@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from triton_case import DEVICE, TOLERANCE, assert_near, kernels, on_cpu, poison, randn
+from triton_case import DEVICE, TOLERANCE, assert_near, kernels, on_cpu, poison, randn, row_by_row
 
 from vlm_serve.kernels.kv_write import write_kv
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
@@ -101,7 +101,7 @@ def test_a_slice_resumed_anywhere_has_the_bits_of_the_whole(seed: int) -> None:
     cut = rng.randint(1, 69)
     kv, tables = filled([70, 33], 2, 64, torch.float32, seed)
     q, other = randn(70, 4, 64, seed=seed), randn(33, 4, 64, seed=seed + 1)
-    with kernels():
+    with kernels(), row_by_row():
         whole = attention_prefill(q, kv, prefill_meta([0], [70], tables[:1]), scale=0.1)
         meta = prefill_meta([0, cut], [33, 70 - cut], (tables[1], tables[0]))
         out = attention_prefill(torch.cat([other, q[cut:]]), kv, meta, scale=0.1)

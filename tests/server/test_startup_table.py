@@ -6,9 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.memory import MemoryPlan
+from vlm_serve.models.weight_sizes import WeightBytes
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.main import startup_rows
 
@@ -25,7 +28,14 @@ MEMORY = MemoryPlan(
 
 def rows(**options: Any) -> dict[str, str]:
     config = EngineConfig(block_size=64, max_num_seqs=12, **options)
-    engine: Any = SimpleNamespace(config=config, memory=MEMORY, max_model_len=640)
+    backend = Backend(torch.device(config.device), problem="no compiler")
+    engine: Any = SimpleNamespace(
+        config=config,
+        memory=MEMORY,
+        max_model_len=640,
+        arithmetic=decide(config, torch.bfloat16, backend),
+        weights=WeightBytes(projections=7 << 30, table=1 << 30, others=1 << 30, mapped=True),
+    )
     return dict(startup_rows(engine, ServerConfig(), ("name",), "http://there"))
 
 
@@ -48,3 +58,12 @@ def test_a_cpu_has_compiled_kernels_or_none(compiled: bool, said: str) -> None:
 
 def test_a_cpu_has_no_graphs_to_speak_of() -> None:
     assert "decode" not in rows(device="cpu", threads=2)
+
+
+def test_weights_types_and_arithmetic_are_said() -> None:
+    found = rows(device="cpu", threads=2, kv_cache_dtype="int8")
+    assert found["weights"] == "8 GiB, beside a table of 1 GiB in its file"
+    types = "weights float32, kv int8, state float32, conv float32, vision float32"
+    assert found["types"] == types
+    assert found["compute"].startswith("float32: torch computes") and "no compiler" in str(found)
+    assert f"torch {torch.__version__}" in found["numerics"]

@@ -13,10 +13,10 @@ from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
+from vlm_serve.engine.arithmetic import Arithmetic, Types, decide
 from vlm_serve.engine.listener import PoisonListener
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.memory import (
-    DTYPES,
     EMBEDDING_CACHE_BYTES,
     CacheShape,
     MemoryPlan,
@@ -26,13 +26,19 @@ from vlm_serve.engine.memory import (
 from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.runner import ModelRunner
 from vlm_serve.engine.scheduler import Scheduler
-from vlm_serve.engine.step_paths import compile_wanted, decode_graphs, graphs_wanted, use_compiled
+from vlm_serve.engine.step_paths import (
+    compile_steps,
+    decode_graphs,
+    find_backend,
+    graphs_wanted,
+)
 from vlm_serve.engine.tier_loading import Tiers, make_tiers
 from vlm_serve.engine.tier_up import TierFetcher
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.models import Model, ModelConfig, load_model, resolve_checkpoint
 from vlm_serve.models.batch import CacheTensors
+from vlm_serve.models.weight_sizes import WeightBytes, weight_bytes
 from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
@@ -41,8 +47,6 @@ from vlm_serve.preprocess.tokenizer import read_json
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 REPORTED_LOGITS_BYTES = 256 << 20
 """Logits of prompt tokens that one step may compute for requests that want to see them."""
-NUMERICS_VERSION = 2
-"""Raised whenever a kernel's arithmetic changes: what older code computed is then not reused."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class EngineParts:
     name: str
     config: EngineConfig
     model_config: ModelConfig
+    arithmetic: Arithmetic
+    weights: WeightBytes
     memory: MemoryPlan
     preprocessor: Preprocessor
     scheduler: Scheduler
@@ -74,39 +80,33 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    path = _checkpoint(model)
+    path = find_checkpoint(model)
     model_config = ModelConfig.from_dir(path)
     device = _device(config.device)
     with_graphs = graphs_wanted(config.cuda_graphs, device)
-    with_compiled = not with_graphs and compile_wanted(config.compiled_kernels, device)
-    dtype = _dtype(config, model_config, device)
-    block_size = config.block_size
-    if block_size is None:
-        block_size = DEMO_BLOCK_SIZE if model in DEMO_DIRECTORIES else DEFAULT_BLOCK_SIZE
-    config = replace(config, block_size=block_size)
+    backend = find_backend(config, device)
+    arithmetic = decide(config, model_config.dtype, backend)
+    types, compiled = arithmetic.types, backend.compiled
+    config = with_block_size(config, model)
+    assert config.block_size is not None
     if device.type == "cpu":
         retain_freed_memory()
-    loaded = load_model(path, dtype=dtype, device=device)
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
-    state_dtype = torch.float32 if config.state_dtype == "auto" else DTYPES[config.state_dtype]
-    memory = plan_memory(
-        CacheShape.of(model_config),
-        config,
-        cache_memory=config.cache_memory_bytes or default_cache_memory(device),
-        kv_dtype=kv_dtype,
-        state_dtype=state_dtype,
-        conv_dtype=dtype,
-    )
-    preprocessor = _preprocessor(path, config, loaded, dtype, kv_dtype, state_dtype)
-    tokens_that_fit = (memory.num_blocks - 1) * block_size
-    context = config.max_model_len or model_config.text.max_position_embeddings
-    max_model_len = min(context, tokens_that_fit)
+    loaded = load_model(path, types.weights, device, compute_dtype=types.compute, compiled=compiled)
+    cache_memory = config.cache_memory_bytes or default_cache_memory(device)
+    memory = plan_memory(CacheShape.of(model_config), config, types, cache_memory)
+    preprocessor = _preprocessor(path, config, loaded, arithmetic)
+    max_model_len = longest_context(config, model_config, memory)
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
-    caches = _allocate(model_config, memory, rows, device, dtype, kv_dtype, state_dtype)
+    caches = _allocate(model_config, memory, rows, device, types)
     graphs = decode_graphs(loaded, caches, config, max_model_len) if with_graphs else None
-    with_compiled = with_compiled and use_compiled(loaded, caches, config)
+    if compiled:
+        compile_steps(loaded, caches)
     runner = ModelRunner(
-        loaded, caches, block_size=block_size, deterministic=config.deterministic, graphs=graphs
+        loaded,
+        caches,
+        block_size=config.block_size,
+        deterministic=config.deterministic,
+        graphs=graphs,
     )
     listener = PoisonListener(runner) if poison else None
     cache_config = _cache_config(config, memory)
@@ -115,26 +115,33 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     fetcher = tiers.fetcher(cache) if tiers else None
     media = MediaPlanner(
         EmbeddingCache(EMBEDDING_CACHE_BYTES),
-        model_config.text.hidden_size * torch.empty(0, dtype=dtype).element_size(),
+        model_config.text.hidden_size * types.vision.itemsize,
     )
     return EngineParts(
         name=model,
         config=replace(
             config,
             device=str(device),
-            dtype=_name_of(dtype),
-            kv_cache_dtype=_name_of(kv_dtype),
-            state_dtype=_name_of(state_dtype),
+            dtype=types.names()["weights"],
+            compute_dtype=types.names()["compute"],
+            kv_cache_dtype=types.names()["kv"],
+            state_dtype=types.names()["state"],
             threads=torch.get_num_threads(),
             cuda_graphs=graphs is not None,
-            compiled_kernels=with_compiled,
+            compiled_kernels=compiled,
         ),
         model_config=model_config,
+        arithmetic=arithmetic,
+        weights=weight_bytes(
+            model_config,
+            weights=types.weights,
+            compute=types.compute,
+            device=device,
+            compiled=compiled,
+        ),
         memory=memory,
         preprocessor=preprocessor,
-        scheduler=Scheduler(
-            cache, media, _scheduler_config(config, block_size, model_config), fetcher
-        ),
+        scheduler=Scheduler(cache, media, _scheduler_config(config, model_config), fetcher),
         runner=runner,
         cache=cache,
         generation_config=read_json(path / "generation_config.json"),
@@ -145,11 +152,26 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     )
 
 
-def _checkpoint(model: str) -> Path:
-    """The directory of a built-in or a named checkpoint."""
+def with_block_size(config: EngineConfig, model: str) -> EngineConfig:
+    """The config with the model's default block size, if it has none."""
+    if config.block_size is not None:
+        return config
+    return replace(
+        config, block_size=DEMO_BLOCK_SIZE if model in DEMO_DIRECTORIES else DEFAULT_BLOCK_SIZE
+    )
+
+
+def longest_context(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> int:
+    """Tokens of the longest prompt with its answer."""
+    context = config.max_model_len or model.text.max_position_embeddings
+    return min(context, (memory.num_blocks - 1) * memory.block_size)
+
+
+def find_checkpoint(model: str, *, configs_only: bool = False) -> Path:
+    """The directory of a built-in or a named checkpoint; see `resolve_checkpoint`."""
     if model in DEMO_DIRECTORIES:
         return Path(vlm_serve.__file__).parent / "demo" / DEMO_DIRECTORIES[model]
-    return resolve_checkpoint(model)
+    return resolve_checkpoint(model, configs_only=configs_only)
 
 
 def _device(name: str) -> torch.device:
@@ -160,35 +182,23 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return next(name for name, each in DTYPES.items() if each == dtype)
-
-
-def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    return torch.float32 if device.type == "cpu" else model.dtype
-
-
 def _preprocessor(
-    path: Path,
-    config: EngineConfig,
-    model: Model,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    state_dtype: torch.dtype,
+    path: Path, config: EngineConfig, model: Model, arithmetic: Arithmetic
 ) -> Preprocessor:
     assert config.block_size is not None
+    names = arithmetic.types.names()
     root = RootFields(
         weights_fingerprint=model.fingerprint,
-        weight_dtype=str(dtype),
-        kv_dtype=str(kv_dtype),
-        state_dtype=str(state_dtype),
-        vision_dtype=str(dtype),
+        weight_dtype=names["weights"],
+        compute_dtype=names["compute"],
+        kv_dtype=names["kv"],
+        state_dtype=names["state"],
+        conv_dtype=names["conv"],
+        vision_dtype=names["vision"],
         block_size=config.block_size,
         chunk_size=config.gdn_chunk_size,
         processor_fingerprint=processor_fingerprint(path),
-        numerics_version=2 * NUMERICS_VERSION + config.deterministic,
+        numerics=arithmetic.numerics,
     )
     return Preprocessor(
         path, block_size=config.block_size, root_key=root, limits=_media_limits(config)
@@ -210,33 +220,28 @@ def _media_limits(config: EngineConfig) -> MediaLimits:
 
 
 def _allocate(
-    model: ModelConfig,
-    memory: MemoryPlan,
-    rows: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    state_dtype: torch.dtype,
+    model: ModelConfig, memory: MemoryPlan, rows: int, device: torch.device, types: Types
 ) -> CacheTensors:
     """The pools. Untouched pages of a CPU pool cost no memory until they are written."""
     shape = CacheShape.of(model)
     blocks, layers, size = memory.num_blocks, shape.attention_layers, memory.block_size
-    quantised = kv_dtype == torch.uint8
     return CacheTensors(
         kv=torch.empty(
-            (blocks, layers, 2, size, shape.kv_heads, shape.head_dim), dtype=kv_dtype, device=device
+            (blocks, layers, 2, size, shape.kv_heads, shape.head_dim), dtype=types.kv, device=device
         ),
         kv_scales=torch.empty(
             (blocks, layers, 4, size, shape.kv_heads), dtype=torch.float16, device=device
         )
-        if quantised
+        if types.kv == torch.uint8
         else None,
         conv=torch.empty(
-            (rows, shape.gdn_layers, shape.conv_dim, shape.conv_columns), dtype=dtype, device=device
+            (rows, shape.gdn_layers, shape.conv_dim, shape.conv_columns),
+            dtype=types.conv,
+            device=device,
         ),
         recurrent=torch.empty(
             (rows, shape.gdn_layers, shape.value_heads, shape.key_dim, shape.value_dim),
-            dtype=state_dtype,
+            dtype=types.state,
             device=device,
         ),
     )
@@ -254,7 +259,9 @@ def _cache_config(config: EngineConfig, memory: MemoryPlan) -> CacheConfig:
     )
 
 
-def _scheduler_config(config: EngineConfig, block_size: int, model: ModelConfig) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, model: ModelConfig) -> SchedulerConfig:
+    block_size = config.block_size
+    assert block_size is not None
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

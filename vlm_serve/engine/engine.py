@@ -38,6 +38,8 @@ class Engine:
     def __init__(self, parts: EngineParts) -> None:
         self.config = parts.config
         self.model_config = parts.model_config
+        self.arithmetic = parts.arithmetic
+        self.weights = parts.weights
         self.memory = parts.memory
         self.preprocessor: Preprocessor = parts.preprocessor
         self.max_model_len = parts.max_model_len

@@ -8,17 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.arithmetic import Types
 from vlm_serve.errors import ConfigError
 from vlm_serve.models.config import ModelConfig
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.uint8,
-}
-"""Option values and the types that are stored; int8 means unsigned codes with scales."""
 EMBEDDING_CACHE_BYTES = 256 << 20
 CPU_SHARE = 4
 """On a CPU the cache takes one part in this many of the memory that is free at start-up."""
@@ -27,14 +20,6 @@ GPU_SHARE = 0.85
 MIN_BLOCKS = 4
 INT8_EXTRA_BYTES = 8
 """Per token and head for int8: scale and zero point of K and of V, two bytes each."""
-
-_ITEM_BYTES = {
-    torch.float32: 4,
-    torch.bfloat16: 2,
-    torch.float16: 2,
-    torch.float8_e4m3fn: 1,
-    torch.uint8: 1,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +69,14 @@ class CacheShape:
 
     def block_bytes(self, block_size: int, kv_dtype: torch.dtype) -> int:
         """One KV block of all attention layers; uint8 stands for int8 codes with their scales."""
-        per_head = 2 * self.head_dim * _ITEM_BYTES[kv_dtype]
+        per_head = 2 * self.head_dim * kv_dtype.itemsize
         per_head += INT8_EXTRA_BYTES if kv_dtype == torch.uint8 else 0
         return self.attention_layers * block_size * self.kv_heads * per_head
 
     def state_bytes(self, state_dtype: torch.dtype, conv_dtype: torch.dtype) -> int:
         """One state row: recurrent matrices and conv tails of all GDN layers."""
-        recurrent = self.value_heads * self.key_dim * self.value_dim * _ITEM_BYTES[state_dtype]
-        conv = self.conv_dim * self.conv_columns * _ITEM_BYTES[conv_dtype]
+        recurrent = self.value_heads * self.key_dim * self.value_dim * state_dtype.itemsize
+        conv = self.conv_dim * self.conv_columns * conv_dtype.itemsize
         return self.gdn_layers * (recurrent + conv)
 
 
@@ -128,11 +113,8 @@ def split_by_interval(
 def plan_memory(
     shape: CacheShape,
     config: EngineConfig,
-    *,
+    types: Types,
     cache_memory: int,
-    kv_dtype: torch.dtype,
-    state_dtype: torch.dtype,
-    conv_dtype: torch.dtype,
 ) -> MemoryPlan:
     """Splits `cache_memory` into KV blocks and snapshot rows.
 
@@ -144,8 +126,8 @@ def plan_memory(
         ConfigError: too small; the message says which option to change.
     """
     assert config.block_size is not None
-    block_bytes = shape.block_bytes(config.block_size, kv_dtype)
-    snapshot_bytes = shape.state_bytes(state_dtype, conv_dtype)
+    block_bytes = shape.block_bytes(config.block_size, types.kv)
+    snapshot_bytes = shape.state_bytes(types.state, types.conv)
     budget = config.prefix_cache_state_budget
     if not config.enable_prefix_caching:
         budget = 0

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 import torch
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.arithmetic import Backend
 from vlm_serve.engine.decode_graphs import CudaCapture, DecodeGraphs
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.native_build import BuildError
-from vlm_serve.kernels.native_library import load
+from vlm_serve.kernels.native_library import digests, foreseen
 from vlm_serve.models import Model
 from vlm_serve.models.batch import CacheTensors
-from vlm_serve.models.small_step_program import UnsupportedError
+from vlm_serve.models.compiled_program import UnsupportedError
 
 _log = logging.getLogger(__name__)
 
@@ -55,44 +55,37 @@ def decode_graphs(
         return None
 
 
-def compile_wanted(option: bool | None, device: torch.device) -> bool:
-    """Whether the model is to use compiled kernels. If so, the compiler starts now, beside the
-    loading of the checkpoint.
+def find_backend(config: EngineConfig, device: torch.device, *, build: bool = True) -> Backend:
+    """What computes on a device.
+
+    Args:
+        config: options.
+        device: where.
+        build: whether to build compiled kernels if they have not been on this machine; else they
+            are taken to be what the compiler would make.
 
     Raises:
-        ConfigError: they were asked for by name on a GPU.
+        ConfigError: compiled kernels were asked for by name and cannot be had.
     """
-    if option and device.type != "cpu":
+    if config.compiled_kernels and device.type != "cpu":
         raise ConfigError(
             f"compiled_kernels are for a CPU, but the device is {device}", param="compiled_kernels"
         )
-    wanted = device.type == "cpu" and option is not False
-    if wanted:
-        threading.Thread(target=_build_early, daemon=True).start()
-    return wanted
-
-
-def _build_early() -> None:
+    if device.type != "cpu" or config.compiled_kernels is False:
+        return Backend(device)
     try:
-        load()
-    except BuildError:
-        return  # `use_compiled` meets it again.
-
-
-def use_compiled(model: Model, caches: CacheTensors, config: EngineConfig) -> bool:
-    """Has the model use compiled kernels over these pools, and says whether it does.
-
-    Raises:
-        ConfigError: they were asked for by name and cannot be had.
-    """
-    try:
-        model.use_compiled_kernels()
-        model.compile_small_steps(caches)
+        return Backend(device, digests() if build else foreseen())
     except BuildError as error:
         if config.compiled_kernels:
             raise ConfigError(f"compiled_kernels: {error}", param="compiled_kernels") from error
-        _log.warning("there are no compiled kernels: %s", error)
-        return False
+        if build:
+            _log.warning("there are no compiled kernels: %s", error)
+        return Backend(device, problem=str(error))
+
+
+def compile_steps(model: Model, caches: CacheTensors) -> None:
+    """Has the model compute whole steps over these pools in compiled code, if it can."""
+    try:
+        model.compile_steps(caches)
     except UnsupportedError as error:
-        _log.warning("steps of few tokens are not compiled: %s", error)
-    return True
+        _log.warning("steps are not compiled as a whole: %s", error)

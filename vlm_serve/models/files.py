@@ -10,11 +10,16 @@ from vlm_serve.errors import CheckpointError, ModelNotFoundError
 
 INDEX_FILE = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_CONFIG_FILES = ("config.json", "generation_config.json")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 
 
-def resolve_checkpoint(model: str | Path) -> Path:
+def resolve_checkpoint(model: str | Path, *, configs_only: bool = False) -> Path:
     """The local directory of a checkpoint; a hub id is downloaded, or found in the hub's cache.
+
+    Args:
+        model: directory or hub id.
+        configs_only: download what says how large the model is, and nothing else.
 
     Raises:
         ModelNotFoundError: neither a directory nor a hub id that can be fetched.
@@ -28,8 +33,9 @@ def resolve_checkpoint(model: str | Path) -> Path:
     # Imported late: it costs start-up time that local checkpoints need not pay.
     from huggingface_hub import snapshot_download
 
+    files = _CONFIG_FILES if configs_only else _HUB_FILES
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:
         # The hub client raises many kinds (network, HTTP, missing, gated); all mean the same here.
         raise ModelNotFoundError(

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
-from vlm_serve.kernels.dispatch import compiled_wanted
-from vlm_serve.kernels.elementwise import silu_times, times_sigmoid
+from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.gated_delta import chunk_gated_delta, gates, recurrent_gated_delta
 from vlm_serve.kernels.kv_write import write_kv
-from vlm_serve.kernels.linear import linear
+from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.kernels.native_records import DTYPES, LANES
 from vlm_serve.kernels.norms import gated_rms_norm
 from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
 from vlm_serve.kernels.rope import qk_norm_rope
@@ -52,12 +50,12 @@ class StateLayer:
 class GatedDeltaNet:
     """`in_proj` gives query, key, value, z, b and a, in this order, from one product."""
 
-    in_proj: torch.Tensor
+    in_proj: Linear
     conv: torch.Tensor
     neg_decay: torch.Tensor
     dt_bias: torch.Tensor
     norm: torch.Tensor
-    out_proj: torch.Tensor
+    out_proj: Linear
     key_heads: int
     value_heads: int
     key_dim: int
@@ -69,12 +67,10 @@ class GatedDeltaNet:
 class Attention:
     """`in_proj` gives query, key, value and output gate, in this order, from one product."""
 
-    in_proj: torch.Tensor
-    in_bias: torch.Tensor | None
+    in_proj: Linear
     q_norm: torch.Tensor
     k_norm: torch.Tensor
-    out_proj: torch.Tensor
-    out_bias: torch.Tensor | None
+    out_proj: Linear
     heads: int
     kv_heads: int
     head_dim: int
@@ -83,19 +79,19 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     """`router` has one row per expert and a last one for the gate of the shared expert; `gate_up`
-    and `down` are from `pack_experts`."""
+    and `down` are as `routed_experts` takes them."""
 
-    router: torch.Tensor
-    gate_up: torch.Tensor | tuple[torch.Tensor, ...]
-    down: torch.Tensor | tuple[torch.Tensor, ...]
+    router: Linear
+    gate_up: torch.Tensor | tuple[Linear, ...]
+    down: torch.Tensor | tuple[Linear, ...]
     shared: Mlp
     top_k: int
 
@@ -134,7 +130,7 @@ def gated_delta_net(
     tokens, deterministic = x.shape[0], step.deterministic
     values, first = layer.value_heads * layer.value_dim, step.num_decode
     channels = 2 * layer.key_heads * layer.key_dim + values
-    mixed = linear(x, layer.in_proj, deterministic=deterministic)
+    mixed = layer.in_proj(x, deterministic=deterministic)
     qkv, z, raw = torch.split_with_sizes(mixed, (channels, values, 2 * layer.value_heads), 1)
     beta, decay = gates(raw, layer.neg_decay, layer.dt_bias, deterministic=deterministic)
     if step.prefill is None:
@@ -154,7 +150,7 @@ def gated_delta_net(
     if keep is not None:
         core, z, residual = core[keep], z[keep], residual[keep]
     out = gated_rms_norm(core, z, layer.norm, layer.eps).flatten(1)
-    return linear(out, layer.out_proj, plus=residual, deterministic=deterministic)
+    return layer.out_proj(out, plus=residual, deterministic=deterministic)
 
 
 def _split_heads(
@@ -208,7 +204,7 @@ def attention(
     """
     tokens, dim = x.shape[0], layer.head_dim
     queries, keys = layer.heads * dim, layer.kv_heads * dim
-    mixed = linear(x, layer.in_proj, layer.in_bias, deterministic=step.deterministic)
+    mixed = layer.in_proj(x, deterministic=step.deterministic)
     q, k, v, gate = torch.split_with_sizes(mixed, (queries, keys, keys, queries), 1)
     q, k = qk_norm_rope(
         q.view(tokens, layer.heads, dim),
@@ -225,9 +221,7 @@ def attention(
     if keep is not None:
         out, gate, residual = out[keep], gate[keep], residual[keep]
     out = times_sigmoid(out, gate)
-    return linear(
-        out, layer.out_proj, layer.out_bias, plus=residual, deterministic=step.deterministic
-    )
+    return layer.out_proj(out, plus=residual, deterministic=step.deterministic)
 
 
 def _attend(q: torch.Tensor, kv: KVLayer, step: Step, scale: float) -> torch.Tensor:
@@ -245,18 +239,8 @@ def _attend(q: torch.Tensor, kv: KVLayer, step: Step, scale: float) -> torch.Ten
 
 def mlp(layer: Mlp, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
     """`residual + down(silu(gate(x)) * up(x))`, `[T, hidden]`."""
-    return linear(
-        _gated_hidden(layer, x, step), layer.down, plus=residual, deterministic=step.deterministic
-    )
-
-
-def _gated_hidden(layer: Mlp, x: torch.Tensor, step: Step) -> torch.Tensor:
-    if compiled_wanted() and x.dtype in DTYPES and layer.gate.shape[0] % LANES == 0:
-        # Apart, since a row's bits are then the same in a compiled step of few tokens.
-        gate = linear(x, layer.gate, deterministic=step.deterministic)
-        return silu_times(gate, linear(x, layer.up, deterministic=step.deterministic))
-    gate = linear(x, layer.gate, activation="silu", deterministic=step.deterministic)
-    return linear(x, layer.up, times=gate, deterministic=step.deterministic)
+    hidden = layer.gate.gated(layer.up, x, deterministic=step.deterministic)
+    return layer.down(hidden, plus=residual, deterministic=step.deterministic)
 
 
 def experts(
@@ -268,10 +252,10 @@ def experts(
         (`[T, hidden]` with the residual added, int64 `[T, top_k]` routed expert ids).
     """
     deterministic = step.deterministic
-    scores = linear(x, layer.router, deterministic=deterministic)
+    scores = layer.router(x, deterministic=deterministic)
     weights, ids = route(scores[:, :-1], layer.top_k)
     routed = routed_experts(x, weights, ids, layer.gate_up, layer.down, deterministic=deterministic)
-    hidden = _gated_hidden(layer.shared, x, step)
-    shared = linear(hidden, layer.shared.down, deterministic=deterministic)
+    hidden = layer.shared.gate.gated(layer.shared.up, x, deterministic=deterministic)
+    shared = layer.shared.down(hidden, deterministic=deterministic)
     gate = scores[:, -1:]
     return residual + (routed + times_sigmoid(shared, gate)), ids

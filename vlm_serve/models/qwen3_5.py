@@ -10,12 +10,12 @@ import torch.nn.functional as F
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.dispatch import compiled_kernels
-from vlm_serve.kernels.linear import linear
 from vlm_serve.kernels.metadata import KVLayer
-from vlm_serve.kernels.native_library import load
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.kernels.rope import mrope_cos_sin
 from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
+from vlm_serve.models.compiled_program import Program
+from vlm_serve.models.compiled_step import CompiledStep
 from vlm_serve.models.config import ModelConfig
 from vlm_serve.models.files import resolve_checkpoint
 from vlm_serve.models.fingerprint import fingerprint
@@ -31,8 +31,6 @@ from vlm_serve.models.layers import (
     mlp,
 )
 from vlm_serve.models.loading import TextLoader
-from vlm_serve.models.small_step import SmallStep, joined
-from vlm_serve.models.small_step_program import Program
 from vlm_serve.models.vision import Grid, VisionTower
 from vlm_serve.models.weights import Weights
 
@@ -45,14 +43,19 @@ class Model:
     Attributes:
         config: its sizes.
         fingerprint: 32 bytes that stand for the content of the checkpoint.
-        dtype, device: of the weights.
+        weight_dtype: of its projections in memory.
+        dtype: of activations and of everything else.
+        device: where it runs.
+        compiled: whether compiled CPU code multiplies.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, identity: bytes) -> None:
         self.config = config
         self.fingerprint = identity
-        self.dtype = weights.dtype
+        self.weight_dtype = weights.dtype
+        self.dtype = weights.compute_dtype
         self.device = weights.device
+        self.compiled = weights.compiled
         text, load = config.text, TextLoader(config.text, weights)
         self._embedding, self._head = load.embedding_and_head()
         self._layers = tuple(
@@ -71,20 +74,10 @@ class Model:
         self._vision = None if config.vision is None else VisionTower(config.vision, weights)
         self._caches: CacheTensors | None = None
         self._cache_layers: tuple[KVLayer | StateLayer, ...] = ()
-        self._small_step: SmallStep | None = None
-        self._compiled = False
+        self._compiled_step: CompiledStep | None = None
 
-    def use_compiled_kernels(self) -> None:
-        """Have ops computed by compiled code where there is some for their arguments, from now on.
-
-        Raises:
-            BuildError: it can be neither found nor built here.
-        """
-        load()
-        self._compiled = True
-
-    def compile_small_steps(self, caches: CacheTensors) -> None:
-        """Have steps of few tokens over these pools computed by compiled code, from now on.
+    def compile_steps(self, caches: CacheTensors) -> None:
+        """Have steps over these pools computed by one call of compiled code each, from now on.
 
         Raises:
             BuildError: it can be neither found nor built here.
@@ -99,7 +92,7 @@ class Model:
             caches,
             self._layers_of(caches),
         )
-        self._small_step = SmallStep(program, self.dtype)
+        self._compiled_step = CompiledStep(program, self.dtype)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
@@ -107,22 +100,14 @@ class Model:
 
         Raises whatever an op raises; the state rows written so far are then undefined.
         """
-        with compiled_kernels(self._compiled):
-            if caches is not self._caches or self._small_step is None:
-                return self._by_ops(batch, caches)
-            parts = self._small_step.parts(batch)
-            outputs = [
-                self._by_small_step(part, self._small_step) if small else self._by_ops(part, caches)
-                for part, small in parts
-            ]
-            return outputs[0] if len(outputs) == 1 else joined(outputs)
-
-    def _by_small_step(self, batch: ForwardBatch, small: SmallStep) -> ForwardOutput:
-        logits, ids = small.run(batch, self._embed(batch))
-        return ForwardOutput(logits, None if ids is None else self._narrow(ids))
+        if caches is self._caches and self._compiled_step is not None:
+            logits, ids = self._compiled_step.run(batch, self._embed(batch))
+            return ForwardOutput(logits, None if ids is None else self._narrow(ids))
+        with compiled_kernels(self.compiled):
+            return self._by_ops(batch, caches)
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        x = F.embedding(batch.token_ids, self._embedding)
+        x = F.embedding(batch.token_ids, self._embedding).to(self.dtype)
         for offset, embedding in batch.media:
             x[offset : offset + embedding.shape[0]] = embedding
         return x
@@ -156,9 +141,8 @@ class Model:
                 routed.append(ids)
         if batch.capture_experts:
             x = x[batch.logit_rows]
-        logits = linear(
-            rms_norm(x, self._norm, eps), self._head, deterministic=batch.deterministic
-        ).float()
+        last_normed = rms_norm(x, self._norm, eps)
+        logits = self._head(last_normed, deterministic=batch.deterministic).float()
         if not routed or not batch.capture_experts:
             return ForwardOutput(logits)
         return ForwardOutput(logits, self._narrow(torch.stack(routed, dim=1)))
@@ -168,13 +152,14 @@ class Model:
     ) -> list[torch.Tensor]:
         """Embeddings of temporal patches; see `VisionTower.encode`."""
         assert self._vision is not None, "a text-only model has no vision tower"
-        return self._vision.encode(patches, grids, deterministic=deterministic)
+        with compiled_kernels(self.compiled):
+            return self._vision.encode(patches, grids, deterministic=deterministic)
 
     def _layers_of(self, caches: CacheTensors) -> tuple[KVLayer | StateLayer, ...]:
         """Each layer's views into the pools, made anew only when the pools change."""
         if self._caches is not caches:
             self._caches, self._cache_layers = caches, _cache_layers(self.config, caches)
-            self._small_step = None
+            self._compiled_step = None
         return self._cache_layers
 
     def _narrow(self, ids: torch.Tensor) -> torch.Tensor:
@@ -183,23 +168,37 @@ class Model:
         return ids.to(torch.uint8 if moe.num_experts <= _MOST_UINT8_EXPERTS else torch.int16)
 
 
-def load_model(path: Path | str, dtype: torch.dtype, device: torch.device | str) -> Model:
+def load_model(
+    path: Path | str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    compiled: bool = False,
+) -> Model:
     """Load a checkpoint.
 
     Args:
         path: directory or hub id.
-        dtype: float32, bfloat16 or float16; what the checkpoint holds is converted.
+        dtype: float32, bfloat16 or float16, of the projections in memory; what the checkpoint holds
+            is converted.
         device: where the model runs.
+        compute_dtype: of activations; `dtype` if it is not given. Only compiled code takes another
+            one: float32 with any dtype.
+        compiled: whether compiled CPU code is to compute what it can.
 
     Raises:
         ModelNotFoundError: no such checkpoint.
         CheckpointError: it is incomplete, broken or of an unsupported kind.
+        BuildError: compiled code is wanted and cannot be had.
     """
     directory = resolve_checkpoint(path)
     config = ModelConfig.from_dir(directory)
     if config.vision is not None and config.vision.out_hidden_size != config.text.hidden_size:
         raise CheckpointError("out_hidden_size of the vision tower is not the model's hidden_size")
-    weights = Weights(directory, dtype, torch.device(device))
+    weights = Weights(
+        directory, dtype, torch.device(device), compute_dtype=compute_dtype, compiled=compiled
+    )
     return Model(config, weights, fingerprint(directory))
 
 

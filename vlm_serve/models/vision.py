@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from vlm_serve.kernels.linear import linear, pack
+from vlm_serve.kernels.linear import Linear, Part, load
 from vlm_serve.models.sizes import VisionConfig
 from vlm_serve.models.vision_grid import axial_angles, interpolate_positions
 from vlm_serve.models.weights import Weights
@@ -23,7 +23,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Weight and bias of a projection or a layer norm."""
+    """Weight and bias of a layer norm."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -34,11 +34,11 @@ class VisionBlock:
     """Weights of one transformer block."""
 
     norm1: Affine
-    qkv: Affine
-    proj: Affine
+    qkv: Linear
+    proj: Linear
     norm2: Affine
-    fc1: Affine
-    fc2: Affine
+    fc1: Linear
+    fc2: Linear
 
 
 class VisionTower:
@@ -53,15 +53,15 @@ class VisionTower:
     def __init__(self, config: VisionConfig, weights: Weights) -> None:
         self._config = config
         self._device = weights.device
-        self._dtype = weights.dtype
-        load = _Loader(weights, config)
-        self._patch_embed = load.patch_embed()
-        self._positions = load.positions()
-        self._blocks = tuple(load.block(index) for index in range(config.depth))
-        self._merger_norm = load.norm("merger.norm")
+        self._dtype = weights.compute_dtype
+        reader = _Loader(weights, config)
+        self._patch_embed = reader.patch_embed()
+        self._positions = reader.positions()
+        self._blocks = tuple(reader.block(index) for index in range(config.depth))
+        self._merger_norm = reader.norm("merger.norm")
         merged = config.hidden_size * config.merge_size**2
-        self._merger_fc1 = load.projection("merger.linear_fc1", merged, merged)
-        self._merger_fc2 = load.projection("merger.linear_fc2", config.out_hidden_size, merged)
+        self._merger_fc1 = reader.projection("merger.linear_fc1", merged, merged)
+        self._merger_fc2 = reader.projection("merger.linear_fc2", config.out_hidden_size, merged)
         self._grid_tensors = lru_cache(_REMEMBERED_GRIDS)(self._compute_grid_tensors)
 
     @torch.inference_mode()
@@ -86,13 +86,8 @@ class VisionTower:
             return []
         tables = [self._grid_tensors(height, width) for _, height, width in grids]
         positions, cos, sin = (torch.cat(parts) for parts in zip(*tables, strict=True))
-        x = linear(
-            patches.to(self._device, self._dtype),
-            self._patch_embed.weight,
-            self._patch_embed.bias,
-            plus=positions,
-            deterministic=deterministic,
-        )
+        patches = patches.to(self._device, self._dtype)
+        x = self._patch_embed(patches, plus=positions, deterministic=deterministic)
         # [n, 1, 1, d]: the same angles for queries, keys and every head.
         angles = (cos[:, None, None], sin[:, None, None])
         for block in self._blocks:
@@ -111,32 +106,21 @@ class VisionTower:
         deterministic: bool,
     ) -> torch.Tensor:
         tokens, heads = x.shape[0], self._config.heads
-        normed = _layer_norm(x, block.norm1)
-        qkv = linear(normed, block.qkv.weight, block.qkv.bias, deterministic=deterministic)
+        qkv = block.qkv(_layer_norm(x, block.norm1), deterministic=deterministic)
         qkv = qkv.view(tokens, 3, heads, -1)
         mixed = _attend(_rotate(qkv[:, :2], *angles), qkv[:, 2], sizes).view(tokens, -1)
-        weight, bias = block.proj.weight, block.proj.bias
-        return linear(mixed, weight, bias, plus=x, deterministic=deterministic)
+        return block.proj(mixed, plus=x, deterministic=deterministic)
 
     def _mlp(self, block: VisionBlock, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
-        hidden = linear(
-            _layer_norm(x, block.norm2),
-            block.fc1.weight,
-            block.fc1.bias,
-            activation="gelu_tanh",
-            deterministic=deterministic,
-        )
-        weight, bias = block.fc2.weight, block.fc2.bias
-        return linear(hidden, weight, bias, plus=x, deterministic=deterministic)
+        normed = _layer_norm(x, block.norm2)
+        hidden = block.fc1(normed, activation="gelu_tanh", deterministic=deterministic)
+        return block.fc2(hidden, plus=x, deterministic=deterministic)
 
     def _merge(self, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
-        first, second = self._merger_fc1, self._merger_fc2
         rows = x.shape[0] // self._config.merge_size**2
         squares = _layer_norm(x, self._merger_norm).view(rows, -1)
-        hidden = linear(
-            squares, first.weight, first.bias, activation="gelu", deterministic=deterministic
-        )
-        return linear(hidden, second.weight, second.bias, deterministic=deterministic)
+        hidden = self._merger_fc1(squares, activation="gelu", deterministic=deterministic)
+        return self._merger_fc2(hidden, deterministic=deterministic)
 
     def _compute_grid_tensors(
         self, height: int, width: int
@@ -160,23 +144,24 @@ class _Loader:
         shape = (self._config.num_positions, self._config.hidden_size)
         return self._weights.tensor(f"{self._prefix}pos_embed.weight", shape)
 
-    def patch_embed(self) -> Affine:
+    def patch_embed(self) -> Linear:
         """A convolution whose stride is its kernel: a projection of flattened patches."""
-        config, name = self._config, f"{self._prefix}patch_embed.proj"
+        config = self._config
         kernel = (config.in_channels, config.temporal_patch_size, *[config.patch_size] * 2)
-        weight = self._weights.stacked([f"{name}.weight"], [(config.hidden_size, *kernel)])
-        bias = self._weights.tensor(f"{name}.bias", (config.hidden_size,))
-        return Affine(pack(weight.flatten(1)), bias)
+        return self._load("patch_embed.proj", (config.hidden_size, *kernel))
 
     def norm(self, name: str) -> Affine:
         shape, name = (self._config.hidden_size,), self._prefix + name
         weight = self._weights.tensor(f"{name}.weight", shape)
         return Affine(weight, self._weights.tensor(f"{name}.bias", shape))
 
-    def projection(self, name: str, rows: int, columns: int) -> Affine:
+    def projection(self, name: str, rows: int, columns: int) -> Linear:
+        return self._load(name, (rows, columns))
+
+    def _load(self, name: str, shape: tuple[int, ...]) -> Linear:
         name = self._prefix + name
-        weight = self._weights.projection([f"{name}.weight"], [(rows, columns)])
-        return Affine(weight, self._weights.tensor(f"{name}.bias", (rows,)))
+        bias = [Part(f"{name}.bias", shape[:1])]
+        return load(self._weights, [Part(f"{name}.weight", shape)], bias)
 
     def block(self, index: int) -> VisionBlock:
         hidden, wide = self._config.hidden_size, self._config.intermediate_size

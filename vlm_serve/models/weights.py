@@ -1,4 +1,4 @@
-"""Reading weights: memory-mapped files in, fused and packed tensors of the wanted type out."""
+"""Reading weights: memory-mapped files in, tensors of the wanted type out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.kernels.linear import pack
 from vlm_serve.models.files import weight_files
 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
@@ -24,16 +23,29 @@ class Weights:
 
     Args:
         path: checkpoint directory.
-        dtype, device: of the tensors handed out.
+        dtype: of projections and lookup tables in memory.
+        device: where everything is to live.
+        compute_dtype: of everything else, and of activations; `dtype` if it is not given.
+        compiled: whether compiled CPU code multiplies.
 
     Raises:
         CheckpointError: from every method: a file is missing or broken, a tensor is missing or has
             another shape or type than the config implies.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        compiled: bool = False,
+    ) -> None:
         self.dtype = dtype
+        self.compute_dtype = compute_dtype or dtype
         self.device = device
+        self.compiled = compiled
         self._files: dict[str, safe_open] = {}
         for file in weight_files(path):
             try:
@@ -78,11 +90,11 @@ class Weights:
         return tensor
 
     def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor in the model's dtype, in memory of its own."""
-        return self.mapped(name, shape).to(self.device, self.dtype, copy=True)
+        """A tensor in the type of activations, in memory of its own."""
+        return self.mapped(name, shape).to(self.device, self.compute_dtype, copy=True)
 
     def stacked(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Several tensors one below the other, in the model's dtype."""
+        """Several tensors one below the other, in the type of projections."""
         rows = sum(shape[0] for shape in shapes)
         out = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
         start = 0
@@ -90,10 +102,6 @@ class Weights:
             out[start : start + shape[0]] = self.mapped(name, shape)
             start += shape[0]
         return out
-
-    def projection(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Projections of the same input as one weight, packed for `linear`."""
-        return pack(self.stacked(names, shapes))
 
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """A lookup table. It stays in its file where type and device allow: only the rows that are

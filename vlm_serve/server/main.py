@@ -53,7 +53,9 @@ def startup_rows(
     options, memory = engine.config, engine.memory
     yield "model", ", ".join(names)
     yield "context", f"{engine.max_model_len} tokens"
-    yield "device", f"{options.device}, {options.dtype}"
+    yield "device", options.device
+    yield "weights", str(engine.weights)
+    yield from engine.arithmetic.rows()
     if options.device == "cpu":
         made = "torch and compiled" if options.compiled_kernels else "torch"
         yield "kernels", f"{made}, {options.threads} threads"

@@ -1,30 +1,25 @@
-"""The compiled forward of few tokens.
+"""The compiled forward: all layers of a step in one call into `native/step.cpp`.
 
-A step of a few tokens is some hundreds of short operations, and launching them one by one from
-Python takes longer than computing them. Here they are one call into `native/small_step.cpp`. It
-serves decode steps and the short rest of a prompt behind a cache hit; longer prefills are dominated
-by products that torch does best.
+A decode step is some hundreds of short operations, and launching them one by one from Python takes
+longer than computing them. A prefill runs through the same code, so that what a decode step has
+written is what a prefill would have.
 """
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
 
 from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
-from vlm_serve.kernels.metadata import DecodeMeta
-from vlm_serve.kernels.native_layout import constant, mirrors
+from vlm_serve.kernels.native_layout import mirrors
 from vlm_serve.kernels.native_library import call, load
-from vlm_serve.models.batch import ForwardBatch, ForwardOutput
-from vlm_serve.models.small_step_program import Program
+from vlm_serve.models.batch import ForwardBatch
+from vlm_serve.models.compiled_program import Program
 
-MOST_TOKENS = constant("MOST_TOKENS", 64)
-
-_INTEGERS = ("tokens", "sequences", "decodes", "rows", "threads")
+_INTEGERS = ("tokens", "sequences", "rows", "threads")
 _ADDRESSES = (
     "x",
     "positions",
@@ -52,14 +47,15 @@ class StepRecord(ctypes.Structure):
     )
 
 
-class SmallStep:
-    """Runs steps of up to `MOST_TOKENS` tokens of one model.
+class CompiledStep:
+    """Runs the steps of one model.
 
-    A token's bits depend on its own sequence alone, whatever else is in the step.
+    A token's bits depend on its own sequence alone: not on what else is in the step, on where its
+    slice begins, or on whether it is prompt or answer.
 
     Args:
         program: the model over its pools.
-        dtype: of its weights.
+        dtype: of activations.
 
     Raises:
         BuildError: the library can be neither found nor built.
@@ -68,36 +64,14 @@ class SmallStep:
     def __init__(self, program: Program, dtype: torch.dtype) -> None:
         self._program = program
         self._bits = 8 * dtype.itemsize
-        self._takes_prefill = not program.record.sizes.experts
         load()
-
-    def parts(self, batch: ForwardBatch) -> list[tuple[ForwardBatch, bool]]:
-        """A step in parts, in the order of its tokens, each with whether it is for `run`.
-
-        Decode tokens always are, at most `MOST_TOKENS` at a time, so that their bits do not depend
-        on what else is in the step. Prefill slices are where they get the bits that the ops give
-        them: the rest of a prompt behind a cache hit is then what it is in a cold run. Beside
-        experts they do not, and whatever is deterministic is left to the ops, which promise it.
-        """
-        decodes, prefill = 0 if batch.decode is None else len(batch.decode), batch.prefill
-        tokens = batch.token_ids.shape[0]
-        small = prefill is None or (self._takes_prefill and not batch.deterministic)
-        if prefill is not None and small:
-            small = all(map(int.__lt__, prefill.cu_seqlens, prefill.cu_seqlens[1:]))
-        if small and tokens <= MOST_TOKENS:
-            return [(batch, True)]
-        starts = range(0, decodes, MOST_TOKENS)
-        cut = [(part(batch, at, min(at + MOST_TOKENS, decodes)), True) for at in starts]
-        if prefill is None:
-            return cut
-        return [*cut, (part(batch, decodes, tokens) if decodes else batch, False)]
 
     def run(self, batch: ForwardBatch, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One forward.
 
         Args:
-            batch: a part of a step that is for it, its tensors on the host.
-            x: `[T, hidden]` embeddings in the model's dtype, contiguous.
+            batch: its tensors on the host.
+            x: `[T, hidden]` embeddings in the dtype of activations, contiguous.
 
         Returns:
             (float32 logits `[R, vocab]`, int64 `[T, layers, top_k]` expert ids if they are wanted).
@@ -116,7 +90,6 @@ class SmallStep:
         step = StepRecord(
             tokens=tokens,
             sequences=len(layout.start),
-            decodes=0 if batch.decode is None else len(batch.decode),
             rows=rows,
             threads=torch.get_num_threads(),
             x=x.data_ptr(),
@@ -127,46 +100,8 @@ class SmallStep:
             expert_ids=None if ids is None else ids.data_ptr(),
             **layout.addresses(),
         )
-        call("vlm_small_step", ctypes.byref(self._program.record), ctypes.byref(step), self._bits)
+        call("vlm_step", ctypes.byref(self._program.record), ctypes.byref(step), self._bits)
         return logits, ids
-
-
-def part(batch: ForwardBatch, first: int, last: int) -> ForwardBatch:
-    """Tokens first .. last - 1 of a step: some of its decode tokens, or all of its prefill slices.
-
-    Logit rows must be in ascending order.
-    """
-    decode, prefill = batch.decode, batch.prefill
-    if decode is not None and first < len(decode):
-        prefill = None
-        decode = DecodeMeta(
-            decode.block_tables[first:last],
-            decode.kv_lens[first:last],
-            decode.src_rows[first:last],
-            decode.dst_rows[first:last],
-            decode.snapshot_rows[first:last],
-        )
-    else:
-        decode = None
-    rows = batch.logit_rows[(batch.logit_rows >= first) & (batch.logit_rows < last)]
-    return replace(
-        batch,
-        token_ids=batch.token_ids[first:last],
-        positions=batch.positions[:, first:last],
-        slots=batch.slots[first:last],
-        decode=decode,
-        prefill=prefill,
-        media=tuple((at - first, each) for at, each in batch.media if first <= at < last),
-        logit_rows=rows - first,
-    )
-
-
-def joined(outputs: Sequence[ForwardOutput]) -> ForwardOutput:
-    """The output of a step from those of its parts."""
-    experts = [output.experts for output in outputs if output.experts is not None]
-    return ForwardOutput(
-        torch.cat([output.logits for output in outputs]), torch.cat(experts) if experts else None
-    )
 
 
 class _Layout:

@@ -1,4 +1,4 @@
-"""The compiled forward of few tokens against the ops, layer by layer and cache by cache."""
+"""The compiled forward against the ops, layer by layer and cache by cache."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_, text_sequence
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine import step_paths
 from vlm_serve.engine.build import build
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.linear import blocks, pack
 from vlm_serve.kernels.native_build import BuildError
-from vlm_serve.models import load_model, qwen3_5
-from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
-from vlm_serve.models.small_step import MOST_TOKENS
-from vlm_serve.models.small_step_program import UnsupportedError
+from vlm_serve.models import load_model
+from vlm_serve.models.batch import ForwardOutput
+from vlm_serve.models.compiled_program import UnsupportedError
 
 SPECS = {
     "dense": CheckpointSpec(vision_depth=0),
@@ -43,11 +42,20 @@ SPECS = {
         full_attention_interval=2,
     ),
 }
-DTYPES = (torch.float32, torch.bfloat16)
+TYPES = {
+    "float32": (torch.float32, torch.float32),
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "bfloat16 in float32": (torch.bfloat16, torch.float32),
+    "float16 in float32": (torch.float16, torch.float32),
+}
+"""Types of weights and activations."""
 
-pytestmark = pytest.mark.skipif(
-    blocks(pack(torch.ones(64, 64))) is None, reason="oneDNN packs in another way here"
-)
+pytestmark = pytest.mark.usefixtures("compiler")
+
+
+@pytest.fixture(params=TYPES)
+def types(request: pytest.FixtureRequest) -> tuple[torch.dtype, torch.dtype]:
+    return TYPES[request.param]
 
 
 @pytest.fixture(scope="module", params=SPECS)
@@ -57,30 +65,32 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 class Twins:
-    """Drivers over one checkpoint that take the same steps: by ops, compiled, and by ops in float32
-    whatever the dtype of the others."""
+    """Drivers over one checkpoint that take the same steps: by ops of torch, compiled, and by ops
+    of torch in float32 whatever the types of the others."""
 
     def __init__(
-        self, checkpoint: Path, dtype: torch.dtype, *, num_blocks: int = 64, block_size: int = 16
+        self,
+        checkpoint: Path,
+        types: tuple[torch.dtype, torch.dtype],
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
     ) -> None:
+        weights, activations = types
         self.models = [
-            load_model(checkpoint, kind, "cpu") for kind in (dtype, dtype, torch.float32)
+            load_model(checkpoint, activations, "cpu"),
+            load_model(checkpoint, weights, "cpu", compute_dtype=activations, compiled=True),
+            load_model(checkpoint, torch.float32, "cpu"),
         ]
         self.drivers = [
             Driver(model, num_rows=40, num_blocks=num_blocks, block_size=block_size)
             for model in self.models
         ]
-        self.models[1].compile_small_steps(self.drivers[1].caches)
-        self.compiled = 0
-        self.drivers[1].forward = self._counting
-        self.exact = dtype == torch.float32
-        self.dense = self.models[0].config.text.moe is None
-
-    def _counting(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
-        small = self.models[1]._small_step
-        assert small is not None
-        self.compiled += any(compiled for _, compiled in small.parts(batch))
-        return self.models[1].forward(batch, caches)
+        self.models[1].compile_steps(self.drivers[1].caches)
+        # float16 rounds the weights themselves, which the others have in bfloat16.
+        self.exact = activations == torch.float32
+        # Where two experts are nearly as good, bfloat16 may choose either.
+        self.slack = 1.5 if self.models[0].config.text.moe is None else 3.0
 
     def sequences(self, tokens: list[int]) -> list[Sequence_]:
         return [text_sequence(tokens) for _ in self.drivers]
@@ -103,18 +113,16 @@ class Twins:
             return
         size = float(truth.norm()) + 1e-9
         theirs, ours = ((one.float() - truth).norm() / size for one in (ops, compiled))
-        assert ours <= 1.5 * theirs + 1e-3
+        assert ours <= self.slack * theirs + 1e-3
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_the_ops(checkpoint: Path, dtype: torch.dtype) -> None:
+def test_equals_the_ops(checkpoint: Path, types: tuple[torch.dtype, torch.dtype]) -> None:
     """Decode steps, short prefills and both together, with snapshots in between."""
-    twins = Twins(checkpoint, dtype, num_blocks=200)
+    twins = Twins(checkpoint, types, num_blocks=200)
     draw = random.Random(0)
     pairs = [twins.sequences(draw.choices(range(400), k=n)) for n in (90, 5, 33, 1)]
     slices = [(0, 70, 90), (1, 0, 5), (2, 0, 16), (3, 0, 1)]
     twins.step(lambda driver, side: driver.step(prefills=[(pairs[0][side], 0, 70)]))
-    assert twins.compiled == 0
     rows = [[driver.take_row() for _ in range(3)] for driver in twins.drivers]
 
     def mixed(driver: Driver, side: int) -> ForwardOutput:
@@ -127,7 +135,6 @@ def test_equals_the_ops(checkpoint: Path, dtype: torch.dtype) -> None:
         )
 
     twins.step(mixed)
-    assert twins.compiled == twins.dense
     for turn in range(3):
         for pair in pairs:
             for one in pair:
@@ -143,32 +150,28 @@ def test_equals_the_ops(checkpoint: Path, dtype: torch.dtype) -> None:
             return driver.step(decodes, rest, all_logits=turn != 1)
 
         twins.step(decode)
-    assert twins.compiled == 3 + twins.dense
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_long_contexts(checkpoint: Path, dtype: torch.dtype) -> None:
+def test_long_contexts(checkpoint: Path, types: tuple[torch.dtype, torch.dtype]) -> None:
     """Attention over several parts of the keys, the last one not full."""
-    twins = Twins(checkpoint, dtype, num_blocks=200, block_size=32)
+    twins = Twins(checkpoint, types, num_blocks=200, block_size=32)
     pair = twins.sequences(random.Random(1).choices(range(400), k=700))
     twins.step(lambda driver, side: driver.step(prefills=[(pair[side], 0, 650)], all_logits=False))
     twins.step(lambda driver, side: driver.step(prefills=[(pair[side], 650, 700)]))
-    assert twins.compiled == twins.dense
     for one in pair:
         one.tokens.append(11)
     twins.step(lambda driver, side: driver.step([pair[side]]))
-    assert twins.compiled == 1 + twins.dense
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_company_and_threads_leave_no_trace(checkpoint: Path, threads: int) -> None:
-    model = load_model(checkpoint, torch.bfloat16, "cpu")
+    model = load_model(checkpoint, torch.bfloat16, "cpu", compiled=True)
     before = torch.get_num_threads()
 
     def logits(lengths: list[int], count: int) -> torch.Tensor:
         torch.set_num_threads(count)
         driver = Driver(model, num_blocks=200, num_rows=40)
-        model.compile_small_steps(driver.caches)
+        model.compile_steps(driver.caches)
         own = [text_sequence([n, *range(n - 1)]) for n in lengths]
         first = driver.step(prefills=[(one, 0, len(one.tokens)) for one in own]).logits
         for one in own:
@@ -184,7 +187,7 @@ def test_company_and_threads_leave_no_trace(checkpoint: Path, threads: int) -> N
 
 
 def test_expert_ids(tmp_path: Path) -> None:
-    twins = Twins(make_checkpoint(tmp_path, SPECS["experts"]), torch.float32)
+    twins = Twins(make_checkpoint(tmp_path, SPECS["experts"]), TYPES["float32"])
     pairs = [twins.sequences(list(range(n))) for n in (20, 9)]
 
     def run(driver: Driver, side: int) -> ForwardOutput:
@@ -194,9 +197,8 @@ def test_expert_ids(tmp_path: Path) -> None:
         slices = [(one, 0, len(one.tokens)) for one in own]
         return driver.step(prefills=slices, all_logits=False, capture_experts=True)
 
-    for compiled in (0, 1):
+    for _ in range(2):
         expected, got, _ = twins.step(run)
-        assert twins.compiled == compiled
         assert got.experts is not None and expected.experts is not None
         assert torch.equal(got.experts, expected.experts) and got.experts.dtype == torch.uint8
         for pair in pairs:
@@ -205,9 +207,10 @@ def test_expert_ids(tmp_path: Path) -> None:
 
 
 def test_bad_rows_and_blocks(tmp_path: Path) -> None:
-    model = load_model(make_checkpoint(tmp_path, SPECS["dense"]), torch.float32, "cpu")
+    path = make_checkpoint(tmp_path, SPECS["dense"])
+    model = load_model(path, torch.float32, "cpu", compiled=True)
     driver = Driver(model, num_blocks=8, num_rows=4)
-    model.compile_small_steps(driver.caches)
+    model.compile_steps(driver.caches)
     one = text_sequence([1, 2, 3])
     driver.step(prefills=[(one, 0, 3)])
     one.tokens.append(4)
@@ -219,45 +222,36 @@ def test_bad_rows_and_blocks(tmp_path: Path) -> None:
         driver.step([one])
 
 
-@pytest.mark.parametrize("name", ["dense", "experts"])
-def test_which_tokens_it_takes(tmp_path: Path, name: str) -> None:
-    """All decode tokens; of prefills those of few tokens, but not beside experts."""
-    model = load_model(make_checkpoint(tmp_path, SPECS[name]), torch.float32, "cpu")
-    driver = Driver(model, num_rows=2 * MOST_TOKENS, num_blocks=4 * MOST_TOKENS)
-    model.compile_small_steps(driver.caches)
-    small = model._small_step
-    assert small is not None
-    batches: list[ForwardBatch] = []
-
-    def forward(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
-        batches.append(batch)
-        return model.forward(batch, caches)
-
-    driver.forward = forward
-    many = [text_sequence([1, 2]) for _ in range(MOST_TOKENS + 3)]
-    for first in (0, MOST_TOKENS):
-        driver.step(prefills=[(one, 0, 1) for one in many[first : first + MOST_TOKENS]])
-    one = text_sequence([1] * 9)
-    driver.step(many[:5], [(one, 0, 9)])
-    driver.step(many)
-    output = driver.step(many, [(text_sequence([3] * 70), 0, 70)])
-    assert output.logits.shape[0] == MOST_TOKENS + 3 + 70
-
-    def taken(batch: ForwardBatch) -> list[tuple[int, bool]]:
-        return [(part.token_ids.shape[0], compiled) for part, compiled in small.parts(batch)]
-
-    few = name == "dense"
-    assert taken(batches[0]) == [(MOST_TOKENS, few)]
-    assert taken(batches[2]) == ([(14, True)] if few else [(5, True), (9, False)])
-    assert taken(replace(batches[2], deterministic=True)) == [(5, True), (9, False)]
-    assert taken(batches[3]) == [(MOST_TOKENS, True), (3, True)]
-    assert taken(batches[4]) == [(MOST_TOKENS, True), (3, True), (70, False)]
-    prefill = batches[0].prefill
-    assert prefill is not None
-    empty = replace(
-        batches[0], prefill=replace(prefill, cu_seqlens=(0, 0, *prefill.cu_seqlens[2:]))
-    )
-    assert taken(empty) == [(MOST_TOKENS, False)]
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("kind", TYPES)
+def test_what_decoding_has_written_is_what_a_prefill_writes(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    """Logits, pages and states have the same bits, wherever prompts end and slices are cut."""
+    weights, activations = TYPES[kind]
+    path = make_checkpoint(tmp_path, replace(SPECS[name], dtype="bfloat16"))
+    model = load_model(path, weights, "cpu", compute_dtype=activations, compiled=True)
+    tokens = random.Random(2).choices(range(400), k=620)
+    driver = Driver(model, num_rows=40, num_blocks=200)
+    model.compile_steps(driver.caches)
+    cold, slow = text_sequence(tokens), text_sequence(tokens[:500])
+    whole = driver.step(prefills=[(cold, 0, 620)]).logits
+    parts = [driver.step(prefills=[(slow, 0, 500)]).logits]
+    company = text_sequence([3] * 40)
+    driver.step(prefills=[(company, 0, 40)])
+    for token in tokens[500:530]:
+        slow.tokens.append(token)
+        company.tokens.append(9)
+        parts.append(driver.step([company, slow]).logits[1:])
+    slow.tokens.extend(tokens[530:])
+    parts.append(driver.step([], [(slow, 530, 533), (text_sequence([1] * 70), 0, 70)]).logits[:3])
+    parts.append(driver.step(prefills=[(slow, 533, 620)]).logits)
+    assert torch.equal(torch.cat(parts), whole)
+    caches = driver.caches
+    assert torch.equal(caches.recurrent[slow.row], caches.recurrent[cold.row])
+    assert torch.equal(caches.conv[slow.row], caches.conv[cold.row])
+    last = len(cold.blocks) - 1
+    assert torch.equal(caches.kv[slow.blocks[:last]], caches.kv[cold.blocks[:last]])
 
 
 @pytest.mark.parametrize(
@@ -266,7 +260,7 @@ def test_which_tokens_it_takes(tmp_path: Path, name: str) -> None:
         (CheckpointSpec(hidden_size=72), torch.float32, {}, "hidden_size is 72"),
         (CheckpointSpec(head_dim=24), torch.float32, {}, "head_dim is 24"),
         (CheckpointSpec(conv_kernel=10), torch.float32, {}, "10 taps"),
-        (CheckpointSpec(), torch.float16, {}, "weights in torch.float16"),
+        (CheckpointSpec(), torch.float16, {}, "activations in torch.float16"),
         (CheckpointSpec(), torch.float32, {"recurrent": torch.bfloat16}, "states in"),
         (CheckpointSpec(), torch.float32, {"kv": torch.bfloat16}, "KV pages in torch.bfloat16"),
     ],
@@ -278,18 +272,20 @@ def test_what_it_does_not_know(
     pools: dict[str, torch.dtype],
     reason: str,
 ) -> None:
-    model = load_model(make_checkpoint(tmp_path, replace(spec, vision_depth=0)), dtype, "cpu")
+    path = make_checkpoint(tmp_path, replace(spec, vision_depth=0))
+    model = load_model(path, dtype, "cpu", compiled=True)
     caches = Driver(model).caches
     changed = {name: getattr(caches, name).to(kind) for name, kind in pools.items()}
     with pytest.raises(UnsupportedError, match=reason):
-        model.compile_small_steps(replace(caches, **changed))
+        model.compile_steps(replace(caches, **changed))
 
 
 def test_other_pools_are_for_the_ops(tmp_path: Path) -> None:
     """What was compiled holds the addresses of its own pools."""
-    model = load_model(make_checkpoint(tmp_path, SPECS["dense"]), torch.float32, "cpu")
+    path = make_checkpoint(tmp_path, SPECS["dense"])
+    model = load_model(path, torch.float32, "cpu", compiled=True)
     first, second = Driver(model), Driver(model)
-    model.compile_small_steps(first.caches)
+    model.compile_steps(first.caches)
     second.step(prefills=[(text_sequence([1, 2, 3]), 0, 3)])
     assert first.caches.recurrent.isnan().all()
     assert not second.caches.recurrent.isnan().all()
@@ -307,14 +303,14 @@ def test_the_engine_compiles_unless_told_otherwise(
 
     def built(**options: bool | str) -> tuple[bool | None, bool]:
         parts = build(path, config(**options))
-        return parts.config.compiled_kernels, parts.runner._model._small_step is not None
+        return parts.config.compiled_kernels, parts.runner._model._compiled_step is not None
 
     assert built() == (True, True)
     assert built(compiled_kernels=False) == (False, False)
     assert built(deterministic=True) == (True, True)
     assert not caplog.text
     assert built(state_dtype="bfloat16") == (True, False)
-    assert "steps of few tokens are not compiled: states in torch.bfloat16" in caplog.text
+    assert "steps are not compiled as a whole: states in torch.bfloat16" in caplog.text
 
 
 def test_an_engine_without_a_compiler(
@@ -323,7 +319,7 @@ def test_an_engine_without_a_compiler(
     def fail() -> None:
         raise BuildError("a C++ compiler was not found")
 
-    monkeypatch.setattr(qwen3_5, "load", fail)
+    monkeypatch.setattr(step_paths, "digests", fail)
     path = str(make_checkpoint(tmp_path, SPECS["dense"]))
     assert build(path, config()).config.compiled_kernels is False
     assert "there are no compiled kernels: a C++ compiler was not found" in caplog.text

@@ -1,4 +1,4 @@
-"""A model as `native/program.h` describes it to the compiled forward of few tokens."""
+"""A model as `native/program.h` describes it to the compiled forward."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 import torch
 
-from vlm_serve.kernels.linear import blocks
-from vlm_serve.kernels.linear_compiled import WeightRecord
+from vlm_serve.kernels.causal_conv.compiled import MOST_TAPS
+from vlm_serve.kernels.linear import Linear, WeightRecord
 from vlm_serve.kernels.metadata import KVLayer
 from vlm_serve.kernels.native_layout import constant, mirrors
 from vlm_serve.kernels.native_records import DTYPES, LANES, fields
-from vlm_serve.kernels.paged_attention.compiled import MOST_SHARED
 from vlm_serve.kernels.rope.compiled import MOST_DIM, axes
 from vlm_serve.models.batch import CacheTensors
 from vlm_serve.models.layers import Attention, DecoderLayer, Experts, GatedDeltaNet, Mlp, StateLayer
 from vlm_serve.models.sizes import TextConfig
 
-_MOST_TAPS = 9
+_MOST_SHARED = constant("MOST_SHARED", 16)
+"""Value heads of a key head."""
 _GATED_DELTA, _ATTENTION = constant("GATED_DELTA", 0), constant("ATTENTION", 1)
 
 
@@ -37,7 +37,7 @@ class SizesRecord(ctypes.Structure):
         *fields(ctypes.c_int64, "experts", "top_k"),
         *fields(ctypes.c_int64, "block_size", "kv_block_stride", "kv_token_stride"),
         *fields(ctypes.c_int64, "conv_row_stride", "state_row_stride"),
-        ("eps", ctypes.c_double),
+        *fields(ctypes.c_double, "eps", "scale"),
     )
 
 
@@ -89,7 +89,7 @@ class Program:
         config: TextConfig,
         layers: Sequence[DecoderLayer],
         norm: torch.Tensor,
-        head: torch.Tensor,
+        head: Linear,
         inv_freq: torch.Tensor,
         caches: CacheTensors,
         cache_layers: Sequence[KVLayer | StateLayer],
@@ -97,6 +97,7 @@ class Program:
         _check_sizes(config)
         _check_caches(caches, norm.dtype)
         self._alive: list[object] = [caches]
+        self._dtype = norm.dtype
         self.rows, self.blocks = caches.recurrent.shape[0], caches.kv.shape[0]
         self.block_size = caches.kv.shape[3]
         records = (LayerRecord * len(layers))(
@@ -143,8 +144,6 @@ class Program:
 
     def _attention(self, record: LayerRecord, mixer: Attention, cache: KVLayer) -> None:
         record.kind = _ATTENTION
-        record.in_proj = self._weight(mixer.in_proj, mixer.in_bias)
-        record.out_proj = self._weight(mixer.out_proj, mixer.out_bias)
         record.q_norm = self._factors(mixer.q_norm)
         record.k_norm = self._factors(mixer.k_norm)
         record.k_pages = cache.k.data_ptr()
@@ -161,20 +160,21 @@ class Program:
         record.expert_gate_up = self._weights(experts.gate_up)
         record.expert_down = self._weights(experts.down)
 
-    def _weights(self, weights: torch.Tensor | Sequence[torch.Tensor]) -> int:
+    def _weights(self, weights: torch.Tensor | Sequence[Linear]) -> int:
         if isinstance(weights, torch.Tensor):
-            raise UnsupportedError("the experts are not packed")
+            raise UnsupportedError("experts in one tensor")
         records = (WeightRecord * len(weights))(*map(self._weight, weights))
         self._alive.append(records)
         return ctypes.addressof(records)
 
-    def _weight(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> WeightRecord:
-        place = blocks(weight)
-        if place is None:
-            raise UnsupportedError("oneDNN packs weights in another way on this processor")
+    def _weight(self, weight: Linear) -> WeightRecord:
+        record = weight.record()
+        if record is None:
+            raise UnsupportedError("weights that torch multiplies by")
+        if self._dtype == torch.bfloat16 != weight.dtype:
+            raise UnsupportedError(f"bfloat16 activations beside weights in {weight.dtype}")
         self._alive.append(weight)
-        offsets = None if bias is None else self._vector(bias)
-        return WeightRecord(place.address, offsets, weight.shape[0], place.depth)
+        return record
 
     def _factors(self, norm: torch.Tensor) -> int:
         """Factors of a zero-centred norm."""
@@ -198,20 +198,20 @@ def _check_sizes(config: TextConfig) -> None:
     ):
         if size % LANES:
             raise UnsupportedError(f"{name} is {size}, not a multiple of {LANES}")
-    if config.conv_kernel > _MOST_TAPS:
+    if config.conv_kernel > MOST_TAPS:
         raise UnsupportedError(f"convolutions of {config.conv_kernel} taps")
     if config.head_dim > MOST_DIM:
         raise UnsupportedError(f"head_dim is {config.head_dim}, more than {MOST_DIM}")
-    shared = config.attention_heads // config.kv_heads
-    if shared > MOST_SHARED:
-        raise UnsupportedError(f"{shared} query heads for a key head")
+    shared = config.gdn_value_heads // config.gdn_key_heads
+    if shared > _MOST_SHARED:
+        raise UnsupportedError(f"{shared} value heads for a key head")
 
 
 def _check_caches(caches: CacheTensors, dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
-        raise UnsupportedError(f"weights in {dtype}")
+        raise UnsupportedError(f"activations in {dtype}")
     if caches.kv.dtype != dtype:
-        raise UnsupportedError(f"KV pages in {caches.kv.dtype} beside weights in {dtype}")
+        raise UnsupportedError(f"KV pages in {caches.kv.dtype} beside activations in {dtype}")
     if caches.recurrent.dtype != torch.float32:
         raise UnsupportedError(f"states in {caches.recurrent.dtype}")
     for pool in (caches.kv, caches.conv, caches.recurrent):
@@ -241,4 +241,5 @@ def _sizes(config: TextConfig, caches: CacheTensors) -> SizesRecord:
         conv_row_stride=caches.conv.stride(0),
         state_row_stride=caches.recurrent.stride(0),
         eps=config.norm_eps,
+        scale=config.head_dim**-0.5,
     )

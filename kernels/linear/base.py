@@ -1,0 +1,197 @@
+"""What every weight format has in common."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.native_layout import mirrors
+from vlm_serve.kernels.native_records import fields
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+CHUNK_BYTES = 16 << 20
+"""Rows are converted so many bytes at a time: loading needs no second copy of a tensor."""
+
+
+class Source(Protocol):
+    """Where weights come from.
+
+    Attributes:
+        dtype: the weights' type in memory.
+        device: where they are to live.
+        compiled: whether compiled CPU code multiplies by them.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    compiled: bool
+
+    def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor of the checkpoint, read-only."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one of `size` ranks holds: its share of every part's rows (`axis` 0), or of the depth of
+    all rows (`axis` 1).
+
+    Raises:
+        KernelArgumentError: when it is applied to what cannot be split so.
+    """
+
+    rank: int
+    size: int
+    axis: Literal[0, 1]
+
+    def of(self, count: int) -> range:
+        """This rank's share of so many."""
+        if count % self.size:
+            raise KernelArgumentError("shard", f"{count} do not split into {self.size}")
+        share = count // self.size
+        return range(self.rank * share, (self.rank + 1) * share)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one tensor of a checkpoint.
+
+    Attributes:
+        name, shape: of the tensor; dimensions behind the rows are taken together.
+        rows: which ones, in their order; all if there are none.
+        index: in the first dimension, of a tensor that holds several weights.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[range, ...] = ()
+    index: int | None = None
+
+    def ranges(self, shard: Shard | None) -> list[range]:
+        """The rows of a shard, or all of them."""
+        shape = self.shape if self.index is None else self.shape[1:]
+        ranges = list(self.rows) or [range(shape[0])]
+        if shard is None or shard.axis == 1:
+            return ranges
+        return list(_share(ranges, shard.of(sum(map(len, ranges)))))
+
+    def pieces(self, source: Source, shard: Shard | None) -> Iterator[torch.Tensor]:
+        """`[n, K]` pieces (`[n]` of a bias) in the source's dtype, at most CHUNK_BYTES each."""
+        tensor = source.mapped(self.name, self.shape)
+        if self.index is not None:
+            tensor = tensor[self.index]
+        tensor = tensor.flatten(1) if tensor.ndim > 1 else tensor
+        if shard is not None and shard.axis == 1 and tensor.ndim > 1:
+            columns = shard.of(tensor.shape[1])
+            tensor = tensor[:, columns.start : columns.stop]
+        row_bytes = max(1, tensor[:1].numel()) * source.dtype.itemsize
+        step = max(1, CHUNK_BYTES // row_bytes)
+        for rows in self.ranges(shard):
+            for start in range(rows.start, rows.stop, step):
+                yield tensor[start : min(start + step, rows.stop)].to(source.dtype)
+
+
+def shape(parts: Sequence[Part], shard: Shard | None) -> tuple[int, int]:
+    """N and K of parts one below the other."""
+    columns = sum(len(rows) for part in parts for rows in part.ranges(shard))
+    one = parts[0].shape if parts[0].index is None else parts[0].shape[1:]
+    depth = math.prod(one[1:])
+    return columns, len(shard.of(depth)) if shard is not None and shard.axis == 1 else depth
+
+
+def stacked(source: Source, bias: Sequence[Part], shard: Shard | None) -> torch.Tensor | None:
+    """The parts of a bias one after the other, None if there is none."""
+    pieces = [piece for part in bias for piece in part.pieces(source, shard)]
+    return torch.cat(pieces) if pieces else None
+
+
+def _share(ranges: Sequence[range], wanted: range) -> Iterator[range]:
+    """Elements `wanted` of the ranges one after the other."""
+    begin = 0
+    for each in ranges:
+        low, high = max(wanted.start - begin, 0), min(wanted.stop - begin, len(each))
+        if low < high:
+            yield each[low:high]
+        begin += len(each)
+
+
+@mirrors("Weight")
+class WeightRecord(ctypes.Structure):
+    """`Weight` of `native/product.h`: a packed projection."""
+
+    _fields_ = (
+        *fields(ctypes.c_void_p, "packed", "bias"),
+        *fields(ctypes.c_int64, "columns", "depth", "type"),
+    )
+
+
+class Linear(ABC):
+    """A projection.
+
+    Attributes:
+        columns, depth: N and K.
+        dtype: of the weight in memory.
+    """
+
+    columns: int
+    depth: int
+    dtype: torch.dtype
+
+    @abstractmethod
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        activation: Activation | None = None,
+        times: torch.Tensor | None = None,
+        plus: torch.Tensor | None = None,
+        deterministic: bool = False,
+    ) -> torch.Tensor:
+        """`x @ weight.T + bias`, then at most one of: an activation, a product, a sum.
+
+        Args:
+            x: `[T, K]` activations, dense rows.
+            activation: applied to the result.
+            times, plus: `[T, N]`, multiplied with or added to the result.
+            deterministic: give a row the same bits in any batch; packed formats always do.
+
+        Returns:
+            `[T, N]` in the dtype of x.
+
+        Raises:
+            KernelArgumentError: more than one of activation, times and plus; an x that does not
+                fit.
+        """
+
+    @abstractmethod
+    def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
+        """`silu(self(x)) * up(x)`, `[T, N]`."""
+
+    @abstractmethod
+    def record(self) -> WeightRecord | None:
+        """How compiled steps find the weight, which lives as long as this; None if they cannot."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """What it takes in memory."""
+
+    def _check(
+        self,
+        x: torch.Tensor,
+        activation: Activation | None,
+        times: torch.Tensor | None,
+        plus: torch.Tensor | None,
+    ) -> None:
+        if (activation is not None) + (times is not None) + (plus is not None) > 1:
+            raise KernelArgumentError("activation", "at most one of activation, times and plus")
+        if x.ndim != 2 or x.shape[1] != self.depth:
+            raise KernelArgumentError("x", f"{list(x.shape)}, expected [T, {self.depth}]")

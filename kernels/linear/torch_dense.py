@@ -1,0 +1,168 @@
+"""Dense weights multiplied by torch: on GPUs, and on CPUs without compiled code.
+
+On a CPU the weight goes through oneDNN, in its opaque blocked layout, which applies an activation,
+a factor or a residual while the product is still in registers, in float32. That saves a pass over
+the activations, and it keeps a row's bits apart from the rest of its batch: torch's own silu,
+sigmoid and gelu do not (the last elements of each thread's share take a scalar path, whose last bit
+differs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+
+from vlm_serve.kernels.elementwise import silu
+from vlm_serve.kernels.linear.base import (
+    Activation,
+    Linear,
+    Part,
+    Shard,
+    Source,
+    WeightRecord,
+    shape,
+    stacked,
+)
+
+MIN_ROWS = 16
+MIN_COLUMNS = 16
+
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+_POST_OPS = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
+
+
+class TorchDense(Linear):
+    """A weight as torch multiplies by it.
+
+    Args:
+        weight: `[N, K]`.
+        bias: `[N]` or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.columns, self.depth = weight.shape
+        self.dtype = weight.dtype
+        self._bias = bias
+        self._weight = weight
+        self._bytes = weight.nbytes
+        if weight.device.type == "cpu" and weight.dtype in _packable_dtypes():
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), MIN_ROWS)
+
+    @classmethod
+    def of(
+        cls,
+        pieces: Iterable[torch.Tensor],
+        columns: int,
+        depth: int,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None,
+        device: torch.device,
+    ) -> TorchDense:
+        """From `[n, K]` pieces, one below the other."""
+        weight = torch.empty(columns, depth, dtype=dtype, device=device)
+        first = 0
+        for piece in pieces:
+            weight[first : first + piece.shape[0]] = piece
+            first += piece.shape[0]
+        return cls(weight, None if bias is None else bias.to(device, dtype))
+
+    @classmethod
+    def load(
+        cls, source: Source, parts: list[Part], bias: list[Part], shard: Shard | None
+    ) -> TorchDense:
+        columns, depth = shape(parts, shard)
+        pieces = (piece for part in parts for piece in part.pieces(source, shard))
+        whole = stacked(source, bias, shard)
+        return cls.of(pieces, columns, depth, source.dtype, whole, source.device)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        activation: Activation | None = None,
+        times: torch.Tensor | None = None,
+        plus: torch.Tensor | None = None,
+        deterministic: bool = False,
+    ) -> torch.Tensor:
+        """A GEMM library picks another algorithm for a handful of rows, so a row's last bits depend
+        on how many rows share the call, and with some code also on its place in a tile that is not
+        full. In whole tiles of 16 rows they do not (measured, float32 and bfloat16), except that
+        one-column products of a plain weight take a GEMV path of their own. `deterministic` pads
+        both away."""
+        self._check(x, activation, times, plus)
+        if not deterministic:
+            return self._product(x, self._weight, self._bias, activation, times, plus)
+        rows, weight, bias = x.shape[0], self._weight, self._bias
+        if rows % MIN_ROWS:
+            padded = -(-rows // MIN_ROWS) * MIN_ROWS
+            x = _with_rows(x, padded)
+            times = None if times is None else _with_rows(times, padded)
+            plus = None if plus is None else _with_rows(plus, padded)
+        if self.columns == 1 and not weight.is_mkldnn:
+            weight = _with_rows(weight, MIN_COLUMNS)
+            bias = None if bias is None else _with_rows(bias, MIN_COLUMNS)
+        out = self._product(x, weight, bias, activation, times, plus)
+        return out[:rows, : self.columns]
+
+    def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
+        if not self._weight.is_mkldnn:
+            gate = self(x, deterministic=deterministic)
+            return silu(gate) * up(x, deterministic=deterministic)
+        gate = self(x, activation="silu", deterministic=deterministic)
+        return up(x, times=gate, deterministic=deterministic)
+
+    def record(self) -> WeightRecord | None:
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+        times: torch.Tensor | None,
+        plus: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out: torch.Tensor
+        if not weight.is_mkldnn:
+            out = F.linear(x, weight, bias)
+            if activation is not None:
+                out = _ACTIVATIONS[activation](out)
+            if times is not None:
+                out = out * times
+            return out if plus is None else out + plus
+        if times is not None:
+            out = _packed_binary(x, times, weight, bias, "mul")
+        elif plus is not None:
+            out = _packed_binary(x, plus, weight, bias, "add")
+        else:
+            post_op, algorithm = ("none", "") if activation is None else _POST_OPS[activation]
+            out = _packed_unary(x, weight, bias, post_op, [], algorithm)
+        return out
+
+
+def _with_rows(part: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])
+
+
+def _packable_dtypes() -> tuple[torch.dtype, ...]:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return ()
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return (torch.float32, torch.bfloat16)
+    return (torch.float32,)
+
+
+# The overloads themselves: looking them up anew costs more than a small product.
+_packed_unary = torch.ops.mkldnn._linear_pointwise.default
+_packed_binary = torch.ops.mkldnn._linear_pointwise.binary

@@ -1,0 +1,121 @@
+// The gated delta rule over the tokens of a step, and its gates; see kernels/gated_delta for what
+// they compute. Heads of the sequences are taken by threads as they come.
+#include <algorithm>
+
+#include "gated_delta.h"
+#include "guard.h"
+#include "layout.h"
+#include "packed.h"
+
+namespace vlm {
+
+struct Delta {
+    Packed packed;
+    int64_t key_heads, value_heads, key_dim, value_dim;
+    int64_t q_stride, q_head, k_stride, k_head, v_stride, v_head;  // of tokens and heads
+    int64_t state_row_stride;
+    const void *q, *k, *v;
+    const float *g, *beta;  // [N, value_heads], contiguous
+    float* states;
+    void* out;  // [N, value_heads, value_dim], contiguous
+};
+
+Room& own_delta_room() {
+    static thread_local Room own;
+    return own;
+}
+
+// Tokens begin .. begin + n - 1 of one head; the state after them goes to `row` unless it is null.
+template <typename T>
+void delta_tile(const Delta& job, int64_t head, int64_t begin, int64_t n, HeadState& state,
+                float* scratch, float* row) {
+    const int64_t Dk = job.key_dim, Dv = job.value_dim;
+    const int64_t key_head = head * job.key_heads / job.value_heads;
+    float *qk = scratch, *v = qk + TOKEN_TILE * 2 * Dk, *gates = v + TOKEN_TILE * Dv;
+    for (int64_t t = 0; t < n; ++t) {
+        const T* q = (const T*)job.q + (begin + t) * job.q_stride + key_head * job.q_head;
+        const T* k = (const T*)job.k + (begin + t) * job.k_stride + key_head * job.k_head;
+        const T* value = (const T*)job.v + (begin + t) * job.v_stride + head * job.v_head;
+        for (int64_t d = 0; d < Dk; d += LANES) {
+            store(qk + 2 * t * Dk + d, load(q + d));
+            store(qk + (2 * t + 1) * Dk + d, load(k + d));
+        }
+        for (int64_t d = 0; d < Dv; d += LANES) store(v + t * Dv + d, load(value + d));
+        gates[4 * t] = exponential(job.g[(begin + t) * job.value_heads + head]);
+        gates[4 * t + 1] = job.beta[(begin + t) * job.value_heads + head];
+    }
+    prepare(qk, n, Dk, gates);
+    state.advance(n, qk, gates, v, Dv, row);
+    for (int64_t t = 0; t < n; ++t)
+        for (int64_t d = 0; d < Dv; d += LANES)
+            store((T*)job.out + ((begin + t) * job.value_heads + head) * Dv + d,
+                  load(v + t * Dv + d));
+}
+
+template <typename T>
+void delta_head(const Delta& job, int64_t sequence, int64_t head) {
+    const Packed& packed = job.packed;
+    const int64_t size = job.key_dim * job.value_dim;
+    float* memory = own_delta_room().of(delta_room(job.key_dim, job.value_dim, 1));
+    auto row = [&](int64_t index) {
+        return index < 0 ? nullptr : job.states + index * job.state_row_stride + head * size;
+    };
+    HeadState state(job.key_dim, job.value_dim, memory);
+    state.begin(row(packed.src_rows[sequence]));
+    for_tiles(packed, sequence, [&](int64_t begin, int64_t n, int64_t index) {
+        delta_tile<T>(job, head, begin, n, state, memory + size, row(index));
+    });
+    state.finish(row(packed.dst_rows[sequence]));
+}
+
+template <typename T>
+void delta_packed(const Delta& job) {
+    const int64_t pieces = job.packed.sequences * job.value_heads;
+    on_all_threads(job.packed.threads,
+                   [&] { own_delta_room().of(delta_room(job.key_dim, job.value_dim, 1)); });
+#pragma omp parallel for schedule(dynamic, 1) num_threads((int)job.packed.threads)
+    for (int64_t i = 0; i < pieces; ++i)
+        delta_head<T>(job, i / job.value_heads, i % job.value_heads);
+}
+
+// Write strength and log decay, [tokens, heads] each, from b and a side by side.
+struct Gates {
+    int64_t tokens, heads, stride, threads;
+    const void* raw;
+    const float *neg_decay, *dt_bias;
+    float *beta, *decay;
+};
+
+template <typename T>
+void gates(const Gates& job) {
+    const int threads = job.tokens < TOKEN_TILE ? 1 : (int)job.threads;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t t = 0; t < job.tokens; ++t)
+        for (int64_t h = 0; h < job.heads; h += LANES) {
+            const int64_t some = std::min<int64_t>(LANES, job.heads - h);
+            const T* raw = (const T*)job.raw + t * job.stride + h;
+            const Vec decay =
+                log_decay(load_some(raw + job.heads, some), load_some(job.dt_bias + h, some),
+                          load_some(job.neg_decay + h, some));
+            store_some(job.beta + t * job.heads + h, sigmoid(load_some(raw, some)), some);
+            store_some(job.decay + t * job.heads + h, decay, some);
+        }
+}
+
+VLM_STRUCT(Delta, packed, key_heads, value_heads, key_dim, value_dim, q_stride, q_head, k_stride,
+           k_head, v_stride, v_head, state_row_stride, q, k, v, g, beta, states, out);
+VLM_STRUCT(Gates, tokens, heads, stride, threads, raw, neg_decay, dt_bias, beta, decay);
+
+}  // namespace vlm
+
+extern "C" int64_t vlm_gates(const vlm::Gates* job, int64_t bits) {
+    return vlm::guarded(
+        [=] { bits == 32 ? vlm::gates<float>(*job) : vlm::gates<vlm::bf16>(*job); });
+}
+
+// `bits` is 32 for float32 inputs, 16 for bfloat16. Arguments are checked by the caller. Returns
+// what `guarded` does.
+extern "C" int64_t vlm_gated_delta(const vlm::Delta* job, int64_t bits) {
+    return vlm::guarded(
+        [=] { bits == 32 ? vlm::delta_packed<float>(*job) : vlm::delta_packed<vlm::bf16>(*job); });
+}

@@ -1,0 +1,157 @@
+// A projection as an op, and the packing of its weight; see product.h for both.
+#include "functions.h"
+#include "layout.h"
+#include "product.h"
+#include "transpose.h"
+
+namespace vlm {
+
+// What follows the product.
+enum Use : int64_t { PLAIN = 0, TIMES = 1, PLUS = 2, SILU = 3, GELU = 4, GELU_TANH = 5 };
+
+struct Projection {
+    Weight weight;
+    int64_t rows, x_stride, other_stride, use, threads;
+    const void *x, *other;
+    void* out;  // [rows, columns], contiguous
+};
+
+inline Vec finished(int64_t use, const Vec& sum, const Vec& other) {
+    switch (use) {
+        case TIMES:
+            return sum * other;
+        case PLUS:
+            return sum + other;
+        case SILU:
+            return silu(sum);
+        case GELU:
+            return gelu(sum);
+        case GELU_TANH:
+            return gelu_tanh(sum);
+        default:
+            return sum;
+    }
+}
+
+template <typename T>
+void project_all(const Projection& job) {
+    auto at = [&](int64_t r) { return (const T*)job.x + r * job.x_stride; };
+    auto use = [&](int64_t row, int64_t column, int64_t count, const float* sums) {
+        T* out = (T*)job.out + row * job.weight.columns + column;
+        const T* other = job.other ? (const T*)job.other + row * job.other_stride + column : out;
+        const bool joins = job.use == TIMES || job.use == PLUS;
+        for (int64_t c = 0; c < count; c += LANES) {
+            const int64_t some = std::min<int64_t>(LANES, count - c);
+            const Vec sum = load(sums + c);
+            if (some == LANES) {
+                store(out + c, finished(job.use, sum, joins ? load(other + c) : sum));
+                continue;
+            }
+            const Vec joined = joins ? load_some(other + c, some) : sum;
+            store_some(out + c, finished(job.use, sum, joined), some);
+        }
+    };
+    on_all_threads(job.threads, [&] { own_workplace().reserve(job.weight.depth); });
+#pragma omp parallel num_threads((int)job.threads)
+    project<T>(job.weight, job.rows, job.threads, at, use);
+}
+
+// Rows of a plain `[rows, depth]` weight as columns of a packed one, both of `type`.
+struct Packing {
+    const void* source;
+    void* packed;  // of `columns` by `depth`, zero where nothing has been packed
+    int64_t rows, stride, depth, first, type, threads;
+};
+
+// Where the values of a column begin in its panel, and how far the next word of them is.
+inline char* column_of(const Packing& job, int64_t column) {
+    const int64_t size = job.type == FLOAT16 ? 2 : 4;
+    return (char*)job.packed + column / PANEL * panel_bytes(job.depth, job.type) +
+           column % PANEL * size;
+}
+
+// One column, value by value from `k` on.
+inline void pack_column(const Packing& job, int64_t row, int64_t k) {
+    char* to = column_of(job, job.first + row);
+    const int64_t size = bytes_of(job.type);
+    const char* from = (const char*)job.source + row * job.stride * size;
+    for (; k < job.depth; ++k) {
+        const int64_t at = job.type == BFLOAT16 ? k / 2 * PANEL * 4 + k % 2 * 2 : k * PANEL * size;
+        std::memcpy(to + at, from + k * size, size);
+    }
+}
+
+// As many columns as a register has lanes, in squares of words: values of float32, or pairs of
+// 16-bit ones, which float16 has apart.
+inline void pack_columns(const Packing& job, int64_t row) {
+    char* to = column_of(job, job.first + row);
+    const int64_t size = bytes_of(job.type), words = job.depth * size / 4;
+    const char* from = (const char*)job.source + row * job.stride * size;
+    for (int64_t w = 0; w < words; w += WIDTH) {
+        const int64_t wide = std::min<int64_t>(WIDTH, words - w);
+        Words square[WIDTH] = {};
+        for (int64_t i = 0; i < WIDTH; ++i)
+            std::memcpy(&square[i], from + i * job.stride * size + 4 * w, 4 * wide);
+        transpose(square);
+        for (int64_t i = 0; i < wide; ++i) {
+            char* place = to + (w + i) * PANEL * 4;
+            if (job.type != FLOAT16) {
+                std::memcpy(place, &square[i], sizeof square[i]);
+                continue;
+            }
+            const Halves even = __builtin_convertvector(square[i] & 0xffffu, Halves);
+            const Halves odd = __builtin_convertvector(square[i] >> 16, Halves);
+            std::memcpy(place, &even, sizeof even);
+            std::memcpy(place + PANEL * 2, &odd, sizeof odd);
+        }
+    }
+    for (int64_t i = 0; i < WIDTH; ++i) pack_column(job, row + i, words * 4 / size);
+}
+
+void pack(const Packing& job) {
+    // A thread takes whole groups of columns, so that no two of them write to one word.
+    const int64_t shift = job.first % PANEL, last = shift + job.rows;
+#pragma omp parallel for schedule(dynamic, 1) num_threads((int)job.threads)
+    for (int64_t panel = 0; panel < (last + PANEL - 1) / PANEL; ++panel) {
+        int64_t row = std::max<int64_t>(0, panel * PANEL - shift);
+        const int64_t end = std::min(job.rows, (panel + 1) * PANEL - shift);
+        while (row < end) {
+            if (row + WIDTH > end || (job.first + row) % WIDTH) {
+                pack_column(job, row++, 0);
+                continue;
+            }
+            pack_columns(job, row);
+            row += WIDTH;
+        }
+    }
+}
+
+VLM_STRUCT(Weight, packed, bias, columns, depth, type);
+VLM_STRUCT(Projection, weight, rows, x_stride, other_stride, use, threads, x, other, out);
+VLM_STRUCT(Packing, source, packed, rows, stride, depth, first, type, threads);
+VLM_CONSTANT(PANEL);
+VLM_CONSTANT(FLOAT32);
+VLM_CONSTANT(BFLOAT16);
+VLM_CONSTANT(FLOAT16);
+VLM_CONSTANT(PLAIN);
+VLM_CONSTANT(TIMES);
+VLM_CONSTANT(PLUS);
+VLM_CONSTANT(SILU);
+VLM_CONSTANT(GELU);
+VLM_CONSTANT(GELU_TANH);
+
+}  // namespace vlm
+
+extern "C" {
+
+// `bits` of the rows and of what is joined to the product: 32 for float32, 16 for bfloat16. Returns
+// what `guarded` does.
+int64_t vlm_linear(const vlm::Projection* job, int64_t bits) {
+    return vlm::guarded(
+        [=] { bits == 32 ? vlm::project_all<float>(*job) : vlm::project_all<vlm::bf16>(*job); });
+}
+
+int64_t vlm_pack(const vlm::Packing* job) {
+    return vlm::guarded([=] { vlm::pack(*job); });
+}
+}

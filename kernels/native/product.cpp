@@ -1,0 +1,250 @@
+// The kernels of product.h: a tile of rows times a panel, sums in registers.
+#include "product.h"
+
+#include "transpose.h"
+
+namespace vlm {
+
+namespace {
+
+// Bytes between what is used and what is asked for: of a weight that passes once, and of one whose
+// parts stay in the cache for several groups of rows.
+constexpr int64_t AHEAD = 4096, PART_AHEAD = DEPTH * PANEL * 4;
+
+inline Words spread_word(const float* word) {
+    uint32_t bits;
+    std::memcpy(&bits, word, sizeof bits);
+    return bits - Words{};
+}
+
+// What a panel holds: how many bytes of a step (a k or a pair of k), and how such a step is added
+// to the sums of ROWS rows. `x` are the step's values, next to each other.
+struct Singles {
+    static constexpr int64_t BYTES = 4 * PANEL, STEP = 1;
+    template <int ROWS>
+    static inline void add(const char* step, const float* x, Floats (*total)[REGISTERS]) {
+        // Few registers keep the rows' factors, many the panel's.
+        if constexpr (MOST_ROWS < REGISTERS) {
+            Floats factor[ROWS];
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; ++r) factor[r] = spread(x[r]);
+#pragma GCC unroll 8
+            for (int j = 0; j < REGISTERS; ++j) {
+                const Floats w = read<Floats>(step + j * sizeof(Floats));
+#pragma GCC unroll 12
+                for (int r = 0; r < ROWS; ++r) total[r][j] = fused(factor[r], w, total[r][j]);
+            }
+        } else {
+            Floats w[REGISTERS];
+#pragma GCC unroll 8
+            for (int j = 0; j < REGISTERS; ++j) w[j] = read<Floats>(step + j * sizeof(Floats));
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; ++r) {
+                const Floats factor = spread(x[r]);
+#pragma GCC unroll 8
+                for (int j = 0; j < REGISTERS; ++j) total[r][j] = fused(factor, w[j], total[r][j]);
+            }
+        }
+    }
+};
+
+struct HalfSingles {
+    static constexpr int64_t BYTES = 2 * PANEL, STEP = 1;
+    template <int ROWS>
+    static inline void add(const char* step, const float* x, Floats (*total)[REGISTERS]) {
+#pragma GCC unroll 8
+        for (int j = 0; j < REGISTERS; ++j) {
+            const Floats w = from_float16(step + 2 * j * WIDTH);
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; ++r) total[r][j] = fused(spread(x[r]), w, total[r][j]);
+        }
+    }
+};
+
+// Pairs of bfloat16, each value widened where it stands.
+struct WidenedPairs {
+    static constexpr int64_t BYTES = 4 * PANEL, STEP = 2;
+    template <int ROWS>
+    static inline void add(const char* step, const float* x, Floats (*total)[REGISTERS]) {
+#pragma GCC unroll 8
+        for (int j = 0; j < REGISTERS; ++j) {
+            const Words pairs = read<Words>(step + j * sizeof(Words));
+            const Floats even = (Floats)(pairs << 16), odd = (Floats)(pairs & 0xffff0000u);
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; ++r) {
+                total[r][j] = fused(spread(x[r]), even, total[r][j]);
+                total[r][j] = fused(spread(x[ROWS + r]), odd, total[r][j]);
+            }
+        }
+    }
+};
+
+struct Pairs {
+    static constexpr int64_t BYTES = 4 * PANEL, STEP = 1;
+    template <int ROWS>
+    static inline void add(const char* step, const float* x, Floats (*total)[REGISTERS]) {
+        Words w[REGISTERS];
+#pragma GCC unroll 8
+        for (int j = 0; j < REGISTERS; ++j) w[j] = read<Words>(step + j * sizeof(Words));
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r) {
+            const Words factor = spread_word(x + r);
+#pragma GCC unroll 8
+            for (int j = 0; j < REGISTERS; ++j)
+                total[r][j] = fused_pairs(factor, w[j], total[r][j]);
+        }
+    }
+};
+
+template <typename Kind, int ROWS>
+void tile(const char* panel, const float* x, int64_t steps, int64_t ahead, float* sums) {
+    Floats total[ROWS][REGISTERS];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+        for (int j = 0; j < REGISTERS; ++j)
+            total[r][j] = read<Floats>(sums + r * PANEL + j * WIDTH);
+    for (int64_t s = 0; s < steps; ++s) {
+        for (int64_t line = 0; line < Kind::BYTES; line += 64)
+            __builtin_prefetch(panel + ahead + line, 0, 2);
+        Kind::template add<ROWS>(panel, x, total);
+        panel += Kind::BYTES;
+        x += Kind::STEP * ROWS;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+        for (int j = 0; j < REGISTERS; ++j)
+            std::memcpy(sums + r * PANEL + j * WIDTH, &total[r][j], sizeof total[r][j]);
+}
+
+typedef void (*Tile)(const char*, const float*, int64_t, int64_t, float*);
+
+template <typename Kind>
+Tile tile_of(int64_t rows) {
+    if constexpr (MOST_ROWS == 3) {
+        constexpr Tile tiles[] = {tile<Kind, 1>, tile<Kind, 2>, tile<Kind, 3>};
+        return tiles[rows - 1];
+    } else {
+        constexpr Tile tiles[] = {tile<Kind, 1>, tile<Kind, 2>,  tile<Kind, 3>,  tile<Kind, 4>,
+                                  tile<Kind, 5>, tile<Kind, 6>,  tile<Kind, 7>,  tile<Kind, 8>,
+                                  tile<Kind, 9>, tile<Kind, 10>, tile<Kind, 11>, tile<Kind, 12>};
+        return tiles[rows - 1];
+    }
+}
+
+// 16-bit values of a part of a panel as float32, `[k, PANEL]`.
+void widen(const char* panel, int64_t type, int64_t count, float* to) {
+    if (type == FLOAT16) {
+        for (int64_t i = 0; i < count * PANEL; i += LANES)
+            store(to + i, load((const f16*)panel + i));
+        return;
+    }
+    for (int64_t k = 0; k < count; k += 2, to += 2 * PANEL, panel += 4 * PANEL) {
+        for (int64_t line = 0; line < 4 * PANEL; line += 64)
+            __builtin_prefetch(panel + PART_AHEAD / 2 + line, 0, 2);
+        for (int j = 0; j < PANEL; j += WIDTH) {
+            const Words pairs = read<Words>(panel + 4 * j);
+            const Words even = pairs << 16, odd = pairs & 0xffff0000u;
+            std::memcpy(to + j, &even, sizeof even);
+            std::memcpy(to + PANEL + j, &odd, sizeof odd);
+        }
+    }
+}
+
+template <typename Kind>
+void all_groups(const char* panel, const Operand& x, int64_t begin, int64_t steps, float* sums) {
+    const int64_t ahead = x.groups() == 1 ? AHEAD : PART_AHEAD;
+    for (int64_t group = 0; group < x.groups(); ++group) {
+        const int64_t size = x.size(group);
+        tile_of<Kind>(size)(panel, x.group(group) + begin * size, steps, ahead,
+                            sums + x.first(group) * PANEL);
+    }
+}
+
+}  // namespace
+
+void accumulate(const void* panel, int64_t type, const Operand& x, int64_t begin, int64_t end,
+                float* sums) {
+    const char* part = (const char*)panel + begin * PANEL * bytes_of(type);
+    const int64_t count = padded(end, type) - begin;
+    if (x.pairs()) return all_groups<Pairs>(part, x, begin / 2, count / 2, sums);
+    if (type == FLOAT32) return all_groups<Singles>(part, x, begin, count, sums);
+    if (x.groups() == 1 && type == BFLOAT16)
+        return all_groups<WidenedPairs>(part, x, begin, count / 2, sums);
+    if (x.groups() == 1) return all_groups<HalfSingles>(part, x, begin, count, sums);
+    alignas(64) float wide[DEPTH * PANEL];
+    for (int64_t k = begin; k < end; k += DEPTH, part += DEPTH * PANEL * bytes_of(type)) {
+        const int64_t own = std::min(DEPTH, begin + count - k);
+        widen(part, type, own, wide);
+        all_groups<Singles>((const char*)wide, x, k, own, sums);
+    }
+}
+
+void multiply(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+    const char* panel = (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
+    std::memset(sums, 0, x.rows() * PANEL * sizeof(float));
+    const int64_t size = x.groups() == 1 ? weight.depth : x.pairs() ? 2 * DEPTH : DEPTH;
+    for (int64_t begin = 0; begin < weight.depth; begin += size)
+        accumulate(panel, weight.type, x, begin, std::min(begin + size, weight.depth), sums);
+    if (!weight.bias) return;
+    const int64_t column = index * PANEL, count = std::min<int64_t>(PANEL, weight.columns - column);
+    float bias[PANEL] = {};
+    std::memcpy(bias, weight.bias + column, count * sizeof(float));
+    for (int64_t r = 0; r < x.rows(); ++r)
+        for (int j = 0; j < PANEL; j += LANES)
+            store(sums + r * PANEL + j, load(sums + r * PANEL + j) + load(bias + j));
+}
+
+// Many rows by way of squares in registers, whose stores write over the lanes that have no row.
+void Operand::pack(const float* const* from, int64_t rows, int64_t depth, float* to) const {
+    int64_t k = 0;
+    if (WIDTH == 16 && rows > 4)
+        for (; k + WIDTH <= depth; k += WIDTH) {
+            Words square[WIDTH] = {};
+            for (int64_t r = 0; r < rows; ++r) square[r] = read<Words>(from[r] + k);
+            transpose(square);
+            for (int i = 0; i < WIDTH; ++i)
+                std::memcpy(to + (k + i) * rows, &square[i], sizeof square[i]);
+        }
+    if (rows == 3) {
+        const float *a = from[0], *b = from[1], *c = from[2];
+        for (; k < depth; ++k) to[3 * k] = a[k], to[3 * k + 1] = b[k], to[3 * k + 2] = c[k];
+    }
+    for (; k < depth; ++k)
+        for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = from[r][k];
+    for (; k < words_; ++k)
+        for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = 0.0f;
+}
+
+void Operand::pack(const bf16* const* from, int64_t rows, int64_t depth, float* to) const {
+    if (!pairs_) {
+        for (int64_t k = 0; k < words_; ++k)
+            for (int64_t r = 0; r < rows; ++r)
+                to[k * rows + r] = k < depth ? load_one(from[r] + k) : 0.0f;
+        return;
+    }
+    int64_t k = 0;
+    if (WIDTH == 16 && rows > 1)
+        for (; 2 * (k + WIDTH) <= depth; k += WIDTH) {
+            Words square[WIDTH] = {};
+            for (int64_t r = 0; r < rows; ++r) square[r] = read<Words>(from[r] + 2 * k);
+            transpose(square);
+            for (int i = 0; i < WIDTH; ++i)
+                std::memcpy(to + (k + i) * rows, &square[i], sizeof square[i]);
+        }
+    for (; k < words_; ++k)
+        for (int64_t r = 0; r < rows; ++r) {
+            const uint32_t low = from[r][2 * k].bits;
+            const uint32_t high = 2 * k + 1 < depth ? from[r][2 * k + 1].bits : 0;
+            const uint32_t pair = low | high << 16;
+            std::memcpy(to + k * rows + r, &pair, sizeof pair);
+        }
+}
+
+Workplace& own_workplace() {
+    static thread_local Workplace own;
+    return own;
+}
+
+}  // namespace vlm

@@ -1,0 +1,53 @@
+// What is done to one row: norms, gating, rotation. See kernels/norms, kernels/rope and
+// kernels/elementwise for the mathematics.
+#pragma once
+
+#include "functions.h"
+
+namespace vlm {
+
+constexpr int64_t MOST_DIM = 256;
+
+template <typename X, typename T>
+inline void norm_row(const X* x, T* out, int64_t width, const float* factors, float eps) {
+    const float scale = inverse_rms(x, width, eps);
+    for (int64_t c = 0; c < width; c += LANES)
+        store(out + c, load(x + c) * scale * load(factors + c));
+}
+
+template <typename X, typename T>
+inline void gated_norm_row(const X* x, const T* gate, T* out, int64_t width, const float* factors,
+                           float eps) {
+    const float scale = inverse_rms(x, width, eps);
+    for (int64_t c = 0; c < width; c += LANES)
+        store(out + c, load(x + c) * scale * load(factors + c) * silu(load(gate + c)));
+}
+
+template <typename T>
+inline void times_sigmoid_row(const T* x, const T* gate, T* out, int64_t width) {
+    for (int64_t c = 0; c < width; c += LANES)
+        store(out + c, load(x + c) * sigmoid(load(gate + c)));
+}
+
+// Cosine and sine of one token's angles; `positions` are those of the three axes, `stride` apart.
+inline void rotations(const int64_t* positions, int64_t stride, const float* inv_freq,
+                      const int32_t* axis, int64_t half, float* cos, float* sin) {
+    for (int64_t i = 0; i < half; ++i)
+        cosine_and_sine((float)positions[axis[i] * stride] * inv_freq[i], cos + i, sin + i);
+}
+
+// Zero-centred norm over one head, then the rotation of its first 2 * half dims.
+template <typename T>
+inline void norm_and_rotate(const T* x, T* out, const float* factors, const float* cos,
+                            const float* sin, int64_t dim, int64_t half, float eps) {
+    float wide[MOST_DIM];
+    norm_row(x, wide, dim, factors, eps);
+    for (int64_t i = 0; i < half; ++i) {
+        const float low = wide[i], high = wide[i + half];
+        wide[i] = low * cos[i] - high * sin[i];
+        wide[i + half] = high * cos[i] + low * sin[i];
+    }
+    for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(wide + d));
+}
+
+}  // namespace vlm

@@ -1,0 +1,217 @@
+// A fixed run through the building blocks of every kernel, and digests of its results: they stand
+// for this library's arithmetic. See kernels/native_self_test.py for what becomes of them.
+#include <vector>
+
+#include "attention.h"
+#include "experts.h"
+#include "gated_delta.h"
+#include "product.h"
+#include "rows.h"
+
+namespace vlm {
+
+namespace {
+
+// FNV-1a of 32-bit words.
+struct Digest {
+    uint64_t value = 0xcbf29ce484222325u;
+
+    void add(const void* words, int64_t count) {
+        const char* from = (const char*)words;
+        for (int64_t i = 0; i < count; ++i) {
+            uint32_t word;
+            std::memcpy(&word, from + 4 * i, sizeof word);
+            value = (value ^ word) * 0x100000001b3u;
+        }
+    }
+    void add(const Vec& v) { add(&v, LANES); }
+    void add(float x) { add(&x, 1); }
+};
+
+// Numbers that look random and are the same everywhere: multiples of 2^-23.
+struct Draw {
+    uint32_t state;
+
+    float one(float scale) {
+        state = state * 1664525u + 1013904223u;
+        return scale * ((float)(state >> 8) * 0x1p-23f - 1.0f);
+    }
+    Vec lanes(float scale) {
+        float values[LANES];
+        for (float& value : values) value = one(scale);
+        return load(values);
+    }
+    // `count` is a multiple of LANES.
+    template <typename T>
+    std::vector<T> many(int64_t count, float scale) {
+        std::vector<T> values(count);
+        for (int64_t i = 0; i < count; i += LANES) store(values.data() + i, lanes(scale));
+        return values;
+    }
+};
+
+void functions(Digest& digest) {
+    Draw draw{1};
+    for (float scale : {0.01f, 1.0f, 8.0f, 100.0f}) {
+        for (int i = 0; i < 32; ++i) {
+            const Vec x = draw.lanes(scale);
+            for (const Vec& y : {exponential(x), sigmoid(x), silu(x), softplus(x), gelu(x),
+                                 gelu_tanh(x), power_of_2(-magnitude(x))})
+                digest.add(y);
+            digest.add(logarithm(magnitude(x) + all(1e-6f)));
+            digest.add(sum(x));
+            digest.add(largest(x));
+            float angle[2];
+            cosine_and_sine(draw.one(scale * 100.0f), angle, angle + 1);
+            digest.add(angle, 2);
+            float halves[LANES];
+            store((bf16*)halves, x);
+            store((f16*)halves + LANES, x);
+            digest.add(halves, LANES);
+        }
+    }
+    float scores[64];
+    int64_t ids[8];
+    float weights[8];
+    for (float& score : scores) score = draw.one(4.0f);
+    choose(scores, 60, 8, ids, weights);
+    for (int64_t id : ids) digest.add((float)id);
+    digest.add(weights, 8);
+}
+
+void rows(Digest& digest) {
+    constexpr int64_t WIDE = 64, HALF = 8;
+    Draw draw{2};
+    const std::vector<float> x = draw.many<float>(WIDE, 2.0f), gate = draw.many<float>(WIDE, 4.0f),
+                             factors = draw.many<float>(WIDE, 1.0f);
+    float cos[HALF], sin[HALF], out[WIDE];
+    for (int64_t i = 0; i < HALF; ++i) cosine_and_sine(1000.0f / (i + 1), cos + i, sin + i);
+    norm_and_rotate(x.data(), out, factors.data(), cos, sin, WIDE, HALF, 1e-6f);
+    digest.add(out, WIDE);
+    gated_norm_row(x.data(), gate.data(), out, WIDE, factors.data(), 1e-6f);
+    digest.add(out, WIDE);
+    times_sigmoid_row(x.data(), gate.data(), out, WIDE);
+    digest.add(out, WIDE);
+}
+
+// Rows of X times a packed weight of W, for few rows, more, and more than stay in registers. Any
+// numbers are a packed weight.
+template <typename X, typename W>
+void products(Digest& digest, int64_t type) {
+    constexpr int64_t DEEP = 304, COLUMNS = 72, MOST = 50;
+    Draw draw{3};
+    const int64_t panels = (COLUMNS + PANEL - 1) / PANEL;
+    const std::vector<W> packed = draw.many<W>(panels * PANEL * DEEP, 0.1f);
+    const std::vector<float> bias = draw.many<float>(panels * PANEL, 1.0f);
+    const std::vector<X> x = draw.many<X>(MOST * DEEP, 1.0f);
+    const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type};
+    own_workplace().reserve(DEEP);
+    std::vector<float> out(MOST * COLUMNS);
+    for (int64_t count : {(int64_t)1, (int64_t)5, MOST}) {
+        project<X>(
+            weight, count, 1, [&](int64_t r) { return x.data() + r * DEEP; },
+            [&](int64_t row, int64_t column, int64_t wide, const float* sums) {
+                std::memcpy(out.data() + row * COLUMNS + column, sums, wide * sizeof(float));
+            });
+        digest.add(out.data(), count * COLUMNS);
+    }
+}
+
+void recurrences(Digest& digest) {
+    constexpr int64_t KEY = 32, VALUE = 48, TOKENS = 20, KEPT = 3;
+    Draw draw{4};
+    std::vector<float> qk = draw.many<float>(TOKENS * 2 * KEY, 1.0f),
+                       v = draw.many<float>(TOKENS * VALUE, 1.0f),
+                       state = draw.many<float>(KEY * VALUE, 0.3f), gates(TOKENS * 4),
+                       memory(KEY * VALUE + 2 * LANES * KEY), last(KEY * VALUE);
+    for (int64_t t = 0; t < TOKENS; ++t) {
+        const Vec a = draw.lanes(4.0f), bias = draw.lanes(1.0f);  // in this order everywhere
+        const Vec decay = log_decay(a, bias, all(-0.5f));
+        gates[4 * t] = exponential(decay.a[0]);
+        gates[4 * t + 1] = sigmoid(draw.one(3.0f));
+    }
+    prepare(qk.data(), TOKENS, KEY, gates.data());
+    HeadState head(KEY, VALUE, memory.data());
+    head.begin(state.data());
+    head.advance(TOKENS, qk.data(), gates.data(), v.data(), VALUE, last.data());
+    digest.add(v.data(), TOKENS * VALUE);
+    digest.add(last.data(), KEY * VALUE);
+
+    const std::vector<float> taps = draw.many<float>((KEPT + 1) * LANES, 1.0f),
+                             x = draw.many<float>(TOKENS * LANES, 1.0f);
+    Vec window[KEPT] = {draw.lanes(1.0f), draw.lanes(1.0f), draw.lanes(1.0f)};
+    std::vector<float> y(TOKENS * LANES);
+    convolve(x.data(), LANES, TOKENS, taps.data(), LANES, KEPT, window, y.data(), LANES);
+    digest.add(y.data(), TOKENS * LANES);
+}
+
+// Queries at the end of a cache whose keys fill one part and begin another: the parts of a tile
+// apart, as threads would share them, and one after the other.
+template <typename T>
+void attentions(Digest& digest) {
+    constexpr int64_t HEADS = 4, KV_HEADS = 2, DIM = 32, BLOCK = 16, BLOCKS = 36, TOKENS = 11;
+    Draw draw{5};
+    const int64_t size = BLOCKS * BLOCK * KV_HEADS * DIM;
+    const std::vector<T> k = draw.many<T>(size, 1.0f), v = draw.many<T>(size, 1.0f),
+                         q = draw.many<T>(TOKENS * HEADS * DIM, 3.0f);
+    std::vector<T> out(q.size());
+    std::vector<int32_t> blocks(BLOCKS);
+    for (int64_t i = 0; i < BLOCKS; ++i) blocks[i] = (int32_t)(i * 5 % BLOCKS);
+    const int64_t offsets[] = {0, TOKENS}, starts[] = {BLOCKS * BLOCK - TOKENS}, first[] = {0};
+    own_attention_room().of(attention_room(DIM));
+    for (int64_t threads : {1, 64}) {
+        Attention job{};
+        job.sequences = 1;
+        job.threads = threads;
+        job.heads = HEADS;
+        job.kv_heads = KV_HEADS;
+        job.head_dim = DIM;
+        job.q_stride = HEADS * DIM;
+        job.q_head = DIM;
+        job.block_size = BLOCK;
+        job.kv_block_stride = BLOCK * KV_HEADS * DIM;
+        job.kv_token_stride = KV_HEADS * DIM;
+        job.kv_head_stride = DIM;
+        job.scale = 0.17677669;
+        job.offsets = offsets;
+        job.starts = starts;
+        job.first_block = first;
+        job.blocks = blocks.data();
+        job.q = q.data();
+        job.k = k.data();
+        job.v = v.data();
+        job.out = out.data();
+        AttentionPlan plan;
+        plan.make(job);
+        attend<T>(job, plan);
+        digest.add(out.data(), out.size() * sizeof(T) / 4);
+    }
+}
+
+void self_test(uint64_t* digests) {
+    Digest digest;
+    functions(digest);
+    rows(digest);
+    products<float, float>(digest, FLOAT32);
+    products<float, bf16>(digest, BFLOAT16);
+    products<float, f16>(digest, FLOAT16);
+    recurrences(digest);
+    attentions<float>(digest);
+    digests[0] = digest.value;
+    digests[1] = 0;
+    if (!PAIR_PRODUCTS) return;
+    // On top of the others, since whoever multiplies pairs computes the rest in float32.
+    products<bf16, bf16>(digest, BFLOAT16);
+    attentions<bf16>(digest);
+    digests[1] = digest.value;
+}
+
+}  // namespace
+
+}  // namespace vlm
+
+// Two digests: of float32 arithmetic, and of that and products of bfloat16 pairs, 0 where there are
+// none. Returns what `guarded` does.
+extern "C" int64_t vlm_self_test(uint64_t* digests) {
+    return vlm::guarded([=] { vlm::self_test(digests); });
+}

@@ -1,0 +1,138 @@
+"""Which types a model gets, and what the arithmetic is called."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine import step_paths
+from vlm_serve.engine.arithmetic import Backend, decide
+from vlm_serve.engine.step_paths import find_backend
+from vlm_serve.errors import ConfigError
+from vlm_serve.kernels.native_build import BuildError
+from vlm_serve.kernels.native_self_test import Digests
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+TORCH = Backend(CPU)
+PLAIN = Backend(CPU, Digests("aaaa", None))
+PAIRS = Backend(CPU, Digests("aaaa", "bbbb"))
+
+
+def types_of(checkpoint: str, backend: Backend, **options: Any) -> dict[str, str]:
+    config = EngineConfig(**options)
+    return decide(config, getattr(torch, checkpoint), backend).types.names()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "backend", "options", "weights", "compute"),
+    [
+        ("bfloat16", PAIRS, {}, "bfloat16", "bfloat16"),
+        ("bfloat16", PLAIN, {}, "bfloat16", "float32"),
+        ("float16", PAIRS, {}, "float16", "float32"),
+        ("float32", PAIRS, {}, "float32", "float32"),
+        ("bfloat16", PAIRS, {"dtype": "float32"}, "float32", "float32"),
+        ("float32", PAIRS, {"dtype": "bfloat16"}, "bfloat16", "bfloat16"),
+        ("bfloat16", PAIRS, {"compute_dtype": "float32"}, "bfloat16", "float32"),
+        ("bfloat16", PLAIN, {"compute_dtype": "bfloat16"}, "bfloat16", "bfloat16"),
+        ("bfloat16", TORCH, {}, "float32", "float32"),
+        ("float32", TORCH, {"dtype": "bfloat16"}, "bfloat16", "bfloat16"),
+        ("bfloat16", Backend(GPU), {}, "bfloat16", "bfloat16"),
+        ("bfloat16", Backend(GPU), {"dtype": "float16"}, "float16", "float16"),
+        ("float16", Backend(GPU), {"compute_dtype": "float16"}, "float16", "float16"),
+    ],
+)
+def test_weights_and_what_follows_the_compute_type(
+    checkpoint: str, backend: Backend, options: dict[str, Any], weights: str, compute: str
+) -> None:
+    names = types_of(checkpoint, backend, **options)
+    assert names.pop("weights") == weights
+    assert names.pop("state") == "float32"
+    assert names == dict.fromkeys(("compute", "kv", "conv", "vision"), compute)
+
+
+def test_cache_types_are_options_of_their_own() -> None:
+    names = types_of("bfloat16", PAIRS, kv_cache_dtype="int8", state_dtype="bfloat16")
+    assert (names["kv"], names["state"], names["conv"]) == ("int8", "bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "problem"),
+    [
+        (PAIRS, {"dtype": "float32", "compute_dtype": "bfloat16"}, "be float32 with .* float32"),
+        (PAIRS, {"dtype": "float16", "compute_dtype": "bfloat16"}, "be float32 with .* float16"),
+        (PAIRS, {"compute_dtype": "float16"}, "be float32 or bfloat16 with"),
+        (TORCH, {"compute_dtype": "bfloat16"}, "be float32, .* torch computes in the type of"),
+        (Backend(GPU), {"compute_dtype": "float32"}, "be bfloat16, .* a GPU computes in the type"),
+    ],
+)
+def test_a_compute_type_for_which_there_is_no_code(
+    backend: Backend, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^compute_dtype must {problem}") as raised:
+        types_of("bfloat16", backend, **options)
+    assert raised.value.param == "compute_dtype"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "backend", "options", "reason"),
+    [
+        ("bfloat16", PAIRS, {}, "there are products of bfloat16 pairs"),
+        ("bfloat16", PLAIN, {}, "no products of bfloat16 pairs .* widened in registers"),
+        ("float16", PAIRS, {}, "no products of float16; weights are widened"),
+        ("float32", PAIRS, {}, "as the weights"),
+        ("bfloat16", PAIRS, {"compute_dtype": "float32"}, "as asked for$"),
+        ("bfloat16", PLAIN, {"compute_dtype": "bfloat16"}, "float32 is faster and more exact"),
+        ("float32", Backend(CPU, problem="no g++"), {}, "torch computes, since .*: no g\\+\\+"),
+    ],
+)
+def test_the_reason_is_said(
+    checkpoint: str, backend: Backend, options: dict[str, Any], reason: str
+) -> None:
+    arithmetic = decide(EngineConfig(**options), getattr(torch, checkpoint), backend)
+    rows = dict(arithmetic.rows())
+    assert rows["compute"].startswith(arithmetic.types.names()["compute"] + ": ")
+    assert re.search(reason, rows["compute"])
+    assert rows["numerics"] == arithmetic.numerics
+    for name in ("weights", "kv", "state", "conv", "vision"):
+        assert f"{name} {arithmetic.types.names()[name]}" in rows["types"]
+
+
+def numerics(backend: Backend, **options: Any) -> str:
+    return decide(EngineConfig(**options), torch.bfloat16, backend).numerics
+
+
+def test_numerics_name_digest_and_torch() -> None:
+    capability = torch.backends.cpu.get_cpu_capability()
+    of_torch = f"torch {torch.__version__} {capability}"
+    assert numerics(PAIRS) == f"version 3, cpu-compiled bfloat16-pairs bbbb, {of_torch}"
+    assert numerics(PLAIN) == f"version 3, cpu-compiled float32 aaaa, {of_torch}"
+    assert numerics(TORCH) == f"version 3, {of_torch}"
+    assert numerics(TORCH, deterministic=True) == f"version 3, {of_torch}, deterministic"
+    assert "triton" in numerics(Backend(GPU))
+    asked = {"compute_dtype": "bfloat16"}
+    assert f"cpu-compiled bfloat16 aaaa, {of_torch}" in numerics(PLAIN, **asked)
+
+
+def test_float32_beside_any_weights_is_one_arithmetic() -> None:
+    kinds = {numerics(PAIRS, dtype="float32"), numerics(PAIRS, dtype="float16"), numerics(PLAIN)}
+    assert len(kinds) == 1
+
+
+def test_a_library_that_may_not_be_used_leaves_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Digests:
+        raise BuildError("the library failed its self-test: digest 1, expected 2")
+
+    monkeypatch.setattr(step_paths, "digests", fail)
+    monkeypatch.setattr(step_paths, "foreseen", fail)
+    for build in (True, False):
+        backend = find_backend(EngineConfig(), CPU, build=build)
+        assert not backend.compiled
+        reason = decide(EngineConfig(), torch.bfloat16, backend).reason
+        assert reason.startswith("torch computes") and "failed its self-test" in reason
+    with pytest.raises(ConfigError, match="^compiled_kernels: the library failed its self-test"):
+        find_backend(EngineConfig(compiled_kernels=True), CPU)
+    assert find_backend(EngineConfig(compiled_kernels=False), CPU) == TORCH

@@ -1,0 +1,55 @@
+"""The self-test of the compiled library: the same float32 bits whatever it is compiled for."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from pathlib import Path
+
+import pytest
+
+from vlm_serve.kernels import native_build, native_self_test
+from vlm_serve.kernels.native_build import BuildError, recipe
+from vlm_serve.kernels.native_library import load
+from vlm_serve.kernels.native_self_test import Digests, run
+
+NEEDED = ("attention", "layout", "product", "self_test")
+
+
+def test_takes_no_time_and_repeats() -> None:
+    library = load()
+    first = run(library)
+    begin = time.monotonic()
+    assert run(library) == first
+    assert time.monotonic() - begin < 0.05
+    assert first.float32 == native_self_test.FLOAT32
+
+
+@pytest.mark.parametrize("arch", ["x86-64-v3", "x86-64-v4"])
+def test_other_registers_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    load()  # the kept libraries are those of every run of the tests, so that each is built once
+    monkeypatch.setenv("VLM_SERVE_NATIVE_ARCH", arch)
+    how = recipe()
+    try:
+        if not how.path().exists():
+            native_build.build(how, how.path())
+    except BuildError as error:
+        pytest.skip(str(error))
+    assert run(ctypes.CDLL(str(how.path()))) == Digests(native_self_test.FLOAT32, None)
+
+
+def test_a_changed_function_changes_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a unit in the last places of one constant, in a library of the least sources."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for source in native_build.SOURCES.iterdir():
+        if source.suffix == ".h" or source.stem in NEEDED:
+            text = source.read_text().replace("5.0000001201e-1f", "5.0000007e-1f")
+            (sources / source.name).write_text(text)
+    monkeypatch.setattr(native_build, "SOURCES", sources)
+    library = tmp_path / "library.so"
+    native_build.build(recipe(), library)
+    with pytest.raises(BuildError, match="failed its self-test"):
+        native_self_test.check(ctypes.CDLL(str(library)))

@@ -1,0 +1,89 @@
+"""Loading needs the memory of the model and of its largest tensor, not more."""
+
+from __future__ import annotations
+
+import json
+import math
+import select
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+from checkpoint_spec import CheckpointSpec
+from make_checkpoint import make_checkpoint
+from safetensors import safe_open
+
+from vlm_serve.models.weight_sizes import WeightBytes
+
+MIB = 1 << 20
+SLACK = 24 * MIB
+"""A piece of a tensor on its way, and what Python and its allocator need."""
+SPEC = CheckpointSpec(
+    hidden_size=1024, intermediate_size=6144, vocab_size=24_000, num_layers=4, dtype="bfloat16"
+)
+# It stops before and after loading, so that its parent can look.
+CHILD = """
+import dataclasses, json, sys
+import torch
+from vlm_serve.kernels.host_memory import retain_freed_memory
+from vlm_serve.kernels.native_library import load
+from vlm_serve.models import ModelConfig, load_model
+from vlm_serve.models.weight_sizes import weight_bytes
+
+path, weights, compute = sys.argv[1], *(getattr(torch, name) for name in sys.argv[2:4])
+expected = weight_bytes(
+    ModelConfig.from_dir(path),
+    weights=weights, compute=compute, device=torch.device("cpu"), compiled=True,
+)
+load()
+retain_freed_memory()  # as the engine does
+print(json.dumps(dataclasses.asdict(expected)), flush=True)
+sys.stdin.readline()
+model = load_model(path, weights, "cpu", compute_dtype=compute, compiled=True)
+print(flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("large"), SPEC)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize(
+    ("weights", "compute"),
+    [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")],
+)
+def test_peak_of_anonymous_memory(checkpoint: Path, weights: str, compute: str) -> None:
+    command = [sys.executable, "-c", CHILD, str(checkpoint), weights, compute]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        expected = WeightBytes(**json.loads(child.stdout.readline()))
+        before = peak = anonymous(child.pid)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        while not select.select([child.stdout], [], [], 0.001)[0]:
+            peak = max(peak, anonymous(child.pid))
+        assert child.stdout.readline() == "\n", "loading failed"
+        peak = max(peak, anonymous(child.pid))
+        child.stdin.write("\n")
+    assert expected.mapped == (weights == "bfloat16")
+    assert 150 * MIB < expected.in_memory < peak - before + SLACK
+    assert peak - before <= expected.in_memory + largest(checkpoint, weights) + SLACK
+
+
+def anonymous(process: int) -> int:
+    """Bytes of memory that belong to no file."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+
+def largest(checkpoint: Path, weights: str) -> int:
+    """Bytes of the largest tensor in the model's type."""
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
+        sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
+    most: int = max(sizes)
+    return most * (2 if weights == "bfloat16" else 4)

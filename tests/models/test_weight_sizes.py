@@ -1,0 +1,83 @@
+"""What weights take, from shapes alone, against what loaded models have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_spec import CheckpointSpec
+from make_checkpoint import make_checkpoint
+
+from vlm_serve.kernels.linear import Linear
+from vlm_serve.models import Model, ModelConfig, load_model
+from vlm_serve.models.vision import VisionTower
+from vlm_serve.models.weight_sizes import weight_bytes
+
+SPEC = CheckpointSpec(hidden_size=160, num_layers=4, dtype="bfloat16")
+SPECS = {
+    "dense": SPEC,
+    "tied": dataclasses.replace(SPEC, tied_embeddings=True),
+    "experts": dataclasses.replace(SPEC, num_experts=6),
+    "text": dataclasses.replace(SPEC, vision_depth=0),
+}
+KINDS = {
+    "compiled": (torch.bfloat16, torch.float32, True),
+    "widened": (torch.float32, torch.float32, True),
+    "torch": (torch.float32, torch.float32, False),
+}
+
+
+def sizes(part: object) -> Iterator[int]:
+    """Bytes of every projection and tensor of a part of a model."""
+    if isinstance(part, Linear | torch.Tensor):
+        yield part.nbytes
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from sizes(each)
+    elif dataclasses.is_dataclass(part):
+        for field in dataclasses.fields(part):
+            yield from sizes(getattr(part, field.name))
+    elif isinstance(part, Model | VisionTower):
+        for value in vars(part).values():
+            yield from sizes(value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SPECS)
+def test_sizes_are_those_of_a_loaded_model(tmp_path: Path, name: str, kind: str) -> None:
+    path = make_checkpoint(tmp_path, SPECS[name])
+    weights, compute, compiled = KINDS[kind]
+    model = load_model(path, weights, "cpu", compute_dtype=compute, compiled=compiled)
+    expected = weight_bytes(
+        ModelConfig.from_dir(path),
+        weights=weights,
+        compute=compute,
+        device=torch.device("cpu"),
+        compiled=compiled,
+    )
+    measured = sum(sizes(model))
+    total = expected.projections + expected.others + expected.table
+    assert measured == pytest.approx(total, rel=0.01)
+    assert expected.mapped == (kind == "compiled")
+    assert expected.in_memory == total - (expected.table if expected.mapped else 0)
+
+
+def test_ranks_share_the_language_model(tmp_path: Path) -> None:
+    config = ModelConfig.from_dir(make_checkpoint(tmp_path, SPECS["text"]))
+    whole, half = (
+        weight_bytes(
+            config,
+            weights=torch.bfloat16,
+            compute=torch.bfloat16,
+            device=torch.device("cuda"),
+            compiled=False,
+            tensor_parallel=ranks,
+        )
+        for ranks in (1, 2)
+    )
+    assert half.projections == whole.projections // 2
+    assert (half.table, half.others) == (whole.table, whole.others)
+    assert not whole.mapped

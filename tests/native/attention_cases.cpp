@@ -1,0 +1,111 @@
+// vlm_attention.
+#include "attention.cpp"
+#include "cases.h"
+
+namespace cases {
+
+struct Heads {
+    const char* name;
+    int64_t heads, kv_heads, dim, block_size;
+    float scale;  // of queries: the larger, the steeper the softmax
+};
+
+// Sequences whose keys and values lie in shuffled pages.
+template <typename T>
+struct Paged {
+    static constexpr int64_t SEQUENCES = 3, TOKENS = 1300;
+    const Heads& own;
+    int64_t own_blocks;
+    Table<T> queries;
+    std::vector<T> keys, values;
+    std::vector<int32_t> blocks;
+
+    Paged(Random& random, const Heads& heads)
+        : own(heads),
+          own_blocks((TOKENS + own.block_size - 1) / own.block_size),
+          queries(random, SEQUENCES, TOKENS, own.heads * own.dim, own.scale),
+          blocks(SEQUENCES * own_blocks) {
+        const int64_t count = (int64_t)blocks.size() * own.block_size * own.kv_heads * own.dim;
+        keys = random.numbers<T>(count);
+        values = random.numbers<T>(count, 2.0f);
+        for (size_t i = 0; i < blocks.size(); ++i) {
+            blocks[i] = (int32_t)i;
+            std::swap(blocks[i], blocks[random.below((int64_t)i + 1)]);
+        }
+    }
+
+    std::vector<T> run(const std::vector<Slice>& slices, int64_t threads) const {
+        const std::vector<T> q = queries.of(slices);
+        std::vector<T> out(q.size());
+        std::vector<int64_t> starts, first_block;
+        for (const Slice& slice : slices) {
+            starts.push_back(slice.first);
+            first_block.push_back(slice.sequence * own_blocks);
+        }
+        const std::vector<int64_t> begins = offsets(slices);
+        const vlm::Attention job{.sequences = (int64_t)slices.size(),
+                                 .threads = threads,
+                                 .heads = own.heads,
+                                 .kv_heads = own.kv_heads,
+                                 .head_dim = own.dim,
+                                 .q_stride = own.heads * own.dim,
+                                 .q_head = own.dim,
+                                 .block_size = own.block_size,
+                                 .kv_block_stride = own.block_size * own.kv_heads * own.dim,
+                                 .kv_token_stride = own.kv_heads * own.dim,
+                                 .kv_head_stride = own.dim,
+                                 .scale = 0.125,
+                                 .offsets = begins.data(),
+                                 .starts = starts.data(),
+                                 .first_block = first_block.data(),
+                                 .blocks = blocks.data(),
+                                 .q = q.data(),
+                                 .k = keys.data(),
+                                 .v = values.data(),
+                                 .out = out.data()};
+        must(vlm_attention(&job, BITS<T>), "vlm_attention");
+        return out;
+    }
+};
+
+template <typename T>
+static void attention(const Heads& heads, const char* kind, const std::vector<Slice>& slices) {
+    const std::string name = std::string("vlm_attention/") + heads.name + "/" + kind;
+    Random random(name);
+    const Paged<T> paged(random, heads);
+    report(BITS<T>, name,
+           [&](int64_t threads) { return Digest().add(paged.run(slices, threads)); });
+    const std::vector<T> company = paged.run(slices, 1);
+    const int64_t width = paged.queries.width;
+    int64_t end = 0;
+    for (const Slice& slice : slices) {
+        const std::string own = " of sequence " + std::to_string(slice.sequence) + " alone";
+        const Slice last{slice.sequence, slice.first + slice.count - 1, 1};
+        expect(alike(paged.run({slice}, 2), part(company, end * width, slice.count * width)),
+               BITS<T>, name, "the slice" + own);
+        end += slice.count;
+        expect(alike(paged.run({last}, 2), part(company, (end - 1) * width, width)), BITS<T>, name,
+               "the last token" + own);
+    }
+}
+
+template <typename T>
+static void attentions() {
+    const Heads all[] = {{"4x4x32-blocks-of-16", 4, 4, 32, 16, 4.0f},
+                         {"8x2x64-blocks-of-64", 8, 2, 64, 64, 4.0f},
+                         {"6x1x48-steep", 6, 1, 48, 16, 64.0f}};
+    for (const Heads& heads : all) {
+        attention<T>(heads, "prefill", {{0, 0, 70}, {1, 500, 33}, {2, 0, 1}});
+        attention<T>(heads, "decode",
+                     {{0, 0, 1}, {1, 511, 1}, {1, 512, 1}, {2, 62, 1}, {2, 63, 1}, {2, 64, 1}});
+        attention<T>(heads, "decode-long", {{2, 1299, 1}});
+        attention<T>(heads, "mixed", {{0, 1100, 19}, {1, 63, 1}, {2, 1024, 1}});
+    }
+}
+
+void attention_cases() {
+    attentions<float>();
+    attentions<bf16>();
+}
+
+}  // namespace cases

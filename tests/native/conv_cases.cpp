@@ -1,0 +1,48 @@
+// vlm_causal_conv.
+#include "cases.h"
+#include "causal_conv.cpp"
+#include "sequences.h"
+
+namespace cases {
+
+template <typename T>
+static void conv(int64_t channels, int64_t kernel) {
+    const std::string name =
+        "vlm_causal_conv/" + std::to_string(channels) + "x" + std::to_string(kernel);
+    Random random(name);
+    const Table<T> wide(random, 3, SEQUENCE_TOKENS, channels + 16, 4.0f);
+    const std::vector<float> taps = random.numbers(kernel * channels);
+    const int64_t row = channels * (kernel - 1);
+    const std::vector<T> tails = random.numbers<T>(STATE_ROWS * row, 4.0f);
+    auto run = [&](const std::vector<Slice>& slices, int64_t threads, std::vector<T>& to) {
+        const Sequences sequences(slices);
+        const std::vector<T> x = wide.of(slices);
+        std::vector<T> out(sequences.tokens() * channels);
+        const vlm::Convolution job{.packed = sequences.packed(threads),
+                                   .channels = channels,
+                                   .kernel = kernel,
+                                   .x_stride = wide.width,
+                                   .tail_row_stride = row,
+                                   .x = x.data(),
+                                   .taps = taps.data(),
+                                   .tails = to.data(),
+                                   .out = out.data()};
+        must(vlm_causal_conv(&job, BITS<T>), "vlm_causal_conv");
+        return out;
+    };
+    report_sequences<T>(name, channels, tails, run);
+}
+
+template <typename T>
+static void convs() {
+    conv<T>(16, 2);
+    conv<T>(48, vlm::MOST_TAPS);
+    conv<T>(528, 4);
+}
+
+void conv_cases() {
+    convs<float>();
+    convs<bf16>();
+}
+
+}  // namespace cases

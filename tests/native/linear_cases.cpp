@@ -1,0 +1,134 @@
+// vlm_linear and vlm_pack.
+#include "cases.h"
+#include "linear.cpp"
+#include "matrix.h"
+#include "product.cpp"
+
+namespace cases {
+
+static const char* TYPES[] = {"float32", "bfloat16", "float16"};
+static const char* USES[] = {"plain", "times", "plus", "silu", "gelu", "gelu_tanh"};
+
+// Values below 1 in magnitude; those of float16 also below its least normal number.
+static void put(Random& random, int64_t type, uint16_t* to) {
+    const float number = random.number(0.5f);
+    if (type == vlm::FLOAT32) std::memcpy(to, &number, sizeof number);
+    if (type == vlm::BFLOAT16) vlm::store_one((bf16*)to, number);
+    if (type == vlm::FLOAT16)
+        *to = random.below(2) << 15 | random.below(15) << 10 | random.below(1 << 10);
+}
+
+Matrix::Matrix(Random& random, int64_t type, int64_t columns, int64_t depth, bool biased)
+    : type_(type), columns_(columns), depth_(depth), stride_(depth + 3) {
+    const int64_t size = vlm::bytes_of(type) / 2;
+    plain_.resize(columns * stride_ * size);
+    for (int64_t i = 0; i < columns * stride_; ++i) put(random, type, &plain_[i * size]);
+    packed_ = packed(1, 0);
+    if (biased) bias_ = random.numbers(columns);
+}
+
+vlm::Weight Matrix::weight() const {
+    return {.packed = packed_.data(),
+            .bias = bias_.empty() ? nullptr : bias_.data(),
+            .columns = columns_,
+            .depth = depth_,
+            .type = type_};
+}
+
+std::vector<int64_t> Matrix::packed(int64_t threads, int64_t cut) const {
+    const int64_t panels = (columns_ + vlm::PANEL - 1) / vlm::PANEL;
+    std::vector<int64_t> to(panels * vlm::panel_bytes(depth_, type_) / 8);
+    auto pack = [&](int64_t first, int64_t rows) {
+        const vlm::Packing job{.source = &plain_[first * stride_ * vlm::bytes_of(type_) / 2],
+                               .packed = to.data(),
+                               .rows = rows,
+                               .stride = stride_,
+                               .depth = depth_,
+                               .first = first,
+                               .type = type_,
+                               .threads = threads};
+        must(vlm_pack(&job), "vlm_pack");
+    };
+    if (cut) pack(0, cut);
+    pack(cut, columns_ - cut);
+    return to;
+}
+
+template <typename T>
+struct Product {
+    Matrix matrix;
+    int64_t use, columns, x_stride, other_stride;
+    std::vector<T> x, other;
+
+    Product(Random& random, int64_t type, int64_t use_, int64_t rows, int64_t columns_,
+            int64_t depth)
+        : matrix(random, type, columns_, depth, use_ % 2),
+          use(use_),
+          columns(columns_),
+          x_stride(depth + 5),
+          other_stride(columns_ + 7),
+          x(random.numbers<T>(rows * x_stride, 2.0f)),
+          other(random.numbers<T>(rows * other_stride, 2.0f)) {}
+
+    std::vector<T> run(int64_t first, int64_t rows, int64_t threads) const {
+        std::vector<T> out(rows * columns);
+        const bool joins = use == vlm::TIMES || use == vlm::PLUS;
+        const vlm::Projection job{.weight = matrix.weight(),
+                                  .rows = rows,
+                                  .x_stride = x_stride,
+                                  .other_stride = other_stride,
+                                  .use = use,
+                                  .threads = threads,
+                                  .x = &x[first * x_stride],
+                                  .other = joins ? &other[first * other_stride] : nullptr,
+                                  .out = out.data()};
+        must(vlm_linear(&job, BITS<T>), "vlm_linear");
+        return out;
+    }
+};
+
+template <typename T>
+static void product(int64_t type, int64_t use, int64_t rows, int64_t columns, int64_t depth) {
+    const std::string name = std::string("vlm_linear/") + TYPES[type] + "/" + USES[use] + "/" +
+                             std::to_string(rows) + "x" + std::to_string(columns) + "x" +
+                             std::to_string(depth);
+    Random random(name);
+    const Product<T> own(random, type, use, rows, columns, depth);
+    report(BITS<T>, name, [&](int64_t threads) { return Digest().add(own.run(0, rows, threads)); });
+    const std::vector<T> company = own.run(0, rows, 1);
+    for (int64_t some : {1, 4}) {
+        const int64_t count = std::min(some, rows), first = rows - count;
+        expect(alike(own.run(first, count, 1), part(company, first * columns, count * columns)),
+               BITS<T>, name, "its last " + std::to_string(count) + " rows alone");
+    }
+}
+
+template <typename T>
+static void products() {
+    for (int64_t type : {vlm::FLOAT32, vlm::BFLOAT16, vlm::FLOAT16}) {
+        for (int64_t use = vlm::PLAIN; use <= vlm::GELU_TANH; ++use)
+            for (int64_t rows : {1, 3, 5, 13, 200}) product<T>(type, use, rows, 77, 131);
+        for (int64_t rows : {1, 13, 200}) product<T>(type, vlm::PLAIN, rows, 33, 1029);
+        for (int64_t rows : {1, 2, 12, 24}) product<T>(type, vlm::SILU, rows, 32, 1);
+    }
+}
+
+static void packings() {
+    for (int64_t type : {vlm::FLOAT32, vlm::BFLOAT16, vlm::FLOAT16}) {
+        const std::string name = std::string("vlm_pack/") + TYPES[type];
+        Random random(name);
+        const Matrix matrix(random, type, 77, 131);
+        report(32, name, [&](int64_t threads) { return Digest().add(matrix.packed(threads, 0)); });
+        for (int64_t cut : {16, 37})
+            expect(alike(matrix.packed(2, cut), matrix.packed(1, 0)), 32, name,
+                   "in two parts from column " + std::to_string(cut));
+    }
+}
+
+void linear_cases() {
+    packings();
+    products<float>();
+    products<bf16>();
+}
+
+}  // namespace cases

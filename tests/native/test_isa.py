@@ -1,0 +1,64 @@
+"""What `make test-isa` compares, for the two processors that most machines can run."""
+
+from __future__ import annotations
+
+import pytest
+from native.isa import Outcome, Report, differences, kernel, outcome, parsed, summary
+
+from vlm_serve.kernels.native_library import FUNCTIONS
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return [outcome(processor) for processor in ("native", "x86-64-v3")]
+
+
+def test_results_do_not_depend_on_threads_and_other_rows(outcomes: list[Outcome]) -> None:
+    native = outcomes[0]
+    if not native.report:
+        pytest.skip(native.note)
+    assert not native.report.differing
+    assert {kernel(case) for case in native.report.digests} == set(FUNCTIONS)
+
+
+def test_results_do_not_depend_on_the_processor(outcomes: list[Outcome]) -> None:
+    for each in outcomes:
+        if not each.report:
+            pytest.skip(f"{each.processor}: {each.note}")
+    assert not list(differences(outcomes))
+
+
+def ran(processor: str, pairs: bool, **digests: str) -> Outcome:
+    cases = {f"float32 {name}": "0" for name in FUNCTIONS}
+    cases |= {name.replace("_vlm", " vlm", 1): digest for name, digest in digests.items()}
+    return Outcome(processor, "run", "", Report(pairs, cases))
+
+
+def test_differences_name_kernel_and_case() -> None:
+    first = ran("native", False, float32_vlm_linear="1")
+    assert list(differences([first, ran("znver4", True, float32_vlm_linear="2")])) == [
+        "vlm_linear: float32 vlm_linear is 2 on znver4, 1 on native"
+    ]
+
+
+def test_bfloat16_is_compared_where_pairs_are_multiplied_alike() -> None:
+    first = ran("native", False, bf16_vlm_linear="1")
+    assert not list(differences([first, ran("znver4", True, bf16_vlm_linear="2")]))
+    assert list(differences([first, ran("x86-64-v3", False, bf16_vlm_linear="2")]))
+
+
+def test_what_is_printed() -> None:
+    report = parsed(
+        "width 8\npair_products 1\nfloat32 vlm_gates/1 ab\ndiffers bf16 vlm_gates/1: 2 threads\n"
+    )
+    assert report == Report(True, {"float32 vlm_gates/1": "ab"}, ("bf16 vlm_gates/1: 2 threads",))
+    outcomes = [
+        Outcome("native", "run", "", report),
+        Outcome("armv8.2-a", "not built", "aarch64-linux-gnu-g++ was not found"),
+    ]
+    lines = list(summary(outcomes))
+    assert "2 processors: 1 run, 0 compiled only, 1 not built" in lines
+    assert any("aarch64-linux-gnu-g++ was not found" in line for line in lines)
+    wrong = list(differences(outcomes))
+    assert "native: bf16 vlm_gates/1: 2 threads differ" in wrong
+    assert "native: no case calls vlm_linear" in wrong

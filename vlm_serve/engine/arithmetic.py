@@ -1,0 +1,212 @@
+"""In which types a model is stored and computed, and the name of the arithmetic that follows.
+
+Weights, activations, keys and values, recurrent state and convolution tails each have a type of
+their own (design, section 14). All of them are decided here, from options, checkpoint and what
+computes on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.errors import ConfigError
+from vlm_serve.kernels.native_self_test import Digests
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.uint8,
+}
+"""Option values and the types that are stored; int8 means unsigned codes with scales."""
+NUMERICS_VERSION = 3
+"""Raised whenever a kernel's arithmetic changes: what older code computed is then not reused."""
+
+_FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
+_PAIRS = "products of bfloat16 pairs (AVX512-BF16)"
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What computes.
+
+    Attributes:
+        device: where; of a GPU that this machine may lack, while planning.
+        digests: of the compiled CPU kernels' self-test; None if there are none.
+        problem: why not, in a sentence, if they were wanted.
+    """
+
+    device: torch.device
+    digests: Digests | None = None
+    problem: str = ""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether compiled CPU kernels compute."""
+        return self.digests is not None
+
+    @property
+    def pairs(self) -> bool:
+        """Whether they have products of bfloat16 pairs."""
+        return self.digests is not None and self.digests.pairs is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Types:
+    """Which type everything has.
+
+    Attributes:
+        weights: projections and lookup tables in memory.
+        compute: activations, and weights that are no matrices.
+        kv: keys and values in the cache; uint8 stands for int8 codes with scales.
+        state: recurrent matrices. conv: convolution tails. vision: activations of the tower.
+    """
+
+    weights: torch.dtype
+    compute: torch.dtype
+    kv: torch.dtype
+    state: torch.dtype
+    conv: torch.dtype
+    vision: torch.dtype
+
+    def names(self) -> dict[str, str]:
+        """Each type as options name it."""
+        return {field.name: name_of(getattr(self, field.name)) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How a model is computed.
+
+    Attributes:
+        types: of everything.
+        reason: why `types.compute` is what it is.
+        numerics: names all arithmetic: results of equal names have equal bits.
+    """
+
+    types: Types
+    reason: str
+    numerics: str
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What `plan` and the start-up table print: a name and a text each."""
+        names = self.types.names()
+        compute = names.pop("compute")
+        return [
+            ("types", ", ".join(f"{name} {kind}" for name, kind in names.items())),
+            ("compute", f"{compute}: {self.reason}"),
+            ("numerics", self.numerics),
+        ]
+
+
+def decide(config: EngineConfig, checkpoint: torch.dtype, backend: Backend) -> Arithmetic:
+    """The types and the arithmetic of a model.
+
+    Args:
+        config: options; "auto" values are decided here.
+        checkpoint: type of the checkpoint's weights.
+        backend: what computes.
+
+    Raises:
+        ConfigError: a type for which nothing computes here; names the option.
+    """
+    weights = _weights(config, checkpoint, backend)
+    compute, reason = _compute(config, weights, backend)
+    types = Types(
+        weights=weights,
+        compute=compute,
+        kv=DTYPES.get(config.kv_cache_dtype, compute),
+        state=DTYPES.get(config.state_dtype, _FLOAT32),
+        conv=compute,
+        vision=compute,
+    )
+    return Arithmetic(types, reason, _numerics(compute, backend, config.deterministic))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A type as options name it."""
+    return next(name for name, each in DTYPES.items() if each == dtype)
+
+
+def _weights(config: EngineConfig, checkpoint: torch.dtype, backend: Backend) -> torch.dtype:
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    if backend.device.type != "cpu" or backend.compiled:
+        return checkpoint
+    return _FLOAT32
+
+
+def _compute(
+    config: EngineConfig, weights: torch.dtype, backend: Backend
+) -> tuple[torch.dtype, str]:
+    """The type of activations, and why."""
+    wanted = None if config.compute_dtype == "auto" else DTYPES[config.compute_dtype]
+    if backend.compiled:
+        return _compiled_compute(wanted, weights, pairs=backend.pairs)
+    if wanted not in (None, weights):
+        where = "a GPU computes" if backend.device.type != "cpu" else "without compiled kernels"
+        where += "" if backend.device.type != "cpu" else " torch computes"
+        problem = f"compute_dtype must be {name_of(weights)}, got {config.compute_dtype}: {where} "
+        raise ConfigError(problem + "in the type of the weights", param="compute_dtype")
+    if backend.problem:
+        return weights, f"torch computes, since there are no compiled kernels: {backend.problem}"
+    return weights, "as the weights"
+
+
+def _compiled_compute(
+    wanted: torch.dtype | None, weights: torch.dtype, *, pairs: bool
+) -> tuple[torch.dtype, str]:
+    possible = (_FLOAT32, _BFLOAT16) if weights == _BFLOAT16 else (_FLOAT32,)
+    if wanted is not None and wanted not in possible:
+        raise ConfigError(
+            f"compute_dtype must be {' or '.join(map(name_of, possible))} with weights in "
+            f"{name_of(weights)}, got {name_of(wanted)}",
+            param="compute_dtype",
+        )
+    if wanted == _BFLOAT16 and not pairs:
+        reason = f"as asked for; there are no {_PAIRS}, so float32 is faster and more exact"
+    elif wanted is not None:
+        reason = "as asked for"
+    elif weights == _FLOAT32:
+        reason = "as the weights"
+    elif weights == _BFLOAT16 and pairs:
+        reason = f"there are {_PAIRS}"
+    else:
+        lacking = _PAIRS if weights == _BFLOAT16 else "products of float16"
+        reason = f"there are no {lacking}; weights are widened in registers"
+    best = _BFLOAT16 if weights == _BFLOAT16 and pairs else _FLOAT32
+    return wanted or best, reason
+
+
+def _numerics(compute: torch.dtype, backend: Backend, deterministic: bool) -> str:
+    parts = [f"version {NUMERICS_VERSION}"]
+    if backend.digests is not None:
+        paired = compute == _BFLOAT16 and backend.digests.pairs is not None
+        digest = backend.digests.pairs if paired else backend.digests.float32
+        parts.append(f"cpu-compiled {name_of(compute)}{'-pairs' if paired else ''} {digest}")
+    elif backend.device.type != "cpu":
+        parts.append(f"triton {_version('triton')}")
+    # The attention of the vision tower is torch's everywhere.
+    parts.append(f"torch {torch.__version__} {_capability(backend.device)}")
+    return ", ".join(parts + ["deterministic"] * deterministic)
+
+
+def _capability(device: torch.device) -> str:
+    if device.type == "cpu":
+        return torch.backends.cpu.get_cpu_capability()
+    if not torch.cuda.is_available():
+        return "GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
