@@ -112,18 +112,20 @@ class HeadState {
     // `n` tokens, 1 to TOKEN_TILE; the state after them is written to `row` unless that is null.
     void advance(int64_t n, const float* qk, const float* gates, float* v, int64_t v_stride,
                  float* row) {
+        // A single token's state is read where it lies, in wider parts.
+        const bool apart = n == 1 && row && from_ && !inside_;
         for (int64_t c = 0; c < value_dim_;) {
-            const int64_t wide = DELTA_VECS * LANES;
-            const bool whole = value_dim_ - c >= wide;
-            const int64_t width = whole ? wide : LANES;
-            const StatePart own{memory_ + c * key_dim_, width};
+            const int64_t left = (value_dim_ - c) / LANES;
+            const int64_t vecs = apart && left >= 4 ? 4 : left >= DELTA_VECS ? DELTA_VECS : 1;
+            StatePart own{memory_ + c * key_dim_, vecs * LANES};
             const StatePart from = inside_ ? own : part(from_, c);
+            if (apart) own = from;
             const StatePart to = row ? part(row, c) : own;
-            if (whole)
-                recurrence<DELTA_VECS>(from, own, to, key_dim_, n, qk, gates, v + c, v_stride);
-            else
-                recurrence<1>(from, own, to, key_dim_, n, qk, gates, v + c, v_stride);
-            c += width;
+            const auto run = vecs == 4            ? recurrence<4>
+                             : vecs == DELTA_VECS ? recurrence<DELTA_VECS>
+                                                  : recurrence<1>;
+            run(from, own, to, key_dim_, n, qk, gates, v + c, v_stride);
+            c += vecs * LANES;
         }
         from_ = row;
         inside_ = row == nullptr;

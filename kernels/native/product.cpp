@@ -7,9 +7,13 @@ namespace vlm {
 
 namespace {
 
-// Bytes between what is used and what is asked for: of a weight that passes once, and of one whose
-// parts stay in the cache for several groups of rows.
-constexpr int64_t AHEAD = 4096, PART_AHEAD = DEPTH * PANEL * 4;
+constexpr int64_t AHEAD = 4096;  // bytes between what is used and what is asked for, of one group
+
+// What a tile asks the memory for while it computes: `step` bytes in every step, up to 128.
+struct Next {
+    const char* at;
+    int64_t step;
+};
 
 inline Words spread_word(const float* word) {
     uint32_t bits;
@@ -97,7 +101,7 @@ struct Pairs {
 };
 
 template <typename Kind, int ROWS>
-void tile(const char* panel, const float* x, int64_t steps, int64_t ahead, float* sums) {
+void tile(const char* panel, const float* x, int64_t steps, Next next, float* sums) {
     Floats total[ROWS][REGISTERS];
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
@@ -105,8 +109,9 @@ void tile(const char* panel, const float* x, int64_t steps, int64_t ahead, float
         for (int j = 0; j < REGISTERS; ++j)
             total[r][j] = read<Floats>(sums + r * PANEL + j * WIDTH);
     for (int64_t s = 0; s < steps; ++s) {
-        for (int64_t line = 0; line < Kind::BYTES; line += 64)
-            __builtin_prefetch(panel + ahead + line, 0, 2);
+        __builtin_prefetch(next.at);
+        __builtin_prefetch(next.at + 64);
+        next.at += next.step;
         Kind::template add<ROWS>(panel, x, total);
         panel += Kind::BYTES;
         x += Kind::STEP * ROWS;
@@ -118,7 +123,7 @@ void tile(const char* panel, const float* x, int64_t steps, int64_t ahead, float
             std::memcpy(sums + r * PANEL + j * WIDTH, &total[r][j], sizeof total[r][j]);
 }
 
-typedef void (*Tile)(const char*, const float*, int64_t, int64_t, float*);
+typedef void (*Tile)(const char*, const float*, int64_t, Next, float*);
 
 template <typename Kind>
 Tile tile_of(int64_t rows) {
@@ -141,8 +146,6 @@ void widen(const char* panel, int64_t type, int64_t count, float* to) {
         return;
     }
     for (int64_t k = 0; k < count; k += 2, to += 2 * PANEL, panel += 4 * PANEL) {
-        for (int64_t line = 0; line < 4 * PANEL; line += 64)
-            __builtin_prefetch(panel + PART_AHEAD / 2 + line, 0, 2);
         for (int j = 0; j < PANEL; j += WIDTH) {
             const Words pairs = read<Words>(panel + 4 * j);
             const Words even = pairs << 16, odd = pairs & 0xffff0000u;
@@ -153,12 +156,14 @@ void widen(const char* panel, int64_t type, int64_t count, float* to) {
 }
 
 template <typename Kind>
-void all_groups(const char* panel, const Operand& x, int64_t begin, int64_t steps, float* sums) {
-    const int64_t ahead = x.groups() == 1 ? AHEAD : PART_AHEAD;
+void all_groups(const char* panel, const Operand& x, int64_t begin, int64_t steps, Next next,
+                float* sums) {
+    next.step = (next.step + x.groups() - 1) / x.groups();  // Every group asks for its share.
     for (int64_t group = 0; group < x.groups(); ++group) {
         const int64_t size = x.size(group);
-        tile_of<Kind>(size)(panel, x.group(group) + begin * size, steps, ahead,
+        tile_of<Kind>(size)(panel, x.group(group) + begin * size, steps, next,
                             sums + x.first(group) * PANEL);
+        next.at += steps * next.step;
     }
 }
 
@@ -168,16 +173,21 @@ void accumulate(const void* panel, int64_t type, const Operand& x, int64_t begin
                 float* sums) {
     const char* part = (const char*)panel + begin * PANEL * bytes_of(type);
     const int64_t count = padded(end, type) - begin;
-    if (x.pairs()) return all_groups<Pairs>(part, x, begin / 2, count / 2, sums);
-    if (type == FLOAT32) return all_groups<Singles>(part, x, begin, count, sums);
-    if (x.groups() == 1 && type == BFLOAT16)
-        return all_groups<WidenedPairs>(part, x, begin, count / 2, sums);
-    if (x.groups() == 1) return all_groups<HalfSingles>(part, x, begin, count, sums);
+    const bool once = x.groups() == 1;
+    // Several groups work on a part from the cache, while the next one comes.
+    const Next next{part + (once ? AHEAD : count * PANEL * bytes_of(type)),
+                    type == FLOAT16 ? 2 * PANEL : 4 * PANEL};
+    if (x.pairs()) return all_groups<Pairs>(part, x, begin / 2, count / 2, next, sums);
+    if (type == FLOAT32) return all_groups<Singles>(part, x, begin, count, next, sums);
+    if (once && type == BFLOAT16)
+        return all_groups<WidenedPairs>(part, x, begin, count / 2, next, sums);
+    if (once) return all_groups<HalfSingles>(part, x, begin, count, next, sums);
     alignas(64) float wide[DEPTH * PANEL];
-    for (int64_t k = begin; k < end; k += DEPTH, part += DEPTH * PANEL * bytes_of(type)) {
+    for (int64_t k = begin; k < end; k += DEPTH) {
         const int64_t own = std::min(DEPTH, begin + count - k);
         widen(part, type, own, wide);
-        all_groups<Singles>((const char*)wide, x, k, own, sums);
+        part += own * PANEL * 2;
+        all_groups<Singles>((const char*)wide, x, k, own, {part, 2 * PANEL}, sums);
     }
 }
 

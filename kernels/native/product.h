@@ -23,6 +23,7 @@ constexpr int REGISTERS = PANEL / WIDTH;
 constexpr int64_t MOST_ROWS = WIDTH == 16 ? 12 : 3;  // rows whose sums stay in registers
 constexpr int64_t DEPTH = WIDTH == 16 ? 256 : 128;   // of a panel's part that stays in the L1 cache
 constexpr int64_t ROW_BLOCK = 192;          // rows that pass over a panel together, at most
+constexpr int64_t STRIDE = 1 << 18;         // bytes of a weight that a thread takes for a few rows
 constexpr int64_t OPERAND_BYTES = 3 << 19;  // of their packed values, unless that is a few rows
 
 enum Type : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
@@ -140,10 +141,9 @@ struct Split {
         blocks = (rows + most - 1) / most;
         // Threads end together if there is enough to take; a few rows are read with long strides.
         const int64_t wanted = std::max<int64_t>(1, 16 * threads / std::max<int64_t>(blocks, 1));
-        const int64_t least =
-            blocks > 1 ? 8
-                       : std::max<int64_t>(1, (1 << 16) / panel_bytes(weight.depth, weight.type));
-        groups = std::max<int64_t>(1, std::min(wanted * (blocks > 1 ? 1 : 4), panels / least));
+        const int64_t stride = STRIDE / panel_bytes(weight.depth, weight.type);
+        const int64_t least = blocks > 1 ? 8 : std::max<int64_t>(1, stride);
+        groups = std::max<int64_t>(1, std::min(wanted, panels / least));
     }
 
     int64_t items() const { return blocks * groups; }
