@@ -114,11 +114,6 @@ def compiled_kernels(wanted: bool = True) -> Iterator[None]:
         _compiled.reset(token)
 
 
-def compiled_wanted() -> bool:
-    """Whether the caller is inside of a `compiled_kernels` block."""
-    return _compiled.get()
-
-
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """Inside the block launches go to this device; of itself each thread has the first GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
