@@ -16,44 +16,43 @@ struct Projection {
     void* out;  // [rows, columns], contiguous
 };
 
-inline Vec finished(int64_t use, const Vec& sum, const Vec& other) {
-    switch (use) {
-        case TIMES:
-            return sum * other;
-        case PLUS:
-            return sum + other;
-        case SILU:
-            return silu(sum);
-        case GELU:
-            return gelu(sum);
-        case GELU_TANH:
-            return gelu_tanh(sum);
-        default:
-            return sum;
-    }
+template <int64_t USE>
+inline Vec finished(const Vec& sum, const Vec& other) {
+    if constexpr (USE == TIMES) return sum * other;
+    if constexpr (USE == PLUS) return sum + other;
+    if constexpr (USE == SILU) return silu(sum);
+    if constexpr (USE == GELU) return gelu(sum);
+    if constexpr (USE == GELU_TANH) return gelu_tanh(sum);
+    return sum;
 }
 
-template <typename T>
-void project_all(const Projection& job) {
+template <typename T, int64_t USE>
+void project_as(const Projection& job) {
+    constexpr bool JOINS = USE == TIMES || USE == PLUS;
     auto at = [&](int64_t r) { return (const T*)job.x + r * job.x_stride; };
     auto use = [&](int64_t row, int64_t column, int64_t count, const float* sums) {
         T* out = (T*)job.out + row * job.weight.columns + column;
-        const T* other = job.other ? (const T*)job.other + row * job.other_stride + column : out;
-        const bool joins = job.use == TIMES || job.use == PLUS;
-        for (int64_t c = 0; c < count; c += LANES) {
-            const int64_t some = std::min<int64_t>(LANES, count - c);
+        const T* other = JOINS ? (const T*)job.other + row * job.other_stride + column : out;
+        int64_t c = 0;
+        for (; c + LANES <= count; c += LANES) {
             const Vec sum = load(sums + c);
-            if (some == LANES) {
-                store(out + c, finished(job.use, sum, joins ? load(other + c) : sum));
-                continue;
-            }
-            const Vec joined = joins ? load_some(other + c, some) : sum;
-            store_some(out + c, finished(job.use, sum, joined), some);
+            store(out + c, finished<USE>(sum, JOINS ? load(other + c) : sum));
         }
+        if (c == count) return;
+        const Vec sum = load(sums + c), joined = JOINS ? load_some(other + c, count - c) : sum;
+        store_some(out + c, finished<USE>(sum, joined), count - c);
     };
     on_all_threads(job.threads, [&] { own_workplace().reserve(job.weight.depth); });
 #pragma omp parallel num_threads((int)job.threads)
     project<T>(job.weight, job.rows, job.threads, at, use);
+}
+
+template <typename T>
+void project_all(const Projection& job) {
+    void (*const all[])(const Projection&) = {project_as<T, PLAIN>, project_as<T, TIMES>,
+                                              project_as<T, PLUS>,  project_as<T, SILU>,
+                                              project_as<T, GELU>,  project_as<T, GELU_TANH>};
+    all[job.use](job);
 }
 
 // Rows of a plain `[rows, depth]` weight as columns of a packed one, both of `type`.

@@ -101,13 +101,13 @@ struct Pairs {
 };
 
 template <typename Kind, int ROWS>
-void tile(const char* panel, const float* x, int64_t steps, Next next, float* sums) {
+void tile(const char* panel, const float* x, int64_t steps, Next next, bool fresh, float* sums) {
     Floats total[ROWS][REGISTERS];
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
         for (int j = 0; j < REGISTERS; ++j)
-            total[r][j] = read<Floats>(sums + r * PANEL + j * WIDTH);
+            total[r][j] = fresh ? Floats{} : read<Floats>(sums + r * PANEL + j * WIDTH);
     for (int64_t s = 0; s < steps; ++s) {
         __builtin_prefetch(next.at);
         __builtin_prefetch(next.at + 64);
@@ -123,7 +123,7 @@ void tile(const char* panel, const float* x, int64_t steps, Next next, float* su
             std::memcpy(sums + r * PANEL + j * WIDTH, &total[r][j], sizeof total[r][j]);
 }
 
-typedef void (*Tile)(const char*, const float*, int64_t, Next, float*);
+typedef void (*Tile)(const char*, const float*, int64_t, Next, bool, float*);
 
 template <typename Kind>
 Tile tile_of(int64_t rows) {
@@ -161,7 +161,7 @@ void all_groups(const char* panel, const Operand& x, int64_t begin, int64_t step
     next.step = (next.step + x.groups() - 1) / x.groups();  // Every group asks for its share.
     for (int64_t group = 0; group < x.groups(); ++group) {
         const int64_t size = x.size(group);
-        tile_of<Kind>(size)(panel, x.group(group) + begin * size, steps, next,
+        tile_of<Kind>(size)(panel, x.group(group) + begin * size, steps, next, begin == 0,
                             sums + x.first(group) * PANEL);
         next.at += steps * next.step;
     }
@@ -193,7 +193,6 @@ void accumulate(const void* panel, int64_t type, const Operand& x, int64_t begin
 
 void multiply(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const char* panel = (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
-    std::memset(sums, 0, x.rows() * PANEL * sizeof(float));
     const int64_t size = x.groups() == 1 ? weight.depth : x.pairs() ? 2 * DEPTH : DEPTH;
     for (int64_t begin = 0; begin < weight.depth; begin += size)
         accumulate(panel, weight.type, x, begin, std::min(begin + size, weight.depth), sums);

@@ -106,8 +106,8 @@ class Operand {
     bool pairs_ = false;
 };
 
-// sums[r][PANEL] += x[r][begin:end] . panel[begin:end], of a panel with values of `type`. `begin`
-// is even.
+// sums[r][PANEL] += x[r][begin:end] . panel[begin:end], of a panel with values of `type`; where
+// `begin` is 0 the sums begin. It is even.
 void accumulate(const void* panel, int64_t type, const Operand& x, int64_t begin, int64_t end,
                 float* sums);
 
