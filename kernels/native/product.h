@@ -140,8 +140,11 @@ struct Split {
         const int64_t most = most_rows(weight.depth);
         blocks = (rows + most - 1) / most;
         // Threads end together if there is enough to take; a few rows are read with long strides.
-        const int64_t wanted = std::max<int64_t>(1, 16 * threads / std::max<int64_t>(blocks, 1));
-        const int64_t stride = STRIDE / panel_bytes(weight.depth, weight.type);
+        const int64_t wanted =
+            std::max<int64_t>(1, (rows == 1 ? 64 : 16) * threads / std::max<int64_t>(blocks, 1));
+        // One row waits for the memory alone: threads end together if they take less at a time.
+        const int64_t bytes = rows == 1 ? STRIDE / 4 : STRIDE;
+        const int64_t stride = bytes / panel_bytes(weight.depth, weight.type);
         const int64_t least = blocks > 1 ? 8 : std::max<int64_t>(1, stride);
         groups = std::max<int64_t>(1, std::min(wanted, panels / least));
     }
