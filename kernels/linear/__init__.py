@@ -9,7 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from vlm_serve.kernels.linear.base import Activation, Linear, Part, Shard, Source, WeightRecord
+from vlm_serve.kernels.linear.base import (
+    Activation,
+    Linear,
+    Part,
+    Shard,
+    Source,
+    WeightRecord,
+    shape,
+    stacked,
+)
 from vlm_serve.kernels.linear.dense import PackedDense
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 
@@ -34,7 +43,10 @@ def load(
         CheckpointError: as from the source.
     """
     kind = PackedDense if source.compiled else TorchDense
-    return kind.load(source, parts, bias or [], shard)
+    columns, depth = shape(parts, shard)
+    pieces = (piece for part in parts for piece in part.pieces(source, shard))
+    offsets = stacked(source, bias or [], shard)
+    return kind.of(pieces, columns, depth, source.dtype, offsets, source.device)
 
 
 def dense(

@@ -14,16 +14,7 @@ import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.elementwise import compiled, torch_cpu
-from vlm_serve.kernels.linear.base import (
-    Activation,
-    Linear,
-    Part,
-    Shard,
-    Source,
-    WeightRecord,
-    shape,
-    stacked,
-)
+from vlm_serve.kernels.linear.base import Activation, Linear, WeightRecord
 from vlm_serve.kernels.native_layout import constant, mirrors
 from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import DTYPES, bits, fields
@@ -116,14 +107,6 @@ class PackedDense(Linear):
             call("vlm_pack", ctypes.byref(job))
             first += piece.shape[0]
         return cls(packed, columns, depth, None if bias is None else bias.float().contiguous())
-
-    @classmethod
-    def load(
-        cls, source: Source, parts: list[Part], bias: list[Part], shard: Shard | None
-    ) -> PackedDense:
-        columns, depth = shape(parts, shard)
-        pieces = (piece for part in parts for piece in part.pieces(source, shard))
-        return cls.of(pieces, columns, depth, source.dtype, stacked(source, bias, shard))
 
     def __call__(
         self,

@@ -15,16 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels.elementwise import silu
-from vlm_serve.kernels.linear.base import (
-    Activation,
-    Linear,
-    Part,
-    Shard,
-    Source,
-    WeightRecord,
-    shape,
-    stacked,
-)
+from vlm_serve.kernels.linear.base import Activation, Linear, WeightRecord
 
 MIN_ROWS = 16
 MIN_COLUMNS = 16
@@ -71,15 +62,6 @@ class TorchDense(Linear):
             weight[first : first + piece.shape[0]] = piece
             first += piece.shape[0]
         return cls(weight, None if bias is None else bias.to(device, dtype))
-
-    @classmethod
-    def load(
-        cls, source: Source, parts: list[Part], bias: list[Part], shard: Shard | None
-    ) -> TorchDense:
-        columns, depth = shape(parts, shard)
-        pieces = (piece for part in parts for piece in part.pieces(source, shard))
-        whole = stacked(source, bias, shard)
-        return cls.of(pieces, columns, depth, source.dtype, whole, source.device)
 
     def __call__(
         self,
