@@ -154,12 +154,13 @@ struct Split {
     int64_t first_panel(int64_t group) const { return group * panels / groups; }
 };
 
-// Inside a parallel region: the product of all rows, shared out among its threads, which all have
-// passed when it is done. Their workplaces have room for it. `at(r)` is where row r lies; `use(row,
-// column, count, sums)` gets up to PANEL finished columns and may write behind `count`, up to
-// PANEL.
-template <typename T, typename At, typename Use>
-void project(const Weight& weight, int64_t rows, int64_t threads, const At& at, const Use& use) {
+// Inside a parallel region: the panels of `weight`, shared out among its threads, which all have
+// passed when it is done. Their workplaces have room for it. `at(r)` is where row r lies;
+// `each(first, panel, workplace)` computes one panel for the rows that the workplace's operand
+// holds, from row `first` on.
+template <typename T, typename At, typename Each>
+void for_panels(const Weight& weight, int64_t rows, int64_t threads, const At& at,
+                const Each& each) {
     const Split split(rows, weight, threads);
     Workplace& own = own_workplace();
     int64_t taken = -1;
@@ -171,13 +172,22 @@ void project(const Weight& weight, int64_t rows, int64_t threads, const At& at, 
             own.operand.take<T>(count, weight.depth, weight.type,
                                 [&](int64_t r) { return at(first + r); });
         taken = block;
-        float* sums = own.sums_of(0);
-        for (int64_t p = split.first_panel(group); p < split.first_panel(group + 1); ++p) {
-            multiply(weight, p, own.operand, sums);
-            const int64_t wide = std::min<int64_t>(PANEL, weight.columns - p * PANEL);
-            for (int64_t r = 0; r < count; ++r) use(first + r, p * PANEL, wide, sums + r * PANEL);
-        }
+        for (int64_t p = split.first_panel(group); p < split.first_panel(group + 1); ++p)
+            each(first, p, own);
     }
+}
+
+// Likewise the product of all rows: `use(row, column, count, sums)` gets up to PANEL finished
+// columns and may write behind `count`, up to PANEL.
+template <typename T, typename At, typename Use>
+void project(const Weight& weight, int64_t rows, int64_t threads, const At& at, const Use& use) {
+    for_panels<T>(weight, rows, threads, at, [&](int64_t first, int64_t p, Workplace& own) {
+        float* sums = own.sums_of(0);
+        multiply(weight, p, own.operand, sums);
+        const int64_t wide = std::min<int64_t>(PANEL, weight.columns - p * PANEL);
+        for (int64_t r = 0; r < own.operand.rows(); ++r)
+            use(first + r, p * PANEL, wide, sums + r * PANEL);
+    });
 }
 
 }  // namespace vlm

@@ -184,36 +184,27 @@ struct Runner : Memory<T> {
         }
     }
 
-    // hidden = silu(gate . x) * (up . x) for some columns of a row.
-    static void join_gate(const float* gate, const float* up, int64_t count, T* out) {
-        for (int64_t c = 0; c < count; c += LANES)
-            store(out + c, silu(rounded<T>(load(gate + c))) * rounded<T>(load(up + c)));
+    // silu(gate . x) * (up . x) for one panel of the operand's rows; `out(r)` is where row r goes.
+    template <typename Out>
+    static void gate_panel(const Weight& gate, const Weight& up, int64_t p, Workplace& own,
+                           const Out& out) {
+        float *gates = own.sums_of(0), *ups = own.sums_of(1);
+        multiply(gate, p, own.operand, gates);
+        multiply(up, p, own.operand, ups);
+        const int64_t count = std::min<int64_t>(PANEL, gate.columns - p * PANEL);
+        for (int64_t r = 0; r < own.operand.rows(); ++r)
+            for (int64_t c = 0; c < count; c += LANES)
+                store(out(r) + p * PANEL + c, silu(rounded<T>(load(gates + r * PANEL + c))) *
+                                                  rounded<T>(load(ups + r * PANEL + c)));
     }
 
     void gated_hidden(const Layer& layer) {
-        Workplace& own = own_workplace();
-        const Split split(tokens, layer.gate, step.threads);
-        int64_t taken = -1;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < split.items(); ++item) {
-            const int64_t block = item / split.groups, group = item % split.groups;
-            const int64_t first = split.first_row(block), last = split.first_row(block + 1);
-            if (taken != block)
-                own.operand.template take<T>(
-                    last - first, s.hidden, layer.gate.type,
-                    [&](int64_t r) { return normed + (first + r) * s.hidden; });
-            taken = block;
-            for (int64_t p = split.first_panel(group); p < split.first_panel(group + 1); ++p) {
-                float *gates = own.sums_of(0), *ups = own.sums_of(1);
-                multiply(layer.gate, p, own.operand, gates);
-                multiply(layer.up, p, own.operand, ups);
-                const int64_t wide_columns =
-                    std::min<int64_t>(PANEL, layer.gate.columns - p * PANEL);
-                for (int64_t r = 0; r < last - first; ++r)
-                    join_gate(gates + r * PANEL, ups + r * PANEL, wide_columns,
-                              hidden + (first + r) * layer.gate.columns + p * PANEL);
-            }
-        }
+        for_panels<T>(
+            layer.gate, tokens, step.threads, [&](int64_t r) { return normed + r * s.hidden; },
+            [&](int64_t first, int64_t p, Workplace& own) {
+                gate_panel(layer.gate, layer.up, p, own,
+                           [&](int64_t r) { return hidden + (first + r) * layer.gate.columns; });
+            });
     }
 
     void mlp(const Layer& layer) {
@@ -245,13 +236,9 @@ struct Runner : Memory<T> {
             assignment, layer.expert_gate_up, 2,
             [&](int64_t place) { return normed + (first + place / s.top_k) * s.hidden; },
             [&](int64_t expert, int64_t p, const int64_t* places, Workplace& own) {
-                float *gates = own.sums_of(0), *ups = own.sums_of(1);
-                multiply(layer.expert_gate_up[2 * expert], p, own.operand, gates);
-                multiply(layer.expert_gate_up[2 * expert + 1], p, own.operand, ups);
-                const int64_t count = std::min<int64_t>(PANEL, width - p * PANEL);
-                for (int64_t r = 0; r < own.operand.rows(); ++r)
-                    join_gate(gates + r * PANEL, ups + r * PANEL, count,
-                              expert_hidden + places[r] * width + p * PANEL);
+                const Weight* pair = layer.expert_gate_up + 2 * expert;
+                gate_panel(pair[0], pair[1], p, own,
+                           [&](int64_t r) { return expert_hidden + places[r] * width; });
             });
         for_experts<T>(
             assignment, layer.expert_down, 1,
