@@ -1,0 +1,155 @@
+// A forward as data: a program of operations over buffers that hold every token's intermediate
+// results. models/program.py mirrors these structs with ctypes, once for a model and its pools, and
+// models/compiled_step.py a step. Nothing here knows an architecture.
+#pragma once
+
+#include "product.h"
+
+namespace vlm {
+
+// What an operation is, and the struct that its `args` point to.
+enum Kind : int64_t {
+    NORM = 0,       // Norm
+    ROTATIONS = 1,  // Rotations
+    PRODUCT = 2,    // Product
+    GATED = 3,      // Gated
+    DELTA_NET = 4,  // DeltaNet
+    HEADS = 5,      // Heads
+    ATTEND = 6,     // Attend
+    SIGMOID = 7,    // Sigmoid
+    KEEP = 8,       // Keep
+    EXPERTS = 9,    // Experts
+};
+
+// Rows of a buffer, one for each token: elements `column` and on, `stride` elements apart.
+struct View {
+    int64_t buffer, column, stride;
+};
+
+// Vectors are float32 and contiguous; norm factors have the 1 of a zero-centred norm added.
+
+// x in float32 (the residual), `out` in the type of activations.
+struct Norm {
+    View x, out;
+    int64_t width;
+    const float* factors;
+    double eps;
+};
+
+// Cosine and sine of every token's angles, float32 [half] each.
+struct Rotations {
+    View cos, sin;
+    int64_t half;
+    const float* inv_freq;
+    const int32_t* axis;  // the row of `positions` that a frequency takes
+};
+
+// Where a product goes.
+enum Use : int64_t {
+    STORE = 0,   // to `out`, in the type of activations
+    ADD = 1,     // is added to `out`, float32
+    SCORES = 2,  // to `out`, float32
+    LOGITS = 3,  // to the step's logits
+};
+
+struct Product {
+    Weight weight;
+    View x, out;
+    int64_t use;
+};
+
+// silu(gate . x) * (up . x)
+struct Gated {
+    Weight gate, up;
+    View x, out;
+};
+
+// Convolution, gated delta rule and gated norm. A row of x has query, key, value, z, b and a of all
+// heads; one of `out` [value_heads, value_dim]. Strides of the pools are in elements.
+struct DeltaNet {
+    View x, out;
+    int64_t key_heads, value_heads, key_dim, value_dim, taps;
+    int64_t tail_stride, state_stride;  // from row to row of the pools
+    const float *conv, *neg_decay, *dt_bias, *norm;  // conv is [taps, channels]
+    void* tails;    // first row of this layer, [channels, taps - 1]
+    float* states;  // first row of this layer, [value_heads, key_dim, value_dim]
+    double eps;
+};
+
+// Norms and rotates the heads of queries (in place) and keys (into their pages), and copies values
+// into their pages. A row of x has queries, keys and values of all heads.
+struct Heads {
+    View x, cos, sin;
+    int64_t heads, kv_heads, head_dim, half;
+    int64_t block_size, block_stride, token_stride;
+    const float *q_norm, *k_norm;
+    void *k_pages, *v_pages;  // first block of this layer, [block_size, kv_heads, head_dim]
+    double eps;
+};
+
+// Attention of the queries over their sequences' pages; a row of `out` is [heads, head_dim].
+struct Attend {
+    View q, out;
+    int64_t heads, kv_heads, head_dim;
+    int64_t block_size, block_stride, token_stride;
+    const void *k_pages, *v_pages;
+    double scale;
+};
+
+// x * sigmoid(gate) in place.
+struct Sigmoid {
+    View x, gate;
+    int64_t width;
+};
+
+// From here on only the rows with wanted logits matter: of the residual and of x (width 0: of the
+// residual alone). Done only in steps that report experts (`reporting` 1) or only in others (0).
+struct Keep {
+    View residual, x;
+    int64_t residual_width, width, reporting;
+};
+
+// Routed experts by float32 scores, and the shared one if its `shared_down` has columns: x of that
+// is what `shared` holds, and the score behind the experts' is the logit of its gate. All are added
+// to `out`, float32.
+struct Experts {
+    View x, scores, shared, out;
+    int64_t experts, top_k, hidden, index;  // `index` of this layer in the step's expert ids
+    const Weight *gate_up, *down;           // gate and up of expert 0, of expert 1, ...
+    Weight shared_down;
+};
+
+struct Op {
+    int64_t kind;
+    const void* args;
+};
+
+struct Program {
+    const Op* ops;
+    const int64_t* widths;  // [buffers] bytes of a token's row
+    int64_t count, buffers;
+    int64_t hidden, vocab;
+    int64_t residual;                // the buffer that the embeddings are widened into, float32
+    int64_t deepest;                 // of all weights
+    int64_t expert_layers, top_k;    // of the expert ids that a step reports; 0 without experts
+};
+
+// T tokens of S sequences, a sequence's tokens next to each other and in order.
+struct Step {
+    int64_t tokens, sequences, rows, threads;
+    const void* x;               // [T, hidden] embeddings
+    const int64_t* positions;    // [3, T]
+    const int64_t* slots;        // [T], -1 for none
+    const int64_t* first_token;  // [S + 1]
+    const int64_t* start;        // [S] keys before the sequence's first token
+    const int64_t* src_rows;     // [S], -1 for the zero state
+    const int64_t* dst_rows;     // [S]
+    const int64_t* first_block;  // [S] where its table begins in `blocks`
+    const int32_t* blocks;
+    const int64_t* snapshot_rows;  // [T] row that receives the state after this token, -1 for none
+    const int64_t* logit_rows;     // [R] tokens
+    float* logits;                 // [R, vocab]
+    int64_t* expert_ids;           // [T, expert_layers, top_k] or null: none are wanted
+};
+
+}  // namespace vlm
