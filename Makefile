@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 MODEL ?= demo
-CPP := $(wildcard kernels/native/* tests/native/*.cpp tests/native/*.h)
+CPP := $(wildcard kernels/native/* vlm_serve/models/native/* tests/native/*.cpp tests/native/*.h)
 
 .PHONY: serve test test-sanitized test-isa native-digest lint format clean
 

@@ -1,4 +1,4 @@
-"""Builds the C++ sources in `native/` into a library and keeps it in the user's cache.
+"""Builds the C++ sources into a library and keeps it in the user's cache.
 
 As Triton does for its launchers, the sources are compiled where they run, for the processor that
 they run on or the one that VLM_SERVE_NATIVE_ARCH names, once: the library is kept under the digest
@@ -16,6 +16,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,9 @@ from blake3 import blake3
 
 from vlm_serve.kernels.native_processor import lacking, processor_identity
 
-SOURCES = Path(__file__).parent / "native"
+SOURCES = (Path(__file__).parent / "native", Path(__file__).parents[1] / "models" / "native")
+"""Ops of single layers, and the compiled forward, which is made of them. No two files have the same
+name."""
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -81,7 +84,7 @@ class Recipe:
     def _digest(self) -> bytes:
         """Of sources, flags, compiler and processor."""
         hasher = blake3()
-        for source in sorted(SOURCES.iterdir()):
+        for source in sorted(source for folder in SOURCES for source in folder.iterdir()):
             hasher.update(source.name.encode())
             hasher.update(source.read_bytes())
         status = Path(self.compiler).stat()
@@ -114,13 +117,12 @@ def build(how: Recipe, target: Path) -> None:
     instructions(how, deadline)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        sources = sorted(SOURCES.glob("*.cpp"))
+        sources = sorted(source for folder in SOURCES for source in folder.glob("*.cpp"))
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
+            command = (how.compiler, *how.flags, *includes(), "-c")
             jobs = [
-                pool.submit(
-                    _run, deadline, how.compiler, *how.flags, "-c", str(source), "-o", compiled
-                )
+                pool.submit(_run, deadline, *command, str(source), "-o", compiled)
                 for source, compiled in zip(sources, objects, strict=True)
             ]
         for job in jobs:
@@ -130,6 +132,11 @@ def build(how: Recipe, target: Path) -> None:
         sanitizer = SANITIZER_FLAGS if how.sanitized else ()
         _run(deadline, how.compiler, "-shared", *sanitizer, *objects, "-o", linked)
         os.replace(linked, target)
+
+
+def includes() -> Iterator[str]:
+    """The flags with which sources find the headers of every folder."""
+    return (f"-I{folder}" for folder in SOURCES)
 
 
 def keep_only(current: Path) -> None:

@@ -1,4 +1,4 @@
-"""Compiled CPU kernels: the library of the C++ sources in `native/`, and calls into it.
+"""Compiled CPU kernels: the library of the C++ sources, and calls into it.
 
 The library is built on first use with the compiler at hand (`native_build`). Without a compiler, or
 where building, loading, the comparison of layouts (`native_layout`) or the library's self-test
@@ -36,7 +36,7 @@ FUNCTIONS: dict[str, tuple[str | type, ...]] = {
     "vlm_rotations": (_INTEGER, _INTEGER, _INTEGER, *5 * (_ADDRESS,)),
     "vlm_self_test": (_ADDRESS,),
     "vlm_silu_times": ("Rows", "Rows", _INTEGER),
-    "vlm_step": ("Model", "Step", _INTEGER),
+    "vlm_step": ("Program", "Step", _INTEGER),
     "vlm_times_sigmoid": ("Rows", "Rows", _INTEGER),
 }
 """The parameters of every function of the library; a string is a reference to the struct of that

@@ -131,6 +131,9 @@ def test_a_wheel_contains_the_linked_folders(tmp_path: Path) -> None:
     for name in LINKS:
         for path in python_files(name):
             assert f"vlm_serve/{path.relative_to(ROOT)}" in packed
+    for folder in ("kernels", "models"):
+        for path in (ROOT / "vlm_serve" / folder / "native").iterdir():
+            assert str(path.relative_to(ROOT)) in packed
     assert "vlm_serve/py.typed" in packed
     for path in (ROOT / "vlm_serve" / "demo").rglob("*.*"):
         assert str(path.relative_to(ROOT)) in packed

@@ -33,7 +33,7 @@ from vlm_serve.kernels.native_layout import constant, mirrors
 from vlm_serve.kernels.native_library import FUNCTIONS, built, call, load
 from vlm_serve.kernels.paged_attention.compiled import attention
 
-REAL_SOURCES = native_build.SOURCES
+REAL_SOURCES = native_build.SOURCES[0]
 PAIR = """#include "guard.h"
 #include "layout.h"
 namespace vlm {
@@ -79,7 +79,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "answer.cpp").write_text(answer(42))
     (folder / "self_test.cpp").write_text(SELF_TEST)
     monkeypatch.setattr(native_self_test, "FLOAT32", f"{7:016x}")
-    monkeypatch.setattr(native_build, "SOURCES", folder)
+    monkeypatch.setattr(native_build, "SOURCES", (folder,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("CXX", "VLM_SERVE_NATIVE_ARCH"):
         monkeypatch.delenv(name, raising=False)
@@ -170,7 +170,7 @@ def test_shares_the_threads_of_torch(sources: Path, tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from vlm_serve.kernels import native_build, native_library, native_self_test\n"
         "native_self_test.FLOAT32 = '%016x' % 7\n"
-        "native_build.SOURCES = Path(sys.argv[1])\n"
+        "native_build.SOURCES = (Path(sys.argv[1]),)\n"
         "assert native_library.load().count(3) == 3\n"
         "maps = Path('/proc/self/maps').read_text().splitlines()\n"
         "print(len({line.split()[-1] for line in maps if 'libgomp' in line}))\n"
@@ -386,7 +386,8 @@ def test_calls(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_function_is_declared() -> None:
-    text = "".join(path.read_text() for path in REAL_SOURCES.glob("*.cpp"))
+    folders = native_build.SOURCES
+    text = "".join(path.read_text() for folder in folders for path in folder.glob("*.cpp"))
     assert set(re.findall(r"^(?:extern \"C\" )?int64_t (vlm_\w+)", text, re.M)) == set(FUNCTIONS)
     others = set(re.findall(r"\b(vlm_\w+)\(", text)) - set(FUNCTIONS)
     assert others == {"vlm_layout"}, "all others return what `guarded` does"

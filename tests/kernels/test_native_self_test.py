@@ -44,11 +44,11 @@ def test_a_changed_function_changes_the_digest(
     """Half a unit in the last places of one constant, in a library of the least sources."""
     sources = tmp_path / "sources"
     sources.mkdir()
-    for source in native_build.SOURCES.iterdir():
+    for source in native_build.SOURCES[0].iterdir():
         if source.suffix == ".h" or source.stem in NEEDED:
             text = source.read_text().replace("5.0000001201e-1f", "5.0000007e-1f")
             (sources / source.name).write_text(text)
-    monkeypatch.setattr(native_build, "SOURCES", sources)
+    monkeypatch.setattr(native_build, "SOURCES", (sources,))
     library = tmp_path / "library.so"
     native_build.build(recipe(), library)
     with pytest.raises(BuildError, match="failed its self-test"):

@@ -24,7 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlm_serve.kernels.native_build import SOURCES, BuildError, Recipe, predefined, recipe
+from vlm_serve.kernels.native_build import (
+    SOURCES,
+    BuildError,
+    Recipe,
+    includes,
+    predefined,
+    recipe,
+)
 from vlm_serve.kernels.native_library import FUNCTIONS
 from vlm_serve.kernels.native_processor import lacking
 
@@ -45,7 +52,7 @@ PROCESSORS = {
 # same instructions for the kernels.
 STAND_INS = {"znver4": "cooperlake"}
 # A kernel's struct that gains a field must not find zero in it.
-EXTRA_FLAGS = ("-Werror=missing-field-initializers", "-I", str(SOURCES))
+EXTRA_FLAGS = ("-Werror=missing-field-initializers", *includes())
 COMPILE_LIMIT_S, RUN_LIMIT_S, TEST_LIMIT_S = 300.0, 600.0, 1200.0
 TESTS = ("tests/kernels", *map(str, ROOT.glob("tests/models/test_*_step.py")))
 # Neither depends on the processor's instructions: Triton's kernels are interpreted or need a GPU.
@@ -298,8 +305,8 @@ def main() -> int:
         help="the processors that Python's tests of the kernels run for",
     )
     chosen = parser.parse_args().tests
-    if SOURCES.resolve() != ROOT / "kernels" / "native":
-        parser.error(f"vlm_serve is imported from another tree, with the kernels in {SOURCES}")
+    if SOURCES[0].resolve() != ROOT / "kernels" / "native":
+        parser.error(f"vlm_serve is imported from another tree, with the kernels in {SOURCES[0]}")
     outcomes = [outcome(processor) for processor in PROCESSORS]
     for line in summary(outcomes):
         print(line)

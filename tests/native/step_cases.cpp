@@ -1,5 +1,8 @@
-// vlm_step on small made-up models: gated delta rule, attention, gated delta rule.
+// vlm_step on small made-up models: gated delta rule, attention, gated delta rule, if nothing else
+// is said.
+#include <array>
 #include <deque>
+#include <memory>
 
 #include "cases.h"
 #include "matrix.h"
@@ -13,7 +16,11 @@ constexpr int64_t KEY_HEADS = 2, VALUE_HEADS = 4, DELTA_DIM = 32, KERNEL = 4, IN
 constexpr int64_t TOP_K = 2, EXPERT_INNER = 48, BLOCK = 16, BLOCKS = 10;  // of a sequence
 constexpr int64_t CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DELTA_DIM;
 constexpr int64_t TAILS = CHANNELS * (KERNEL - 1), STATES = VALUE_HEADS * DELTA_DIM * DELTA_DIM;
-constexpr int64_t PAGE = BLOCK * KV_HEADS * DIM;
+constexpr int64_t PAGE = BLOCK * KV_HEADS * DIM, VALUES = VALUE_HEADS * DELTA_DIM;
+constexpr int64_t WIDEST =
+    (CHANNELS + VALUES + 2 * VALUE_HEADS + 15) / 16 * 16;  // of projected rows
+constexpr int64_t SCORES_WIDTH = 16;
+constexpr double EPS = 1e-6;
 
 // What a step changes: [rows, layers, ...] of tails and states, [blocks, layers, keys or values,
 // ...] of pages.
@@ -33,17 +40,47 @@ bool alike(const StepState<T>& a, const StepState<T>& b) {
     return alike(a.tails, b.tails) && alike(a.pages, b.pages) && alike(a.states, b.states);
 }
 
+// Operations of a program, and what they point to.
+class Operations {
+  public:
+    template <typename Record>
+    void add(vlm::Kind kind, const Record& record) {
+        records_.push_back(std::make_shared<Record>(record));
+        ops_.push_back({.kind = kind, .args = records_.back().get()});
+    }
+
+    const std::vector<vlm::Op>& ops() const { return ops_; }
+
+  private:
+    std::vector<std::shared_ptr<void>> records_;
+    std::vector<vlm::Op> ops_;
+};
+
+// What a model has in each of its layers.
+struct Shape {
+    int64_t experts = 0;
+    bool shared = true;  // is there an expert beside those?
+    std::array<bool, LAYERS> attends{false, true, false};
+};
+
+struct Layer {
+    const float *input_norm, *post_norm;
+    vlm::Weight in_proj, out_proj;
+    const float *conv, *neg_decay, *dt_bias, *gated_norm, *q_norm, *k_norm;
+    vlm::Weight gate, up, down, router;
+};
+
 // A model and the embeddings of three sequences' tokens.
 template <typename T>
 class Tiny {
   public:
-    Tiny(Random& random, int64_t type, int64_t experts)
-        : random_(random), type_(type), experts_(experts), x_(random, 3, SEQUENCE_TOKENS, HIDDEN) {
-        for (int64_t i = 0; i < 2 * experts * LAYERS; ++i)
+    Tiny(Random& random, int64_t type, const Shape& shape)
+        : random_(random), type_(type), shape_(shape), x_(random, 3, SEQUENCE_TOKENS, HIDDEN) {
+        for (int64_t i = 0; i < 2 * shape.experts * LAYERS; ++i)
             gate_up_.push_back(matrix(EXPERT_INNER, HIDDEN));
-        for (int64_t i = 0; i < experts * LAYERS; ++i)
+        for (int64_t i = 0; i < shape.experts * LAYERS; ++i)
             down_.push_back(matrix(HIDDEN, EXPERT_INNER));
-        for (int64_t i = 0; i < LAYERS; ++i) layers_.push_back(layer(i));
+        for (bool attends : shape.attends) layers_.push_back(layer(attends));
         head_ = matrix(VOCAB, HIDDEN);
         final_norm_ = vector(HIDDEN, 0.5f, 1.0f);
         inv_freq_ = vector(HALF, 0.5f, 0.5f);
@@ -57,24 +94,33 @@ class Tiny {
 
     Result run(const std::vector<Slice>& slices, int64_t threads, StepState<T>& state,
                bool ids) const {
-        std::vector<vlm::Layer> layers = layers_;
-        for (int64_t i = 0; i < LAYERS; ++i) {
-            layers[i].tails = &state.tails[i * TAILS];
-            layers[i].states = &state.states[i * STATES];
-            layers[i].k_pages = &state.pages[2 * i * PAGE];
-            layers[i].v_pages = &state.pages[(2 * i + 1) * PAGE];
-        }
-        const vlm::Model model{.sizes = sizes(),
-                               .layers = layers.data(),
-                               .final_norm = final_norm_,
-                               .head = head_,
-                               .inv_freq = inv_freq_,
-                               .rope_axis = axes_};
-        return run(model, slices, threads, ids);
+        const Operations operations = all_of(state);
+        const vlm::Program program{.ops = operations.ops().data(),
+                                   .widths = WIDTHS,
+                                   .count = (int64_t)operations.ops().size(),
+                                   .buffers = BUFFERS,
+                                   .hidden = HIDDEN,
+                                   .vocab = VOCAB,
+                                   .residual = RESIDUAL,
+                                   .deepest = VALUES,
+                                   .expert_layers = LAYERS,
+                                   .top_k = TOP_K};
+        return run(program, slices, threads, ids);
     }
 
   private:
-    Result run(const vlm::Model& model, const std::vector<Slice>& slices, int64_t threads,
+    enum Buffer : int64_t { RESIDUAL, NORMED, WIDE, MIXED, INSIDE, COS, SIN, SCORES, BUFFERS };
+    static constexpr int64_t WIDTHS[BUFFERS] = {
+        HIDDEN * 4,        HIDDEN * sizeof(T), WIDEST * sizeof(T), VALUES * sizeof(T),
+        INNER * sizeof(T), HALF * 4,           HALF * 4,           SCORES_WIDTH * 4};
+    static constexpr vlm::View residual_{RESIDUAL, 0, HIDDEN}, normed_{NORMED, 0, HIDDEN};
+    static constexpr vlm::View inside_{INSIDE, 0, INNER}, scores_{SCORES, 0, SCORES_WIDTH};
+    static constexpr vlm::View cos_{COS, 0, HALF}, sin_{SIN, 0, HALF}, none_{0, 0, 0};
+
+    static constexpr vlm::View wide(int64_t column) { return {WIDE, column, WIDEST}; }
+    static constexpr vlm::View mixed(int64_t width) { return {MIXED, 0, width}; }
+
+    Result run(const vlm::Program& program, const std::vector<Slice>& slices, int64_t threads,
                bool ids) const;
 
     const float* vector(int64_t count, float scale, float centre) {
@@ -87,74 +133,164 @@ class Tiny {
         return matrices_.back().weight();
     }
 
-    vlm::Sizes sizes() const {
-        return {.hidden = HIDDEN,
-                .vocab = VOCAB,
-                .layers = LAYERS,
-                .heads = HEADS,
-                .kv_heads = KV_HEADS,
-                .head_dim = DIM,
-                .rotary_half = HALF,
-                .key_heads = KEY_HEADS,
-                .value_heads = VALUE_HEADS,
-                .key_dim = DELTA_DIM,
-                .value_dim = DELTA_DIM,
-                .conv_kernel = KERNEL,
-                .experts = experts_,
-                .top_k = experts_ ? TOP_K : 0,
-                .block_size = BLOCK,
-                .kv_block_stride = LAYERS * 2 * PAGE,
-                .kv_token_stride = KV_HEADS * DIM,
-                .conv_row_stride = LAYERS * TAILS,
-                .state_row_stride = LAYERS * STATES,
-                .eps = 1e-6,
-                .scale = 0.17677669529663687};
-    }
-
-    vlm::Layer layer(int64_t index) {
-        const bool attends = index == 1;
-        const int64_t values = VALUE_HEADS * DELTA_DIM;
+    Layer layer(bool attends) {
         const int64_t columns =
-            attends ? 2 * (HEADS + KV_HEADS) * DIM : CHANNELS + values + 2 * VALUE_HEADS;
-        return {.kind = attends ? vlm::ATTENTION : vlm::GATED_DELTA,
-                .input_norm = vector(HIDDEN, 0.5f, 1.0f),
+            attends ? 2 * (HEADS + KV_HEADS) * DIM : CHANNELS + VALUES + 2 * VALUE_HEADS;
+        return {.input_norm = vector(HIDDEN, 0.5f, 1.0f),
                 .post_norm = vector(HIDDEN, 0.5f, 1.0f),
                 .in_proj = matrix(columns, HIDDEN),
-                .out_proj = matrix(HIDDEN, attends ? HEADS * DIM : values),
+                .out_proj = matrix(HIDDEN, attends ? HEADS * DIM : VALUES),
                 .conv = vector(KERNEL * CHANNELS, 1.0f, 0.0f),
                 .neg_decay = vector(VALUE_HEADS, 0.5f, -0.5f),
                 .dt_bias = vector(VALUE_HEADS, 2.0f, -2.0f),
                 .gated_norm = vector(DELTA_DIM, 0.5f, 1.0f),
-                .tails = nullptr,
-                .states = nullptr,
                 .q_norm = vector(DIM, 0.5f, 1.0f),
                 .k_norm = vector(DIM, 0.5f, 1.0f),
-                .k_pages = nullptr,
-                .v_pages = nullptr,
                 .gate = matrix(INNER, HIDDEN),
                 .up = matrix(INNER, HIDDEN),
                 .down = matrix(HIDDEN, INNER),
-                .router = matrix(experts_ + 1, HIDDEN),
-                .expert_gate_up = gate_up_.data() + 2 * experts_ * index,
-                .expert_down = down_.data() + experts_ * index};
+                .router = matrix(shape_.experts + shape_.shared, HIDDEN)};
+    }
+
+    Operations all_of(StepState<T>& state) const {
+        Operations to;
+        to.add(vlm::ROTATIONS,
+               vlm::Rotations{
+                   .cos = cos_, .sin = sin_, .half = HALF, .inv_freq = inv_freq_, .axis = axes_});
+        for (int64_t i = 0; i < LAYERS; ++i) {
+            const Layer& own = layers_[i];
+            norm(to, own.input_norm);
+            project(to, own.in_proj, normed_, wide(0), vlm::STORE);
+            shape_.attends[i] ? attention(to, i, state) : delta_net(to, i, state);
+            const vlm::View x = mixed(own.out_proj.depth);
+            if (i + 1 == LAYERS) keep(to, x, own.out_proj.depth, 0);
+            project(to, own.out_proj, x, residual_, vlm::ADD);
+            norm(to, own.post_norm);
+            shape_.experts ? experts(to, i) : mlp(to, own);
+        }
+        keep(to, none_, 0, 1);
+        norm(to, final_norm_);
+        project(to, head_, normed_, none_, vlm::LOGITS);
+        return to;
+    }
+
+    void norm(Operations& to, const float* factors) const {
+        to.add(
+            vlm::NORM,
+            vlm::Norm{
+                .x = residual_, .out = normed_, .width = HIDDEN, .factors = factors, .eps = EPS});
+    }
+
+    void project(Operations& to, const vlm::Weight& weight, vlm::View x, vlm::View out,
+                 int64_t use) const {
+        to.add(vlm::PRODUCT, vlm::Product{.weight = weight, .x = x, .out = out, .use = use});
+    }
+
+    void keep(Operations& to, vlm::View x, int64_t width, int64_t reporting) const {
+        to.add(vlm::KEEP, vlm::Keep{.residual = residual_,
+                                    .x = x,
+                                    .residual_width = HIDDEN,
+                                    .width = width,
+                                    .reporting = reporting});
+    }
+
+    void delta_net(Operations& to, int64_t index, StepState<T>& state) const {
+        to.add(vlm::DELTA_NET, vlm::DeltaNet{.x = wide(0),
+                                             .out = mixed(VALUES),
+                                             .key_heads = KEY_HEADS,
+                                             .value_heads = VALUE_HEADS,
+                                             .key_dim = DELTA_DIM,
+                                             .value_dim = DELTA_DIM,
+                                             .taps = KERNEL,
+                                             .tail_stride = LAYERS * TAILS,
+                                             .state_stride = LAYERS * STATES,
+                                             .conv = layers_[index].conv,
+                                             .neg_decay = layers_[index].neg_decay,
+                                             .dt_bias = layers_[index].dt_bias,
+                                             .norm = layers_[index].gated_norm,
+                                             .tails = &state.tails[index * TAILS],
+                                             .states = &state.states[index * STATES],
+                                             .eps = EPS});
+    }
+
+    void attention(Operations& to, int64_t index, StepState<T>& state) const {
+        T *keys = &state.pages[2 * index * PAGE], *values = keys + PAGE;
+        to.add(vlm::HEADS, vlm::Heads{.x = wide(0),
+                                      .cos = cos_,
+                                      .sin = sin_,
+                                      .heads = HEADS,
+                                      .kv_heads = KV_HEADS,
+                                      .head_dim = DIM,
+                                      .half = HALF,
+                                      .block_size = BLOCK,
+                                      .block_stride = LAYERS * 2 * PAGE,
+                                      .token_stride = KV_HEADS * DIM,
+                                      .q_norm = layers_[index].q_norm,
+                                      .k_norm = layers_[index].k_norm,
+                                      .k_pages = keys,
+                                      .v_pages = values,
+                                      .eps = EPS});
+        const vlm::View out = mixed(HEADS * DIM);
+        to.add(vlm::ATTEND, vlm::Attend{.q = wide(0),
+                                        .out = out,
+                                        .heads = HEADS,
+                                        .kv_heads = KV_HEADS,
+                                        .head_dim = DIM,
+                                        .block_size = BLOCK,
+                                        .block_stride = LAYERS * 2 * PAGE,
+                                        .token_stride = KV_HEADS * DIM,
+                                        .k_pages = keys,
+                                        .v_pages = values,
+                                        .scale = 0.17677669529663687});
+        to.add(vlm::SIGMOID,
+               vlm::Sigmoid{
+                   .x = out, .gate = wide((HEADS + 2 * KV_HEADS) * DIM), .width = HEADS * DIM});
+    }
+
+    void gated(Operations& to, const Layer& own) const {
+        to.add(vlm::GATED,
+               vlm::Gated{.gate = own.gate, .up = own.up, .x = normed_, .out = inside_});
+    }
+
+    void mlp(Operations& to, const Layer& own) const {
+        gated(to, own);
+        project(to, own.down, inside_, residual_, vlm::ADD);
+    }
+
+    void experts(Operations& to, int64_t index) const {
+        const Layer& own = layers_[index];
+        project(to, own.router, normed_, scores_, vlm::SCORES);
+        if (shape_.shared) gated(to, own);
+        to.add(vlm::EXPERTS, vlm::Experts{.x = normed_,
+                                          .scores = scores_,
+                                          .shared = inside_,
+                                          .out = residual_,
+                                          .experts = shape_.experts,
+                                          .top_k = TOP_K,
+                                          .hidden = HIDDEN,
+                                          .index = index,
+                                          .gate_up = &gate_up_[2 * shape_.experts * index],
+                                          .down = &down_[shape_.experts * index],
+                                          .shared_down = shape_.shared ? own.down : vlm::Weight{}});
     }
 
     static constexpr int32_t axes_[HALF] = {0, 1, 2, 0, 1, 2, 0, 0};
 
     Random& random_;
-    int64_t type_, experts_;
+    int64_t type_;
+    Shape shape_;
     Table<T> x_;
     std::deque<std::vector<float>> vectors_;
     std::deque<Matrix> matrices_;
     std::vector<vlm::Weight> gate_up_, down_;
-    std::vector<vlm::Layer> layers_;
+    std::vector<Layer> layers_;
     vlm::Weight head_;
     const float *final_norm_, *inv_freq_;
     std::vector<int32_t> blocks_;
 };
 
 template <typename T>
-typename Tiny<T>::Result Tiny<T>::run(const vlm::Model& model, const std::vector<Slice>& slices,
+typename Tiny<T>::Result Tiny<T>::run(const vlm::Program& program, const std::vector<Slice>& slices,
                                       int64_t threads, bool ids) const {
     const Sequences sequences(slices);
     const std::vector<T> x = x_.of(slices);
@@ -190,18 +326,19 @@ typename Tiny<T>::Result Tiny<T>::run(const vlm::Model& model, const std::vector
                          .logit_rows = last.data(),
                          .logits = result.logits.data(),
                          .expert_ids = ids ? result.expert_ids.data() : nullptr};
-    must(vlm_step(&model, &step, BITS<T>), "vlm_step");
+    must(vlm_step(&program, &step, BITS<T>), "vlm_step");
     return result;
 }
 
 template <typename T>
-static void steps(const std::string& name, int64_t type, int64_t experts) {
+static void steps(const std::string& name, int64_t type, const Shape& shape) {
     Random random(name);
     const StepState<T> state(random);
-    const Tiny<T> model(random, type, experts);
+    const Tiny<T> model(random, type, shape);
+    const bool ids = shape.experts > 0;
     report(BITS<T>, name, [&](int64_t threads) {
         StepState<T> own = state;
-        const auto result = model.run(WHOLE, threads, own, experts > 0);
+        const auto result = model.run(WHOLE, threads, own, ids);
         return Digest()
             .add(result.logits)
             .add(result.expert_ids)
@@ -212,8 +349,7 @@ static void steps(const std::string& name, int64_t type, int64_t experts) {
     StepState<T> company = state, alone = state, cut = state;
     const std::vector<float> logits = model.run(WHOLE, 1, company, false).logits;
     for (size_t i = 0; i < WHOLE.size(); ++i)
-        expect(alike(model.run({WHOLE[i]}, 2, alone, experts > 0).logits,
-                     part(logits, i * VOCAB, VOCAB)),
+        expect(alike(model.run({WHOLE[i]}, 2, alone, ids).logits, part(logits, i * VOCAB, VOCAB)),
                BITS<T>, name, "sequence " + std::to_string(i) + " alone");
     expect(alike(alone, company), BITS<T>, name, "the state after sequences alone");
     model.run(FIRST, 3, cut, false);
@@ -227,10 +363,13 @@ static void steps(const std::string& name, int64_t type, int64_t experts) {
 
 template <typename T>
 static void all_steps() {
-    steps<T>("vlm_step/dense-float32", vlm::FLOAT32, 0);
-    steps<T>("vlm_step/dense-bfloat16", vlm::BFLOAT16, 0);
-    steps<T>("vlm_step/experts-float32", vlm::FLOAT32, 6);
-    steps<T>("vlm_step/experts-bfloat16", vlm::BFLOAT16, 6);
+    steps<T>("vlm_step/dense-float32", vlm::FLOAT32, {});
+    steps<T>("vlm_step/dense-bfloat16", vlm::BFLOAT16, {});
+    steps<T>("vlm_step/experts-float32", vlm::FLOAT32, {.experts = 6});
+    steps<T>("vlm_step/experts-bfloat16", vlm::BFLOAT16, {.experts = 6});
+    steps<T>("vlm_step/attention-alone", vlm::BFLOAT16, {.attends = {true, true, true}});
+    steps<T>("vlm_step/states-and-routed-experts-alone", vlm::BFLOAT16,
+             {.experts = 6, .shared = false, .attends = {false, false, false}});
 }
 
 void step_cases() {

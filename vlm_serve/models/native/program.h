@@ -21,7 +21,8 @@ enum Kind : int64_t {
     EXPERTS = 9,    // Experts
 };
 
-// Rows of a buffer, one for each token: elements `column` and on, `stride` elements apart.
+// Rows of a buffer, one for each token: elements `column` and on, `stride` elements apart, which is
+// at most the buffer's width. What is read and written as vectors has a multiple of LANES elements.
 struct View {
     int64_t buffer, column, stride;
 };
@@ -45,7 +46,7 @@ struct Rotations {
 };
 
 // Where a product goes.
-enum Use : int64_t {
+enum Destination : int64_t {
     STORE = 0,   // to `out`, in the type of activations
     ADD = 1,     // is added to `out`, float32
     SCORES = 2,  // to `out`, float32
@@ -69,7 +70,7 @@ struct Gated {
 struct DeltaNet {
     View x, out;
     int64_t key_heads, value_heads, key_dim, value_dim, taps;
-    int64_t tail_stride, state_stride;  // from row to row of the pools
+    int64_t tail_stride, state_stride;               // from row to row of the pools
     const float *conv, *neg_decay, *dt_bias, *norm;  // conv is [taps, channels]
     void* tails;    // first row of this layer, [channels, taps - 1]
     float* states;  // first row of this layer, [value_heads, key_dim, value_dim]
@@ -87,7 +88,8 @@ struct Heads {
     double eps;
 };
 
-// Attention of the queries over their sequences' pages; a row of `out` is [heads, head_dim].
+// Attention of the queries over their sequences' pages; `out` is [tokens, heads, head_dim],
+// contiguous.
 struct Attend {
     View q, out;
     int64_t heads, kv_heads, head_dim;
@@ -103,7 +105,8 @@ struct Sigmoid {
 };
 
 // From here on only the rows with wanted logits matter: of the residual and of x (width 0: of the
-// residual alone). Done only in steps that report experts (`reporting` 1) or only in others (0).
+// residual alone). Done only in steps that report experts (`reporting` 1) or only in others (0),
+// behind all that takes tokens by their sequences or slots.
 struct Keep {
     View residual, x;
     int64_t residual_width, width, reporting;
@@ -117,6 +120,8 @@ struct Experts {
     int64_t experts, top_k, hidden, index;  // `index` of this layer in the step's expert ids
     const Weight *gate_up, *down;           // gate and up of expert 0, of expert 1, ...
     Weight shared_down;
+
+    bool has_shared() const { return shared_down.columns > 0; }
 };
 
 struct Op {
@@ -129,9 +134,9 @@ struct Program {
     const int64_t* widths;  // [buffers] bytes of a token's row
     int64_t count, buffers;
     int64_t hidden, vocab;
-    int64_t residual;                // the buffer that the embeddings are widened into, float32
-    int64_t deepest;                 // of all weights
-    int64_t expert_layers, top_k;    // of the expert ids that a step reports; 0 without experts
+    int64_t residual;              // the buffer that the embeddings are widened into, float32
+    int64_t deepest;               // of all weights
+    int64_t expert_layers, top_k;  // of the expert ids that a step reports; 0 without experts
 };
 
 // T tokens of S sequences, a sequence's tokens next to each other and in order.

@@ -3,42 +3,36 @@
 #pragma once
 
 #include "gated_delta.h"
-#include "program.h"
 #include "rows.h"
+#include "run.h"
 
 namespace vlm {
 
 constexpr int64_t MOST_SHARED = 16;  // value heads of a key head
 
-inline int64_t delta_heads_room(const Sizes& s) {
-    if (!s.key_heads) return 0;
-    const int64_t shared = s.value_heads / s.key_heads;
-    const int64_t channels = 2 * s.key_dim + shared * s.value_dim;
-    return delta_room(s.key_dim, s.value_dim, shared) + channels * MOST_TAPS;
+inline int64_t delta_heads_room(const DeltaNet& op) {
+    const int64_t shared = op.value_heads / op.key_heads;
+    const int64_t channels = 2 * op.key_dim + shared * op.value_dim;
+    return delta_room(op.key_dim, op.value_dim, shared) + channels * MOST_TAPS;
 }
 
 template <typename T>
 class DeltaHeads {
   public:
-    // `wide` has the projected rows: query, key, value, z, b, a of all heads. Results go to `out`,
-    // [tokens, value_heads * value_dim].
-    DeltaHeads(const Sizes& sizes, const Layer& layer, int64_t head, const T* wide,
-               int64_t wide_stride, T* out)
-        : s_(sizes),
-          layer_(layer),
+    DeltaHeads(const DeltaNet& op, int64_t head, Strided<T> x, Strided<T> out)
+        : op_(op),
           head_(head),
-          shared_(sizes.value_heads / sizes.key_heads),
-          kept_(sizes.conv_kernel - 1),
-          channels_(2 * sizes.key_heads * sizes.key_dim + sizes.value_heads * sizes.value_dim),
-          wide_(wide),
-          stride_(wide_stride),
+          shared_(op.value_heads / op.key_heads),
+          kept_(op.taps - 1),
+          channels_(2 * op.key_heads * op.key_dim + op.value_heads * op.value_dim),
+          x_(x),
           out_(out) {
-        float* memory = own_delta_room().of(delta_heads_room(s_));
+        float* memory = own_delta_room().of(delta_heads_room(op_));
         for (int64_t own = 0; own < shared_; ++own, memory += state_size())
-            states_[own] = HeadState(s_.key_dim, s_.value_dim, memory);
+            states_[own] = HeadState(op_.key_dim, op_.value_dim, memory);
         qk_ = memory;
-        v_ = qk_ + TOKEN_TILE * 2 * s_.key_dim;
-        gates_ = v_ + TOKEN_TILE * shared_ * s_.value_dim;
+        v_ = qk_ + TOKEN_TILE * 2 * op_.key_dim;
+        gates_ = v_ + TOKEN_TILE * shared_ * op_.value_dim;
         windows_ = gates_ + TOKEN_TILE * shared_ * 4;
     }
 
@@ -54,15 +48,15 @@ class DeltaHeads {
     }
 
   private:
-    int64_t state_size() const { return s_.key_dim * s_.value_dim; }
+    int64_t state_size() const { return op_.key_dim * op_.value_dim; }
 
     float* state_row(int64_t row, int64_t own) const {
         if (row < 0) return nullptr;
-        return layer_.states + row * s_.state_row_stride + (head_ * shared_ + own) * state_size();
+        return op_.states + row * op_.state_stride + (head_ * shared_ + own) * state_size();
     }
 
     Tails<T> tails(int64_t row) const {
-        return {row < 0 ? nullptr : (T*)layer_.tails + row * s_.conv_row_stride, kept_};
+        return {row < 0 ? nullptr : (T*)op_.tails + row * op_.tail_stride, kept_};
     }
 
     void keep_tails(int64_t row) {
@@ -79,48 +73,48 @@ class DeltaHeads {
             for (int64_t c = 0; c < width; c += LANES, window += kept_)
                 work(first + c, window, to + c, stride);
         };
-        const int64_t keys = s_.key_heads * s_.key_dim, values = shared_ * s_.value_dim;
-        stretch(head_ * s_.key_dim, s_.key_dim, qk_, 2 * s_.key_dim);
-        stretch(keys + head_ * s_.key_dim, s_.key_dim, qk_ + s_.key_dim, 2 * s_.key_dim);
+        const int64_t keys = op_.key_heads * op_.key_dim, values = shared_ * op_.value_dim;
+        stretch(head_ * op_.key_dim, op_.key_dim, qk_, 2 * op_.key_dim);
+        stretch(keys + head_ * op_.key_dim, op_.key_dim, qk_ + op_.key_dim, 2 * op_.key_dim);
         stretch(2 * keys + head_ * values, values, v_, values);
     }
 
     void tile(int64_t begin, int64_t n, int64_t row) {
-        const T* x = wide_ + begin * stride_;
+        const T* x = x_(begin);
         const Tails<T> to = tails(row);
         each_channel([&](int64_t c, Vec* window, float* y, int64_t y_stride) {
-            convolve(x + c, stride_, n, layer_.conv + c, channels_, kept_, window, y, y_stride);
+            convolve(x + c, x_.stride, n, op_.conv + c, channels_, kept_, window, y, y_stride);
             to.store(c, window);
         });
-        prepare(qk_, n, s_.key_dim, gates_);
-        const int64_t values = shared_ * s_.value_dim;
+        prepare(qk_, n, op_.key_dim, gates_);
+        const int64_t values = shared_ * op_.value_dim;
         // The last value head first, whose gates do not lie over the products of keys and queries.
         for (int64_t own = shared_ - 1; own >= 0; --own) {
-            float *gates = gates_ + own * TOKEN_TILE * 4, *v = v_ + own * s_.value_dim;
+            float *gates = gates_ + own * TOKEN_TILE * 4, *v = v_ + own * op_.value_dim;
             const int64_t h = head_ * shared_ + own;
             make_gates(x, n, h, gates);
             states_[own].advance(n, qk_, gates, v, values, state_row(row, own));
             for (int64_t t = 0; t < n; ++t) {
                 float* o = v + t * values;
-                for (int64_t d = 0; d < s_.value_dim; d += LANES)
+                for (int64_t d = 0; d < op_.value_dim; d += LANES)
                     store(o + d, rounded<T>(load(o + d)));
-                const T* z = x + t * stride_ + channels_ + h * s_.value_dim;
-                T* out = out_ + ((begin + t) * s_.value_heads + h) * s_.value_dim;
-                gated_norm_row(o, z, out, s_.value_dim, layer_.gated_norm, (float)s_.eps);
+                const T* z = x + t * x_.stride + channels_ + h * op_.value_dim;
+                T* out = out_(begin + t) + h * op_.value_dim;
+                gated_norm_row(o, z, out, op_.value_dim, op_.norm, (float)op_.eps);
             }
         }
     }
 
     // Decay, write strength and k.q of one value head, 16 tokens at a time.
     void make_gates(const T* x, int64_t n, int64_t h, float* gates) const {
-        const T* raw = x + channels_ + s_.value_heads * s_.value_dim + h;
-        const Vec bias = all(layer_.dt_bias[h]), neg_decay = all(layer_.neg_decay[h]);
+        const T* raw = x + channels_ + op_.value_heads * op_.value_dim + h;
+        const Vec bias = all(op_.dt_bias[h]), neg_decay = all(op_.neg_decay[h]);
         for (int64_t t = 0; t < n; t += LANES) {
             const int64_t some = std::min<int64_t>(LANES, n - t);
             float a[LANES] = {}, b[LANES] = {};
             for (int64_t i = 0; i < some; ++i) {
-                b[i] = load_one(raw + (t + i) * stride_);
-                a[i] = load_one(raw + (t + i) * stride_ + s_.value_heads);
+                b[i] = load_one(raw + (t + i) * x_.stride);
+                a[i] = load_one(raw + (t + i) * x_.stride + op_.value_heads);
             }
             store(a, exponential(log_decay(load(a), bias, neg_decay)));
             store(b, sigmoid(load(b)));
@@ -133,12 +127,9 @@ class DeltaHeads {
         }
     }
 
-    const Sizes& s_;
-    const Layer& layer_;
+    const DeltaNet& op_;
     int64_t head_, shared_, kept_, channels_;
-    const T* wide_;
-    int64_t stride_;
-    T* out_;
+    Strided<T> x_, out_;
     HeadState states_[MOST_SHARED];
     float *qk_, *v_, *gates_, *windows_;
 };

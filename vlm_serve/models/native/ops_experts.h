@@ -1,0 +1,83 @@
+// Routed experts, some tokens at a time.
+#pragma once
+
+#include <cstring>
+
+#include "ops_products.h"
+
+namespace vlm {
+
+template <typename T>
+struct ExpertsOf {
+    const Run& run;
+    const Experts& op;
+    Strided<T> x = run.rows<T>(op.x), shared = run.rows<T>(op.shared);
+    Strided<float> scores = run.rows<float>(op.scores), out = run.rows<float>(op.out);
+    Strided<int64_t> ids{run.memory.ids, op.top_k};
+    Strided<float> weights{run.memory.weights, op.top_k};
+
+    void choose_all() const {
+        const Step& step = run.step;
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < run.tokens; ++t) {
+            choose(scores(t), op.experts, op.top_k, ids(t), weights(t));
+            if (step.expert_ids)
+                std::memcpy(step.expert_ids +
+                                (t * run.program.expert_layers + op.index) * run.program.top_k,
+                            ids(t), op.top_k * sizeof(int64_t));
+        }
+    }
+
+    void compute(int64_t first, int64_t n) const {
+        Assignment& assignment = run.memory.assignment;
+        const Strided<T> hidden{(T*)run.memory.expert_hidden, op.gate_up[0].columns};
+        const Strided<float> routed{run.memory.results, op.hidden};
+        const Strided<float> apart{routed(n * op.top_k), op.hidden};
+#pragma omp single
+        assignment.make(ids(first), n * op.top_k, op.experts);
+        for_experts<T>(
+            assignment, op.gate_up, 2, [&](int64_t place) { return x(first + place / op.top_k); },
+            [&](int64_t expert, int64_t p, const int64_t* places, Workplace& own) {
+                const Weight* pair = op.gate_up + 2 * expert;
+                gate_panel<T>(pair[0], pair[1], p, own,
+                              [&](int64_t r) { return hidden(places[r]); });
+            });
+        for_experts<T>(assignment, op.down, 1, hidden,
+                       [&](int64_t expert, int64_t p, const int64_t* places, Workplace& own) {
+                           multiply(op.down[expert], p, own.operand, own.sums_of(0));
+                           const int64_t count = std::min<int64_t>(PANEL, op.hidden - p * PANEL);
+                           for (int64_t r = 0; r < own.operand.rows(); ++r)
+                               std::memcpy(routed(places[r]) + p * PANEL,
+                                           own.sums_of(0) + r * PANEL, count * sizeof(float));
+                       });
+        if (op.has_shared())
+            project<T>(
+                op.shared_down, n, run.step.threads, [&](int64_t r) { return shared(first + r); },
+                Put<T, float>{apart});
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < n; ++t) add(first + t, apart(t), routed(t * op.top_k));
+    }
+
+    // The shared expert first, then the routed ones in the order of their weights.
+    void add(int64_t token, const float* apart, const float* routed) const {
+        const float gate = op.has_shared() ? sigmoid(scores(token)[op.experts]) : 0.0f;
+        for (int64_t c = 0; c < op.hidden; c += LANES) {
+            Vec total = op.has_shared() ? load(apart + c) * gate : zero();
+            for (int64_t j = 0; j < op.top_k; ++j)
+                total = fma(weights(token)[j], load(routed + j * op.hidden + c), total);
+            float* to = out(token) + c;
+            store(to, rounded<T>(load(to) + total));
+        }
+    }
+};
+
+template <typename T>
+void perform(const Run& run, const Experts& op) {
+    const ExpertsOf<T> experts{run, op};
+    const int64_t tokens = run.tokens;
+    experts.choose_all();
+    for (int64_t first = 0; first < tokens; first += EXPERT_TOKENS)
+        experts.compute(first, std::min(EXPERT_TOKENS, tokens - first));
+}
+
+}  // namespace vlm

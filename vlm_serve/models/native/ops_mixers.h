@@ -1,0 +1,75 @@
+// Operations that mix the tokens of a sequence.
+#pragma once
+
+#include <cstring>
+
+#include "delta_heads.h"
+
+namespace vlm {
+
+template <typename T>
+void perform(const Run& run, const DeltaNet& op) {
+    const Step& step = run.step;
+    const Packed packed{step.sequences, step.threads,  step.first_token,
+                        step.src_rows,  step.dst_rows, step.snapshot_rows};
+    const Strided<T> x = run.rows<T>(op.x), out = run.rows<T>(op.out);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < step.sequences * op.key_heads; ++i)
+        DeltaHeads<T>(op, i % op.key_heads, x, out).run(packed, i / op.key_heads);
+}
+
+template <typename T>
+void perform(const Run& run, const Heads& op) {
+    const Strided<T> rows = run.rows<T>(op.x);
+    const Strided<float> cos = run.rows<float>(op.cos), sin = run.rows<float>(op.sin);
+    const int64_t dim = op.head_dim, heads = op.heads + op.kv_heads;
+    const float eps = (float)op.eps;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < run.tokens * heads; ++i) {
+        const int64_t t = i / heads, head = i % heads;
+        T* x = rows(t) + head * dim;
+        if (head < op.heads) {
+            norm_and_rotate(x, x, op.q_norm, cos(t), sin(t), dim, op.half, eps);
+            continue;
+        }
+        const int64_t slot = run.step.slots[t];
+        if (slot < 0) continue;
+        const int64_t place = slot / op.block_size * op.block_stride +
+                              slot % op.block_size * op.token_stride + (head - op.heads) * dim;
+        norm_and_rotate(x, (T*)op.k_pages + place, op.k_norm, cos(t), sin(t), dim, op.half, eps);
+        std::memcpy((T*)op.v_pages + place, x + op.kv_heads * dim, dim * sizeof(T));
+    }
+}
+
+template <typename T>
+Attention attention_job(const Run& run, const Attend& op) {
+    const Step& step = run.step;
+    return {.sequences = step.sequences,
+            .threads = step.threads,
+            .heads = op.heads,
+            .kv_heads = op.kv_heads,
+            .head_dim = op.head_dim,
+            .q_stride = op.q.stride,
+            .q_head = op.head_dim,
+            .block_size = op.block_size,
+            .kv_block_stride = op.block_stride,
+            .kv_token_stride = op.token_stride,
+            .kv_head_stride = op.head_dim,
+            .scale = op.scale,
+            .offsets = step.first_token,
+            .starts = step.start,
+            .first_block = step.first_block,
+            .blocks = step.blocks,
+            .q = run.rows<T>(op.q)(0),
+            .k = op.k_pages,
+            .v = op.v_pages,
+            .out = run.rows<T>(op.out)(0)};
+}
+
+template <typename T>
+void perform(const Run& run, const Attend& op) {
+    const Attention job = attention_job<T>(run, op);
+    attend<T>(job, run.memory.plans.of(job));
+}
+
+}  // namespace vlm

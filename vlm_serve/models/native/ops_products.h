@@ -1,0 +1,78 @@
+// Products with weights, and where they go.
+#pragma once
+
+#include "functions.h"
+#include "product.h"
+#include "run.h"
+
+namespace vlm {
+
+// What happens to up to 32 columns of a product, rounded as an op would store them.
+template <typename T, typename Out>
+struct Put {
+    Strided<Out> out;
+
+    void operator()(int64_t row, int64_t column, int64_t count, const float* sums) const {
+        Out* to = out(row) + column;
+        for (int64_t c = 0; c < count; c += LANES) {
+            const Vec value = rounded<T>(load(sums + c));
+            if (count - c >= LANES)
+                store(to + c, value);
+            else
+                store_some(to + c, value, count - c);
+        }
+    }
+};
+
+template <typename T>
+struct AddTo {
+    Strided<float> out;
+
+    void operator()(int64_t row, int64_t column, int64_t count, const float* sums) const {
+        float* to = out(row) + column;
+        for (int64_t c = 0; c < count; c += LANES)
+            store(to + c, rounded<T>(load(to + c) + load(sums + c)));
+    }
+};
+
+template <typename T>
+void perform(const Run& run, const Product& op) {
+    auto to = [&](const auto& use) {
+        project<T>(op.weight, run.tokens, run.step.threads, run.rows<T>(op.x), use);
+    };
+    switch (op.use) {
+        case STORE:
+            return to(Put<T, T>{run.rows<T>(op.out)});
+        case ADD:
+            return to(AddTo<T>{run.rows<float>(op.out)});
+        case SCORES:
+            return to(Put<T, float>{run.rows<float>(op.out)});
+        case LOGITS:
+            return to(Put<T, float>{{run.step.logits, run.program.vocab}});
+    }
+}
+
+// silu(gate . x) * (up . x) for one panel of the operand's rows; `out(r)` is where row r goes.
+template <typename T, typename Out>
+void gate_panel(const Weight& gate, const Weight& up, int64_t p, Workplace& own, const Out& out) {
+    float *gates = own.sums_of(0), *ups = own.sums_of(1);
+    multiply(gate, p, own.operand, gates);
+    multiply(up, p, own.operand, ups);
+    const int64_t count = std::min<int64_t>(PANEL, gate.columns - p * PANEL);
+    for (int64_t r = 0; r < own.operand.rows(); ++r)
+        for (int64_t c = 0; c < count; c += LANES)
+            store(out(r) + p * PANEL + c, silu(rounded<T>(load(gates + r * PANEL + c))) *
+                                              rounded<T>(load(ups + r * PANEL + c)));
+}
+
+template <typename T>
+void perform(const Run& run, const Gated& op) {
+    const Strided<T> out = run.rows<T>(op.out);
+    for_panels<T>(op.gate, run.tokens, run.step.threads, run.rows<T>(op.x),
+                  [&](int64_t first, int64_t p, Workplace& own) {
+                      gate_panel<T>(op.gate, op.up, p, own,
+                                    [&](int64_t r) { return out(first + r); });
+                  });
+}
+
+}  // namespace vlm

@@ -1,0 +1,68 @@
+// Operations on single rows.
+#pragma once
+
+#include <cstring>
+
+#include "rows.h"
+#include "run.h"
+
+namespace vlm {
+
+// The embeddings become the residual.
+template <typename T>
+void widen(const Run& run) {
+    const int64_t hidden = run.program.hidden;
+    const Strided<float> residual = run.rows<float>({run.program.residual, 0, hidden});
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < run.tokens; ++t) {
+        const T* from = (const T*)run.step.x + t * hidden;
+        for (int64_t c = 0; c < hidden; c += LANES) store(residual(t) + c, load(from + c));
+    }
+}
+
+template <typename T>
+void perform(const Run& run, const Norm& op) {
+    const Strided<float> x = run.rows<float>(op.x);
+    const Strided<T> out = run.rows<T>(op.out);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < run.tokens; ++t)
+        norm_row(x(t), out(t), op.width, op.factors, (float)op.eps);
+}
+
+template <typename T>
+void perform(const Run& run, const Rotations& op) {
+    const Strided<float> cos = run.rows<float>(op.cos), sin = run.rows<float>(op.sin);
+    const Step& step = run.step;
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < run.tokens; ++t)
+        rotations(step.positions + t, step.tokens, op.inv_freq, op.axis, op.half, cos(t), sin(t));
+}
+
+template <typename T>
+void perform(const Run& run, const Sigmoid& op) {
+    const Strided<T> x = run.rows<T>(op.x), gate = run.rows<T>(op.gate);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < run.tokens; ++t) times_sigmoid_row(x(t), gate(t), x(t), op.width);
+}
+
+// By way of memory whose content has been used: rows may come in any order.
+template <typename E>
+void keep_rows(const Run& run, const View& view, int64_t width) {
+    const Strided<E> rows = run.rows<E>(view), kept{(E*)run.memory.kept, width};
+    for (int64_t r = 0; r < run.step.rows; ++r)
+        std::memcpy(kept(r), rows(run.step.logit_rows[r]), width * sizeof(E));
+    for (int64_t r = 0; r < run.step.rows; ++r) std::memcpy(rows(r), kept(r), width * sizeof(E));
+}
+
+template <typename T>
+void perform(Run& run, const Keep& op) {
+    if ((run.step.expert_ids != nullptr) != (bool)op.reporting) return;
+#pragma omp single
+    {
+        keep_rows<float>(run, op.residual, op.residual_width);
+        keep_rows<T>(run, op.x, op.width);
+        run.tokens = run.step.rows;
+    }
+}
+
+}  // namespace vlm

@@ -1,0 +1,113 @@
+// A forward in one parallel region: the work of every operation is shared out in pieces that
+// threads take as they come, and ends with a barrier.
+#include <omp.h>
+
+#include "layout.h"
+#include "ops_experts.h"
+#include "ops_mixers.h"
+#include "ops_rows.h"
+
+namespace vlm {
+
+template <typename T>
+void perform(Run& run, const Op& op) {
+    switch (op.kind) {
+        case NORM:
+            return perform<T>(run, *(const Norm*)op.args);
+        case ROTATIONS:
+            return perform<T>(run, *(const Rotations*)op.args);
+        case PRODUCT:
+            return perform<T>(run, *(const Product*)op.args);
+        case GATED:
+            return perform<T>(run, *(const Gated*)op.args);
+        case DELTA_NET:
+            return perform<T>(run, *(const DeltaNet*)op.args);
+        case HEADS:
+            return perform<T>(run, *(const Heads*)op.args);
+        case ATTEND:
+            return perform<T>(run, *(const Attend*)op.args);
+        case SIGMOID:
+            return perform<T>(run, *(const Sigmoid*)op.args);
+        case KEEP:
+            return perform<T>(run, *(const Keep*)op.args);
+        case EXPERTS:
+            return perform<T>(run, *(const Experts*)op.args);
+    }
+}
+
+// All memory that the parallel region will need.
+template <typename T>
+void prepare(const Run& run) {
+    const Program& program = run.program;
+    run.memory.make(program, run.step, sizeof(T));
+    run.memory.plans.begin();
+    for_kind<Attend>(program, ATTEND,
+                     [&](const Attend& op) { run.memory.plans.make(attention_job<T>(run, op)); });
+    on_all_threads(run.step.threads, [&] {
+        own_workplace().reserve(program.deepest);
+        for_kind<Attend>(program, ATTEND, [](const Attend& op) {
+            own_attention_room().of(attention_room(op.head_dim));
+        });
+        for_kind<DeltaNet>(program, DELTA_NET,
+                           [](const DeltaNet& op) { own_delta_room().of(delta_heads_room(op)); });
+    });
+}
+
+template <typename T>
+void run_all(const Program& program, const Step& step) {
+    static thread_local Memory memory;
+    Run run{program, step, memory, step.tokens};
+    prepare<T>(run);
+#pragma omp parallel num_threads((int)step.threads)
+    {
+        widen<T>(run);
+        for (int64_t i = 0; i < program.count; ++i) perform<T>(run, program.ops[i]);
+    }
+}
+
+VLM_STRUCT(View, buffer, column, stride);
+VLM_STRUCT(Norm, x, out, width, factors, eps);
+VLM_STRUCT(Rotations, cos, sin, half, inv_freq, axis);
+VLM_STRUCT(Product, weight, x, out, use);
+VLM_STRUCT(Gated, gate, up, x, out);
+VLM_STRUCT(DeltaNet, x, out, key_heads, value_heads, key_dim, value_dim, taps, tail_stride,
+           state_stride, conv, neg_decay, dt_bias, norm, tails, states, eps);
+VLM_STRUCT(Heads, x, cos, sin, heads, kv_heads, head_dim, half, block_size, block_stride,
+           token_stride, q_norm, k_norm, k_pages, v_pages, eps);
+VLM_STRUCT(Attend, q, out, heads, kv_heads, head_dim, block_size, block_stride, token_stride,
+           k_pages, v_pages, scale);
+VLM_STRUCT(Sigmoid, x, gate, width);
+VLM_STRUCT(Keep, residual, x, residual_width, width, reporting);
+VLM_STRUCT(Experts, x, scores, shared, out, experts, top_k, hidden, index, gate_up, down,
+           shared_down);
+VLM_STRUCT(Op, kind, args);
+VLM_STRUCT(Program, ops, widths, count, buffers, hidden, vocab, residual, deepest, expert_layers,
+           top_k);
+VLM_STRUCT(Step, tokens, sequences, rows, threads, x, positions, slots, first_token, start,
+           src_rows, dst_rows, first_block, blocks, snapshot_rows, logit_rows, logits, expert_ids);
+VLM_CONSTANT(NORM);
+VLM_CONSTANT(ROTATIONS);
+VLM_CONSTANT(PRODUCT);
+VLM_CONSTANT(GATED);
+VLM_CONSTANT(DELTA_NET);
+VLM_CONSTANT(HEADS);
+VLM_CONSTANT(ATTEND);
+VLM_CONSTANT(SIGMOID);
+VLM_CONSTANT(KEEP);
+VLM_CONSTANT(EXPERTS);
+VLM_CONSTANT(STORE);
+VLM_CONSTANT(ADD);
+VLM_CONSTANT(SCORES);
+VLM_CONSTANT(LOGITS);
+VLM_CONSTANT(MOST_SHARED);
+
+}  // namespace vlm
+
+// Both arguments checked by the caller. `bits` is 32 for float32 activations, 16 for bfloat16.
+// Returns what `guarded` does.
+extern "C" int64_t vlm_step(const vlm::Program* program, const vlm::Step* step, int64_t bits) {
+    return vlm::guarded([=] {
+        bits == 32 ? vlm::run_all<float>(*program, *step)
+                   : vlm::run_all<vlm::bf16>(*program, *step);
+    });
+}
