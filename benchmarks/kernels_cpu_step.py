@@ -5,15 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
-from typing import Any
-
 import torch
 from model_driver import Driver, text_sequence
 
-from vlm_serve.kernels import linear as kernels
 from vlm_serve.kernels.dispatch import compiled_kernels
+from vlm_serve.kernels.linear import Linear
 from vlm_serve.models import load_model
-from vlm_serve.models.layers import Mlp
 
 BLOCK = 64
 
@@ -30,20 +27,17 @@ class DecodeStep:
         self, checkpoint: Path, dtype: torch.dtype, batch: int, context: int, compiled: bool
     ) -> None:
         self._compiled = compiled
-        ago = hasattr(kernels, "pack")  # A commit before `Linear`.
-        options = {} if ago else {"compiled": compiled}
-        self._model = load_model(checkpoint, dtype, "cpu", **options)
+        self._model = load_model(checkpoint, dtype, "cpu", compiled=compiled)
         blocks = batch * -(-context // BLOCK)
         self._driver = Driver(self._model, block_size=BLOCK, num_blocks=blocks, num_rows=batch)
-        for pool in (self._driver.caches.kv, self._driver.caches.conv):
+        for pool in self._driver.caches.tensors.values():
             pool.zero_()
-        self._driver.caches.recurrent.zero_()
         if compiled:
-            if ago:
-                self._model.use_compiled_kernels()
-                self._model.compile_small_steps(self._driver.caches)
-            else:
-                self._model.compile_steps(self._driver.caches)
+            self._model.compile_steps(self._driver.caches)
+        decoder = self._model._decoder
+        parts = [part for layer in decoder.layers for part in (layer.mixer, layer.feed_forward)]
+        values = [getattr(part, name) for part in parts for name in part.__slots__]
+        self._projections = [*(one for one in values if isinstance(one, Linear)), decoder.head]
         self._sequences = [text_sequence([1] * context) for _ in range(batch)]
         for sequence in self._sequences:
             sequence.started = True
@@ -57,23 +51,8 @@ class DecodeStep:
     def gemms(self) -> None:
         """The same projections on the same number of rows, and nothing else."""
         with compiled_kernels(self._compiled):
-            for layer in self._model._layers:
-                mixer, feed_forward = layer.mixer, layer.feed_forward
-                assert isinstance(feed_forward, Mlp), "a dense checkpoint"
-                for weight in (mixer.in_proj, mixer.out_proj):
-                    self._product(weight)
-                for weight in (feed_forward.gate, feed_forward.up, feed_forward.down):
-                    self._product(weight)
-            self._product(self._model._head)
-
-    def _product(self, weight: Any) -> None:
-        if hasattr(kernels, "pack"):
-            kernels.linear(self._rows(weight.shape[1]), weight)
-        else:
-            weight(self._rows(weight.depth))
-
-    def _rows(self, depth: int) -> torch.Tensor:
-        return torch.zeros(self._batch, depth, dtype=self._model.dtype)
+            for weight in self._projections:
+                weight(torch.zeros(self._batch, weight.depth, dtype=self._model.dtype))
 
     def row(self, rounds: int) -> str:
         """Measures the step and its GEMMs in turns and returns the row of the table."""

@@ -68,7 +68,7 @@ def _shape_error(
 
 
 def check_prefill_meta(meta: PrefillMeta, num_tokens: int, num_rows: int) -> None:
-    """Offsets, chunks and state rows of a prefill step over `num_rows` state rows.
+    """Offsets, chunks and state rows of a prefill step over `num_rows` state rows, 0: no state.
 
     Raises:
         KernelArgumentError: naming the field.
@@ -87,12 +87,13 @@ def check_prefill_meta(meta: PrefillMeta, num_tokens: int, num_rows: int) -> Non
             raise KernelArgumentError("meta.snapshots", f"no chunk {chunk} of sequence {sequence}")
     if len({place[:2] for place in meta.snapshots}) != len(meta.snapshots):
         raise KernelArgumentError("meta.snapshots", "a chunk's state goes to one row")
-    _check_rows(meta.src_rows, meta.dst_rows, [row for _, _, row in meta.snapshots], num_rows)
+    if num_rows:
+        _check_rows(meta.src_rows, meta.dst_rows, [row for _, _, row in meta.snapshots], num_rows)
     meta.checked.add(key)
 
 
 def check_decode_meta(meta: DecodeMeta, num_tokens: int, num_rows: int) -> None:
-    """State rows of a decode step over `num_rows` state rows.
+    """State rows of a decode step over `num_rows` state rows, 0: no state.
 
     Raises:
         KernelArgumentError: naming the field.
@@ -103,8 +104,9 @@ def check_decode_meta(meta: DecodeMeta, num_tokens: int, num_rows: int) -> None:
     for name in ("src_rows", "dst_rows", "snapshot_rows"):
         if len(getattr(meta, name)) != num_tokens:
             raise KernelArgumentError(f"meta.{name}", f"expected {num_tokens} sequences")
-    snapshots = [row for row in meta.snapshot_rows if row != -1]
-    _check_rows(meta.src_rows, meta.dst_rows, snapshots, num_rows)
+    if num_rows:
+        snapshots = [row for row in meta.snapshot_rows if row != -1]
+        _check_rows(meta.src_rows, meta.dst_rows, snapshots, num_rows)
     meta.checked.add(key)
 
 

@@ -157,7 +157,7 @@ class Expander:
     def _add_video(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
         assert self._vision is not None
         for patch, seconds in enumerate(record.times):
-            self._add_text(out, f"{text}<{seconds:.1f} seconds>")
+            self._add_text(out, text + self._tokenizer.family.timestamp.format(seconds))
             text = ""
             out.token_ids.append(self._vision.vision_start)
             self._add_span(out, record, item, patch)

@@ -25,6 +25,7 @@ from vlm_serve.preprocess.expand import (
     shared_tokens,
     split_pieces,
 )
+from vlm_serve.preprocess.family import Family
 from vlm_serve.preprocess.keys import PromptKeys, RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_items import LoadedMedia, MediaLoader
@@ -62,6 +63,7 @@ class Preprocessor:
         block_size: tokens per KV block.
         root_key: what identifies the cached tensors; the processors' fingerprint and the salt of
             each prompt are filled in. Or a function from a salt to a 32-byte root key.
+        family: of the model; None: the one that its config.json names.
         limits: bounds on media.
         raw_index_bytes: memory for recognising repeated uploads; 0 turns that off.
 
@@ -78,10 +80,11 @@ class Preprocessor:
         *,
         block_size: int,
         root_key: RootFields | Callable[[str], bytes],
+        family: Family | None = None,
         limits: MediaLimits | None = None,
         raw_index_bytes: int = DEFAULT_RAW_INDEX_BYTES,
     ) -> None:
-        self.tokenizer = Tokenizer(directory)
+        self.tokenizer = Tokenizer(directory, family)
         self.block_size = block_size
         self._root_key = root_key
         self._template = ChatTemplate(find_chat_template(directory), self.tokenizer.special_names)
@@ -100,6 +103,8 @@ class Preprocessor:
         self._pool = ThreadPoolExecutor(_MEDIA_THREADS, thread_name_prefix="vlm-serve-media")
 
     def _vision_tokens(self, config: Mapping[str, Any]) -> VisionTokens:
+        family = self.tokenizer.family
+
         def find(name: str, token: str) -> int:
             token_id = config.get(name, self.tokenizer.token_to_id(token))
             if not isinstance(token_id, int) or not self.tokenizer.is_special(token_id):
@@ -107,10 +112,10 @@ class Preprocessor:
             return token_id
 
         return VisionTokens(
-            image_pad=find("image_token_id", "<|image_pad|>"),
-            video_pad=find("video_token_id", "<|video_pad|>"),
-            vision_start=find("vision_start_token_id", "<|vision_start|>"),
-            vision_end=find("vision_end_token_id", "<|vision_end|>"),
+            image_pad=find("image_token_id", family.image_pad),
+            video_pad=find("video_token_id", family.video_pad),
+            vision_start=find("vision_start_token_id", family.vision_start),
+            vision_end=find("vision_end_token_id", family.vision_end),
         )
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Text to token ids and back with the `tokenizers` library alone.
 
-transformers is not imported: it costs seconds of start-up, and all it adds for this family is the
-normaliser and the split pattern, which are put in place here too.
+transformers' tokenizers are not imported: they cost seconds of start-up, and all they add is the
+normaliser and the split pattern of the family, which are put in place here too.
 """
 
 from __future__ import annotations
@@ -16,19 +16,8 @@ from typing import Any
 import tokenizers
 
 from vlm_serve.errors import CheckpointError, ContextLengthError
+from vlm_serve.preprocess.family import Family, family_of
 
-# What AutoTokenizer puts in place for these model types, whatever tokenizer.json says.
-_QWEN3_5_PREFIX = "qwen3_5"
-_QWEN3_5_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-    r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
-    r"|\p{N}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+"
-    r"|\s+(?!\S)"
-    r"|\s+"
-)
-_END_OF_TURN = "<|im_end|>"
 # Longer texts are counted in pieces of this size before they are encoded as a whole.
 _PIECE_CHARACTERS = 1 << 14
 # Cutting a word in two makes it a few tokens more; a text is refused only well beyond the limit.
@@ -56,8 +45,10 @@ class Tokenizer:
 
     Args:
         directory: holds tokenizer.json and, if there is one, tokenizer_config.json.
+        family: the model's; None: the one that its config.json names.
 
     Attributes:
+        family: as given or found.
         vocab_size: number of ids, added tokens included.
         special_tokens: content -> id of the special tokens, those that text never stands for.
         special_pattern: matches every special token, the longest first.
@@ -70,12 +61,13 @@ class Tokenizer:
     Raises CheckpointError if the files are missing or unusable.
     """
 
-    def __init__(self, directory: Path | str) -> None:
+    def __init__(self, directory: Path | str, family: Family | None = None) -> None:
         directory = Path(directory)
         config = read_json(directory / "tokenizer_config.json")
         model_config = read_json(directory / "config.json")
+        self.family = family or family_of(str(model_config.get("model_type", "")))
         self.max_tokens: int | None = None
-        self._backend = _load_backend(directory, config, str(model_config.get("model_type", "")))
+        self._backend = _load_backend(directory, config, self.family.split)
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         added = self._backend.get_added_tokens_decoder()
         special = {token_id: token for token_id, token in added.items() if token.special}
@@ -89,7 +81,9 @@ class Tokenizer:
         self._added_text = {token_id: token.content for token_id, token in added.items()}
         self.special_pattern = _special_pattern(self.special_tokens)
         self.special_names = _special_names(config)
-        self.end_of_turn_ids = self._ids_of({_END_OF_TURN, self.special_names.get("eos_token", "")})
+        self.end_of_turn_ids = self._ids_of(
+            {self.family.end_of_turn, self.special_names.get("eos_token", "")}
+        )
         self.eos_ids = self._find_eos(directory, model_config)
 
     def _ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
@@ -200,7 +194,9 @@ class Tokenizer:
         return token_id in self._special_ids
 
 
-def _load_backend(directory: Path, config: dict[str, Any], model_type: str) -> tokenizers.Tokenizer:
+def _load_backend(
+    directory: Path, config: dict[str, Any], split: str | None
+) -> tokenizers.Tokenizer:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError("the checkpoint has no tokenizer.json")
@@ -208,8 +204,8 @@ def _load_backend(directory: Path, config: dict[str, Any], model_type: str) -> t
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing narrower
         raise CheckpointError(f"tokenizer.json of the checkpoint is unusable: {error}") from None
-    if model_type.startswith(_QWEN3_5_PREFIX):
-        _install_qwen3_5(backend, add_prefix_space=bool(config.get("add_prefix_space")))
+    if split is not None:
+        _split_by(backend, split, add_prefix_space=bool(config.get("add_prefix_space")))
     known = backend.get_added_tokens_decoder()
     entries = config.get("added_tokens_decoder") or {}
     missing = [entry for token_id, entry in sorted(entries.items()) if int(token_id) not in known]
@@ -226,11 +222,11 @@ def _added_token_fields(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: entry[name] for name in names if name in entry}
 
 
-def _install_qwen3_5(backend: tokenizers.Tokenizer, *, add_prefix_space: bool) -> None:
+def _split_by(backend: tokenizers.Tokenizer, split: str, *, add_prefix_space: bool) -> None:
     backend.normalizer = tokenizers.normalizers.NFC()
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
-            tokenizers.pre_tokenizers.Split(tokenizers.Regex(_QWEN3_5_SPLIT), behavior="isolated"),
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(split), behavior="isolated"),
             tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False),
         ]
     )

@@ -14,7 +14,7 @@ import torch
 
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.models import Model
-from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 
 
 @dataclass
@@ -70,21 +70,18 @@ class Driver:
         scratch_rows: int = 0,
         deterministic: bool = False,
     ) -> None:
-        text = model.config.text
         self.model = model
         self.forward = model.forward
         self.block_size = block_size
         self.deterministic = deterministic
-        heads, dims = text.gdn_value_heads, (text.gdn_key_dim, text.gdn_value_dim)
-        kv = (num_blocks, text.attention_layers, 2, block_size, text.kv_heads, text.head_dim)
-        rows = num_rows + scratch_rows
-        conv = (rows, text.gdn_layers, text.conv_dim, text.conv_kernel - 1)
-        self.caches = CacheTensors(
-            kv=torch.full(kv, float("nan"), dtype=model.dtype),
-            kv_scales=None,
-            conv=torch.full(conv, float("nan"), dtype=model.dtype),
-            recurrent=torch.full((rows, text.gdn_layers, heads, *dims), float("nan")),
+        self.caches = model.spec.cache_layout().allocate(
+            num_blocks,
+            num_rows + scratch_rows,
+            block_size,
+            {"kv": model.dtype, "conv": model.dtype, "recurrent": torch.float32},
         )
+        for pool in self.caches.tensors.values():
+            pool.fill_(float("nan"))
         self._free_blocks = random.Random(0).sample(range(num_blocks), num_blocks)
         self._free_rows = random.Random(1).sample(range(num_rows), num_rows)
 

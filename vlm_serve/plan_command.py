@@ -14,15 +14,14 @@ from vlm_serve.engine.arithmetic import Arithmetic, decide
 from vlm_serve.engine.build import find_checkpoint, longest_context, with_block_size
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
-    CacheShape,
     MemoryPlan,
     default_cache_memory,
     plan_memory,
     split_by_interval,
 )
 from vlm_serve.engine.step_paths import find_backend
-from vlm_serve.errors import CheckpointError, ConfigError
-from vlm_serve.models.config import ModelConfig
+from vlm_serve.errors import ConfigError
+from vlm_serve.models import ModelSpec, read_spec
 from vlm_serve.models.weight_sizes import WeightBytes, weight_bytes
 from vlm_serve.options import format_size
 
@@ -39,7 +38,7 @@ class Plan:
         max_model_len: longest prompt with its answer, in tokens.
     """
 
-    model: ModelConfig
+    model: ModelSpec
     config: EngineConfig
     arithmetic: Arithmetic
     weights: WeightBytes
@@ -63,21 +62,22 @@ def make(model: str, tensor_parallel: int, config: EngineConfig) -> Plan:
     if tensor_parallel < 1:
         raise ConfigError(f"tp must be at least 1, got {tensor_parallel}", param="tp")
     config = with_block_size(config, model)
-    model_config = _read_config(model)
-    shape = CacheShape.of(model_config, tensor_parallel)
+    named = Path(model).suffix == ".json"
+    spec = read_spec(model if named else find_checkpoint(model, configs_only=True))
+    layout = spec.cache_layout(tensor_parallel)
     device = _device(config.device)
     backend = find_backend(config, device, build=False)
-    arithmetic = decide(config, model_config.dtype, backend)
+    arithmetic = decide(config, spec.dtype, backend)
     # The memory of a GPU that is not here is unknown: this machine's stands in for it.
     here = device if torch.cuda.is_available() else torch.device("cpu")
     cache_memory = config.cache_memory_bytes or default_cache_memory(here)
-    memory = plan_memory(shape, config, arithmetic.types, cache_memory)
+    memory = plan_memory(layout, config, arithmetic.types, cache_memory)
     return Plan(
-        model=model_config,
+        model=spec,
         config=config,
         arithmetic=arithmetic,
         weights=weight_bytes(
-            model_config,
+            spec,
             weights=arithmetic.types.weights,
             compute=arithmetic.types.compute,
             device=device,
@@ -86,7 +86,7 @@ def make(model: str, tensor_parallel: int, config: EngineConfig) -> Plan:
         ),
         memory=memory,
         rows=tuple(_table_row(memory, interval) for interval in TABLE_INTERVALS),
-        max_model_len=longest_context(config, model_config, memory),
+        max_model_len=longest_context(config, spec, memory),
     )
 
 
@@ -95,16 +95,6 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def _read_config(model: str) -> ModelConfig:
-    path = Path(model)
-    if path.suffix != ".json":
-        return ModelConfig.from_dir(find_checkpoint(model, configs_only=True))
-    try:
-        return ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path.name} is no readable config") from error
 
 
 def _table_row(memory: MemoryPlan, interval: int) -> dict[str, int]:
@@ -178,9 +168,9 @@ def _buckets(plan: Plan) -> list[str]:
     ]
     if model.vision is not None:
         lines.append(f"{'vision embeddings':<18}{'up to':>7}{'':>18}{_mib(EMBEDDING_CACHE_BYTES)}")
-    if model.text.moe is not None:
-        per_block = memory.block_size * model.text.moe_layers * model.text.moe.top_k
-        per_block *= 1 if model.text.moe.num_experts <= 256 else 2
+    if model.routing is not None:
+        per_block = memory.block_size * model.expert_layers * model.routing.top_k
+        per_block *= 1 if model.routing.num_experts <= 256 else 2
         lines.append(_bucket("expert rows", memory.num_blocks, per_block))
     return lines
 

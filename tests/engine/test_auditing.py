@@ -84,7 +84,7 @@ def test_a_wrong_hit_is_noticed(
 ) -> None:
     prompt = random_ids(100, seed=1)
     pipe.generate(prompt, greedy(12))
-    pool: torch.Tensor = getattr(pipe.engine._runner._caches, what)
+    pool: torch.Tensor = pipe.engine._runner._caches[what]
     pipe.engine.call(lambda: pool.copy_(torch.flip(pool, dims=(-2,)) * 3))
     with caplog.at_level(logging.ERROR, "vlm_serve.engine.auditing"):
         wrong = pipe.generate(prompt, greedy(12))

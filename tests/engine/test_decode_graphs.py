@@ -34,7 +34,8 @@ from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
 from vlm_serve.models import Model, load_model, loading
-from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
+from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
@@ -100,7 +101,7 @@ def started(driver: Driver, lengths: Sequence[int]) -> list[Sequence_]:
 
 def bits(caches: CacheTensors) -> list[torch.Tensor]:
     """Copies that compare equal where the bits do, NaNs included."""
-    return [part.view(torch.int32).clone() for part in (caches.kv, caches.conv, caches.recurrent)]
+    return [part.view(torch.int32).clone() for part in (caches["kv"], caches["conv"], caches["recurrent"])]
 
 
 def test_sizes() -> None:
@@ -193,7 +194,7 @@ def test_padding_touches_its_scratch_row_alone(model: Model) -> None:
     slots = {driver._slot(one, len(one.tokens) - 1) for one in sequences}
     changed = (before[0] != after[0]).any(dim=(1, 2, 4, 5)).nonzero().tolist()
     assert {block * driver.block_size + offset for block, offset in changed} == slots
-    scratch = driver.caches.conv.shape[0] - 1
+    scratch = driver.caches.num_rows - 1
     for old, new in zip(before[1:], after[1:], strict=True):
         rows = set((old != new).flatten(1).any(1).nonzero().flatten().tolist())
         assert rows == {*(one.row for one in sequences), snapshot, scratch}
@@ -225,7 +226,7 @@ def test_bad_rows_and_blocks_are_refused(model: Model) -> None:
     graphs = graphs_over(driver)
     one = started(driver, (5,))[0]
     before = bits(driver.caches)
-    scratch = driver.caches.conv.shape[0] - 1
+    scratch = driver.caches.num_rows - 1
 
     def run(**changes: Any) -> None:
         def forward(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
@@ -258,7 +259,7 @@ class HostFree(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
     driver = Driver(model, scratch_rows=1)
-    limits = DecodeLimits(driver.block_size, 4, driver.caches.conv.shape[0] - 1)
+    limits = DecodeLimits(driver.block_size, 4, driver.caches.num_rows - 1)
     batch = DecodeBuffers(4, limits, torch.device("cpu")).batch
     assert batch.decode is not None
     with triton_everywhere(), record_launches(Target("cuda", 90)) as launches:
@@ -296,13 +297,13 @@ def test_the_engine_answers_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     with Pipeline(checkpoint, config) as pipe:
         assert not pipe.engine.config.cuda_graphs
-        rows = pipe.engine._runner._caches.recurrent.shape[0]
+        rows = pipe.engine._runner._caches.num_rows
         expected = [one.token_ids for one in pipe.generate_many(prompts, params)]
     capture = Repeating()
     with_graphs(monkeypatch, lambda: capture)
     with Pipeline(checkpoint, config) as pipe:
         assert pipe.engine.config.cuda_graphs
-        assert pipe.engine._runner._caches.recurrent.shape[0] == rows + 1
+        assert pipe.engine._runner._caches.num_rows == rows + 1
         assert [one.token_ids for one in pipe.generate_many(prompts, params)] == expected
         assert capture.calls > 12
         pipe.engine.check()

@@ -16,8 +16,7 @@ from parity_cases import random_ids
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import EngineError
-from vlm_serve.models import qwen3_5
-from vlm_serve.models.layers import mlp
+from vlm_serve.models.parts.feed_forward import LoadedMlp
 from vlm_serve.pipeline import Pipeline
 
 LAYERS = 4
@@ -63,15 +62,15 @@ def raising_after(pipe: Pipeline, layer: int, *, always: bool) -> Iterator[None]
 @contextmanager
 def interrupted(layer: int) -> Iterator[None]:
     """Lets that many feed-forward blocks run, then raises in the middle of the model."""
-    calls = [0]
+    calls, apply = [0], LoadedMlp.apply
 
     def counting(*args: Any, **options: Any) -> Any:
         if calls[0] == layer:
             raise RuntimeError("injected")
         calls[0] += 1
-        return mlp(*args, **options)
+        return apply(*args, **options)
 
-    with patch.object(qwen3_5, "mlp", counting):
+    with patch.object(LoadedMlp, "apply", counting):
         try:
             yield
         finally:

@@ -178,5 +178,6 @@ def test_choices_fork_from_one_prompt(pipe: Pipeline) -> None:
 
 def media_end(pipe: Pipeline, output: Output) -> int:
     """Position after the last placeholder token of a prompt."""
-    pads = {pipe.engine.model_config.image_token_id, pipe.engine.model_config.video_token_id}
+    find = pipe.engine.preprocessor.tokenizer.token_to_id
+    pads = {find("<|image_pad|>"), find("<|video_pad|>")}
     return 1 + max(i for i, token in enumerate(output.prompt_token_ids) if token in pads)

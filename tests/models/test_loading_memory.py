@@ -29,12 +29,12 @@ import dataclasses, json, sys
 import torch
 from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.native_library import load
-from vlm_serve.models import ModelConfig, load_model
+from vlm_serve.models import load_model, read_spec
 from vlm_serve.models.weight_sizes import weight_bytes
 
 path, weights, compute = sys.argv[1], *(getattr(torch, name) for name in sys.argv[2:4])
 expected = weight_bytes(
-    ModelConfig.from_dir(path),
+    read_spec(path),
     weights=weights, compute=compute, device=torch.device("cpu"), compiled=True,
 )
 load()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,10 @@ def sequence(path: Path, model: Model, inputs: dict[str, torch.Tensor]) -> Seque
     known = {key: inputs[key] for key in keys if key in inputs}
     positions, _ = oracle.model(path).model.get_rope_index(**known)
     tokens = inputs["input_ids"][0]
-    media = []
+    config, media = json.loads((path / "config.json").read_text()), []
     for kind, token, name in (
-        ("pixel_values", model.config.image_token_id, "image_grid_thw"),
-        ("pixel_values_videos", model.config.video_token_id, "video_grid_thw"),
+        ("pixel_values", config["image_token_id"], "image_grid_thw"),
+        ("pixel_values_videos", config["video_token_id"], "video_grid_thw"),
     ):
         if kind in inputs:
             grids = [(1, h, w) for t, h, w in inputs[name].tolist() for _ in range(t)]

@@ -12,7 +12,8 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.kernels.linear import Linear
-from vlm_serve.models import Model, ModelConfig, load_model
+from vlm_serve.models import Model, load_model, read_spec
+from vlm_serve.models.model import Decoder
 from vlm_serve.models.vision import VisionTower
 from vlm_serve.models.weight_sizes import weight_bytes
 
@@ -40,7 +41,7 @@ def sizes(part: object) -> Iterator[int]:
     elif dataclasses.is_dataclass(part):
         for field in dataclasses.fields(part):
             yield from sizes(getattr(part, field.name))
-    elif isinstance(part, Model | VisionTower):
+    elif isinstance(part, Model | Decoder | VisionTower):
         for value in vars(part).values():
             yield from sizes(value)
 
@@ -52,7 +53,7 @@ def test_sizes_are_those_of_a_loaded_model(tmp_path: Path, name: str, kind: str)
     weights, compute, compiled = KINDS[kind]
     model = load_model(path, weights, "cpu", compute_dtype=compute, compiled=compiled)
     expected = weight_bytes(
-        ModelConfig.from_dir(path),
+        read_spec(path),
         weights=weights,
         compute=compute,
         device=torch.device("cpu"),
@@ -66,7 +67,7 @@ def test_sizes_are_those_of_a_loaded_model(tmp_path: Path, name: str, kind: str)
 
 
 def test_ranks_share_the_language_model(tmp_path: Path) -> None:
-    config = ModelConfig.from_dir(make_checkpoint(tmp_path, SPECS["text"]))
+    config = read_spec(make_checkpoint(tmp_path, SPECS["text"]))
     whole, half = (
         weight_bytes(
             config,

@@ -326,7 +326,7 @@ def test_an_error_names_the_field_that_the_grammar_came_from(
 
 
 def test_ids_outside_the_vocabulary_are_refused(server: RunningServer) -> None:
-    beyond = server.engine.model_config.text.vocab_size
+    beyond = server.engine.spec.vocab_size
     for fields in ({"logit_bias": {str(beyond): 1}}, {"allowed_token_ids": [beyond]}):
         response = server.chat(**fields)
         assert response.status_code == 400

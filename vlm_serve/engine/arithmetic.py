@@ -74,6 +74,12 @@ class Types:
     conv: torch.dtype
     vision: torch.dtype
 
+    @property
+    def pools(self) -> dict[str, torch.dtype]:
+        """Of what layers keep between steps, by kind of pool."""
+        scales = {"kv_scales": torch.float16} if self.kv == torch.uint8 else {}
+        return {"kv": self.kv, "conv": self.conv, "recurrent": self.state, **scales}
+
     def names(self) -> dict[str, str]:
         """Each type as options name it."""
         return {field.name: name_of(getattr(self, field.name)) for field in fields(self)}

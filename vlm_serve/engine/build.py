@@ -13,12 +13,11 @@ from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
-from vlm_serve.engine.arithmetic import Arithmetic, Types, decide
+from vlm_serve.engine.arithmetic import Arithmetic, decide
 from vlm_serve.engine.listener import PoisonListener
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
-    CacheShape,
     MemoryPlan,
     default_cache_memory,
     plan_memory,
@@ -36,8 +35,7 @@ from vlm_serve.engine.tier_loading import Tiers, make_tiers
 from vlm_serve.engine.tier_up import TierFetcher
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.host_memory import retain_freed_memory
-from vlm_serve.models import Model, ModelConfig, load_model, resolve_checkpoint
-from vlm_serve.models.batch import CacheTensors
+from vlm_serve.models import Model, ModelSpec, load_model, read_spec, resolve_checkpoint
 from vlm_serve.models.weight_sizes import WeightBytes, weight_bytes
 from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
@@ -55,7 +53,7 @@ class EngineParts:
 
     name: str
     config: EngineConfig
-    model_config: ModelConfig
+    spec: ModelSpec
     arithmetic: Arithmetic
     weights: WeightBytes
     memory: MemoryPlan
@@ -81,11 +79,12 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     path = find_checkpoint(model)
-    model_config = ModelConfig.from_dir(path)
+    spec = read_spec(path)
+    layout = spec.cache_layout()
     device = _device(config.device)
     with_graphs = graphs_wanted(config.cuda_graphs, device)
     backend = find_backend(config, device)
-    arithmetic = decide(config, model_config.dtype, backend)
+    arithmetic = decide(config, spec.dtype, backend)
     types, compiled = arithmetic.types, backend.compiled
     config = with_block_size(config, model)
     assert config.block_size is not None
@@ -93,11 +92,11 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         retain_freed_memory()
     loaded = load_model(path, types.weights, device, compute_dtype=types.compute, compiled=compiled)
     cache_memory = config.cache_memory_bytes or default_cache_memory(device)
-    memory = plan_memory(CacheShape.of(model_config), config, types, cache_memory)
+    memory = plan_memory(layout, config, types, cache_memory)
     preprocessor = _preprocessor(path, config, loaded, arithmetic)
-    max_model_len = longest_context(config, model_config, memory)
+    max_model_len = longest_context(config, spec, memory)
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
-    caches = _allocate(model_config, memory, rows, device, types)
+    caches = layout.allocate(memory.num_blocks, rows, memory.block_size, types.pools, device)
     graphs = decode_graphs(loaded, caches, config, max_model_len) if with_graphs else None
     if compiled:
         compile_steps(loaded, caches)
@@ -109,13 +108,13 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         graphs=graphs,
     )
     listener = PoisonListener(runner) if poison else None
-    cache_config = _cache_config(config, memory)
+    cache_config = _cache_config(config, memory, layout.has_state)
     tiers = make_tiers(config, cache_config, caches, preprocessor.root_key(), listener)
     cache = PrefixCache(cache_config, tiers.listener if tiers else listener)
     fetcher = tiers.fetcher(cache) if tiers else None
     media = MediaPlanner(
         EmbeddingCache(EMBEDDING_CACHE_BYTES),
-        model_config.text.hidden_size * types.vision.itemsize,
+        spec.hidden_size * types.vision.itemsize,
     )
     return EngineParts(
         name=model,
@@ -130,10 +129,10 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
             cuda_graphs=graphs is not None,
             compiled_kernels=compiled,
         ),
-        model_config=model_config,
+        spec=spec,
         arithmetic=arithmetic,
         weights=weight_bytes(
-            model_config,
+            spec,
             weights=types.weights,
             compute=types.compute,
             device=device,
@@ -141,7 +140,7 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         ),
         memory=memory,
         preprocessor=preprocessor,
-        scheduler=Scheduler(cache, media, _scheduler_config(config, model_config), fetcher),
+        scheduler=Scheduler(cache, media, _scheduler_config(config, spec), fetcher),
         runner=runner,
         cache=cache,
         generation_config=read_json(path / "generation_config.json"),
@@ -161,9 +160,9 @@ def with_block_size(config: EngineConfig, model: str) -> EngineConfig:
     )
 
 
-def longest_context(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> int:
+def longest_context(config: EngineConfig, model: ModelSpec, memory: MemoryPlan) -> int:
     """Tokens of the longest prompt with its answer."""
-    context = config.max_model_len or model.text.max_position_embeddings
+    context = config.max_model_len or model.max_position_embeddings
     return min(context, (memory.num_blocks - 1) * memory.block_size)
 
 
@@ -201,7 +200,11 @@ def _preprocessor(
         numerics=arithmetic.numerics,
     )
     return Preprocessor(
-        path, block_size=config.block_size, root_key=root, limits=_media_limits(config)
+        path,
+        block_size=config.block_size,
+        root_key=root,
+        family=model.spec.family,
+        limits=_media_limits(config),
     )
 
 
@@ -219,47 +222,20 @@ def _media_limits(config: EngineConfig) -> MediaLimits:
     )
 
 
-def _allocate(
-    model: ModelConfig, memory: MemoryPlan, rows: int, device: torch.device, types: Types
-) -> CacheTensors:
-    """The pools. Untouched pages of a CPU pool cost no memory until they are written."""
-    shape = CacheShape.of(model)
-    blocks, layers, size = memory.num_blocks, shape.attention_layers, memory.block_size
-    return CacheTensors(
-        kv=torch.empty(
-            (blocks, layers, 2, size, shape.kv_heads, shape.head_dim), dtype=types.kv, device=device
-        ),
-        kv_scales=torch.empty(
-            (blocks, layers, 4, size, shape.kv_heads), dtype=torch.float16, device=device
-        )
-        if types.kv == torch.uint8
-        else None,
-        conv=torch.empty(
-            (rows, shape.gdn_layers, shape.conv_dim, shape.conv_columns),
-            dtype=types.conv,
-            device=device,
-        ),
-        recurrent=torch.empty(
-            (rows, shape.gdn_layers, shape.value_heads, shape.key_dim, shape.value_dim),
-            dtype=types.state,
-            device=device,
-        ),
-    )
-
-
-def _cache_config(config: EngineConfig, memory: MemoryPlan) -> CacheConfig:
+def _cache_config(config: EngineConfig, memory: MemoryPlan, has_state: bool) -> CacheConfig:
     return CacheConfig(
         num_blocks=memory.num_blocks,
         block_size=memory.block_size,
         num_live_rows=memory.num_live_rows,
         num_snapshot_rows=memory.num_snapshot_rows,
         enabled=config.enable_prefix_caching,
+        has_state=has_state,
         block_bytes=memory.block_bytes,
         snapshot_bytes=memory.snapshot_bytes,
     )
 
 
-def _scheduler_config(config: EngineConfig, model: ModelConfig) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, model: ModelSpec) -> SchedulerConfig:
     block_size = config.block_size
     assert block_size is not None
     return SchedulerConfig(
@@ -269,6 +245,6 @@ def _scheduler_config(config: EngineConfig, model: ModelConfig) -> SchedulerConf
         chunk_size=config.gdn_chunk_size,
         state_interval=config.state_interval_blocks * block_size,
         decode_state_interval=config.prefix_cache_decode_state_interval,
-        reported_tokens=max(block_size, REPORTED_LOGITS_BYTES // (4 * model.text.vocab_size)),
+        reported_tokens=max(block_size, REPORTED_LOGITS_BYTES // (4 * model.vocab_size)),
         complete_experts=config.expert_replay == "complete",
     )

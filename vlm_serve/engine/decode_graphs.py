@@ -16,7 +16,8 @@ import torch
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
 from vlm_serve.kernels.checks import check_block_tables, check_decode_meta
 from vlm_serve.models import Model
-from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
+from vlm_serve.models.cache_layout import CacheTensors
 
 LARGEST = 256
 """Larger batches keep a GPU busy without graphs."""
@@ -75,18 +76,16 @@ class DecodeGraphs:
         max_num_seqs: int,
         capture: Capture,
     ) -> None:
-        self._num_blocks, self._block_size = caches.kv.shape[0], block_size
-        self._scratch_row = caches.recurrent.shape[0] - 1
+        self._num_blocks, self._block_size = caches.num_blocks, block_size
+        self._scratch_row = caches.num_rows - 1
         limits = DecodeLimits(block_size, -(-max_model_len // block_size), self._scratch_row)
         self._sizes = padded_sizes(max_num_seqs)
         # One for all sizes: each graph's own would stay allocated beside the others'.
-        self._logits = torch.empty(
-            self._sizes[-1], model.config.text.vocab_size, device=caches.kv.device
-        )
+        self._logits = torch.empty(self._sizes[-1], model.spec.vocab_size, device=caches.device)
         self._steps: dict[int, tuple[DecodeBuffers, Step]] = {}
         # The largest first: the others find room in the memory that it has used.
         for size in reversed(self._sizes):
-            buffers = DecodeBuffers(size, limits, caches.kv.device)
+            buffers = DecodeBuffers(size, limits, caches.device)
             self._steps[size] = buffers, capture(self._step(model, buffers.batch, caches))
 
     def _step(self, model: Model, batch: ForwardBatch, caches: CacheTensors) -> Step:

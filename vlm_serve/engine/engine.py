@@ -37,7 +37,7 @@ class Engine:
 
     def __init__(self, parts: EngineParts) -> None:
         self.config = parts.config
-        self.model_config = parts.model_config
+        self.spec = parts.spec
         self.arithmetic = parts.arithmetic
         self.weights = parts.weights
         self.memory = parts.memory
@@ -46,7 +46,7 @@ class Engine:
         parts.preprocessor.tokenizer.max_tokens = parts.max_model_len
         self.generation_config = parts.generation_config
         self._stop_tokens = parts.stop_tokens
-        self._vocabulary = parts.model_config.text.vocab_size
+        self._vocabulary = parts.spec.vocab_size
         self.grammars = GrammarCompiler(
             parts.preprocessor.tokenizer, self._vocabulary, parts.stop_tokens
         )
@@ -97,7 +97,7 @@ class Engine:
             EngineClosedError: the engine no longer runs.
         """
         params = params.with_defaults(self.generation_config)
-        check_request(prompt, params, self.model_config, self.max_model_len)
+        check_request(prompt, params, self.spec, self.max_model_len)
         rules = LogitRules.of(params, self.preprocessor.tokenizer, self._vocabulary)
         if grammar is None and params.structured_outputs is not None:
             grammar = self.grammars.compile(params.structured_outputs)

@@ -10,7 +10,7 @@ import torch
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.errors import ConfigError
-from vlm_serve.models.config import ModelConfig
+from vlm_serve.models.cache_layout import CacheLayout
 
 EMBEDDING_CACHE_BYTES = 256 << 20
 CPU_SHARE = 4
@@ -18,66 +18,6 @@ CPU_SHARE = 4
 CPU_CEILING = 4 << 30
 GPU_SHARE = 0.85
 MIN_BLOCKS = 4
-INT8_EXTRA_BYTES = 8
-"""Per token and head for int8: scale and zero point of K and of V, two bytes each."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What one token, block and state row consist of on one rank."""
-
-    attention_layers: int
-    kv_heads: int
-    head_dim: int
-    gdn_layers: int
-    conv_dim: int
-    conv_columns: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-    @classmethod
-    def of(cls, model: ModelConfig, tensor_parallel: int = 1) -> CacheShape:
-        """Shape of a model split over `tensor_parallel` ranks.
-
-        Raises:
-            ConfigError: the heads cannot be split that way.
-        """
-        text = model.text
-        for name, heads in (
-            ("linear key heads", text.gdn_key_heads),
-            ("linear value heads", text.gdn_value_heads),
-            ("attention heads", text.attention_heads),
-        ):
-            if heads % tensor_parallel:
-                raise ConfigError(
-                    f"tp: {heads} {name} cannot be split over {tensor_parallel} ranks", param="tp"
-                )
-        key_heads = text.gdn_key_heads // tensor_parallel
-        value_heads = text.gdn_value_heads // tensor_parallel
-        return cls(
-            attention_layers=text.attention_layers,
-            kv_heads=max(1, text.kv_heads // tensor_parallel),
-            head_dim=text.head_dim,
-            gdn_layers=text.gdn_layers,
-            conv_dim=2 * key_heads * text.gdn_key_dim + value_heads * text.gdn_value_dim,
-            conv_columns=text.conv_kernel - 1,
-            value_heads=value_heads,
-            key_dim=text.gdn_key_dim,
-            value_dim=text.gdn_value_dim,
-        )
-
-    def block_bytes(self, block_size: int, kv_dtype: torch.dtype) -> int:
-        """One KV block of all attention layers; uint8 stands for int8 codes with their scales."""
-        per_head = 2 * self.head_dim * kv_dtype.itemsize
-        per_head += INT8_EXTRA_BYTES if kv_dtype == torch.uint8 else 0
-        return self.attention_layers * block_size * self.kv_heads * per_head
-
-    def state_bytes(self, state_dtype: torch.dtype, conv_dtype: torch.dtype) -> int:
-        """One state row: recurrent matrices and conv tails of all GDN layers."""
-        recurrent = self.value_heads * self.key_dim * self.value_dim * state_dtype.itemsize
-        conv = self.conv_dim * self.conv_columns * conv_dtype.itemsize
-        return self.gdn_layers * (recurrent + conv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +51,25 @@ def split_by_interval(
 
 
 def plan_memory(
-    shape: CacheShape,
+    layout: CacheLayout,
     config: EngineConfig,
     types: Types,
     cache_memory: int,
 ) -> MemoryPlan:
     """Splits `cache_memory` into KV blocks and snapshot rows.
 
-    An explicit `prefix_cache_state_budget` is taken as it is; an explicit
-    `prefix_cache_state_interval` gives one snapshot per so many blocks; otherwise snapshots get
-    half.
+    A model without state has no rows. An explicit `prefix_cache_state_budget` is taken as it is; an
+    explicit `prefix_cache_state_interval` gives one snapshot per so many blocks; otherwise
+    snapshots get half.
 
     Raises:
         ConfigError: too small; the message says which option to change.
     """
     assert config.block_size is not None
-    block_bytes = shape.block_bytes(config.block_size, types.kv)
-    snapshot_bytes = shape.state_bytes(types.state, types.conv)
+    block_bytes = layout.num_bytes("block", types.pools, config.block_size)
+    snapshot_bytes = layout.num_bytes("row", types.pools)
     budget = config.prefix_cache_state_budget
-    if not config.enable_prefix_caching:
+    if not config.enable_prefix_caching or not layout.has_state:
         budget = 0
     if budget is not None:
         snapshots = budget
@@ -156,7 +96,7 @@ def plan_memory(
         snapshot_bytes=snapshot_bytes,
         num_blocks=blocks,
         num_snapshot_rows=snapshots,
-        num_live_rows=config.max_num_seqs,
+        num_live_rows=config.max_num_seqs if layout.has_state else 0,
     )
 
 

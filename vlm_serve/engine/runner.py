@@ -17,7 +17,8 @@ from vlm_serve.kernels.kv_write import copy_kv_rows
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.kernels.state_copy import copy_rows
 from vlm_serve.models import Model
-from vlm_serve.models.batch import CacheTensors, ForwardBatch, ForwardOutput
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
+from vlm_serve.models.cache_layout import CacheTensors
 
 
 class ModelRunner:
@@ -59,7 +60,7 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepOutput:
         """Executes one step. Raises whatever the model raises; nothing is published before it
         has returned."""
-        with launching_on(self._caches.kv.device):
+        with launching_on(self._caches.device):
             return self._run(plan)
 
     def _run(self, plan: StepPlan) -> StepOutput:
@@ -86,23 +87,25 @@ class ModelRunner:
     def _forward(self, batch: ForwardBatch) -> ForwardOutput:
         if self._graphs is not None and self._graphs.accepts(batch):
             return self._graphs.run(batch)
-        return self._model.forward(batch.to(self._caches.kv.device), self._caches)
+        return self._model.forward(batch.to(self._caches.device), self._caches)
 
     def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
         """Fills freed blocks and rows with NaN, so that a stale read shows in every result."""
-        block_ids, row_ids = list(blocks), list(rows)
-        if block_ids and self._caches.kv.dtype.is_floating_point:
-            self._caches.kv[block_ids] = float("nan")
-        if row_ids:
-            self._caches.conv[row_ids] = float("nan")
-            self._caches.recurrent[row_ids] = float("nan")
+        caches = self._caches
+        for pools, freed in (
+            (caches.of_unit("block"), list(blocks)),
+            (caches.of_unit("row"), list(rows)),
+        ):
+            for pool in pools:
+                if freed and pool.dtype.is_floating_point:
+                    pool[freed] = float("nan")
 
     def _copy(self, plan: StepPlan) -> None:
         if plan.row_copies:
             sources, destinations = zip(*plan.row_copies, strict=True)
-            copy_rows((self._caches.conv, self._caches.recurrent), sources, destinations)
+            copy_rows(self._caches.of_unit("row"), sources, destinations)
         if plan.copies:
-            copy_kv_rows(self._caches.kv, self._caches.kv_scales, plan.copies)
+            copy_kv_rows(self._caches["kv"], self._caches.tensors.get("kv_scales"), plan.copies)
 
     def _encode(self, encodes: tuple[Encode, ...]) -> None:
         if not encodes:

@@ -14,8 +14,8 @@ from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.kernels.native_library import digests, foreseen
 from vlm_serve.models import Model
-from vlm_serve.models.batch import CacheTensors
-from vlm_serve.models.compiled_program import UnsupportedError
+from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.models.program import UnsupportedError
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def decode_graphs(
     """None if they were not asked for by name and this GPU or driver cannot capture them."""
     assert config.block_size is not None
     try:
-        with launching_on(caches.kv.device):
+        with launching_on(caches.device):
             return DecodeGraphs(
                 model,
                 caches,

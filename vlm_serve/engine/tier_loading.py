@@ -22,7 +22,7 @@ from vlm_serve.engine.tier_down import TierListener
 from vlm_serve.engine.tier_transfer import TensorTransfer
 from vlm_serve.engine.tier_up import Fetch, Reading, TierFetcher
 from vlm_serve.errors import ConfigError, EngineClosedError
-from vlm_serve.models.batch import CacheTensors
+from vlm_serve.models.cache_layout import CacheTensors
 
 SHUTDOWN_SECONDS = 20.0
 """How long the end of an engine may take to save what the device holds."""

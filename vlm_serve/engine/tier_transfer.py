@@ -10,7 +10,7 @@ import torch
 
 from vlm_serve.cache.experts import Rows
 from vlm_serve.cache.tiers.entry import Entry, Kind
-from vlm_serve.models.batch import CacheTensors
+from vlm_serve.models.cache_layout import CacheTensors
 
 Staged = tuple[torch.Tensor, ...]
 
@@ -45,7 +45,7 @@ class TensorTransfer:
 
     def __init__(self, caches: CacheTensors) -> None:
         self._caches = caches
-        self._pin = caches.kv.device.type == "cuda"
+        self._pin = caches.device.type == "cuda"
 
     def read_kv(self, block: int, num_tokens: int) -> bytes:
         return _to_bytes(self._kv(block, num_tokens))
@@ -82,14 +82,10 @@ class TensorTransfer:
             place.copy_(part)
 
     def _kv(self, block: int, num_tokens: int) -> Staged:
-        caches = self._caches
-        kv = caches.kv[block, :, :, :num_tokens]
-        if caches.kv_scales is None:
-            return (kv,)
-        return (kv, caches.kv_scales[block, :, :, :num_tokens])
+        return tuple(pool[block, :, :, :num_tokens] for pool in self._caches.of_unit("block"))
 
     def _state(self, row: int) -> Staged:
-        return (self._caches.recurrent[row], self._caches.conv[row])
+        return tuple(pool[row] for pool in self._caches.of_unit("row"))
 
 
 def expert_layout(rows: Rows) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from vlm_serve.errors import ContextLengthError, InvalidRequestError
-from vlm_serve.models import ModelConfig
+from vlm_serve.models import ModelSpec
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
@@ -15,7 +15,7 @@ MAX_PIN_SECONDS = 30 * 24 * 3600.0
 
 
 def check_request(
-    prompt: Prompt, params: SamplingParams, model: ModelConfig, max_model_len: int
+    prompt: Prompt, params: SamplingParams, model: ModelSpec, max_model_len: int
 ) -> None:
     """Raises ContextLengthError if prompt and answer do not fit, InvalidRequestError for an empty
     prompt or parameters that do not fit the model."""
@@ -41,7 +41,7 @@ def check_request(
             f"stop strings may have at most {MAX_STOP_CHARACTERS} characters", param="stop"
         )
     _check_experts(length, params, model)
-    vocabulary = model.text.vocab_size
+    vocabulary = model.vocab_size
     for token in params.stop_token_ids:
         if token >= vocabulary:
             raise InvalidRequestError(
@@ -50,8 +50,8 @@ def check_request(
             )
 
 
-def _check_experts(length: int, params: SamplingParams, model: ModelConfig) -> None:
-    if params.return_routed_experts and model.text.moe is None:
+def _check_experts(length: int, params: SamplingParams, model: ModelSpec) -> None:
+    if params.return_routed_experts and model.routing is None:
         raise InvalidRequestError(
             "return_routed_experts: this model has no routed experts",
             param="return_routed_experts",

@@ -1,7 +1,9 @@
-"""Models: configs, weights, and the forward over packed tokens, paged KV and state rows."""
+"""Models: what they are, their weights, and the forward over packed tokens, paged KV and state
+rows."""
 
-from vlm_serve.models.config import ModelConfig
 from vlm_serve.models.files import resolve_checkpoint
-from vlm_serve.models.qwen3_5 import Model, load_model
+from vlm_serve.models.model import Model, load_model
+from vlm_serve.models.registry import read_spec
+from vlm_serve.models.spec import ModelSpec
 
-__all__ = ["Model", "ModelConfig", "load_model", "resolve_checkpoint"]
+__all__ = ["Model", "ModelSpec", "load_model", "read_spec", "resolve_checkpoint"]

@@ -56,22 +56,3 @@ class ForwardOutput:
 
     logits: torch.Tensor
     experts: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class CacheTensors:
-    """The pools a forward reads and writes; KV for full-attention layers, state for GDN layers.
-
-    Attributes:
-        kv: `[num_blocks, attention_layers, 2, block_size, kv_heads, head_dim]` in the KV dtype.
-        kv_scales: float16 `[num_blocks, attention_layers, 4, block_size, kv_heads]` (k scale,
-            k zero, v scale, v zero) for int8, else None.
-        conv: `[num_rows, gdn_layers, conv_dim, kernel - 1]` in the model dtype, oldest column
-            first.
-        recurrent: `[num_rows, gdn_layers, value_heads, key_dim, value_dim]` in the state dtype.
-    """
-
-    kv: torch.Tensor
-    kv_scales: torch.Tensor | None
-    conv: torch.Tensor
-    recurrent: torch.Tensor

@@ -1,4 +1,4 @@
-"""The compiled forward: all layers of a step in one call into `native/step.cpp`.
+"""The compiled forward: a step as one call into `native/step.cpp`.
 
 A decode step is some hundreds of short operations, and launching them one by one from Python takes
 longer than computing them. A prefill runs through the same code, so that what a decode step has
@@ -17,7 +17,8 @@ from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, chec
 from vlm_serve.kernels.native_layout import mirrors
 from vlm_serve.kernels.native_library import call, load
 from vlm_serve.models.batch import ForwardBatch
-from vlm_serve.models.compiled_program import Program
+from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.models.program import Program
 
 _INTEGERS = ("tokens", "sequences", "rows", "threads")
 _ADDRESSES = (
@@ -54,16 +55,17 @@ class CompiledStep:
     slice begins, or on whether it is prompt or answer.
 
     Args:
-        program: the model over its pools.
-        dtype: of activations.
+        program: the model.
+        caches: the pools that it was made for.
 
     Raises:
         BuildError: the library can be neither found nor built.
     """
 
-    def __init__(self, program: Program, dtype: torch.dtype) -> None:
-        self._program = program
-        self._bits = 8 * dtype.itemsize
+    def __init__(self, program: Program, caches: CacheTensors) -> None:
+        self._program = program, program.record()
+        self._caches = caches
+        self._bits = 8 * program.dtype.itemsize
         load()
 
     def run(self, batch: ForwardBatch, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -80,13 +82,13 @@ class CompiledStep:
             KernelArgumentError: a row or block outside of the pools, as from the kernels.
             MemoryError: from a step whose contexts are too long for it.
         """
-        sizes = self._program.record.sizes
+        _, program = self._program
         tokens, rows = x.shape[0], batch.logit_rows.shape[0]
-        logits = torch.empty(rows, sizes.vocab)
+        logits = torch.empty(rows, program.vocab)
         ids = None
-        if batch.capture_experts and sizes.experts:
-            ids = torch.empty(tokens, sizes.layers, sizes.top_k, dtype=torch.int64)
-        layout, positions = _Layout(batch, tokens, self._program), batch.positions.contiguous()
+        if batch.capture_experts and program.top_k:
+            ids = torch.empty(tokens, program.expert_layers, program.top_k, dtype=torch.int64)
+        layout, positions = _Layout(batch, tokens, self._caches), batch.positions.contiguous()
         step = StepRecord(
             tokens=tokens,
             sequences=len(layout.start),
@@ -100,14 +102,14 @@ class CompiledStep:
             expert_ids=None if ids is None else ids.data_ptr(),
             **layout.addresses(),
         )
-        call("vlm_step", ctypes.byref(self._program.record), ctypes.byref(step), self._bits)
+        call("vlm_step", ctypes.byref(program), ctypes.byref(step), self._bits)
         return logits, ids
 
 
 class _Layout:
     """Which tokens, rows and blocks belong to which sequence; decode sequences come first."""
 
-    def __init__(self, batch: ForwardBatch, tokens: int, program: Program) -> None:
+    def __init__(self, batch: ForwardBatch, tokens: int, caches: CacheTensors) -> None:
         decode, prefill = batch.decode, batch.prefill
         self.first_token, self.start = array("q", [0]), array("q")
         self.src_rows, self.dst_rows = array("q"), array("q")
@@ -116,21 +118,21 @@ class _Layout:
         first = 0
         if decode is not None:
             first = len(decode)
-            check_decode_meta(decode, first, program.rows)
-            check_block_tables(decode, decode.kv_lens, program.blocks, program.block_size)
+            check_decode_meta(decode, first, caches.num_rows)
+            check_block_tables(decode, decode.kv_lens, caches.num_blocks, caches.block_size)
             self.first_token.extend(range(1, first + 1))
             self.start.extend(length - 1 for length in decode.kv_lens)
             self._add_rows(decode.src_rows, decode.dst_rows)
             self.snapshot_rows[:first] = array("q", decode.snapshot_rows)
             self._add_blocks(decode.block_tables)
         if prefill is not None:
-            check_prefill_meta(prefill, tokens - first, program.rows)
+            check_prefill_meta(prefill, tokens - first, caches.num_rows)
             ends = prefill.cu_seqlens[1:]
             lengths = [
                 start + end - begin
                 for start, begin, end in zip(prefill.starts, prefill.cu_seqlens, ends, strict=False)
             ]
-            check_block_tables(prefill, lengths, program.blocks, program.block_size)
+            check_block_tables(prefill, lengths, caches.num_blocks, caches.block_size)
             self.first_token.extend(first + end for end in ends)
             self.start.extend(prefill.starts)
             self._add_rows(prefill.src_rows, prefill.dst_rows)

@@ -9,10 +9,10 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from vlm_serve.kernels.linear import Linear, Part, load
-from vlm_serve.models.sizes import VisionConfig
+from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.models.parts.base import Loader
+from vlm_serve.models.spec import VisionSpec
 from vlm_serve.models.vision_grid import axial_angles, interpolate_positions
-from vlm_serve.models.weights import Weights
 
 _EPS = 1e-6
 _REMEMBERED_GRIDS = 64
@@ -47,14 +47,16 @@ class VisionTower:
 
     Args:
         config: sizes.
-        weights: where the tensors come from.
+        source: where the tensors come from.
+        prefix: of their names.
+        dtype: of activations.
     """
 
-    def __init__(self, config: VisionConfig, weights: Weights) -> None:
+    def __init__(self, config: VisionSpec, source: Loader, prefix: str, dtype: torch.dtype) -> None:
         self._config = config
-        self._device = weights.device
-        self._dtype = weights.compute_dtype
-        reader = _Loader(weights, config)
+        self._device = source.device
+        self._dtype = dtype
+        reader = _Reader(source, prefix, config)
         self._patch_embed = reader.patch_embed()
         self._positions = reader.positions()
         self._blocks = tuple(reader.block(index) for index in range(config.depth))
@@ -132,17 +134,17 @@ class VisionTower:
         return positions, cos.to(self._device), sin.to(self._device)
 
 
-class _Loader:
+class _Reader:
     """Names and shapes of the tower's tensors."""
 
-    def __init__(self, weights: Weights, config: VisionConfig) -> None:
-        self._weights = weights
+    def __init__(self, source: Loader, prefix: str, config: VisionSpec) -> None:
+        self._source = source
+        self._prefix = prefix
         self._config = config
-        self._prefix = weights.vision_prefix()
 
     def positions(self) -> torch.Tensor:
         shape = (self._config.num_positions, self._config.hidden_size)
-        return self._weights.tensor(f"{self._prefix}pos_embed.weight", shape)
+        return self._source.tensor(f"{self._prefix}pos_embed.weight", shape)
 
     def patch_embed(self) -> Linear:
         """A convolution whose stride is its kernel: a projection of flattened patches."""
@@ -152,8 +154,8 @@ class _Loader:
 
     def norm(self, name: str) -> Affine:
         shape, name = (self._config.hidden_size,), self._prefix + name
-        weight = self._weights.tensor(f"{name}.weight", shape)
-        return Affine(weight, self._weights.tensor(f"{name}.bias", shape))
+        weight = self._source.tensor(f"{name}.weight", shape)
+        return Affine(weight, self._source.tensor(f"{name}.bias", shape))
 
     def projection(self, name: str, rows: int, columns: int) -> Linear:
         return self._load(name, (rows, columns))
@@ -161,7 +163,7 @@ class _Loader:
     def _load(self, name: str, shape: tuple[int, ...]) -> Linear:
         name = self._prefix + name
         bias = [Part(f"{name}.bias", shape[:1])]
-        return load(self._weights, [Part(f"{name}.weight", shape)], bias)
+        return self._source.linear(Part(f"{name}.weight", shape), bias=bias)
 
     def block(self, index: int) -> VisionBlock:
         hidden, wide = self._config.hidden_size, self._config.intermediate_size

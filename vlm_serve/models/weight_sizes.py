@@ -1,31 +1,22 @@
-"""What a model's weights take in memory, from its config alone."""
+"""What a model's weights take in memory, without reading them: the model is loaded from nothing,
+and what it asks for is counted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
+from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.kernels.linear.base import shape
 from vlm_serve.kernels.linear.dense import PANEL
-from vlm_serve.models.config import ModelConfig
-from vlm_serve.models.sizes import TextConfig, VisionConfig
+from vlm_serve.kernels.linear.torch_dense import TorchDense
+from vlm_serve.models.model import Decoder
+from vlm_serve.models.spec import ModelSpec
+from vlm_serve.models.vision import VisionTower
 from vlm_serve.options import format_size
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """So many projections of one shape.
-
-    Attributes:
-        columns, depth: N and K.
-        biases: numbers in the bias of each.
-    """
-
-    columns: int
-    depth: int
-    count: int = 1
-    biases: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +45,50 @@ class WeightBytes:
         return format_size(self.in_memory) + table
 
 
+class _Nothing:
+    """A `Loader` of tensors without memory; adds up what they would take."""
+
+    def __init__(
+        self, weights: torch.dtype, compute: torch.dtype, device: torch.device, compiled: bool
+    ) -> None:
+        self.device = device
+        self.projections = self.table = self.others = 0
+        self._weights, self._compute, self._compiled = weights, compute, compiled
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def linear(self, *parts: Part, bias: list[Part] | None = None) -> Linear:
+        columns, depth = shape(parts, None)
+        width, biases = self._weights.itemsize, columns if bias else 0
+        if self._compiled:
+            panels = -(-columns // PANEL)
+            rows = depth + (depth % 2 if self._weights == torch.bfloat16 else 0)
+            self.projections += panels * PANEL * rows * width + 4 * biases
+        else:
+            self.projections += (columns * depth + biases) * width
+        return TorchDense(_empty((columns, depth), self._weights), None)
+
+    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        self.others += prod(shape) * self._compute.itemsize
+        return _empty(shape, self._compute)
+
+    def stacked(self, parts: Sequence[Part], count: int) -> torch.Tensor:
+        columns, depth = shape(parts, None)
+        self.projections += columns * depth * self._weights.itemsize
+        return _empty((count, columns // count, depth), self._weights)
+
+    def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        self.table += prod(shape) * self._weights.itemsize
+        return _empty(shape, self._weights)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
 def weight_bytes(
-    config: ModelConfig,
+    spec: ModelSpec,
     *,
     weights: torch.dtype,
     compute: torch.dtype,
@@ -66,76 +99,20 @@ def weight_bytes(
     """The sizes, to within one percent of what a loaded model has.
 
     Args:
-        config: of the model.
+        spec: the model.
         weights: type of projections and table.
         compute: type of everything else.
         device: where they are to live.
         compiled: whether they are packed for compiled CPU kernels, in whole panels.
         tensor_parallel: ranks that share the language model's projections; the rest is on each.
     """
-
-    def size(shape: Shape) -> int:
-        if not compiled:
-            return shape.count * (shape.columns * shape.depth + shape.biases) * weights.itemsize
-        columns = -(-shape.columns // PANEL) * PANEL
-        depth = shape.depth + (shape.depth % 2 if weights == torch.bfloat16 else 0)
-        return shape.count * (columns * depth * weights.itemsize + 4 * shape.biases)
-
-    text, vision = config.text, config.vision
-    projections = sum(map(size, _text_shapes(text))) // tensor_parallel
-    others = _text_others(text)
-    if vision is not None:
-        projections += sum(map(size, _vision_shapes(vision)))
-        others += _vision_others(vision)
+    text, vision = (_Nothing(weights, compute, device, compiled) for _ in range(2))
+    Decoder(spec, text, "", None)
+    if spec.vision is not None:
+        VisionTower(spec.vision, vision, "", compute)
     return WeightBytes(
-        projections=projections,
-        table=text.vocab_size * text.hidden_size * weights.itemsize,
-        others=others * compute.itemsize,
-        mapped=device.type == "cpu" and weights == config.dtype,
+        projections=text.projections // tensor_parallel + vision.projections,
+        table=text.table,
+        others=text.others + vision.others,
+        mapped=device.type == "cpu" and weights == spec.dtype,
     )
-
-
-def _text_shapes(text: TextConfig) -> Iterator[Shape]:
-    hidden, queries = text.hidden_size, text.attention_heads * text.head_dim
-    yield Shape(text.vocab_size, hidden)
-    heads, values = text.gdn_value_heads, text.value_dim
-    yield Shape(text.conv_dim + values + 2 * heads, hidden, text.gdn_layers)
-    yield Shape(hidden, values, text.gdn_layers)
-    wide = 2 * queries + 2 * text.kv_heads * text.head_dim
-    biased = int(text.attention_bias)
-    yield Shape(wide, hidden, text.attention_layers, biased * wide)
-    yield Shape(hidden, queries, text.attention_layers, biased * hidden)
-    if text.moe is None:
-        inner = text.intermediate_size
-    else:
-        moe, inner = text.moe, text.moe.shared_intermediate_size
-        experts = text.num_layers * moe.num_experts
-        yield Shape(moe.num_experts + 1, hidden, text.num_layers)
-        yield Shape(moe.intermediate_size, hidden, 2 * experts)
-        yield Shape(hidden, moe.intermediate_size, experts)
-    yield Shape(inner, hidden, 2 * text.num_layers)
-    yield Shape(hidden, inner, text.num_layers)
-
-
-def _text_others(text: TextConfig) -> int:
-    """Numbers in everything but matrices."""
-    norms = (2 * text.num_layers + 1) * text.hidden_size
-    delta = text.conv_dim * text.conv_kernel + text.gdn_value_dim + 2 * text.gdn_value_heads
-    return norms + text.gdn_layers * delta + text.attention_layers * 2 * text.head_dim
-
-
-def _vision_shapes(vision: VisionConfig) -> Iterator[Shape]:
-    hidden, wide, depth = vision.hidden_size, vision.intermediate_size, vision.depth
-    yield Shape(hidden, vision.patch_dim, 1, hidden)
-    yield Shape(3 * hidden, hidden, depth, 3 * hidden)
-    yield Shape(hidden, hidden, depth, hidden)
-    yield Shape(wide, hidden, depth, wide)
-    yield Shape(hidden, wide, depth, hidden)
-    merged = hidden * vision.merge_size**2
-    yield Shape(merged, merged, 1, merged)
-    yield Shape(vision.out_hidden_size, merged, 1, vision.out_hidden_size)
-
-
-def _vision_others(vision: VisionConfig) -> int:
-    norms = 2 * (2 * vision.depth + 1) * vision.hidden_size
-    return norms + vision.num_positions * vision.hidden_size

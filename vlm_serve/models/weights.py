@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError
+from vlm_serve.kernels.linear import Linear, Part, load
 from vlm_serve.models.files import weight_files
 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
@@ -93,15 +94,15 @@ class Weights:
         """A tensor in the type of activations, in memory of its own."""
         return self.mapped(name, shape).to(self.device, self.compute_dtype, copy=True)
 
-    def stacked(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Several tensors one below the other, in the type of projections."""
-        rows = sum(shape[0] for shape in shapes)
-        out = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
-        start = 0
-        for name, shape in zip(names, shapes, strict=True):
-            out[start : start + shape[0]] = self.mapped(name, shape)
-            start += shape[0]
-        return out
+    def linear(self, *parts: Part, bias: list[Part] | None = None) -> Linear:
+        """Rows of several tensors below each other, as one projection."""
+        return load(self, list(parts), bias)
+
+    def stacked(self, parts: Sequence[Part], count: int) -> torch.Tensor:
+        """`[count, rows, K]` in the type of projections, for kernels that take all experts in one
+        tensor."""
+        whole = torch.cat([piece for part in parts for piece in part.pieces(self, None)])
+        return whole.to(self.device).view(count, -1, whole.shape[1])
 
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """A lookup table. It stays in its file where type and device allow: only the rows that are

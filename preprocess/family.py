@@ -1,0 +1,46 @@
+"""What the tokenizer and the chat template of a model family agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Fixed facts about prompts of a family.
+
+    Attributes:
+        split: the pattern at which transformers has texts of this family split into words, whatever
+            tokenizer.json says; None: as the file has it.
+        end_of_turn: the token behind every message.
+        image_pad, video_pad: the tokens that stand for media, where the config names none.
+        vision_start, vision_end: around them, likewise.
+        timestamp: the text before a video's temporal patch, formatted with its seconds.
+    """
+
+    split: str | None = None
+    end_of_turn: str = "<|im_end|>"
+    image_pad: str = "<|image_pad|>"
+    video_pad: str = "<|video_pad|>"
+    vision_start: str = "<|vision_start|>"
+    vision_end: str = "<|vision_end|>"
+    timestamp: str = "<{:.1f} seconds>"
+
+
+CHATML = Family()
+QWEN3_5 = Family(
+    split=(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+        r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
+        r"|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+"
+        r"|\s+(?!\S)"
+        r"|\s+"
+    )
+)
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a model that nobody has given one."""
+    return QWEN3_5 if model_type.startswith("qwen3_5") else CHATML

@@ -1,0 +1,152 @@
+"""What layers keep between steps: kinds of pools, their sizes, and the pools themselves.
+
+A pool has one entry for every layer that has its kind, in every KV block or in every state row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+import torch
+
+BLOCK_SIZE = -1
+"""Stands in a pool's entry for the tokens of a block."""
+
+Unit = Literal["block", "row"]
+Dtypes = Mapping[str, torch.dtype]
+"""The types of pools by their kind. A kind without one does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One kind of memory.
+
+    Attributes:
+        kind: "kv", "kv_scales", "conv", "recurrent".
+        unit: whether a block of tokens or a sequence's state row has an entry.
+        entry: shape of one layer's.
+        split: the dimension of the entry that tensor parallelism shares out; where it is smaller
+            than the number of ranks, each of them has one.
+    """
+
+    kind: str
+    unit: Unit
+    entry: tuple[int, ...]
+    split: int
+
+    def of_rank(self, ranks: int) -> Pool:
+        """The pool of one of so many ranks."""
+        sizes = list(self.entry)
+        sizes[self.split] = max(1, sizes[self.split] // ranks)
+        return replace(self, entry=tuple(sizes))
+
+    def shape(self, block_size: int) -> tuple[int, ...]:
+        """Of an entry, in blocks of that many tokens."""
+        return tuple(block_size if size == BLOCK_SIZE else size for size in self.entry)
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The pools of a model.
+
+    Attributes:
+        pools: every kind, and how many layers have it.
+        places: for each layer its place among the layers of a kind, by kind.
+    """
+
+    pools: tuple[tuple[Pool, int], ...]
+    places: tuple[Mapping[str, int], ...]
+
+    @classmethod
+    def of(cls, layers: Iterable[Sequence[Pool]], ranks: int = 1) -> CacheLayout:
+        """The layout of layers with these pools, of which one of `ranks` ranks holds its share."""
+        kinds: dict[str, Pool] = {}
+        counts: Counter[str] = Counter()
+        places = []
+        for pools in layers:
+            place = {}
+            for pool in pools:
+                assert kinds.setdefault(pool.kind, pool) == pool, "layers of a kind are alike"
+                place[pool.kind] = counts[pool.kind]
+                counts[pool.kind] += 1
+            places.append(place)
+        shared = tuple((pool.of_rank(ranks), counts[kind]) for kind, pool in kinds.items())
+        return cls(shared, tuple(places))
+
+    @property
+    def has_state(self) -> bool:
+        """Whether sequences have state rows."""
+        return any(pool.unit == "row" for pool, _ in self.pools)
+
+    def num_bytes(self, unit: Unit, dtypes: Dtypes, block_size: int = 0) -> int:
+        """Bytes of one KV block or of one state row."""
+        return sum(
+            layers * prod(pool.shape(block_size)) * dtypes[pool.kind].itemsize
+            for pool, layers in self.pools
+            if pool.unit == unit and pool.kind in dtypes
+        )
+
+    def allocate(
+        self,
+        num_blocks: int,
+        num_rows: int,
+        block_size: int,
+        dtypes: Dtypes,
+        device: torch.device | str = "cpu",
+    ) -> CacheTensors:
+        """The pools. Untouched pages of a CPU pool cost no memory until they are written."""
+        counts = {"block": num_blocks, "row": num_rows}
+        tensors = {
+            pool.kind: torch.empty(
+                (counts[pool.unit], layers, *pool.shape(block_size)),
+                dtype=dtypes[pool.kind],
+                device=device,
+            )
+            for pool, layers in self.pools
+            if pool.kind in dtypes
+        }
+        rows = num_rows if self.has_state else 0
+        return CacheTensors(self, tensors, num_blocks, rows, block_size, torch.device(device))
+
+
+@dataclass(frozen=True, eq=False)
+class CacheTensors:
+    """The pools that a forward reads and writes.
+
+    Attributes:
+        layout: which there are.
+        tensors: by kind, `[num_blocks or num_rows, layers, *entry]`; "kv" is `[blocks, layers, 2,
+            block_size, kv_heads, head_dim]`, "kv_scales" float16 `[blocks, layers, 4, block_size,
+            kv_heads]` (k scale, k zero, v scale, v zero; int8 only), "conv" `[rows, layers,
+            channels, taps - 1]`, oldest first, "recurrent" `[rows, layers, value_heads, key_dim,
+            value_dim]`.
+        num_rows: 0 without state layers.
+        device: of all of them.
+    """
+
+    layout: CacheLayout
+    tensors: Mapping[str, torch.Tensor]
+    num_blocks: int
+    num_rows: int
+    block_size: int
+    device: torch.device
+
+    def __getitem__(self, kind: str) -> torch.Tensor:
+        return self.tensors[kind]
+
+    def of_unit(self, unit: Unit) -> tuple[torch.Tensor, ...]:
+        """All pools with an entry for every block, or for every row."""
+        pools = self.layout.pools
+        kinds = [pool.kind for pool, _ in pools if pool.unit == unit and pool.kind in self.tensors]
+        return tuple(self.tensors[kind] for kind in kinds)
+
+    def of_layer(self, index: int) -> dict[str, torch.Tensor]:
+        """A layer's part of each of its pools, `[num_blocks or num_rows, *entry]`."""
+        places = self.layout.places[index]
+        return {
+            kind: self[kind][:, place] for kind, place in places.items() if kind in self.tensors
+        }

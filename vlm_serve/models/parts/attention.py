@@ -1,0 +1,186 @@
+"""The full-attention mixer over paged keys and values, with or without an output gate.
+
+Numerics follow transformers' Qwen3_5Attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vlm_serve.kernels.elementwise import times_sigmoid
+from vlm_serve.kernels.kv_write import write_kv
+from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.kernels.metadata import KVLayer
+from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
+from vlm_serve.kernels.rope import qk_norm_rope
+from vlm_serve.kernels.rope.compiled import MOST_DIM
+from vlm_serve.models.cache_layout import BLOCK_SIZE, Pool
+from vlm_serve.models.parts.base import LoadedMixer, Loader, Mixer, Norm, Step, load_norm
+from vlm_serve.models.program import (
+    AttendRecord,
+    HeadsRecord,
+    Program,
+    SigmoidRecord,
+    UnsupportedError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Mixer):
+    """Sizes. `gated`: the output is multiplied with the sigmoid of a gate, whose rows the
+    checkpoint keeps behind the query's of each head. `name` begins its tensors' names."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    gated: bool = True
+    bias: bool = False
+    name: str = "self_attn"
+
+    @property
+    def queries(self) -> int:
+        """Channels of all queries, and of the output."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys, and of all values."""
+        return self.kv_heads * self.head_dim
+
+    def pools(self) -> tuple[Pool, ...]:
+        return (
+            Pool("kv", "block", (2, BLOCK_SIZE, self.kv_heads, self.head_dim), split=2),
+            Pool("kv_scales", "block", (4, BLOCK_SIZE, self.kv_heads), split=2),
+        )
+
+    def heads_to_split(self) -> Mapping[str, int]:
+        return {"attention heads": self.heads}
+
+    def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedAttention:
+        name, dim = f"{layer}.{self.name}", self.head_dim
+        out = Part(f"{name}.o_proj.weight", (hidden, self.queries))
+        return LoadedAttention(
+            sizes=self,
+            in_proj=source.linear(
+                *self._input(f"{name}.{{}}_proj.weight", (hidden,)),
+                bias=self._input(f"{name}.{{}}_proj.bias", ()) if self.bias else None,
+            ),
+            q_norm=load_norm(source, f"{name}.q_norm", dim, norm),
+            k_norm=load_norm(source, f"{name}.k_norm", dim, norm),
+            out_proj=source.linear(
+                out, bias=[Part(f"{name}.o_proj.bias", (hidden,))] if self.bias else None
+            ),
+            eps=norm.eps,
+        )
+
+    def _input(self, name: str, tail: tuple[int, ...]) -> list[Part]:
+        """Query, key, value and gate rows: all queries first, all gates last."""
+        keys = [Part(name.format(kind), (self.keys, *tail)) for kind in "kv"]
+        if not self.gated:
+            return [Part(name.format("q"), (self.queries, *tail)), *keys]
+        dim, both = self.head_dim, (2 * self.queries, *tail)
+        starts = range(0, both[0], 2 * dim)
+        queries = tuple(range(start, start + dim) for start in starts)
+        gates = tuple(range(start + dim, start + 2 * dim) for start in starts)
+        return [Part(name.format("q"), both, queries), *keys, Part(name.format("q"), both, gates)]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAttention(LoadedMixer):
+    """`in_proj` gives query, key, value and, if there is one, gate, from one product."""
+
+    sizes: Attention
+    in_proj: Linear
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+    out_proj: Linear
+    eps: float
+
+    def bind(self, pools: Mapping[str, torch.Tensor]) -> KVLayer:
+        scales = pools.get("kv_scales")
+        parts = () if scales is None else scales.unbind(1)
+        return KVLayer(*pools["kv"].unbind(1), *parts)
+
+    def apply(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cache: KVLayer,
+        step: Step,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        sizes, deterministic = self.sizes, step.deterministic
+        wide = self.in_proj(x, deterministic=deterministic)
+        widths = [sizes.queries, sizes.keys, sizes.keys]
+        q, k, v, *gate = torch.split_with_sizes(wide, widths + [sizes.queries] * sizes.gated, 1)
+        q, k = qk_norm_rope(
+            q.view(-1, sizes.heads, sizes.head_dim),
+            k.view(-1, sizes.kv_heads, sizes.head_dim),
+            self.q_norm,
+            self.k_norm,
+            step.cos,
+            step.sin,
+            self.eps,
+        )
+        write_kv(k, v.view(k.shape), cache, step.slots)
+        out = self._attend(q, cache, step).flatten(1)
+        if keep is not None:
+            out, residual, gate = out[keep], residual[keep], [each[keep] for each in gate]
+        for each in gate:
+            out = times_sigmoid(out, each)
+        return self.out_proj(out, plus=residual, deterministic=deterministic)
+
+    def _attend(self, q: torch.Tensor, cache: KVLayer, step: Step) -> torch.Tensor:
+        scale, first, parts = self.sizes.head_dim**-0.5, step.num_decode, []
+        if step.decode is not None:
+            decoding = q if step.prefill is None else q[:first]
+            parts.append(attention_decode(decoding, cache, step.decode, scale=scale))
+        if step.prefill is not None:
+            parts.append(
+                attention_prefill(
+                    q[first:], cache, step.prefill, scale=scale, deterministic=step.deterministic
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def lower(self, program: Program, cache: KVLayer, *, last: bool) -> None:
+        sizes, k = self.sizes, cache.k
+        program.check_whole(head_dim=sizes.head_dim)
+        if sizes.head_dim > MOST_DIM:
+            raise UnsupportedError(f"head_dim is {sizes.head_dim}, more than {MOST_DIM}")
+        if k.dtype != program.dtype:
+            raise UnsupportedError(f"KV pages in {k.dtype} beside activations in {program.dtype}")
+        shape = {"heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
+        pages = {
+            "block_size": k.shape[1],
+            "block_stride": k.stride(0),
+            "token_stride": k.stride(1),
+            "k_pages": k.data_ptr(),
+            "v_pages": cache.v.data_ptr(),
+        }
+        wide = program.view("wide", self.in_proj.columns)
+        mixed = program.view("mixed", sizes.queries)
+        program.product(self.in_proj, program.normed, wide)
+        program.emit(
+            HeadsRecord(
+                x=wide,
+                cos=program.cos,
+                sin=program.sin,
+                half=program.cos.stride,
+                q_norm=program.factors(self.q_norm),
+                k_norm=program.factors(self.k_norm),
+                eps=self.eps,
+                **shape,
+                **pages,
+            )
+        )
+        program.emit(AttendRecord(q=wide, out=mixed, scale=sizes.head_dim**-0.5, **shape, **pages))
+        if sizes.gated:
+            gate = wide.at(sizes.queries + 2 * sizes.keys)
+            program.emit(SigmoidRecord(x=mixed, gate=gate, width=sizes.queries))
+        if last:
+            program.keep(mixed, sizes.queries)
+        program.add(self.out_proj, mixed)

@@ -1,0 +1,164 @@
+"""What token mixers and feed-forward parts have in common: as data, and with their weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.models.cache_layout import Pool
+from vlm_serve.models.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A root-mean-square norm; `centred`: a weight of 0 means a factor of 1."""
+
+    eps: float
+    centred: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Routed experts, and how many of them a token goes through."""
+
+    num_experts: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every layer of one forward shares. The first `num_decode` of the packed tokens are the
+    decode tokens."""
+
+    decode: DecodeMeta | None
+    prefill: PrefillMeta | None
+    num_decode: int
+    slots: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    deterministic: bool
+
+
+class Loader(Protocol):
+    """Where a part's weights come from; `Weights` reads a checkpoint. Raises CheckpointError."""
+
+    device: torch.device
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def linear(self, *parts: Part, bias: list[Part] | None = None) -> Linear:
+        """Rows of several tensors below each other, as one projection."""
+        ...
+
+    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """In the type of activations."""
+        ...
+
+    def stacked(self, parts: Sequence[Part], count: int) -> torch.Tensor:
+        """`[count, rows, K]` in the type of projections."""
+        ...
+
+    def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """A lookup table in the type of projections."""
+        ...
+
+
+def load_norm(source: Loader, name: str, size: int, norm: Norm) -> torch.Tensor:
+    """`[size]`, as the kernels take it: a weight of 0 means a factor of 1."""
+    weight = source.tensor(f"{name}.weight", (size,))
+    # In float32: one less than a bfloat16 is none.
+    return weight if norm.centred else weight.float() - 1.0
+
+
+class LoadedMixer(ABC):
+    """A token mixer with its weights. `cache` is what `bind` has made of the layer's pools."""
+
+    @abstractmethod
+    def bind(self, pools: Mapping[str, torch.Tensor]) -> Any:
+        """The layer's part of the pools, as `apply` takes it."""
+
+    @abstractmethod
+    def apply(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cache: Any,
+        step: Step,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Mixes tokens by ops; what the layer keeps between steps is updated in place.
+
+        Args:
+            x: `[T, hidden]` normed input.
+            residual: `[T, hidden]`, added to the output.
+            cache: from `bind`.
+            step: this forward.
+            keep: rows whose output is wanted, None for all.
+
+        Returns:
+            `[T or len(keep), hidden]`.
+        """
+
+    @abstractmethod
+    def lower(self, program: Program, cache: Any, *, last: bool) -> None:
+        """Adds the operations of a compiled step: from `program.normed` to the residual.
+
+        Args:
+            program: the step.
+            cache: from `bind`.
+            last: in the last layer; only the rows with wanted logits matter from the output
+                projection on.
+
+        Raises:
+            UnsupportedError: compiled code does not know such a mixer, or such pools.
+        """
+
+
+class Mixer(ABC):
+    """A token mixer as data; frozen, so that layers can share one."""
+
+    @abstractmethod
+    def pools(self) -> tuple[Pool, ...]:
+        """What a layer keeps between steps."""
+
+    @abstractmethod
+    def heads_to_split(self) -> Mapping[str, int]:
+        """What tensor parallelism shares out: names for messages, and numbers."""
+
+    @abstractmethod
+    def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedMixer:
+        """With the weights of the layer whose tensors' names start with `layer`."""
+
+
+class LoadedFeedForward(ABC):
+    """A feed-forward part with its weights."""
+
+    @abstractmethod
+    def apply(
+        self, x: torch.Tensor, residual: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """By ops: (`[T, hidden]` with the residual added, int64 `[T, top_k]` ids of routed experts
+        or None)."""
+
+    @abstractmethod
+    def lower(self, program: Program) -> None:
+        """Adds the operations of a compiled step: from `program.normed` to the residual."""
+
+
+class FeedForward(ABC):
+    """A feed-forward part as data."""
+
+    @property
+    def routing(self) -> Routing | None:
+        """Of routed experts, if it has some."""
+        return None
+
+    @abstractmethod
+    def load(self, source: Loader, layer: str, hidden: int) -> LoadedFeedForward:
+        """With the weights of the layer whose tensors' names start with `layer`."""

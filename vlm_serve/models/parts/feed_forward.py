@@ -1,0 +1,164 @@
+"""Feed-forward parts: a gated MLP, and routed experts with or without a shared one.
+
+Numerics follow transformers' Qwen3_5MLP and Qwen3_5MoeSparseMoeBlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vlm_serve.kernels.elementwise import times_sigmoid
+from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.kernels.moe import route, routed_experts
+from vlm_serve.models.parts.base import FeedForward, LoadedFeedForward, Loader, Routing, Step
+from vlm_serve.models.program import SCORES, ExpertsRecord, Program, UnsupportedError
+
+
+def stacked_experts(device: torch.device) -> bool:
+    """Whether kernels for a device take all experts' weights in one tensor."""
+    return device.type != "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp(FeedForward):
+    """`down(silu(gate(x)) * up(x))`. `name` begins its tensors' names inside of a layer."""
+
+    size: int
+    name: str = "mlp"
+
+    def load(self, source: Loader, layer: str, hidden: int) -> LoadedMlp:
+        name = f"{layer}.{self.name}"
+        gate, up, down = (
+            source.linear(Part(f"{name}.{part}_proj.weight", shape))
+            for part, shape in (
+                ("gate", (self.size, hidden)),
+                ("up", (self.size, hidden)),
+                ("down", (hidden, self.size)),
+            )
+        )
+        return LoadedMlp(gate, up, down)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMlp(LoadedFeedForward):
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def apply(
+        self, x: torch.Tensor, residual: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, None]:
+        hidden = self.gate.gated(self.up, x, deterministic=step.deterministic)
+        return self.down(hidden, plus=residual, deterministic=step.deterministic), None
+
+    def lower(self, program: Program) -> None:
+        program.add(self.down, program.gated(self.gate, self.up))
+
+
+@dataclass(frozen=True, slots=True)
+class Experts(FeedForward):
+    """Experts of `size`, and a shared one of `shared`, 0 for none."""
+
+    routed: Routing
+    size: int
+    shared: int
+    name: str = "mlp"
+
+    @property
+    def routing(self) -> Routing:
+        return self.routed
+
+    def load(self, source: Loader, layer: str, hidden: int) -> LoadedExperts:
+        name, count = f"{layer}.{self.name}", self.routing.num_experts
+        gate_up, down = self._parts(source, f"{name}.experts", hidden)
+        router = [Part(f"{name}.gate.weight", (count, hidden))]
+        shared = None
+        if self.shared:
+            router.append(Part(f"{name}.shared_expert_gate.weight", (1, hidden)))
+            shared = Mlp(self.shared, "shared_expert").load(source, name, hidden)
+        stacked = stacked_experts(source.device)
+        return LoadedExperts(
+            routing=self.routing,
+            router=source.linear(*router),
+            gate_up=source.stacked(gate_up, count) if stacked else _apart(source, gate_up),
+            down=source.stacked(down, count) if stacked else _apart(source, down),
+            shared=shared,
+        )
+
+    def _parts(self, source: Loader, name: str, hidden: int) -> tuple[list[Part], list[Part]]:
+        """Gate and up of every expert, and down of every expert; checkpoints hold them in one
+        tensor, or expert by expert."""
+        size, count = self.size, self.routing.num_experts
+        if f"{name}.gate_up_proj" in source:
+            both, down = (count, 2 * size, hidden), (count, hidden, size)
+            halves = (range(size), range(size, 2 * size))
+            return (
+                [
+                    Part(f"{name}.gate_up_proj", both, (half,), expert)
+                    for expert in range(count)
+                    for half in halves
+                ],
+                [Part(f"{name}.down_proj", down, index=expert) for expert in range(count)],
+            )
+        return (
+            [
+                Part(f"{name}.{expert}.{part}_proj.weight", (size, hidden))
+                for expert in range(count)
+                for part in ("gate", "up")
+            ],
+            [Part(f"{name}.{expert}.down_proj.weight", (hidden, size)) for expert in range(count)],
+        )
+
+
+def _apart(source: Loader, parts: list[Part]) -> tuple[Linear, ...]:
+    return tuple(source.linear(part) for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedExperts(LoadedFeedForward):
+    """`router` has one row per expert and, if there is a shared one, a last row for its gate;
+    `gate_up` and `down` are as `routed_experts` takes them."""
+
+    routing: Routing
+    router: Linear
+    gate_up: torch.Tensor | Sequence[Linear]
+    down: torch.Tensor | Sequence[Linear]
+    shared: LoadedMlp | None
+
+    def apply(
+        self, x: torch.Tensor, residual: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        deterministic, count = step.deterministic, self.routing.num_experts
+        scores = self.router(x, deterministic=deterministic)
+        weights, ids = route(scores[:, :count], self.routing.top_k)
+        out = routed_experts(x, weights, ids, self.gate_up, self.down, deterministic=deterministic)
+        if self.shared is not None:
+            hidden = self.shared.gate.gated(self.shared.up, x, deterministic=deterministic)
+            shared = self.shared.down(hidden, deterministic=deterministic)
+            out = out + times_sigmoid(shared, scores[:, count:])
+        return residual + out, ids
+
+    def lower(self, program: Program) -> None:
+        if isinstance(self.gate_up, torch.Tensor) or isinstance(self.down, torch.Tensor):
+            raise UnsupportedError("experts in one tensor")
+        program.check_whole(moe_intermediate_size=self.down[0].depth)
+        scores = program.view("scores", self.router.columns, torch.float32)
+        program.product(self.router, program.normed, scores, SCORES)
+        record = ExpertsRecord(
+            x=program.normed,
+            scores=scores,
+            out=program.residual,
+            experts=self.routing.num_experts,
+            top_k=self.routing.top_k,
+            hidden=self.down[0].columns,
+            index=program.next_expert_layer(self.routing.top_k),
+            gate_up=program.weights(self.gate_up),
+            down=program.weights(self.down),
+        )
+        if self.shared is not None:
+            record.shared = program.gated(self.shared.gate, self.shared.up)
+            record.shared_down = program.weight(self.shared.down)
+        program.emit(record)

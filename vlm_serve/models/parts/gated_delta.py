@@ -1,0 +1,199 @@
+"""The Gated DeltaNet mixer: convolution, gated delta rule, gated norm.
+
+Numerics follow transformers' Qwen3_5GatedDeltaNet; where that rounds an intermediate result to
+bfloat16 that here stays in a register, ours is the more exact one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
+from vlm_serve.kernels.causal_conv.compiled import MOST_TAPS
+from vlm_serve.kernels.gated_delta import chunk_gated_delta, gates, recurrent_gated_delta
+from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.native_layout import constant
+from vlm_serve.kernels.norms import gated_rms_norm
+from vlm_serve.models.cache_layout import Pool
+from vlm_serve.models.parts.base import LoadedMixer, Loader, Mixer, Norm, Step
+from vlm_serve.models.program import DeltaNetRecord, Program, UnsupportedError
+
+_MOST_SHARED = constant("MOST_SHARED", 16)
+"""Value heads of a key head, in compiled steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta(Mixer):
+    """Sizes. `name` begins its tensors' names inside of a layer."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    name: str = "linear_attn"
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Channels before the output projection."""
+        return self.value_heads * self.value_dim
+
+    def pools(self) -> tuple[Pool, ...]:
+        return (
+            Pool("recurrent", "row", (self.value_heads, self.key_dim, self.value_dim), split=0),
+            Pool("conv", "row", (self.channels, self.taps - 1), split=0),
+        )
+
+    def heads_to_split(self) -> Mapping[str, int]:
+        return {"linear key heads": self.key_heads, "linear value heads": self.value_heads}
+
+    def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedGatedDelta:
+        name, heads, values = f"{layer}.{self.name}", self.value_heads, self.values
+        conv = source.tensor(f"{name}.conv1d.weight", (self.channels, 1, self.taps))
+        rows = {"qkv": self.channels, "z": values, "b": heads, "a": heads}
+        return LoadedGatedDelta(
+            sizes=self,
+            in_proj=source.linear(
+                *(Part(f"{name}.in_proj_{part}.weight", (n, hidden)) for part, n in rows.items())
+            ),
+            conv=conv.squeeze(1),
+            neg_decay=-source.tensor(f"{name}.A_log", (heads,)).float().exp(),
+            dt_bias=source.tensor(f"{name}.dt_bias", (heads,)).float(),
+            norm=source.tensor(f"{name}.norm.weight", (self.value_dim,)),
+            out_proj=source.linear(Part(f"{name}.out_proj.weight", (hidden, values))),
+            eps=norm.eps,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """A layer's view of the state rows: tails `[rows, channels, taps - 1]` and recurrent matrices
+    `[rows, value_heads, key_dim, value_dim]`."""
+
+    conv: torch.Tensor
+    recurrent: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedGatedDelta(LoadedMixer):
+    """`in_proj` gives query, key, value, z, b and a, in this order, from one product."""
+
+    sizes: GatedDelta
+    in_proj: Linear
+    conv: torch.Tensor
+    neg_decay: torch.Tensor
+    dt_bias: torch.Tensor
+    norm: torch.Tensor
+    out_proj: Linear
+    eps: float
+
+    def bind(self, pools: Mapping[str, torch.Tensor]) -> StateLayer:
+        return StateLayer(pools["conv"], pools["recurrent"])
+
+    def apply(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cache: StateLayer,
+        step: Step,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor:
+        sizes, deterministic, first = self.sizes, step.deterministic, step.num_decode
+        widths = (sizes.channels, sizes.values, 2 * sizes.value_heads)
+        qkv, z, raw = torch.split_with_sizes(
+            self.in_proj(x, deterministic=deterministic), widths, 1
+        )
+        beta, decay = gates(raw, self.neg_decay, self.dt_bias, deterministic=deterministic)
+        parts = []
+        if step.decode is not None:
+            rows = slice(None) if step.prefill is None else slice(first)
+            parts.append(self._decode(qkv[rows], decay[rows], beta[rows], cache, step.decode))
+        if step.prefill is not None:
+            rows = slice(first, None)
+            parts.append(self._prefill(qkv[rows], decay[rows], beta[rows], cache, step.prefill))
+        core = parts[0] if len(parts) == 1 else torch.cat(parts)
+        z = z.view(-1, sizes.value_heads, sizes.value_dim)
+        if keep is not None:
+            core, z, residual = core[keep], z[keep], residual[keep]
+        out = gated_rms_norm(core, z, self.norm, self.eps).flatten(1)
+        return self.out_proj(out, plus=residual, deterministic=deterministic)
+
+    def _decode(
+        self,
+        qkv: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        cache: StateLayer,
+        meta: DecodeMeta,
+    ) -> torch.Tensor:
+        q, k, v = self._heads(causal_conv_decode(qkv, self.conv, cache.conv, meta))
+        return recurrent_gated_delta(q, k, v, decay, beta, cache.recurrent, meta)
+
+    def _prefill(
+        self,
+        qkv: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        cache: StateLayer,
+        meta: PrefillMeta,
+    ) -> torch.Tensor:
+        q, k, v = self._heads(causal_conv_prefill(qkv, self.conv, cache.conv, meta))
+        return chunk_gated_delta(q, k, v, decay, beta, cache.recurrent, meta)
+
+    def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        sizes, tokens = self.sizes, qkv.shape[0]
+        width = sizes.key_heads * sizes.key_dim
+        q, k, v = torch.split_with_sizes(qkv, (width, width, sizes.values), 1)
+        return (
+            q.view(tokens, sizes.key_heads, sizes.key_dim),
+            k.view(tokens, sizes.key_heads, sizes.key_dim),
+            v.view(tokens, sizes.value_heads, sizes.value_dim),
+        )
+
+    def lower(self, program: Program, cache: StateLayer, *, last: bool) -> None:
+        sizes = self.sizes
+        program.check_whole(
+            linear_key_head_dim=sizes.key_dim, linear_value_head_dim=sizes.value_dim
+        )
+        shared = sizes.value_heads // sizes.key_heads
+        if sizes.taps > MOST_TAPS:
+            raise UnsupportedError(f"convolutions of {sizes.taps} taps")
+        if shared > _MOST_SHARED:
+            raise UnsupportedError(f"{shared} value heads for a key head")
+        if cache.recurrent.dtype != torch.float32:
+            raise UnsupportedError(f"states in {cache.recurrent.dtype}")
+        wide = program.view("wide", self.in_proj.columns)
+        mixed = program.view("mixed", sizes.values)
+        program.product(self.in_proj, program.normed, wide)
+        program.emit(
+            DeltaNetRecord(
+                x=wide,
+                out=mixed,
+                key_heads=sizes.key_heads,
+                value_heads=sizes.value_heads,
+                key_dim=sizes.key_dim,
+                value_dim=sizes.value_dim,
+                taps=sizes.taps,
+                tail_stride=cache.conv.stride(0),
+                state_stride=cache.recurrent.stride(0),
+                conv=program.vector(self.conv.T),
+                neg_decay=program.vector(self.neg_decay),
+                dt_bias=program.vector(self.dt_bias),
+                norm=program.vector(self.norm),
+                tails=cache.conv.data_ptr(),
+                states=cache.recurrent.data_ptr(),
+                eps=self.eps,
+            )
+        )
+        if last:
+            program.keep(mixed, sizes.values)
+        program.add(self.out_proj, mixed)

@@ -1,0 +1,60 @@
+"""The models that can be served: what config.json calls them, and who reads it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models.config import Config, read_json
+from vlm_serve.models.spec import ModelSpec
+
+FAMILIES = {
+    "qwen3_5": "vlm_serve.models.families.qwen3_5",
+    "qwen3_5_text": "vlm_serve.models.families.qwen3_5",
+    "qwen3_5_moe": "vlm_serve.models.families.qwen3_5",
+    "qwen3_5_moe_text": "vlm_serve.models.families.qwen3_5",
+}
+"""Model types, and the modules whose `spec(Config) -> ModelSpec` knows them."""
+
+
+def read_spec(path: Path | str) -> ModelSpec:
+    """The model in a checkpoint directory, or that of a config.json alone.
+
+    Raises:
+        CheckpointError: a file is missing or broken, or the model is of an unsupported kind.
+    """
+    path = Path(path)
+    if path.suffix == ".json":
+        return spec_of(read_json(path))
+    spec = spec_of(read_json(path / "config.json"))
+    file = path / "generation_config.json"
+    return replace(spec, generation=read_json(file) if file.is_file() else {})
+
+
+def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
+    """The model that the content of a config.json describes; raises as `read_spec`."""
+    kind = raw.get("model_type")
+    if kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise CheckpointError(f"model type {kind!r} is not supported; supported are {known}")
+    if raw.get("quantization_config"):
+        raise CheckpointError("quantised checkpoints are not supported")
+    # Imported late: it takes half a second, which those need not pay who read no config.
+    from transformers import PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        named = CONFIG_MAPPING[kind]
+    except KeyError:
+        named = PretrainedConfig
+    config = Config(raw, named)
+    spec: ModelSpec = importlib.import_module(FAMILIES[kind]).spec(config)
+    if spec.vision is not None and spec.vision.out_hidden_size != spec.hidden_size:
+        raise CheckpointError("out_hidden_size of the vision tower is not the model's hidden_size")
+    if not any(pool.unit == "block" for pool, _ in spec.cache_layout().pools):
+        raise CheckpointError("a model without attention layers is not supported")
+    return spec
