@@ -101,7 +101,7 @@ def started(driver: Driver, lengths: Sequence[int]) -> list[Sequence_]:
 
 def bits(caches: CacheTensors) -> list[torch.Tensor]:
     """Copies that compare equal where the bits do, NaNs included."""
-    return [part.view(torch.int32).clone() for part in (caches["kv"], caches["conv"], caches["recurrent"])]
+    return [pool.view(torch.int32).clone() for pool in caches.tensors.values()]
 
 
 def test_sizes() -> None:

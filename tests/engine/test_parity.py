@@ -26,6 +26,7 @@ SPECS = {
     "moe, three value heads, four kv heads": CheckpointSpec(
         gdn_key_heads=2, gdn_value_heads=6, kv_heads=4, num_experts=8, seed=2
     ),
+    "attention alone, no state": CheckpointSpec(full_attention_interval=1, seed=3),
 }
 
 

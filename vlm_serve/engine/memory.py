@@ -68,6 +68,8 @@ def plan_memory(
     assert config.block_size is not None
     block_bytes = layout.num_bytes("block", types.pools, config.block_size)
     snapshot_bytes = layout.num_bytes("row", types.pools)
+    if not block_bytes:
+        raise ConfigError("a model without attention layers is not supported")
     budget = config.prefix_cache_state_budget
     if not config.enable_prefix_caching or not layout.has_state:
         budget = 0

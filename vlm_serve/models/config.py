@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Config:
     @cached_property
     def _parsed(self) -> Any:
         try:
-            return self._kind.from_dict(dict(self.raw))
+            return self._kind.from_dict(deepcopy(dict(self.raw)))
         except Exception as error:  # of many types
             raise CheckpointError(f"config.json: {' '.join(str(error).split())}") from error
 

@@ -55,6 +55,4 @@ def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
     spec: ModelSpec = importlib.import_module(FAMILIES[kind]).spec(config)
     if spec.vision is not None and spec.vision.out_hidden_size != spec.hidden_size:
         raise CheckpointError("out_hidden_size of the vision tower is not the model's hidden_size")
-    if not any(pool.unit == "block" for pool, _ in spec.cache_layout().pools):
-        raise CheckpointError("a model without attention layers is not supported")
     return spec
