@@ -1,0 +1,293 @@
+// A small made-up model as a program of operations, and the state that its steps change.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <memory>
+
+#include "cases.h"
+#include "matrix.h"
+#include "program.h"
+#include "sequences.h"
+
+namespace cases {
+
+constexpr int64_t HIDDEN = 64, VOCAB = 99, LAYERS = 3, HEADS = 4, KV_HEADS = 2, DIM = 32, HALF = 8;
+constexpr int64_t KEY_HEADS = 2, VALUE_HEADS = 4, DELTA_DIM = 32, KERNEL = 4, INNER = 80;
+constexpr int64_t TOP_K = 2, EXPERT_INNER = 48, BLOCK = 16, BLOCKS = 10;  // of a sequence
+constexpr int64_t CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DELTA_DIM;
+constexpr int64_t TAILS = CHANNELS * (KERNEL - 1), STATES = VALUE_HEADS * DELTA_DIM * DELTA_DIM;
+constexpr int64_t PAGE = BLOCK * KV_HEADS * DIM, VALUES = VALUE_HEADS * DELTA_DIM;
+constexpr int64_t WIDEST =
+    (CHANNELS + VALUES + 2 * VALUE_HEADS + 15) / 16 * 16;  // of projected rows
+constexpr int64_t SCORES_WIDTH = 16;
+constexpr double EPS = 1e-6;
+
+// What a step changes: [rows, layers, ...] of tails and states, [blocks, layers, keys or values,
+// ...] of pages.
+template <typename T>
+struct StepState {
+    std::vector<T> tails, pages;
+    std::vector<float> states;
+
+    explicit StepState(Random& random)
+        : tails(random.numbers<T>(STATE_ROWS * LAYERS * TAILS)),
+          pages(random.numbers<T>(3 * BLOCKS * LAYERS * 2 * PAGE)),
+          states(random.numbers(STATE_ROWS * LAYERS * STATES)) {}
+};
+
+template <typename T>
+bool alike(const StepState<T>& a, const StepState<T>& b) {
+    return alike(a.tails, b.tails) && alike(a.pages, b.pages) && alike(a.states, b.states);
+}
+
+// Operations of a program, and what they point to.
+class Operations {
+  public:
+    template <typename Record>
+    void add(vlm::Kind kind, const Record& record) {
+        records_.push_back(std::make_shared<Record>(record));
+        ops_.push_back({.kind = kind, .args = records_.back().get()});
+    }
+
+    const std::vector<vlm::Op>& ops() const { return ops_; }
+
+  private:
+    std::vector<std::shared_ptr<void>> records_;
+    std::vector<vlm::Op> ops_;
+};
+
+// What a model has in each of its layers.
+struct Shape {
+    int64_t experts = 0;
+    bool shared = true;  // is there an expert beside those?
+    std::array<bool, LAYERS> attends{false, true, false};
+};
+
+struct Layer {
+    const float *input_norm, *post_norm;
+    vlm::Weight in_proj, out_proj;
+    const float *conv, *neg_decay, *dt_bias, *gated_norm, *q_norm, *k_norm;
+    vlm::Weight gate, up, down, router;
+};
+
+// A model and the embeddings of three sequences' tokens.
+template <typename T>
+class Tiny {
+  public:
+    Tiny(Random& random, int64_t type, const Shape& shape)
+        : random_(random), type_(type), shape_(shape), x_(random, 3, SEQUENCE_TOKENS, HIDDEN) {
+        for (int64_t i = 0; i < 2 * shape.experts * LAYERS; ++i)
+            gate_up_.push_back(matrix(EXPERT_INNER, HIDDEN));
+        for (int64_t i = 0; i < shape.experts * LAYERS; ++i)
+            down_.push_back(matrix(HIDDEN, EXPERT_INNER));
+        for (bool attends : shape.attends) layers_.push_back(layer(attends));
+        head_ = matrix(VOCAB, HIDDEN);
+        final_norm_ = vector(HIDDEN, 0.5f, 1.0f);
+        inv_freq_ = vector(HALF, 0.5f, 0.5f);
+        for (int64_t i = 0; i < 3 * BLOCKS; ++i) blocks_.push_back((int32_t)(i * 7 % (3 * BLOCKS)));
+    }
+
+    struct Result {
+        std::vector<float> logits;        // of the last token of every slice
+        std::vector<int64_t> expert_ids;  // of all tokens, if they were asked for
+    };
+
+    Result run(const std::vector<Slice>& slices, int64_t threads, StepState<T>& state,
+               bool ids) const {
+        const Operations operations = all_of(state);
+        const vlm::Program program{.ops = operations.ops().data(),
+                                   .widths = WIDTHS,
+                                   .count = (int64_t)operations.ops().size(),
+                                   .buffers = BUFFERS,
+                                   .hidden = HIDDEN,
+                                   .vocab = VOCAB,
+                                   .residual = RESIDUAL,
+                                   .deepest = VALUES,
+                                   .expert_layers = LAYERS,
+                                   .top_k = TOP_K};
+        return run(program, slices, threads, ids);
+    }
+
+  private:
+    enum Buffer : int64_t { RESIDUAL, NORMED, WIDE, MIXED, INSIDE, COS, SIN, SCORES, BUFFERS };
+    static constexpr int64_t WIDTHS[BUFFERS] = {
+        HIDDEN * 4,        HIDDEN * sizeof(T), WIDEST * sizeof(T), VALUES * sizeof(T),
+        INNER * sizeof(T), HALF * 4,           HALF * 4,           SCORES_WIDTH * 4};
+    static constexpr vlm::View residual_{RESIDUAL, 0, HIDDEN}, normed_{NORMED, 0, HIDDEN};
+    static constexpr vlm::View inside_{INSIDE, 0, INNER}, scores_{SCORES, 0, SCORES_WIDTH};
+    static constexpr vlm::View cos_{COS, 0, HALF}, sin_{SIN, 0, HALF}, none_{0, 0, 0};
+
+    static constexpr vlm::View wide(int64_t column) { return {WIDE, column, WIDEST}; }
+    static constexpr vlm::View mixed(int64_t width) { return {MIXED, 0, width}; }
+
+    Result run(const vlm::Program& program, const std::vector<Slice>& slices, int64_t threads,
+               bool ids) const;
+
+    const float* vector(int64_t count, float scale, float centre) {
+        vectors_.push_back(random_.numbers(count, scale, centre));
+        return vectors_.back().data();
+    }
+
+    vlm::Weight matrix(int64_t columns, int64_t depth) {
+        matrices_.emplace_back(random_, type_, columns, depth);
+        return matrices_.back().weight();
+    }
+
+    Layer layer(bool attends) {
+        const int64_t columns =
+            attends ? 2 * (HEADS + KV_HEADS) * DIM : CHANNELS + VALUES + 2 * VALUE_HEADS;
+        return {.input_norm = vector(HIDDEN, 0.5f, 1.0f),
+                .post_norm = vector(HIDDEN, 0.5f, 1.0f),
+                .in_proj = matrix(columns, HIDDEN),
+                .out_proj = matrix(HIDDEN, attends ? HEADS * DIM : VALUES),
+                .conv = vector(KERNEL * CHANNELS, 1.0f, 0.0f),
+                .neg_decay = vector(VALUE_HEADS, 0.5f, -0.5f),
+                .dt_bias = vector(VALUE_HEADS, 2.0f, -2.0f),
+                .gated_norm = vector(DELTA_DIM, 0.5f, 1.0f),
+                .q_norm = vector(DIM, 0.5f, 1.0f),
+                .k_norm = vector(DIM, 0.5f, 1.0f),
+                .gate = matrix(INNER, HIDDEN),
+                .up = matrix(INNER, HIDDEN),
+                .down = matrix(HIDDEN, INNER),
+                .router = matrix(shape_.experts + shape_.shared, HIDDEN)};
+    }
+
+    Operations all_of(StepState<T>& state) const {
+        Operations to;
+        to.add(vlm::ROTATIONS,
+               vlm::Rotations{
+                   .cos = cos_, .sin = sin_, .half = HALF, .inv_freq = inv_freq_, .axis = axes_});
+        for (int64_t i = 0; i < LAYERS; ++i) {
+            const Layer& own = layers_[i];
+            norm(to, own.input_norm);
+            project(to, own.in_proj, normed_, wide(0), vlm::STORE);
+            shape_.attends[i] ? attention(to, i, state) : delta_net(to, i, state);
+            const vlm::View x = mixed(own.out_proj.depth);
+            if (i + 1 == LAYERS) keep(to, x, own.out_proj.depth, 0);
+            project(to, own.out_proj, x, residual_, vlm::ADD);
+            norm(to, own.post_norm);
+            shape_.experts ? experts(to, i) : mlp(to, own);
+        }
+        keep(to, none_, 0, 1);
+        norm(to, final_norm_);
+        project(to, head_, normed_, none_, vlm::LOGITS);
+        return to;
+    }
+
+    void norm(Operations& to, const float* factors) const {
+        to.add(
+            vlm::NORM,
+            vlm::Norm{
+                .x = residual_, .out = normed_, .width = HIDDEN, .factors = factors, .eps = EPS});
+    }
+
+    void project(Operations& to, const vlm::Weight& weight, vlm::View x, vlm::View out,
+                 int64_t use) const {
+        to.add(vlm::PRODUCT, vlm::Product{.weight = weight, .x = x, .out = out, .use = use});
+    }
+
+    void keep(Operations& to, vlm::View x, int64_t width, int64_t reporting) const {
+        to.add(vlm::KEEP, vlm::Keep{.residual = residual_,
+                                    .x = x,
+                                    .residual_width = HIDDEN,
+                                    .width = width,
+                                    .reporting = reporting});
+    }
+
+    void delta_net(Operations& to, int64_t index, StepState<T>& state) const {
+        to.add(vlm::DELTA_NET, vlm::DeltaNet{.x = wide(0),
+                                             .out = mixed(VALUES),
+                                             .key_heads = KEY_HEADS,
+                                             .value_heads = VALUE_HEADS,
+                                             .key_dim = DELTA_DIM,
+                                             .value_dim = DELTA_DIM,
+                                             .taps = KERNEL,
+                                             .tail_stride = LAYERS * TAILS,
+                                             .state_stride = LAYERS * STATES,
+                                             .conv = layers_[index].conv,
+                                             .neg_decay = layers_[index].neg_decay,
+                                             .dt_bias = layers_[index].dt_bias,
+                                             .norm = layers_[index].gated_norm,
+                                             .tails = &state.tails[index * TAILS],
+                                             .states = &state.states[index * STATES],
+                                             .eps = EPS});
+    }
+
+    void attention(Operations& to, int64_t index, StepState<T>& state) const {
+        T *keys = &state.pages[2 * index * PAGE], *values = keys + PAGE;
+        to.add(vlm::HEADS, vlm::Heads{.x = wide(0),
+                                      .cos = cos_,
+                                      .sin = sin_,
+                                      .heads = HEADS,
+                                      .kv_heads = KV_HEADS,
+                                      .head_dim = DIM,
+                                      .half = HALF,
+                                      .block_size = BLOCK,
+                                      .block_stride = LAYERS * 2 * PAGE,
+                                      .token_stride = KV_HEADS * DIM,
+                                      .q_norm = layers_[index].q_norm,
+                                      .k_norm = layers_[index].k_norm,
+                                      .k_pages = keys,
+                                      .v_pages = values,
+                                      .eps = EPS});
+        const vlm::View out = mixed(HEADS * DIM);
+        to.add(vlm::ATTEND, vlm::Attend{.q = wide(0),
+                                        .out = out,
+                                        .heads = HEADS,
+                                        .kv_heads = KV_HEADS,
+                                        .head_dim = DIM,
+                                        .block_size = BLOCK,
+                                        .block_stride = LAYERS * 2 * PAGE,
+                                        .token_stride = KV_HEADS * DIM,
+                                        .k_pages = keys,
+                                        .v_pages = values,
+                                        .scale = 0.17677669529663687});
+        to.add(vlm::SIGMOID,
+               vlm::Sigmoid{
+                   .x = out, .gate = wide((HEADS + 2 * KV_HEADS) * DIM), .width = HEADS * DIM});
+    }
+
+    void gated(Operations& to, const Layer& own) const {
+        to.add(vlm::GATED,
+               vlm::Gated{.gate = own.gate, .up = own.up, .x = normed_, .out = inside_});
+    }
+
+    void mlp(Operations& to, const Layer& own) const {
+        gated(to, own);
+        project(to, own.down, inside_, residual_, vlm::ADD);
+    }
+
+    void experts(Operations& to, int64_t index) const {
+        const Layer& own = layers_[index];
+        project(to, own.router, normed_, scores_, vlm::SCORES);
+        if (shape_.shared) gated(to, own);
+        to.add(vlm::EXPERTS, vlm::Experts{.x = normed_,
+                                          .scores = scores_,
+                                          .shared = inside_,
+                                          .out = residual_,
+                                          .experts = shape_.experts,
+                                          .top_k = TOP_K,
+                                          .hidden = HIDDEN,
+                                          .index = index,
+                                          .gate_up = &gate_up_[2 * shape_.experts * index],
+                                          .down = &down_[shape_.experts * index],
+                                          .shared_down = shape_.shared ? own.down : vlm::Weight{}});
+    }
+
+    static constexpr int32_t axes_[HALF] = {0, 1, 2, 0, 1, 2, 0, 0};
+
+    Random& random_;
+    int64_t type_;
+    Shape shape_;
+    Table<T> x_;
+    std::deque<std::vector<float>> vectors_;
+    std::deque<Matrix> matrices_;
+    std::vector<vlm::Weight> gate_up_, down_;
+    std::vector<Layer> layers_;
+    vlm::Weight head_;
+    const float *final_norm_, *inv_freq_;
+    std::vector<int32_t> blocks_;
+};
+
+}  // namespace cases
