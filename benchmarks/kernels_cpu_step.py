@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
+
 import torch
 from model_driver import Driver, text_sequence
 

@@ -43,7 +43,8 @@ class CacheConfig:
         assert self.num_snapshot_rows >= 0, "num_snapshot_rows must not be negative"
         assert self.min_snapshot_gain > 0, "min_snapshot_gain must be positive"
         assert self.policy in ("value", "lru"), f"unknown policy {self.policy!r}"
-        assert self.block_bytes > 0 and self.snapshot_bytes > 0, "sizes must be positive"
+        assert self.block_bytes > 0, "sizes must be positive"
+        assert self.snapshot_bytes > 0 or not self.has_state, "sizes must be positive"
         assert self.ghost_entries is None or self.ghost_entries >= 0
 
     @property

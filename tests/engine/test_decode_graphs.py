@@ -33,9 +33,10 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
-from vlm_serve.models import Model, load_model, loading
+from vlm_serve.models import Model, load_model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.models.parts import feed_forward
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
@@ -59,7 +60,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def model(checkpoint: Path) -> Iterator[Model]:
     with pytest.MonkeyPatch.context() as patch:
         # The Triton kernels do not read the experts' packed weights of the CPU path.
-        patch.setattr(loading, "stacked_experts", lambda device: True)
+        patch.setattr(feed_forward, "stacked_experts", lambda device: True)
         yield load_model(checkpoint, torch.float32, "cpu")
 
 
@@ -101,7 +102,9 @@ def started(driver: Driver, lengths: Sequence[int]) -> list[Sequence_]:
 
 def bits(caches: CacheTensors) -> list[torch.Tensor]:
     """Copies that compare equal where the bits do, NaNs included."""
-    return [pool.view(torch.int32).clone() for pool in caches.tensors.values()]
+    return [
+        pool.view(torch.int32).clone() for pool in caches.of_unit("block") + caches.of_unit("row")
+    ]
 
 
 def test_sizes() -> None:

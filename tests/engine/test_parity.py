@@ -117,7 +117,8 @@ def test_several_turns(pipe: Pipeline, checkpoint: Path) -> None:
 
 
 def test_a_junction_heals_on_the_second_request(checkpoint: Path) -> None:
-    """Two prompts share 100 tokens; no snapshot lies at the fork until the second one makes it."""
+    """Two prompts share 100 tokens; no snapshot lies at the fork until the second one makes it.
+    Without state layers KV alone is enough."""
     shared = random_ids(100, seed=5)
     tails = [random_ids(40, seed=6 + index) for index in range(3)]
     with Pipeline(checkpoint, config(prefix_cache_state_interval=1000)) as pipe:
@@ -126,7 +127,8 @@ def test_a_junction_heals_on_the_second_request(checkpoint: Path) -> None:
             answers, comparisons = check(pipe, checkpoint, [shared + tail], TOKENS)
             expect(comparisons)
             outputs += answers
-    assert [output.usage.cached_tokens for output in outputs] == [0, 0, 96]
+        second = 0 if pipe.engine.memory.num_live_rows else 96
+    assert [output.usage.cached_tokens for output in outputs] == [0, second, 96]
     assert outputs[1].cache_report.kv_boundary == 96
 
 
@@ -144,7 +146,8 @@ def test_after_eviction(pipe: Pipeline, checkpoint: Path) -> None:
         for name in names:
             expect(check(crowded, checkpoint, [CONVERSATIONS[name]], 16)[1])
         evictions = crowded.engine.stats()["cache"]["evictions"]
-        assert evictions["kv"] and evictions["snapshot"]
+        assert evictions["kv"]
+        assert bool(evictions.get("snapshot")) == bool(crowded.engine.memory.snapshot_bytes)
 
 
 @pytest.mark.parametrize("snapshots", [0, 8])

@@ -45,21 +45,30 @@ class WeightBytes:
         return format_size(self.in_memory) + table
 
 
-class _Nothing:
-    """A `Loader` of tensors without memory; adds up what they would take."""
+class Shapes:
+    """A `Loader` of tensors without memory; adds up what they would take.
+
+    Attributes:
+        of_tensors: every tensor that was asked for, by name.
+    """
 
     def __init__(
-        self, weights: torch.dtype, compute: torch.dtype, device: torch.device, compiled: bool
+        self,
+        weights: torch.dtype,
+        compute: torch.dtype | None = None,
+        device: torch.device | None = None,
+        compiled: bool = False,
     ) -> None:
-        self.device = device
+        self.device = device or torch.device("cpu")
+        self.of_tensors: dict[str, Sequence[int]] = {}
         self.projections = self.table = self.others = 0
-        self._weights, self._compute, self._compiled = weights, compute, compiled
+        self._weights, self._compute, self._compiled = weights, compute or weights, compiled
 
     def __contains__(self, name: str) -> bool:
         return True
 
     def linear(self, *parts: Part, bias: list[Part] | None = None) -> Linear:
-        columns, depth = shape(parts, None)
+        columns, depth = self._ask(parts)
         width, biases = self._weights.itemsize, columns if bias else 0
         if self._compiled:
             panels = -(-columns // PANEL)
@@ -70,17 +79,23 @@ class _Nothing:
         return TorchDense(_empty((columns, depth), self._weights), None)
 
     def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        self.of_tensors[name] = shape
         self.others += prod(shape) * self._compute.itemsize
         return _empty(shape, self._compute)
 
     def stacked(self, parts: Sequence[Part], count: int) -> torch.Tensor:
-        columns, depth = shape(parts, None)
+        columns, depth = self._ask(parts)
         self.projections += columns * depth * self._weights.itemsize
         return _empty((count, columns // count, depth), self._weights)
 
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        self.of_tensors[name] = shape
         self.table += prod(shape) * self._weights.itemsize
         return _empty(shape, self._weights)
+
+    def _ask(self, parts: Sequence[Part]) -> tuple[int, int]:
+        self.of_tensors.update({part.name: part.shape for part in parts})
+        return shape(parts, None)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -106,7 +121,7 @@ def weight_bytes(
         compiled: whether they are packed for compiled CPU kernels, in whole panels.
         tensor_parallel: ranks that share the language model's projections; the rest is on each.
     """
-    text, vision = (_Nothing(weights, compute, device, compiled) for _ in range(2))
+    text, vision = (Shapes(weights, compute, device, compiled) for _ in range(2))
     Decoder(spec, text, "", None)
     if spec.vision is not None:
         VisionTower(spec.vision, vision, "", compute)

@@ -1,0 +1,51 @@
+"""A made-up architecture of known parts, as somebody would add one: attention without gates and one
+axis of rotation, then a Gated DeltaNet layer with routed experts alone, in turns; plain norms."""
+
+from __future__ import annotations
+
+from vlm_serve.models.config import Config
+from vlm_serve.models.parts.attention import Attention
+from vlm_serve.models.parts.base import Norm, Routing
+from vlm_serve.models.parts.feed_forward import Experts, Mlp
+from vlm_serve.models.parts.gated_delta import GatedDelta
+from vlm_serve.models.spec import LayerSpec, ModelSpec, Rope
+from vlm_serve.preprocess.family import CHATML
+
+
+def spec(config: Config) -> ModelSpec:
+    """The model of a config.json."""
+    heads, head_dim = config.size("num_attention_heads"), config.size("head_dim")
+    attending = LayerSpec(
+        Attention(heads, config.size("num_key_value_heads"), head_dim, gated=False, name="attn"),
+        Mlp(config.size("intermediate_size"), name="ffn"),
+    )
+    remembering = LayerSpec(
+        GatedDelta(
+            key_heads=config.size("state_key_heads"),
+            value_heads=config.size("state_value_heads"),
+            key_dim=config.size("state_key_dim"),
+            value_dim=config.size("state_value_dim"),
+            taps=config.size("conv_width"),
+            name="memory",
+        ),
+        Experts(
+            Routing(config.size("num_experts"), config.size("num_experts_per_tok")),
+            size=config.size("expert_size"),
+            shared=0,
+            name="moe",
+        ),
+    )
+    return ModelSpec(
+        hidden_size=config.size("hidden_size"),
+        vocab_size=config.size("vocab_size"),
+        max_position_embeddings=config.size("max_position_embeddings"),
+        layers=(attending, remembering) * (config.size("num_hidden_layers") // 2),
+        norm=Norm(config.number("norm_eps"), centred=False),
+        rope=Rope(config.number("rope_theta"), head_dim, (head_dim // 2, 0, 0)),
+        tied_embeddings=True,
+        vision=None,
+        dtype=config.dtype(),
+        family=CHATML,
+        input_norm="norm_1",
+        post_norm="norm_2",
+    )
