@@ -91,8 +91,10 @@ def plain(path: Path, token_ids: list[int]) -> torch.Tensor:
         mix, feed = (_remember, _experts) if index % 2 else (_attend, _mlp)
         x = x + mix(own, _norm(x, own["norm_1.weight"], config), config)
         x = x + feed(own, _norm(x, own["norm_2.weight"], config), config)
-    head: torch.Tensor = weights["embed_tokens.weight"].T
-    return _norm(x, weights["norm.weight"], config) @ head
+    logits: torch.Tensor = (
+        _norm(x, weights["norm.weight"], config) @ weights["embed_tokens.weight"].T
+    )
+    return logits
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
