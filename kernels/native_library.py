@@ -1,8 +1,8 @@
 """Compiled CPU kernels: the library of the C++ sources, and calls into it.
 
 The library is built on first use with the compiler at hand (`native_build`). Without a compiler, or
-where building, loading, the comparison of layouts (`native_layout`) or the library's self-test
-(`native_self_test`) fails, there is no library and torch computes everything.
+where building, loading or the library's self-test (`native_self_test`) fails, there is none and
+torch computes everything.
 """
 
 from __future__ import annotations
@@ -55,16 +55,12 @@ def load() -> ctypes.CDLL:
 
     Raises:
         BuildError: there is no compiler, or it failed, or its result cannot be loaded, is not for
-            this processor, fails its self-test or has other structs than Python.
+            this processor or fails its self-test.
     """
     with _loading:
         library = _load()
-        # Not once and for all: modules may be imported later, with structures of their own.
-        problem = None if isinstance(library, BuildError) else _disagreement(library)
     if isinstance(library, BuildError):
         raise BuildError(str(library)) from library
-    if problem:
-        raise BuildError(f"the library does not fit: {problem}")
     return library
 
 
@@ -122,7 +118,7 @@ def call(name: str, *arguments: Argument) -> None:
 def _prepare(name: str) -> Callable[..., int]:
     function = getattr(load(), name)
     function.argtypes = [
-        ctypes.POINTER(native_layout.structures[kind]) if isinstance(kind, str) else kind
+        ctypes.POINTER(native_layout.struct(kind)) if isinstance(kind, str) else kind
         for kind in FUNCTIONS[name]
     ]
     function.restype = ctypes.c_int64
@@ -141,13 +137,8 @@ def _load() -> ctypes.CDLL | BuildError:
         library = ctypes.CDLL(str(path))
         native_self_test.check(library)
         native_build.keep_only(path)
-        library.vlm_layout.restype = ctypes.c_char_p
         return library
     except BuildError as error:
         return error
     except (OSError, AttributeError) as error:
         return BuildError(str(error))
-
-
-def _disagreement(library: ctypes.CDLL) -> str | None:
-    return native_layout.disagreement(library.vlm_layout().decode())

@@ -11,16 +11,11 @@ from typing import cast
 import torch
 
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
-from vlm_serve.kernels.native_layout import constant, mirrors
+from vlm_serve.kernels.native_layout import constant, struct
 
-LANES = constant("LANES", 16)
+LANES = constant("LANES")
 """Compiled code works on so many numbers at a time; a row is a whole number of them."""
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-def fields(kind: type, *names: str) -> tuple[tuple[str, type], ...]:
-    """Consecutive fields of one type."""
-    return tuple((name, kind) for name in names)
 
 
 def bits(x: torch.Tensor) -> int:
@@ -28,17 +23,10 @@ def bits(x: torch.Tensor) -> int:
     return 8 * x.itemsize
 
 
-@mirrors("Packed")
-class Packed(ctypes.Structure):
-    """`Packed` of `native/packed.h`: the sequences of a step."""
-
-    _fields_ = (
-        *fields(ctypes.c_int64, "sequences", "threads"),
-        *fields(ctypes.c_void_p, "offsets", "src_rows", "dst_rows", "snapshot_rows"),
-    )
+Packed = struct("Packed")
 
 
-def packed(meta: PrefillMeta | DecodeMeta) -> Packed:
+def packed(meta: PrefillMeta | DecodeMeta) -> ctypes.Structure:
     """The step's sequences; the arrays are made once per step and stay with its metadata."""
     if "compiled" not in meta.plans:
         rows = [array("q", values) for values in (offsets(meta), meta.src_rows, meta.dst_rows)]
@@ -63,14 +51,7 @@ def _snapshot_rows(meta: PrefillMeta | DecodeMeta) -> Sequence[int]:
     return rows
 
 
-@mirrors("Rows")
-class Rows(ctypes.Structure):
-    """`Rows` of `native/row_ops.cpp`: a tensor `[tokens, width]` or `[tokens, heads, width]`."""
-
-    _fields_ = (
-        *fields(ctypes.c_int64, "tokens", "heads", "width", "stride", "head_stride", "threads"),
-        *fields(ctypes.c_void_p, "x", "out"),
-    )
+Rows = struct("Rows")
 
 
 def knows_rows(x: torch.Tensor) -> bool:
@@ -79,7 +60,7 @@ def knows_rows(x: torch.Tensor) -> bool:
     return whole and x.dtype in DTYPES and x.ndim in (2, 3)
 
 
-def rows(x: torch.Tensor, out: torch.Tensor | None = None) -> Rows:
+def rows(x: torch.Tensor, out: torch.Tensor | None = None) -> ctypes.Structure:
     """A tensor's rows, and the contiguous one of its shape that receives the result."""
     heads, head_stride = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)
     return Rows(

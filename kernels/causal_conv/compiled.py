@@ -8,20 +8,13 @@ import torch
 
 from vlm_serve.kernels.derived import derived
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
-from vlm_serve.kernels.native_layout import constant, mirrors
+from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_library import call
-from vlm_serve.kernels.native_records import DTYPES, LANES, Packed, bits, fields, packed
+from vlm_serve.kernels.native_records import DTYPES, LANES, bits, packed
 
-MOST_TAPS = constant("MOST_TAPS", 9)
+MOST_TAPS = constant("MOST_TAPS")
 
-
-@mirrors("Convolution")
-class _Convolution(ctypes.Structure):
-    _fields_ = (
-        ("packed", Packed),
-        *fields(ctypes.c_int64, "channels", "kernel", "x_stride", "tail_row_stride"),
-        *fields(ctypes.c_void_p, "x", "taps", "tails", "out"),
-    )
+_Convolution = struct("Convolution")
 
 
 def knows(

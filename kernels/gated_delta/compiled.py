@@ -11,28 +11,12 @@ import ctypes
 import torch
 
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
-from vlm_serve.kernels.native_layout import mirrors
+from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.native_library import call
-from vlm_serve.kernels.native_records import DTYPES, LANES, Packed, bits, fields, packed
+from vlm_serve.kernels.native_records import DTYPES, LANES, bits, packed
 
-
-@mirrors("Delta")
-class _Delta(ctypes.Structure):
-    _fields_ = (
-        ("packed", Packed),
-        *fields(ctypes.c_int64, "key_heads", "value_heads", "key_dim", "value_dim"),
-        *fields(ctypes.c_int64, "q_stride", "q_head", "k_stride", "k_head", "v_stride", "v_head"),
-        ("state_row_stride", ctypes.c_int64),
-        *fields(ctypes.c_void_p, "q", "k", "v", "g", "beta", "states", "out"),
-    )
-
-
-@mirrors("Gates")
-class _Gates(ctypes.Structure):
-    _fields_ = (
-        *fields(ctypes.c_int64, "tokens", "heads", "stride", "threads"),
-        *fields(ctypes.c_void_p, "raw", "neg_decay", "dt_bias", "beta", "decay"),
-    )
+_Delta = struct("Delta")
+_Gates = struct("Gates")
 
 
 def knows_gates(

@@ -12,8 +12,7 @@ from typing import Literal, Protocol
 import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.native_layout import mirrors
-from vlm_serve.kernels.native_records import fields
+from vlm_serve.kernels.native_layout import struct
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -123,14 +122,7 @@ def _share(ranges: Sequence[range], wanted: range) -> Iterator[range]:
         begin += len(each)
 
 
-@mirrors("Weight")
-class WeightRecord(ctypes.Structure):
-    """`Weight` of `native/product.h`: a packed projection."""
-
-    _fields_ = (
-        *fields(ctypes.c_void_p, "packed", "bias"),
-        *fields(ctypes.c_int64, "columns", "depth", "type"),
-    )
+WeightRecord = struct("Weight")
 
 
 class Linear(ABC):
@@ -176,7 +168,7 @@ class Linear(ABC):
         """`silu(self(x)) * up(x)`, `[T, N]`."""
 
     @abstractmethod
-    def record(self) -> WeightRecord | None:
+    def record(self) -> ctypes.Structure | None:
         """How compiled steps find the weight, which lives as long as this; None if they cannot."""
 
     @property

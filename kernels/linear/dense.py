@@ -15,40 +15,26 @@ import torch
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.elementwise import compiled, torch_cpu
 from vlm_serve.kernels.linear.base import Activation, Linear, WeightRecord
-from vlm_serve.kernels.native_layout import constant, mirrors
+from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_library import call
-from vlm_serve.kernels.native_records import DTYPES, bits, fields
+from vlm_serve.kernels.native_records import DTYPES, bits
 
-PANEL = constant("PANEL", 32)
+PANEL = constant("PANEL")
 """Columns of a panel; the last one is filled up with zeros."""
 _TYPES = {
-    torch.float32: constant("FLOAT32", 0),
-    torch.bfloat16: constant("BFLOAT16", 1),
-    torch.float16: constant("FLOAT16", 2),
+    torch.float32: constant("FLOAT32"),
+    torch.bfloat16: constant("BFLOAT16"),
+    torch.float16: constant("FLOAT16"),
 }
-_PLAIN, _TIMES, _PLUS = constant("PLAIN", 0), constant("TIMES", 1), constant("PLUS", 2)
+_PLAIN, _TIMES, _PLUS = constant("PLAIN"), constant("TIMES"), constant("PLUS")
 _ACTIVATIONS: dict[Activation, int] = {
-    "silu": constant("SILU", 3),
-    "gelu": constant("GELU", 4),
-    "gelu_tanh": constant("GELU_TANH", 5),
+    "silu": constant("SILU"),
+    "gelu": constant("GELU"),
+    "gelu_tanh": constant("GELU_TANH"),
 }
 
-
-@mirrors("Projection")
-class _Projection(ctypes.Structure):
-    _fields_ = (
-        ("weight", WeightRecord),
-        *fields(ctypes.c_int64, "rows", "x_stride", "other_stride", "use", "threads"),
-        *fields(ctypes.c_void_p, "x", "other", "out"),
-    )
-
-
-@mirrors("Packing")
-class _Packing(ctypes.Structure):
-    _fields_ = (
-        *fields(ctypes.c_void_p, "source", "packed"),
-        *fields(ctypes.c_int64, "rows", "stride", "depth", "first", "type", "threads"),
-    )
+_Projection = struct("Projection")
+_Packing = struct("Packing")
 
 
 class PackedDense(Linear):
@@ -147,7 +133,7 @@ class PackedDense(Linear):
             return compiled.silu_times(gate, other)
         return torch_cpu.silu_times(gate, other)
 
-    def record(self) -> WeightRecord:
+    def record(self) -> ctypes.Structure:
         return self._record
 
     @property

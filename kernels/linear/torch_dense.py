@@ -9,13 +9,14 @@ differs).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels.elementwise import silu
-from vlm_serve.kernels.linear.base import Activation, Linear, WeightRecord
+from vlm_serve.kernels.linear.base import Activation, Linear
 
 MIN_ROWS = 16
 MIN_COLUMNS = 16
@@ -99,7 +100,7 @@ class TorchDense(Linear):
         gate = self(x, activation="silu", deterministic=deterministic)
         return up(x, times=gate, deterministic=deterministic)
 
-    def record(self) -> WeightRecord | None:
+    def record(self) -> ctypes.Structure | None:
         return None
 
     @property

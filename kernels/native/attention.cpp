@@ -1,7 +1,6 @@
 // Attention as attention.h describes it.
 #include "attention.h"
 
-#include "layout.h"
 #include "query_tile.h"
 
 namespace vlm {
@@ -82,10 +81,6 @@ void attend_all(const Attention& job) {
 #pragma omp parallel num_threads((int)job.threads)
     attend<T>(job, made);
 }
-
-VLM_STRUCT(Attention, sequences, threads, heads, kv_heads, head_dim, q_stride, q_head, block_size,
-           kv_block_stride, kv_token_stride, kv_head_stride, scale, offsets, starts, first_block,
-           blocks, q, k, v, out);
 
 }  // namespace vlm
 

@@ -4,7 +4,6 @@
 
 #include "gated_delta.h"
 #include "guard.h"
-#include "layout.h"
 #include "packed.h"
 
 namespace vlm {
@@ -55,10 +54,6 @@ void convolve_packed(const Convolution& job) {
         convolve_channels<T>(job, i / chunks, first, std::min(GROUPS, groups - first));
     }
 }
-
-VLM_STRUCT(Packed, sequences, threads, offsets, src_rows, dst_rows, snapshot_rows);
-VLM_STRUCT(Convolution, packed, channels, kernel, x_stride, tail_row_stride, x, taps, tails, out);
-VLM_CONSTANT(MOST_TAPS);
 
 }  // namespace vlm
 

@@ -4,7 +4,6 @@
 
 #include "gated_delta.h"
 #include "guard.h"
-#include "layout.h"
 #include "packed.h"
 
 namespace vlm {
@@ -101,10 +100,6 @@ void gates(const Gates& job) {
             store_some(job.decay + t * job.heads + h, decay, some);
         }
 }
-
-VLM_STRUCT(Delta, packed, key_heads, value_heads, key_dim, value_dim, q_stride, q_head, k_stride,
-           k_head, v_stride, v_head, state_row_stride, q, k, v, g, beta, states, out);
-VLM_STRUCT(Gates, tokens, heads, stride, threads, raw, neg_decay, dt_bias, beta, decay);
 
 }  // namespace vlm
 

@@ -1,6 +1,5 @@
 // A projection as an op, and the packing of its weight; see product.h for both.
 #include "functions.h"
-#include "layout.h"
 #include "product.h"
 #include "transpose.h"
 
@@ -124,20 +123,6 @@ void pack(const Packing& job) {
         }
     }
 }
-
-VLM_STRUCT(Weight, packed, bias, columns, depth, type);
-VLM_STRUCT(Projection, weight, rows, x_stride, other_stride, use, threads, x, other, out);
-VLM_STRUCT(Packing, source, packed, rows, stride, depth, first, type, threads);
-VLM_CONSTANT(PANEL);
-VLM_CONSTANT(FLOAT32);
-VLM_CONSTANT(BFLOAT16);
-VLM_CONSTANT(FLOAT16);
-VLM_CONSTANT(PLAIN);
-VLM_CONSTANT(TIMES);
-VLM_CONSTANT(PLUS);
-VLM_CONSTANT(SILU);
-VLM_CONSTANT(GELU);
-VLM_CONSTANT(GELU_TANH);
 
 }  // namespace vlm
 

@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "guard.h"
-#include "layout.h"
 #include "rows.h"
 
 namespace vlm {
@@ -75,10 +74,6 @@ void all_rotations(int64_t tokens, int64_t half, int64_t threads, const int64_t*
     for (int64_t t = 0; t < tokens; ++t)
         rotations(positions + t, tokens, inv_freq, axis, half, cos + t * half, sin + t * half);
 }
-
-VLM_STRUCT(Rows, tokens, heads, width, stride, head_stride, threads, x, out);
-VLM_CONSTANT(LANES);
-VLM_CONSTANT(MOST_DIM);
 
 }  // namespace vlm
 

@@ -149,11 +149,11 @@ void recurrences(Digest& digest) {
 // apart, as threads would share them, and one after the other.
 template <typename T>
 void attentions(Digest& digest) {
-    constexpr int64_t HEADS = 4, KV_HEADS = 2, DIM = 32, BLOCK = 16, BLOCKS = 36, TOKENS = 11;
+    constexpr int64_t OWN_HEADS = 4, KV_HEADS = 2, DIM = 32, BLOCK = 16, BLOCKS = 36, TOKENS = 11;
     Draw draw{5};
     const int64_t size = BLOCKS * BLOCK * KV_HEADS * DIM;
     const std::vector<T> k = draw.many<T>(size, 1.0f), v = draw.many<T>(size, 1.0f),
-                         q = draw.many<T>(TOKENS * HEADS * DIM, 3.0f);
+                         q = draw.many<T>(TOKENS * OWN_HEADS * DIM, 3.0f);
     std::vector<T> out(q.size());
     std::vector<int32_t> blocks(BLOCKS);
     for (int64_t i = 0; i < BLOCKS; ++i) blocks[i] = (int32_t)(i * 5 % BLOCKS);
@@ -163,10 +163,10 @@ void attentions(Digest& digest) {
         Attention job{};
         job.sequences = 1;
         job.threads = threads;
-        job.heads = HEADS;
+        job.heads = OWN_HEADS;
         job.kv_heads = KV_HEADS;
         job.head_dim = DIM;
-        job.q_stride = HEADS * DIM;
+        job.q_stride = OWN_HEADS * DIM;
         job.q_head = DIM;
         job.block_size = BLOCK;
         job.kv_block_stride = BLOCK * KV_HEADS * DIM;

@@ -9,21 +9,11 @@ from typing import cast
 import torch
 
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
-from vlm_serve.kernels.native_layout import mirrors
+from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.native_library import call
-from vlm_serve.kernels.native_records import DTYPES, LANES, bits, fields, offsets
+from vlm_serve.kernels.native_records import DTYPES, LANES, bits, offsets
 
-
-@mirrors("Attention")
-class _Attention(ctypes.Structure):
-    _fields_ = (
-        *fields(ctypes.c_int64, "sequences", "threads", "heads", "kv_heads", "head_dim"),
-        *fields(ctypes.c_int64, "q_stride", "q_head", "block_size"),
-        *fields(ctypes.c_int64, "kv_block_stride", "kv_token_stride", "kv_head_stride"),
-        ("scale", ctypes.c_double),
-        *fields(ctypes.c_void_p, "offsets", "starts", "first_block", "blocks"),
-        *fields(ctypes.c_void_p, "q", "k", "v", "out"),
-    )
+_Attention = struct("Attention")
 
 
 def knows(

@@ -13,7 +13,7 @@ from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import bits, knows_rows, rows
 from vlm_serve.kernels.norms.compiled import centred
 
-MOST_DIM = constant("MOST_DIM", 256)
+MOST_DIM = constant("MOST_DIM")
 """Numbers in a head."""
 
 

@@ -91,14 +91,13 @@ def plain(path: Path, token_ids: list[int]) -> torch.Tensor:
         mix, feed = (_remember, _experts) if index % 2 else (_attend, _mlp)
         x = x + mix(own, _norm(x, own["norm_1.weight"], config), config)
         x = x + feed(own, _norm(x, own["norm_2.weight"], config), config)
-    logits: torch.Tensor = (
-        _norm(x, weights["norm.weight"], config) @ weights["embed_tokens.weight"].T
-    )
-    return logits
+    head: torch.Tensor = weights["embed_tokens.weight"]
+    return _norm(x, weights["norm.weight"], config) @ head.T
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + config["norm_eps"]).sqrt() * weight
+    eps: float = config["norm_eps"]
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def _attend(w: Tensors, x: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:

@@ -5,7 +5,6 @@
 #include <cstdlib>
 
 #include "cases.h"
-#include "layout.cpp"
 
 namespace cases {
 

@@ -14,38 +14,13 @@ from collections.abc import Iterable
 import torch
 
 from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
-from vlm_serve.kernels.native_layout import mirrors
+from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.native_library import call, load
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.program import Program
 
-_INTEGERS = ("tokens", "sequences", "rows", "threads")
-_ADDRESSES = (
-    "x",
-    "positions",
-    "slots",
-    "first_token",
-    "start",
-    "src_rows",
-    "dst_rows",
-    "first_block",
-    "blocks",
-    "snapshot_rows",
-    "logit_rows",
-    "logits",
-    "expert_ids",
-)
-
-
-@mirrors("Step")
-class StepRecord(ctypes.Structure):
-    """`Step` of `native/program.h`: the packed tokens of one forward and where its results go."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in _INTEGERS),
-        *((name, ctypes.c_void_p) for name in _ADDRESSES),
-    )
+_Step = struct("Step")
 
 
 class CompiledStep:
@@ -89,7 +64,7 @@ class CompiledStep:
         if batch.capture_experts and program.top_k:
             ids = torch.empty(tokens, program.expert_layers, program.top_k, dtype=torch.int64)
         layout, positions = _Layout(batch, tokens, self._caches), batch.positions.contiguous()
-        step = StepRecord(
+        step = _Step(
             tokens=tokens,
             sequences=len(layout.start),
             rows=rows,
@@ -150,5 +125,5 @@ class _Layout:
             self.blocks.extend(table)
 
     def addresses(self) -> dict[str, int]:
-        """Where the tables lie, by their names in `StepRecord`."""
+        """Where the tables lie, by their names in `Step`."""
         return {name: table.buffer_info()[0] for name, table in vars(self).items()}

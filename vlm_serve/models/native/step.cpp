@@ -2,7 +2,6 @@
 // threads take as they come, and ends with a barrier.
 #include <omp.h>
 
-#include "layout.h"
 #include "ops_experts.h"
 #include "ops_mixers.h"
 #include "ops_rows.h"
@@ -64,42 +63,6 @@ void run_all(const Program& program, const Step& step) {
         for (int64_t i = 0; i < program.count; ++i) perform<T>(run, program.ops[i]);
     }
 }
-
-VLM_STRUCT(View, buffer, column, stride);
-VLM_STRUCT(Norm, x, out, width, factors, eps);
-VLM_STRUCT(Rotations, cos, sin, half, inv_freq, axis);
-VLM_STRUCT(Product, weight, x, out, use);
-VLM_STRUCT(Gated, gate, up, x, out);
-VLM_STRUCT(DeltaNet, x, out, key_heads, value_heads, key_dim, value_dim, taps, tail_stride,
-           state_stride, conv, neg_decay, dt_bias, norm, tails, states, eps);
-VLM_STRUCT(Heads, x, cos, sin, heads, kv_heads, head_dim, half, block_size, block_stride,
-           token_stride, q_norm, k_norm, k_pages, v_pages, eps);
-VLM_STRUCT(Attend, q, out, heads, kv_heads, head_dim, block_size, block_stride, token_stride,
-           k_pages, v_pages, scale);
-VLM_STRUCT(Sigmoid, x, gate, width);
-VLM_STRUCT(Keep, residual, x, residual_width, width, reporting);
-VLM_STRUCT(Experts, x, scores, shared, out, experts, top_k, hidden, index, gate_up, down,
-           shared_down);
-VLM_STRUCT(Op, kind, args);
-VLM_STRUCT(Program, ops, widths, count, buffers, hidden, vocab, residual, deepest, expert_layers,
-           top_k);
-VLM_STRUCT(Step, tokens, sequences, rows, threads, x, positions, slots, first_token, start,
-           src_rows, dst_rows, first_block, blocks, snapshot_rows, logit_rows, logits, expert_ids);
-VLM_CONSTANT(NORM);
-VLM_CONSTANT(ROTATIONS);
-VLM_CONSTANT(PRODUCT);
-VLM_CONSTANT(GATED);
-VLM_CONSTANT(DELTA_NET);
-VLM_CONSTANT(HEADS);
-VLM_CONSTANT(ATTEND);
-VLM_CONSTANT(SIGMOID);
-VLM_CONSTANT(KEEP);
-VLM_CONSTANT(EXPERTS);
-VLM_CONSTANT(STORE);
-VLM_CONSTANT(ADD);
-VLM_CONSTANT(SCORES);
-VLM_CONSTANT(LOGITS);
-VLM_CONSTANT(MOST_SHARED);
 
 }  // namespace vlm
 

@@ -19,13 +19,7 @@ from vlm_serve.kernels.rope import qk_norm_rope
 from vlm_serve.kernels.rope.compiled import MOST_DIM
 from vlm_serve.models.cache_layout import BLOCK_SIZE, Pool
 from vlm_serve.models.parts.base import LoadedMixer, Loader, Mixer, Norm, Step, load_norm
-from vlm_serve.models.program import (
-    AttendRecord,
-    HeadsRecord,
-    Program,
-    SigmoidRecord,
-    UnsupportedError,
-)
+from vlm_serve.models.program import Program, UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,22 +159,21 @@ class LoadedAttention(LoadedMixer):
         mixed = program.view("mixed", sizes.queries)
         program.product(self.in_proj, program.normed, wide)
         program.emit(
-            HeadsRecord(
-                x=wide,
-                cos=program.cos,
-                sin=program.sin,
-                half=program.cos.stride,
-                q_norm=program.factors(self.q_norm),
-                k_norm=program.factors(self.k_norm),
-                eps=self.eps,
-                **shape,
-                **pages,
-            )
+            "Heads",
+            x=wide,
+            cos=program.cos,
+            sin=program.sin,
+            half=program.cos.stride,
+            q_norm=program.factors(self.q_norm),
+            k_norm=program.factors(self.k_norm),
+            eps=self.eps,
+            **shape,
+            **pages,
         )
-        program.emit(AttendRecord(q=wide, out=mixed, scale=sizes.head_dim**-0.5, **shape, **pages))
+        program.emit("Attend", q=wide, out=mixed, scale=sizes.head_dim**-0.5, **shape, **pages)
         if sizes.gated:
             gate = wide.at(sizes.queries + 2 * sizes.keys)
-            program.emit(SigmoidRecord(x=mixed, gate=gate, width=sizes.queries))
+            program.emit("Sigmoid", x=mixed, gate=gate, width=sizes.queries)
         if last:
             program.keep(mixed, sizes.queries)
         program.add(self.out_proj, mixed)

@@ -14,7 +14,7 @@ from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.moe import route, routed_experts
 from vlm_serve.models.parts.base import FeedForward, LoadedFeedForward, Loader, Routing, Step
-from vlm_serve.models.program import SCORES, ExpertsRecord, Program, UnsupportedError
+from vlm_serve.models.program import Program, UnsupportedError
 
 
 def stacked_experts(device: torch.device) -> bool:
@@ -146,8 +146,13 @@ class LoadedExperts(LoadedFeedForward):
             raise UnsupportedError("experts in one tensor")
         program.check_whole(moe_intermediate_size=self.down[0].depth)
         scores = program.view("scores", self.router.columns, torch.float32)
-        program.product(self.router, program.normed, scores, SCORES)
-        record = ExpertsRecord(
+        program.product(self.router, program.normed, scores, "SCORES")
+        shared: dict[str, object] = {}
+        if self.shared is not None:
+            shared["shared"] = program.gated(self.shared.gate, self.shared.up)
+            shared["shared_down"] = program.weight(self.shared.down)
+        program.emit(
+            "Experts",
             x=program.normed,
             scores=scores,
             out=program.residual,
@@ -157,8 +162,5 @@ class LoadedExperts(LoadedFeedForward):
             index=program.next_expert_layer(self.routing.top_k),
             gate_up=program.weights(self.gate_up),
             down=program.weights(self.down),
+            **shared,
         )
-        if self.shared is not None:
-            record.shared = program.gated(self.shared.gate, self.shared.up)
-            record.shared_down = program.weight(self.shared.down)
-        program.emit(record)

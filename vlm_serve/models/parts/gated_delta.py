@@ -20,9 +20,9 @@ from vlm_serve.kernels.native_layout import constant
 from vlm_serve.kernels.norms import gated_rms_norm
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.parts.base import LoadedMixer, Loader, Mixer, Norm, Step
-from vlm_serve.models.program import DeltaNetRecord, Program, UnsupportedError
+from vlm_serve.models.program import Program, UnsupportedError
 
-_MOST_SHARED = constant("MOST_SHARED", 16)
+_MOST_SHARED = constant("MOST_SHARED")
 """Value heads of a key head, in compiled steps."""
 
 
@@ -175,24 +175,23 @@ class LoadedGatedDelta(LoadedMixer):
         mixed = program.view("mixed", sizes.values)
         program.product(self.in_proj, program.normed, wide)
         program.emit(
-            DeltaNetRecord(
-                x=wide,
-                out=mixed,
-                key_heads=sizes.key_heads,
-                value_heads=sizes.value_heads,
-                key_dim=sizes.key_dim,
-                value_dim=sizes.value_dim,
-                taps=sizes.taps,
-                tail_stride=cache.conv.stride(0),
-                state_stride=cache.recurrent.stride(0),
-                conv=program.vector(self.conv.T),
-                neg_decay=program.vector(self.neg_decay),
-                dt_bias=program.vector(self.dt_bias),
-                norm=program.vector(self.norm),
-                tails=cache.conv.data_ptr(),
-                states=cache.recurrent.data_ptr(),
-                eps=self.eps,
-            )
+            "DeltaNet",
+            x=wide,
+            out=mixed,
+            key_heads=sizes.key_heads,
+            value_heads=sizes.value_heads,
+            key_dim=sizes.key_dim,
+            value_dim=sizes.value_dim,
+            taps=sizes.taps,
+            tail_stride=cache.conv.stride(0),
+            state_stride=cache.recurrent.stride(0),
+            conv=program.vector(self.conv.T),
+            neg_decay=program.vector(self.neg_decay),
+            dt_bias=program.vector(self.dt_bias),
+            norm=program.vector(self.norm),
+            tails=cache.conv.data_ptr(),
+            states=cache.recurrent.data_ptr(),
+            eps=self.eps,
         )
         if last:
             program.keep(mixed, sizes.values)
