@@ -57,7 +57,6 @@ def _memory_ops(shapes: Shapes) -> Iterator[Case]:
 def _elementwise(shapes: Shapes) -> Iterator[Case]:
     hidden, weight = _half(TOKENS, shapes.hidden), _half(shapes.hidden)
     yield "norms", partial(rms_norm, hidden, weight, 1e-6)
-    yield "norms", partial(rms_norm, hidden, weight, 1e-6, hidden)
     heads = _half(TOKENS, shapes.value_heads, shapes.state_dim)
     yield "norms", partial(gated_rms_norm, heads, heads, _half(shapes.state_dim), 1e-6)
     q = _half(TOKENS, shapes.query_heads, 2 * shapes.head_dim)[..., : shapes.head_dim]

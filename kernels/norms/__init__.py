@@ -6,8 +6,6 @@ both reduce in float32, whatever the input.
 
 from __future__ import annotations
 
-from typing import overload
-
 import torch
 
 from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
@@ -29,35 +27,22 @@ _gated_rms_norm = Op(
 )
 
 
-@overload
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: None = None
-) -> torch.Tensor: ...
-@overload
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Zero-centred RMS norm, `y = x / rms(x) * (1 + weight)`, optionally after adding a residual.
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Zero-centred RMS norm, `y = x / rms(x) * (1 + weight)`.
 
     Args:
         x: `[..., H]`, float32, bfloat16 or float16, dense last dimension.
         weight: `[H]`, any float dtype; 0 means a factor of 1.
         eps: added to the mean square.
-        residual: same shape and dtype as x; the norm is then taken of `x + residual`.
 
     Returns:
-        The normed tensor in x's dtype; with a residual the pair (normed, x + residual).
+        Same shape and dtype as x.
 
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
     _check(x, weight)
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise KernelArgumentError("residual", "must have the shape and dtype of x")
-    return _rms_norm(x.device, x, weight, eps, residual)
+    return _rms_norm(x.device, x, weight, eps)
 
 
 def gated_rms_norm(

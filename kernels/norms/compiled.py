@@ -11,21 +11,15 @@ from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import bits, knows_rows, rows
 
 
-def knows(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> bool:
+def knows(x: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
     """Whether `rms_norm` is for such inputs."""
     return knows_rows(x)
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    if residual is not None:
-        # torch lays a sum out as its operands are, which need not be rows.
-        residual = (x + residual).contiguous()
-        x = residual
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     call("vlm_rms_norm", ctypes.byref(rows(x, out)), centred(weight).data_ptr(), eps, bits(x))
-    return out if residual is None else (out, residual)
+    return out
 
 
 def knows_gated(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:

@@ -19,20 +19,14 @@ from vlm_serve.kernels.derived import derived
 BLOCK = 1 << 17
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    if residual is not None:
-        residual = x + residual
-        x = residual
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     factor = centred_factor(weight)
     if x.numel() <= BLOCK:
-        normed = unit_rows(x.float(), eps).mul_(factor).to(x.dtype)
-    else:
-        normed = torch.empty(x.shape, dtype=x.dtype)
-        for part in blocks(x):
-            torch.mul(unit_rows(x[part].float(), eps), factor, out=normed[part])
-    return normed if residual is None else (normed, residual)
+        return unit_rows(x.float(), eps).mul_(factor).to(x.dtype)
+    normed = torch.empty(x.shape, dtype=x.dtype)
+    for part in blocks(x):
+        torch.mul(unit_rows(x[part].float(), eps), factor, out=normed[part])
+    return normed
 
 
 def gated_rms_norm(

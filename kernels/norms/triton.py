@@ -14,25 +14,17 @@ from vlm_serve.kernels.triton_support import launch, power_of_two
 @triton.jit
 def _rms_kernel(
     x,
-    residual,
     weight,
     out,
-    new_residual,
     x_stride,
-    residual_stride,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
-    if ADD:
-        other = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
-        values = (values.to(tl.float32) + other.to(tl.float32)).to(values.dtype)
-        tl.store(new_residual + row * SIZE + columns, values, mask=inside)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
     factor = 1.0 + tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
@@ -40,31 +32,22 @@ def _rms_kernel(
     tl.store(out + row * SIZE + columns, normed.to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     size = x.shape[-1]
     rows = x.reshape(-1, size)
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    added = out if residual is None else torch.empty_like(out)
-    second = rows if residual is None else residual.reshape(-1, size)
     block = power_of_two(size)
     arguments = {
         "x": rows,
-        "residual": second,
         "weight": weight,
         "out": out,
-        "new_residual": added,
         "x_stride": rows.stride(0),
-        "residual_stride": second.stride(0),
         "eps": eps,
         "SIZE": size,
         "BLOCK": block,
-        "ADD": residual is not None,
     }
     launch(_rms_kernel, (rows.shape[0],), arguments, num_warps=min(8, max(1, block // 512)))
-    normed = out.view(x.shape)
-    return normed if residual is None else (normed, added.view(x.shape))
+    return out.view(x.shape)
 
 
 @triton.jit

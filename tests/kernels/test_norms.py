@@ -30,15 +30,6 @@ def test_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_norm_after_a_residual(dtype: torch.dtype) -> None:
-    x, residual = randn(5, 64, dtype=dtype), randn(5, 64, dtype=dtype, seed=1)
-    weight = randn(64, seed=2)
-    normed, total = rms_norm(x, weight, EPS, residual)
-    assert torch.equal(total, x + residual)
-    assert torch.equal(normed, rms_norm(x + residual, weight, EPS))
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(1, 1, 64), (7, 4, 48), (0, 2, 32)])
 def test_gated_norm(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     x, gate = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1) * 3
@@ -66,8 +57,6 @@ def test_bad_arguments_are_named() -> None:
     x, weight = randn(3, 8), randn(8)
     with pytest.raises(KernelArgumentError, match="weight"):
         rms_norm(x, weight[:7], EPS)
-    with pytest.raises(KernelArgumentError, match="residual"):
-        rms_norm(x, weight, EPS, x.half())
     with pytest.raises(KernelArgumentError, match="gate"):
         gated_rms_norm(x, x[:2], weight, EPS)
     with pytest.raises(KernelArgumentError, match="x"):
