@@ -59,13 +59,16 @@ def test_imports_go_through_the_package(path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "forbidden"),
     [
-        ("preprocess", ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.cache")),
+        (
+            "preprocess",
+            ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.cache", "vlm_serve.models"),
+        ),
         ("cache", ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.models", "torch")),
         (
             "kernels",
             ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.models", "vlm_serve.cache"),
         ),
-        ("vlm_serve/models", ("vlm_serve.engine", "vlm_serve.server")),
+        ("vlm_serve/models", ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.cache")),
         ("vlm_serve/engine", ("vlm_serve.server", "fastapi", "uvicorn")),
     ],
 )
@@ -73,6 +76,17 @@ def test_arrows_between_parts_point_one_way(folder: str, forbidden: tuple[str, .
     for path in python_files(folder):
         for name in imported_modules(path):
             assert not any(name == bad or name.startswith(bad + ".") for bad in forbidden), path
+
+
+def test_one_place_asks_transformers() -> None:
+    """It takes a good part of a start; configurations are all that is wanted of it."""
+    product = python_files("vlm_serve", "cache", "kernels", "preprocess")
+    users = [
+        path.relative_to(ROOT)
+        for path in product
+        if any(name.split(".")[0] == "transformers" for name in imported_modules(path))
+    ]
+    assert users == [Path("vlm_serve/models/registry.py")]
 
 
 def test_cache_reads_no_clock() -> None:

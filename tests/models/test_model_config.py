@@ -87,6 +87,8 @@ REQUIRED = (
     "rms_norm_eps",
     "max_position_embeddings",
     "rope_parameters",
+    "hidden_act",
+    "attn_output_gate",
 )
 REQUIRED_OF_ROPE = ("rope_theta", "partial_rotary_factor", "mrope_section")
 

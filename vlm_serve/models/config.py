@@ -70,13 +70,13 @@ class Config:
             raise CheckpointError(f"{name} in config.json must be a number, not {value!r}")
         return float(value)
 
-    def value(self, name: str, default: Any = None) -> Any:
+    def value(self, name: str) -> Any:
         """A field as transformers has it."""
-        return getattr(self._parsed, name, default)
+        return getattr(self._parsed, name)
 
     def expect(self, name: str, expected: object) -> None:
-        """Refuses a model in which a field has another value."""
-        value = self.value(name, expected)
+        """Refuses a model in which a field, which the file must have, has another value."""
+        value = self.given(name)
         if value != expected:
             raise CheckpointError(f"{name} {value!r} is not supported, only {expected!r}")
 

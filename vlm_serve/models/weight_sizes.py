@@ -76,7 +76,7 @@ class Shapes:
             self.projections += panels * PANEL * rows * width + 4 * biases
         else:
             self.projections += (columns * depth + biases) * width
-        return TorchDense(_empty((columns, depth), self._weights), None)
+        return TorchDense(torch.empty(columns, depth, dtype=self._weights, device="meta"), None)
 
     def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         self.of_tensors[name] = shape
@@ -99,7 +99,8 @@ class Shapes:
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    """One number many times: arithmetic on a tensor on "meta" imports torch's compiler."""
+    return torch.zeros((), dtype=dtype).expand(*shape)
 
 
 def weight_bytes(
