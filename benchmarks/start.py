@@ -2,10 +2,10 @@
 
     python benchmarks/start.py [--before FOLDER] [--rounds 10]
 
-Every round runs each side once, in a process of its own: "engine" loads the demo and is ready for its
-first request, "plan" is `vlm-serve plan demo`. `--before` is the checkout of an earlier commit. "config"
-is the time inside of the engine's process that the spec takes to be read, imports included, after
-everything else has been imported.
+Every round runs each side once, in a process of its own: "engine" loads the demo and is ready for
+its first request, "plan" is `vlm-serve plan demo`. `--before` is the checkout of an earlier commit.
+"config" is the time inside of the engine's process that the spec takes to be read, imports
+included, after everything else has been imported.
 """
 
 from __future__ import annotations
