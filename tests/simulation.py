@@ -31,9 +31,9 @@ from symbolic_tiers import SymbolicTiers
 
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
+from vlm_serve.cache.events import EventLog
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.cache.rows import Snapshot
-from vlm_serve.cache.trie import Node
+from vlm_serve.cache.records import NO_MEDIA
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.planning import SchedulerConfig
@@ -114,25 +114,56 @@ def cold_answer(request: Request, seed: int, count: int) -> list[int]:
     return answer
 
 
-class Poison:
-    """Tells the symbolic runner what was freed, as the real engine does in tests."""
+class Mirror:
+    """The tree as a reader knows it who was told it once and has followed the log since."""
 
-    def __init__(self) -> None:
-        self.runner: SymbolicRunner | None = None
+    def __init__(self, cache: PrefixCache, limit: int) -> None:
+        self._cache = cache
+        self._log = EventLog(cache.events, limit)
+        self._number = 0
+        self.nodes = tree_of(cache)
+        self.times_read = 0
 
-    def block_freed(self, block: int) -> None:
-        if self.runner is not None:
-            self.runner.poison(blocks=(block,))
+    def check(self) -> None:
+        """Follows the log; what it tells is what there is."""
+        told = self._log.since(self._number)
+        self._number = self._log.number
+        if told is None:
+            self.nodes = tree_of(self._cache)
+            self.times_read += 1
+            return
+        for event in told:
+            facts = event.facts
+            if event.kind == "node_added":
+                assert event.key not in self.nodes
+                place = (facts["parent"], facts["start"], facts["end"], facts["exact"])
+                self.nodes[event.key] = [*place, facts["media"], None]
+            elif event.kind == "node_evicted":
+                del self.nodes[event.key]
+            elif event.kind == "snapshot_ready":
+                assert self.nodes[event.key][-1] is None
+                self.nodes[event.key][-1] = facts["snapshot"]
+            elif event.kind == "snapshot_evicted":
+                assert self.nodes[event.key][-1] is not None
+                self.nodes[event.key][-1] = None
+            else:
+                assert event.kind == "hit" and facts["boundary"] < facts["prompt_tokens"]
+                assert bool(event.key) == bool(facts["boundary"])
+        assert self.nodes == tree_of(self._cache), "the events tell of another tree"
 
-    def row_freed(self, row: int) -> None:
-        if self.runner is not None:
-            self.runner.poison(rows=(row,))
 
-    def kv_evicted(self, node: Node) -> None:
-        pass
-
-    def snapshot_evicted(self, snapshot: Snapshot) -> None:
-        pass
+def tree_of(cache: PrefixCache) -> dict[bytes, list[object]]:
+    return {
+        node.key: [
+            node.parent.key,
+            node.parent.end,
+            node.end,
+            node.exact,
+            node.media_offset != NO_MEDIA,
+            node.snapshot.kind if node.snapshot is not None else None,
+        ]
+        for node in cache.nodes()
+    }
 
 
 class Simulation:
@@ -163,9 +194,9 @@ class Simulation:
             min_snapshot_gain=rng.choice([1, 4]),
             policy=rng.choice(["value", "lru"]),
         )
-        poison = Poison()
-        self.tiers = SymbolicTiers(seed, config, poison)
-        self.cache = PrefixCache(config, self.tiers.listener)
+        self.cache = PrefixCache(config)
+        self.mirror = Mirror(self.cache, limit=100)
+        self.tiers = SymbolicTiers(seed, self.cache)
         embeddings = EmbeddingCache(rng.choice([0, 100, 10_000]))
         self.scheduler = Scheduler(
             self.cache,
@@ -179,12 +210,15 @@ class Simulation:
                 decode_state_interval=self.block_size * rng.choice([0, 0, 1, 2]),
                 complete_experts=rng.random() < 0.5,
             ),
-            self.tiers.attach(self.cache),
+            self.tiers.fetcher,
         )
         self.runner = SymbolicRunner(
             num_blocks, config.num_rows, self.block_size, rng, has_state=has_state
         )
-        poison.runner = self.tiers.transfer.runner = self.runner
+        # What was freed holds nothing any more, as with the real engine in tests.
+        self.cache.events.block_freed.subscribe(lambda block: self.runner.poison(blocks=(block,)))
+        self.cache.events.row_freed.subscribe(lambda row: self.runner.poison(rows=(row,)))
+        self.tiers.transfer.runner = self.runner
         self._expert_share = rng.choice([0.0, 0.3, 1.0])
         self.clients: dict[str, Client] = {}
         self.counts: Counter[str] = Counter()
@@ -202,6 +236,7 @@ class Simulation:
             self._step()
             if step % self.check_every == 0:
                 self.cache.check()
+                self.mirror.check()
         self._drain()
         return self.counts
 
@@ -367,10 +402,14 @@ class Simulation:
         self.cache.check()
         self.cache.flush()
         self.cache.check()
+        self.mirror.check()
+        self.tiers.close()
+        assert not self.cache.events.failures, "see the log: a subscriber raised"
         assert self.cache.free_block_count == self.cache.config.num_blocks, "blocks leaked"
         self.counts["preemptions"] += self.scheduler.roster.num_preemptions
         self.counts["hit_tokens"] += self.cache.stats.hit_tokens
         self.counts["query_tokens"] += self.cache.stats.query_tokens
         self.counts["computed_tokens"] += self.runner.tokens_computed
-        self.counts["came up"] += self.tiers.stack.counts["hit_host"]
-        self.counts["tier errors"] += self.tiers.stack.counts["failed"]
+        self.counts["came up"] += self.tiers.counts["hit_host"]
+        self.counts["tier errors"] += self.tiers.counts["failed"]
+        self.counts["mirror read again"] += self.mirror.times_read

@@ -75,6 +75,26 @@ def test_arrows_between_parts_point_one_way(folder: str, forbidden: tuple[str, .
             assert not any(name == bad or name.startswith(bad + ".") for bad in forbidden), path
 
 
+def import_graph(folder: str, package: str) -> dict[str, set[str]]:
+    """Module -> modules of the same folder that it imports, for type checkers only included."""
+    graph = {}
+    for path in python_files(folder):
+        module = ".".join((package, *path.relative_to(ROOT / folder).with_suffix("").parts))
+        graph[module] = set(imported_modules(path))
+    return {module: names & graph.keys() for module, names in graph.items()}
+
+
+@pytest.mark.parametrize(("folder", "package"), [("cache", "vlm_serve.cache")])
+def test_modules_of_a_folder_do_not_import_each_other_in_a_circle(
+    folder: str, package: str
+) -> None:
+    graph = import_graph(folder, package)
+    assert any(graph.values())
+    while leaves := {module for module, names in graph.items() if not names}:
+        graph = {module: names - leaves for module, names in graph.items() if module not in leaves}
+    assert not graph, "these modules are in a circle, or import one that is"
+
+
 def test_cache_reads_no_clock() -> None:
     for path in python_files("cache"):
         assert not {"time", "datetime"} & set(imported_modules(path)), path

@@ -7,13 +7,15 @@ write-ahead log, so a process that is killed loses the batch under way and nothi
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Sealed
+from vlm_serve.cache.tiers.store import TIME_LIMIT
 
 FILE_NAME = "vlm-serve-cache.sqlite"
 PAGE_BYTES = 8192
@@ -33,6 +35,8 @@ _REFUSED = {
     sqlite3.SQLITE_TOOBIG,
 }
 """Errors for which the content of the file is not to blame."""
+_KINDS = {kind.value for kind in Kind}
+_DELETE = "DELETE FROM entries WHERE kind = ? AND key = ?"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     number INTEGER PRIMARY KEY, kind INTEGER NOT NULL, key BLOB NOT NULL, size INTEGER NOT NULL,
@@ -41,7 +45,8 @@ CREATE TABLE IF NOT EXISTS entries (
 
 
 class DiskStore:
-    """All methods may be called from any thread; `in` and `touch` never wait for the disk.
+    """See `Store`. Reading and writing happen in threads of the event loop's executor; `contains`
+    and `touch` go by the books in memory.
 
     A failure of the disk is counted in `errors` and otherwise a miss. A damaged file is replaced by
     an empty one.
@@ -53,6 +58,11 @@ class DiskStore:
     Raises:
         OSError: the folder cannot be written.
     """
+
+    name = "disk"
+    private = True
+    lasting = True
+    time_limit = TIME_LIMIT
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         assert max_bytes >= 0
@@ -87,25 +97,63 @@ class DiskStore:
         """Bytes of entries on disk, in whole pages."""
         return self._num_bytes
 
-    def touch(self, entry_id: EntryId) -> None:
-        """Marks an entry as the most recently used one."""
-        with self._books:
-            if entry_id in self._sizes:
-                self._sizes[entry_id] = self._sizes.pop(entry_id)
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return {"bytes": self._num_bytes, "errors": self.errors, "evictions": self.evictions}
 
-    def write(self, batch: Sequence[tuple[EntryId, Sealed]]) -> int:
+    def known(self) -> list[EntryId]:
+        return list(self._sizes)
+
+    async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
+        return {entry_id for entry_id in ids if entry_id in self._sizes}
+
+    async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Sealed]:
+        present = await self.contains(ids)
+        found = await asyncio.to_thread(self.read, [each for each in ids if each in present])
+        await self.touch(found)
+        return found
+
+    async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
+        present = await self.contains(entries)
+        await self.touch(present)
+        new = {entry_id: each for entry_id, each in entries.items() if entry_id not in present}
+        gone = await asyncio.to_thread(self.write, new) if new else set()
+        return {entry_id: new.get(entry_id) for entry_id in gone}
+
+    async def touch(self, ids: Collection[EntryId]) -> None:
+        with self._books:
+            for entry_id in ids:
+                if entry_id in self._sizes:
+                    self._sizes[entry_id] = self._sizes.pop(entry_id)
+
+    async def delete(self, ids: Collection[EntryId]) -> None:
+        await asyncio.to_thread(self.remove, ids)
+
+    async def sink(self) -> dict[EntryId, Sealed]:
+        return {}
+
+    async def clear(self) -> None:
+        await asyncio.to_thread(self._remove_all)
+
+    async def close(self) -> None:
+        """The log is folded into the file."""
+        await asyncio.to_thread(self.shut)
+
+    # In the executor's threads
+
+    def write(self, entries: Mapping[EntryId, Sealed]) -> set[EntryId]:
         """Stores entries in one transaction, evicting the least recently used ones to make room.
-        Returns how many are now on disk: all that can fit, or none if the disk refused."""
-        sizes = {entry_id: _size_on_disk(sealed) for entry_id, sealed in batch}
-        wanted = {i: s for i, s in batch if sizes[i] <= self.max_bytes}
+        Returns what is not on disk now: those, and what cannot fit, or all if the disk refused."""
+        sizes = {entry_id: _size_on_disk(sealed) for entry_id, sealed in entries.items()}
+        wanted = {i: s for i, s in entries.items() if sizes[i] <= self.max_bytes}
         while sum(sizes[i] for i in wanted) > self.max_bytes:
             del wanted[next(iter(wanted))]
         if not wanted:
-            return 0
+            return set(entries)
         with self._io:
             victims = self._victims(sum(sizes[i] for i in wanted), set(wanted))
             if not self._transaction(victims, wanted):
-                return 0
+                return set(entries)
             with self._books:
                 for entry_id in (*victims, *wanted):
                     self._forget(entry_id)
@@ -113,34 +161,34 @@ class DiskStore:
                     self._sizes[entry_id] = sizes[entry_id]
                     self._num_bytes += sizes[entry_id]
             self.evictions += len(victims)
-        return len(wanted)
+        return {*victims, *(entries.keys() - wanted.keys())}
 
-    def read(self, entry_id: EntryId) -> Sealed | None:
-        """The entry as it was stored; None if it is gone or cannot be read."""
-        if entry_id not in self._sizes:
-            return None
+    def read(self, ids: Iterable[EntryId]) -> dict[EntryId, Sealed]:
+        """Entries as they were stored, without those that are gone or cannot be read."""
+        found = {}
         with self._io:
-            try:
-                row = self._connection.execute(
-                    "SELECT header, payload FROM entries WHERE kind = ? AND key = ?", entry_id
-                ).fetchone()
-            except sqlite3.Error as error:
-                self._failed(error)
-                return None
-        if row is None or not all(isinstance(part, bytes) for part in row):
-            return None
-        self.touch(entry_id)
-        return Sealed(*row)
+            for entry_id in ids:
+                try:
+                    row = self._connection.execute(
+                        "SELECT header, payload FROM entries WHERE kind = ? AND key = ?",
+                        _place(entry_id),
+                    ).fetchone()
+                except sqlite3.Error as error:
+                    self._failed(error)
+                    continue
+                if row is not None and all(isinstance(part, bytes) for part in row):
+                    found[entry_id] = Sealed(*row)
+        return found
 
-    def delete(self, entry_id: EntryId) -> None:
-        """Removes an entry, a bad one for example."""
+    def remove(self, ids: Collection[EntryId]) -> None:
+        """Removes entries, bad ones for example."""
         with self._io:
-            if self._transaction([entry_id], {}):
+            if self._transaction(ids, {}):
                 with self._books:
-                    self._forget(entry_id)
+                    for entry_id in ids:
+                        self._forget(entry_id)
 
-    def clear(self) -> None:
-        """Removes everything."""
+    def _remove_all(self) -> None:
         with self._io:
             try:
                 self._connection.execute("DELETE FROM entries")
@@ -152,8 +200,8 @@ class DiskStore:
                 self._sizes.clear()
                 self._num_bytes = 0
 
-    def close(self) -> None:
-        """Closes the file; the log is folded into it."""
+    def shut(self) -> None:
+        """Closes the file; nothing may be asked afterwards."""
         with self._io, suppress(sqlite3.Error):
             self._connection.close()
 
@@ -173,15 +221,15 @@ class DiskStore:
                     excess -= size
             return victims
 
-    def _transaction(self, removed: Sequence[EntryId], added: dict[EntryId, Sealed]) -> bool:
+    def _transaction(self, removed: Iterable[EntryId], added: dict[EntryId, Sealed]) -> bool:
         connection = self._connection
         try:
             connection.execute("BEGIN IMMEDIATE")
-            connection.executemany("DELETE FROM entries WHERE kind = ? AND key = ?", removed)
+            connection.executemany(_DELETE, map(_place, removed))
             connection.executemany(
                 "INSERT OR REPLACE INTO entries (kind, key, size, header, payload)"
                 " VALUES (?, ?, ?, ?, ?)",
-                [(*i, _size_on_disk(s), s.header, s.payload) for i, s in added.items()],
+                [(*_place(i), _size_on_disk(s), s.header, s.payload) for i, s in added.items()],
             )
             connection.execute("COMMIT")
         except sqlite3.Error as error:
@@ -232,11 +280,11 @@ class DiskStore:
             connection.execute(f"PRAGMA {setting}").fetchall()
         connection.execute(_SCHEMA)
         rows = connection.execute("SELECT kind, key, size FROM entries ORDER BY number").fetchall()
-        known = {kind.value for kind in Kind}
         with self._books:
             for kind, key, size in rows:
-                if kind in known and isinstance(key, bytes) and isinstance(size, int):
-                    self._sizes[EntryId(Kind(kind), key)] = size
+                entry_id = _entry_id(kind, key)
+                if entry_id is not None and isinstance(size, int):
+                    self._sizes[entry_id] = size
                     self._num_bytes += size
         self._shrink(connection)
 
@@ -244,7 +292,7 @@ class DiskStore:
         """The bound may be lower than it was. Shows at once whether the file can be written."""
         victims = self._victims(0, set())
         connection.execute("BEGIN IMMEDIATE")
-        connection.executemany("DELETE FROM entries WHERE kind = ? AND key = ?", victims)
+        connection.executemany(_DELETE, map(_place, victims))
         connection.execute("COMMIT")
         if victims:
             connection.executescript("PRAGMA incremental_vacuum")
@@ -254,6 +302,18 @@ class DiskStore:
 
     def _forget(self, entry_id: EntryId) -> None:
         self._num_bytes -= self._sizes.pop(entry_id, 0)
+
+
+def _place(entry_id: EntryId) -> tuple[int, bytes]:
+    """Kind and key in the file. The column of the kind has room for the part of a split model."""
+    return entry_id.kind | entry_id.rank << 8 | (entry_id.world - 1) << 24, entry_id.key
+
+
+def _entry_id(kind: object, key: object) -> EntryId | None:
+    """The reverse of `_place`; None for anything that was not written by us."""
+    if not isinstance(kind, int) or not isinstance(key, bytes) or kind & 0xFF not in _KINDS:
+        return None
+    return EntryId(Kind(kind & 0xFF), key, kind >> 8 & 0xFFFF, (kind >> 24) + 1)
 
 
 def _code(error: sqlite3.Error) -> int:

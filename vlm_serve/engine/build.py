@@ -14,7 +14,6 @@ from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic, Types, decide
-from vlm_serve.engine.listener import PoisonListener
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
@@ -33,7 +32,7 @@ from vlm_serve.engine.step_paths import (
     graphs_wanted,
 )
 from vlm_serve.engine.tier_loading import Tiers, make_tiers
-from vlm_serve.engine.tier_up import TierFetcher
+from vlm_serve.engine.tier_transfer import TensorTransfer
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.models import Model, ModelConfig, load_model, resolve_checkpoint
@@ -67,7 +66,6 @@ class EngineParts:
     stop_tokens: frozenset[int]
     max_model_len: int
     tiers: Tiers | None = None
-    fetcher: TierFetcher | None = None
 
 
 def build(model: str, config: EngineConfig, *, poison: bool = False) -> EngineParts:
@@ -108,11 +106,12 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         deterministic=config.deterministic,
         graphs=graphs,
     )
-    listener = PoisonListener(runner) if poison else None
-    cache_config = _cache_config(config, memory)
-    tiers = make_tiers(config, cache_config, caches, preprocessor.root_key(), listener)
-    cache = PrefixCache(cache_config, tiers.listener if tiers else listener)
-    fetcher = tiers.fetcher(cache) if tiers else None
+    cache = PrefixCache(_cache_config(config, memory))
+    if poison:
+        cache.events.block_freed.subscribe(lambda block: runner.poison_freed((block,), ()))
+        cache.events.row_freed.subscribe(lambda row: runner.poison_freed((), (row,)))
+    tiers = make_tiers(config, cache, TensorTransfer(caches), preprocessor.root_key())
+    fetcher = tiers.fetcher if tiers is not None else None
     media = MediaPlanner(
         EmbeddingCache(EMBEDDING_CACHE_BYTES),
         model_config.text.hidden_size * types.vision.itemsize,
@@ -148,7 +147,6 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         stop_tokens=preprocessor.tokenizer.eos_ids,
         max_model_len=max_model_len,
         tiers=tiers,
-        fetcher=fetcher,
     )
 
 

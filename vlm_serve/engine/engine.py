@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import secrets
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import TreePage
@@ -54,7 +55,8 @@ class Engine:
         self._runner = parts.runner
         self._cache = parts.cache
         self._auditor = Auditor(parts.config.cache_audit)
-        self._inspector = Inspector(parts.cache, parts.scheduler.media, parts.fetcher)
+        fetcher = parts.tiers.fetcher if parts.tiers is not None else None
+        self._inspector = Inspector(parts.cache, parts.scheduler.media, fetcher)
         self._numbers = itertools.count()
         self._loop = EngineLoop(
             parts,
@@ -132,7 +134,9 @@ class Engine:
 
     def flush(self) -> None:
         """Forgets everything that no running request holds: KV, state and vision embeddings."""
-        self.call(self._flush)
+        removed = self.call(self._flush)
+        if removed is not None:
+            removed.result()
 
     def stats(self) -> dict[str, Any]:
         """Counters of the scheduler and the cache (see docs)."""
@@ -144,7 +148,9 @@ class Engine:
         Raises InvalidRequestError for an empty prompt.
         """
         check_prompt(prompt)
-        return self.call(lambda: self._inspector.probe(prompt))
+        looking_up = self.call(lambda: self._inspector.look_up(prompt))
+        deeper = looking_up.result() if looking_up is not None else None
+        return self.call(lambda: self._inspector.probe(prompt, deeper))
 
     def tree(self, offset: int = 0, limit: int = 100) -> TreePage:
         """A page of the cache's trie. Raises InvalidRequestError for a page that cannot be."""
@@ -207,9 +213,9 @@ class Engine:
         ]
         return request
 
-    def _flush(self) -> None:
-        self._loop.tiers.flush(self._cache)
+    def _flush(self) -> Future[None] | None:
         self._scheduler.media.cache.flush()
+        return self._loop.tiers.flush()
 
     def _stats(self) -> dict[str, Any]:
         return {

@@ -57,11 +57,10 @@ class EngineLoop:
         self.num_steps = 0
         self.last_step_time = time.monotonic()
         self.step_times = StepTimes()
-        self.tiers = TierLoading(parts.tiers, parts.fetcher, self.post)
+        self.tiers = TierLoading(parts.cache, parts.tiers, self.post)
         self._max_num_seqs = parts.config.max_num_seqs
         self._scheduler = parts.scheduler
         self._runner = parts.runner
-        self._cache = parts.cache
         self._auditor = auditor
         self._inspector = inspector
         self._with_sequences = with_sequences
@@ -238,4 +237,4 @@ class EngineLoop:
         for request in list(self._requests.values()):
             with contextlib.suppress(Exception):
                 self._emit(self._scheduler.end_request(request, error))
-        self.tiers.close(self._cache)
+        self.tiers.close()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.admission import Admission
 from vlm_serve.engine.plan import SampleTask, Slice, StepPlan
 from vlm_serve.engine.roster import Roster, order
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.slicing import chunk_ends, slice_end
-from vlm_serve.engine.tier_up import TierFetcher
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,8 @@ class Roster:
             self.restart(child)
 
     def _leave(self, sequence: Sequence) -> None:
+        if sequence.lease is not None and sequence.lease.hit is not None:
+            sequence.request.report = None  # no step has succeeded: the next admission is the first
         sequence.lease = None
         self.running.remove(sequence)
         # A decode token may have been planned before a prefill of higher priority needed its room.

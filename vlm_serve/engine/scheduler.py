@@ -7,13 +7,13 @@ a failed step back.
 from __future__ import annotations
 
 from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta, FinishReason
 from vlm_serve.engine.plan import StepOutput, StepPlan
 from vlm_serve.engine.planning import Planner, SchedulerConfig
 from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Request, Sequence
-from vlm_serve.engine.tier_up import TierFetcher
 from vlm_serve.errors import EngineError, InvalidRequestError, OverloadedError, VlmServeError
 
 Event = tuple[Request, Delta]

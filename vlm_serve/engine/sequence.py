@@ -18,7 +18,7 @@ from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from vlm_serve.cache.leases import Lease
+    from vlm_serve.cache.records import Lease
     from vlm_serve.cache.suspension import Suspended
 
 
