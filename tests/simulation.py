@@ -380,6 +380,9 @@ class Simulation:
                 del self.clients[request.request_id]
                 self.counts[delta.finish_reason or ""] += 1
                 self.counts["cold"] += request.cold
+                # Who has tokens was told of once; who was ended before may have been.
+                self.counts["hits"] += not request.cold and bool(client.tokens[0])
+                self.counts["most hits"] += not request.cold
                 assert not (request.cold and request.cached_tokens)
                 self.counts["expert gaps"] += client.expert_gaps
                 self.counts["expert answers"] += request.params.return_routed_experts
@@ -405,6 +408,7 @@ class Simulation:
         self.mirror.check()
         self.tiers.close()
         assert not self.cache.events.failures, "see the log: a subscriber raised"
+        assert self.counts["hits"] <= self.cache.stats.requests <= self.counts["most hits"]
         assert self.cache.free_block_count == self.cache.config.num_blocks, "blocks leaked"
         self.counts["preemptions"] += self.scheduler.roster.num_preemptions
         self.counts["hit_tokens"] += self.cache.stats.hit_tokens
