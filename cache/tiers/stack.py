@@ -11,11 +11,12 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from vlm_serve.cache.tiers.asking import REST_SECONDS, Asker
 from vlm_serve.cache.tiers.entry import (
     BadEntryError,
     Entry,
@@ -29,12 +30,9 @@ from vlm_serve.cache.tiers.store import Store
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_A = TypeVar("_A")
 
 BATCH_BYTES = 32 << 20
 """Entries that one call of a store is given, about."""
-REST_SECONDS = 10.0
-"""How long a store is left alone after it has failed."""
 QUEUE = "host"
 """The tier of what waits to be filed."""
 
@@ -69,13 +67,12 @@ class TierStack:
         self.counts: Counter[str] = Counter()
         self._filing_into = self.stores
         self._queue_bytes = queue_bytes
-        self._rest_seconds = rest_seconds
+        self._asker = Asker(self.counts, rest_seconds if background else None)
         self._background = background
         self._queue: dict[EntryId, Entry] = {}
         self._queued = 0
         self._touched: dict[EntryId, None] = {}
         self._filed = {entry_id for store in self.stores for entry_id in store.known()}
-        self._resting: set[Store] = set()
         self._scheduled = False
         self._epoch = 0
         self._clearing = 0
@@ -178,7 +175,7 @@ class TierStack:
         for store in self.stores:
             rest = [entry_id for entry_id in ids if entry_id not in places]
             if rest:
-                found = await self._ask(store, store.contains, rest) or set()
+                found = await self._asker.ask(store, store.contains, rest) or set()
                 filed |= found
                 places |= dict.fromkeys(found, store.name)
         gone = {entry_id for entry_id in ids if entry_id not in places}
@@ -199,7 +196,7 @@ class TierStack:
         self.counts[f"hit_{QUEUE}"] += len(found)
         for store in self.stores:
             rest = [entry_id for entry_id in ids if entry_id not in found]
-            sealed = (await self._ask(store, store.get, rest) if rest else None) or {}
+            sealed = (await self._asker.ask(store, store.get, rest) if rest else None) or {}
             bad = []
             for entry_id, each in sealed.items():
                 try:
@@ -217,7 +214,7 @@ class TierStack:
     async def discard_bad(self, ids: Collection[EntryId]) -> None:
         """For entries that are intact and still not what they should be."""
         for store in self.stores:
-            held = await self._ask(store, store.contains, ids)
+            held = await self._asker.ask(store, store.contains, ids)
             if held:
                 await self._discard(store, held)
 
@@ -226,24 +223,7 @@ class TierStack:
         with self._changed:
             self._filed.difference_update(ids)
         if store.private:
-            await self._ask(store, store.delete, ids)
-
-    async def _ask(self, store: Store, call: Callable[[_A], Awaitable[_T]], what: _A) -> _T | None:
-        """What a store answers; None if it fails, is too slow or has been lately."""
-        if store in self._resting:
-            return None
-        try:
-            if not self._background:
-                return await call(what)
-            async with asyncio.timeout(store.time_limit):
-                return await call(what)
-        except Exception:
-            self.counts[f"failed_{store.name}"] += 1
-            if self._background:
-                self._resting.add(store)
-                self._loop.call_later(self._rest_seconds, self._resting.discard, store)
-            _log.exception("the cache tier %r failed; it is left alone for a while", store.name)
-            return None
+            await self._asker.ask(store, store.delete, ids)
 
     # Filing
 
@@ -265,7 +245,7 @@ class TierStack:
                         self._scheduled = False
                         return
                 for store in self.stores if touched else ():
-                    await self._ask(store, store.touch, touched)
+                    await self._asker.ask(store, store.touch, touched)
                 await self._file(next(_batches(entries), {}))
 
     async def _file(self, batch: Mapping[EntryId, Entry]) -> None:
@@ -289,7 +269,7 @@ class TierStack:
         for store in self._filing_into:
             moving: dict[EntryId, Sealed] = {}
             for batch in _batches(entries):
-                gone = await self._ask(store, store.put, batch)
+                gone = await self._asker.ask(store, store.put, batch)
                 self.counts[f"evicted_{store.name}"] += len(gone or ())
                 gone = gone if gone is not None else dict(batch)
                 with self._changed:
@@ -297,7 +277,8 @@ class TierStack:
                     self._filed -= gone.keys()
                 moving |= {each: content for each, content in gone.items() if content is not None}
             entries = moving
-        self.counts["dropped"] += len(entries)
+        with self._changed:
+            self.counts["dropped"] += len(entries)
 
     async def _clear(self) -> None:
         try:
@@ -318,6 +299,8 @@ class TierStack:
             self._filing_into = tuple(store for store in self.stores if store.lasting)
             for store in self.stores if self._filing_into else ():
                 for batch in _batches(await store.sink()) if not store.lasting else ():
+                    with self._changed:
+                        self._filed -= batch.keys()
                     if may_go_on():
                         await self._write(batch)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from tier_entries import ORIGIN, entry, get, locate, sealed
 
-from vlm_serve.cache.tiers.disk import FILE_NAME, DiskStore
+from vlm_serve.cache.tiers.disk import DiskStore
+from vlm_serve.cache.tiers.disk_file import FILE_NAME
 from vlm_serve.cache.tiers.entry import (
     FORMAT_VERSION,
     BadEntryError,

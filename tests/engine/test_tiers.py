@@ -18,7 +18,7 @@ from make_checkpoint import make_checkpoint
 from parity import greedy
 from parity_cases import CONVERSATIONS, random_ids
 
-from vlm_serve.cache.tiers.disk import FILE_NAME
+from vlm_serve.cache.tiers.disk_file import FILE_NAME
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
