@@ -123,7 +123,8 @@ class Ledger:
             self.units.discard(node.parent.block)
         self.evicted_nodes.discard(node.key)
         self.touch(node, self._counter)
-        self.events.node_added.publish(node)
+        if self.events.node_added.subscribers:
+            self.events.node_added.publish(node)
 
     def remove_node(self, node: Node) -> None:
         """Evicts an unpinned leaf with its snapshot."""
@@ -132,7 +133,6 @@ class Ledger:
             self.remove_snapshot(node.snapshot)
         self.version += 1
         self.events.node_evicted.publish(node)
-        self.events.counted.publish(("evictions", "kv" if self.trie.is_full(node) else "tail"))
         self.evicted_nodes.add(node.key)
         if node.experts is not None:
             self.expert_bytes -= node.experts.nbytes

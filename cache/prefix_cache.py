@@ -50,7 +50,7 @@ class PrefixCache(Leasing):
         super().__init__(Ledger(config))
         self.events = self._ledger.events
         self.stats = CacheStats()
-        self.stats.listen(self.events)
+        self.stats.listen(self.events, config.block_size)
 
     # Matching
 

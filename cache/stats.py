@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vlm_serve.cache.events import CacheEvents
-    from vlm_serve.cache.records import Hit, Snapshot
+    from vlm_serve.cache.records import Hit, Node, Snapshot
 
 
 @dataclass(slots=True)
@@ -39,8 +39,13 @@ class CacheStats:
     evictions: Counter[str] = field(default_factory=Counter)
     stolen: int = 0
 
-    def listen(self, events: CacheEvents) -> None:
+    def listen(self, events: CacheEvents, block_size: int) -> None:
         """Counts from now on."""
+
+        def node_evicted(node: Node) -> None:
+            self.evictions["kv" if node.num_tokens == block_size else "tail"] += 1
+
+        events.node_evicted.subscribe(node_evicted)
         events.hit.subscribe(self._hit)
         events.snapshot_ready.subscribe(self._snapshot_ready)
         events.counted.subscribe(self._counted)
