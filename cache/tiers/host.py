@@ -47,8 +47,9 @@ class HostStore:
         return {entry_id for entry_id in ids if entry_id in self._entries}
 
     async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Sealed]:
-        await self.touch(ids)
-        return {each: self._entries[each] for each in ids if each in self._entries}
+        found = {each: self._entries[each] for each in ids if each in self._entries}
+        await self.touch(found)
+        return found
 
     async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
         overflow: dict[EntryId, Sealed | None] = {}

@@ -193,7 +193,7 @@ def test_requests_that_wait_for_a_tier_hold_up_nobody(checkpoint: Path) -> None:
 
 
 class Watched:
-    """Notes who calls the host tier; `delay` seconds pass before it answers, then `error`."""
+    """Notes who calls the host tier; it raises `error` or answers after `delay` seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.delay = 0.0
@@ -207,10 +207,11 @@ class Watched:
         async def wrapper(*args: Any) -> Any:
             self.calls[name] += 1
             self.threads.add(threading.current_thread().name)
-            await asyncio.sleep(self.delay)
             if self.error is not None:
                 raise self.error
-            return await call(*args)
+            answer = await call(*args)
+            await asyncio.sleep(self.delay)
+            return answer
 
         return wrapper
 
@@ -284,6 +285,24 @@ def test_requests_that_want_the_same_entries_share_one_read(
         assert [output.token_ids for output in outputs] == [cold.token_ids] * 3
         assert [output.cache_report.tiers for output in outputs] == [{"host": CACHED}] * 3
         assert watched.calls["get"] == 1
+
+
+def test_what_is_on_its_way_during_a_flush_is_not_taken_in(
+    checkpoint: Path, watched: Watched
+) -> None:
+    with open_pipeline(checkpoint, host_cache_memory="64MiB") as pipe:
+        cold = ask(pipe)
+        evict(pipe)
+        watched.delay = 0.3
+        watched.calls.clear()
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(ask, pipe)
+            while not watched.calls["get"]:
+                time.sleep(0.01)
+            pipe.engine.flush()
+            output = answer.result()
+        assert output.token_ids == cold.token_ids and output.usage.cached_tokens == 0
+        assert output.cache_report.reason == "cold"
 
 
 def test_expert_rows_come_back_with_their_blocks(checkpoint: Path) -> None:
