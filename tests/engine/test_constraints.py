@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.constraints import Constraint, LogitRules
-from vlm_serve.engine.plan import SampleTask
-from vlm_serve.engine.sampler import prompt_logprobs, sample
+from vlm_serve.engine.plan import SampleTask, SequenceInfo
+from vlm_serve.engine.sampler import Chooser, prompt_logprobs, sample
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar import state
 from vlm_serve.pipeline import Pipeline
@@ -22,19 +23,29 @@ GREEDY = SamplingParams(temperature=0.0)
 LOGITS = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
 
 
-def pick(rules: LogitRules, history: tuple[int, ...] = (), banned: tuple[int, ...] = ()) -> int:
-    constraint = Constraint(rules, None, frozenset())
+def pick(
+    rules: LogitRules | None,
+    history: tuple[int, ...] = (),
+    banned: tuple[int, ...] = (),
+    params: SamplingParams = GREEDY,
+) -> int:
+    """The token after a prompt and a history that may not end yet."""
+    constraint = Constraint(rules, None, frozenset(banned), len(history) + bool(banned), 4)
     tasks = [
-        SampleTask(0, GREEDY, history, (), banned, 0, constraint),
-        SampleTask(1, GREEDY, history, (), (), 0),
+        SampleTask(0, len(history), *constraint.mask((1, 2, *history), len(history))),
+        SampleTask(1, len(history)),
     ]
-    constrained, plain = sample(LOGITS, tasks, [0, 0])
+    choosers = [
+        Chooser(SequenceInfo(number, (1, 2), torch.zeros(3, 2), 0, each, 0))
+        for number, each in enumerate((params, GREEDY))
+    ]
+    constrained, plain = sample(LOGITS, tasks, choosers, [0, 0])
     assert plain.token_id == 3  # the row itself has not been touched
     return constrained.token_id
 
 
 def test_a_bias_is_added() -> None:
-    assert pick(LogitRules(bias=([0, 3], [4.0, -100.0]))) == 0
+    assert pick(None, params=replace(GREEDY, logit_bias={0: 4.0, 3: -100.0})) == 0
 
 
 def test_only_allowed_tokens_are_sampled() -> None:
@@ -43,6 +54,7 @@ def test_only_allowed_tokens_are_sampled() -> None:
 
 def test_the_last_token_of_a_bad_word_is_banned_after_the_others() -> None:
     rules = LogitRules(bad_words=((1, 2, 3),))
+    assert pick(rules) == 3  # the prompt, which ends in (1, 2), is no part of a bad word
     assert pick(rules, history=(1,)) == 3
     assert pick(rules, history=(2, 1)) == 3
     assert pick(rules, history=(0, 1, 2)) == 2
@@ -51,6 +63,8 @@ def test_the_last_token_of_a_bad_word_is_banned_after_the_others() -> None:
 def test_what_is_allowed_wins_where_nothing_would_remain() -> None:
     assert pick(LogitRules(allowed=[1], bad_words=((1,),))) == 1
     assert pick(LogitRules(allowed=[1]), banned=(1,)) == 1
+    against = replace(GREEDY, logit_bias={2: -100.0}, repetition_penalty=50.0)
+    assert pick(LogitRules(allowed=[1, 2]), (2,), (1, 2), against) == 2, "the logits as they are"
 
 
 def test_prompt_tokens_are_reported_with_their_rank() -> None:

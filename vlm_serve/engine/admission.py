@@ -64,7 +64,7 @@ class Admission:
             complete_experts=self._complete_experts and sequence.experts is not None,
         )
         # What made a step fail is computed anew, and so is what has to report its logits.
-        trusted = not sequence.suspect_until and not sequence.reports_prompt
+        trusted = not sequence.suspect_until and not sequence.job.reports_prompt
         if self._tiers is not None and trusted and self._tiers.ask(sequence, match):
             return False
         if self._start(sequence, match, budget):
@@ -100,17 +100,17 @@ class Admission:
         return True
 
     def _account(self, sequence: Sequence, match: Match, used: int | None = None) -> None:
-        request, experts = sequence.request, sequence.experts
+        job, experts = sequence.job, sequence.experts
         boundary = match.boundary if used is None else used
-        replay = request.report is not None
+        replay = job.report is not None
         fetched, sequence.fetched = sequence.fetched, None
         if fetched is not None and fetched.failed and match.reason != "full":
             match = replace(match, reason="tier_error")
         self._cache.record(match, len(sequence.prompt), used=boundary, replay=replay)
         if replay:
             return
-        request.cached_tokens = boundary
-        request.report = CacheReport(
+        job.cached_tokens = boundary
+        job.report = CacheReport(
             prompt_tokens=len(sequence.prompt),
             kv_boundary=match.kv_boundary,
             state_boundary=match.state_boundary,

@@ -1,4 +1,4 @@
-"""What a request forbids or favours among the next tokens: biases, lists and grammars."""
+"""What a request forbids among the next tokens: lists, grammars, an early end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.sampling_params import SamplingParams
@@ -14,7 +15,8 @@ from vlm_serve.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from vlm_serve.grammar.state import GrammarState
 
-_NEVER = float("-inf")
+Bits = npt.NDArray[np.uint8]
+"""Packed: bit `i % 8` of byte `i // 8` stands for token i."""
 
 
 class Encoder(Protocol):
@@ -28,12 +30,10 @@ class LogitRules:
     """The lists of one request, shared by its choices.
 
     Attributes:
-        bias: (ids, values to add).
         allowed: ids outside of which nothing is sampled; None: all.
         bad_words: token sequences of which the last token is banned after the others.
     """
 
-    bias: tuple[list[int], list[float]] = ((), ())  # type: ignore[assignment]
     allowed: list[int] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
 
@@ -46,14 +46,12 @@ class LogitRules:
 
         Raises InvalidRequestError for ids that are outside.
         """
-        bias = params.logit_bias or {}
-        if not (bias or params.allowed_token_ids is not None or params.bad_words):
-            return None
-        _check_ids("logit_bias", list(bias), vocabulary)
-        _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocabulary)
         allowed = params.allowed_token_ids
+        _check_ids("logit_bias", list(params.logit_bias or ()), vocabulary)
+        _check_ids("allowed_token_ids", allowed or (), vocabulary)
+        if allowed is None and not params.bad_words:
+            return None
         return cls(
-            bias=(list(bias), [float(value) for value in bias.values()]),
             allowed=None if allowed is None else sorted(set(allowed)),
             bad_words=_bad_words(params.bad_words, encoder),
         )
@@ -87,14 +85,26 @@ class Constraint:
         rules: the request's lists.
         grammar: the state of this choice's grammar.
         ends: tokens that end the answer; they are banned while the grammar has yet to begin.
+        min_tokens: they are banned until so many tokens have come, too.
+        vocabulary: width of the logits.
     """
 
     def __init__(
-        self, rules: LogitRules | None, grammar: GrammarState | None, ends: frozenset[int]
+        self,
+        rules: LogitRules | None,
+        grammar: GrammarState | None,
+        ends: frozenset[int],
+        min_tokens: int,
+        vocabulary: int,
     ) -> None:
-        self._rules = rules
         self._grammar = grammar
         self._ends = sorted(ends)
+        self._min_tokens = min_tokens
+        self._bad_words = rules.bad_words if rules is not None else ()
+        self._everything = _pack(range(vocabulary), vocabulary)
+        self._allowed: Bits | None = None
+        if rules is not None and rules.allowed is not None:
+            self._allowed = _pack(rules.allowed, vocabulary)
 
     @property
     def finished(self) -> bool:
@@ -111,41 +121,44 @@ class Constraint:
         if self._grammar is not None:
             self._grammar.accept(token)
 
-    def bias(self, logits: torch.Tensor) -> None:
-        """Adds the biases to one row `[vocab]` in place."""
-        if self._rules is not None and self._rules.bias[0]:
-            ids, values = self._rules.bias
-            logits[ids] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+    def mask(self, token_ids: Sequence[int], num_generated: int) -> tuple[bytes | None, bool]:
+        """(`SampleTask.mask`, `SampleTask.unbiased`) of the next token: where all rules together
+        leave nothing, the logits as they are under what remains in force, which is the grammar,
+        without one the allowed tokens.
 
-    def mask(self, logits: torch.Tensor, history: Sequence[int]) -> None:
-        """Sets what may not come next to -inf, in place. `history`: what was generated so far."""
-        if self._rules is not None:
-            if self._rules.allowed is not None:
-                _keep(logits, self._rules.allowed)
-            banned = [w[-1] for w in self._rules.bad_words if _ends_with(history, w[:-1])]
-            if banned:
-                logits[banned] = _NEVER
-        if self._grammar is None:
-            return
-        if self._grammar.waiting:
-            logits[self._ends] = _NEVER
-        self._grammar.mask(logits)
-
-    def mask_at_least(self, logits: torch.Tensor) -> None:
-        """What remains in force where all rules together leave nothing: the grammar, without one
-        the allowed tokens."""
+        Args:
+            token_ids: all tokens so far.
+            num_generated: how many of them, the last ones, are the answer's.
+        """
+        grammar = None
+        banned = [
+            word[-1]
+            for word in self._bad_words
+            if len(word) <= num_generated + 1 and _ends_with(token_ids, word[:-1])
+        ]
         if self._grammar is not None:
-            self._grammar.mask(logits)
-        elif self._rules is not None and self._rules.allowed is not None:
-            _keep(logits, self._rules.allowed)
+            grammar = self._grammar.allowed()
+        if num_generated < self._min_tokens or (self._grammar and self._grammar.waiting):
+            banned += self._ends
+        if not banned and self._allowed is None and grammar is None:
+            return None, False
+        bits = self._everything.copy()
+        for part in (self._allowed, grammar):
+            if part is not None:
+                bits &= part[: len(bits)]
+        for token in banned:
+            bits[token >> 3] &= ~(1 << (token & 7)) & 0xFF
+        if bits.any():
+            return bits.tobytes(), False
+        remaining = self._allowed if self._grammar is None else grammar
+        return None if remaining is None else remaining.tobytes(), True
 
 
-def _keep(logits: torch.Tensor, ids: list[int]) -> None:
-    kept = logits[ids]
-    logits.fill_(_NEVER)
-    logits[ids] = kept
+def _pack(ids: Sequence[int], vocabulary: int) -> Bits:
+    flags = np.zeros(vocabulary, dtype=bool)
+    flags[ids] = True
+    return np.packbits(flags, bitorder="little")
 
 
-def _ends_with(history: Sequence[int], ending: tuple[int, ...]) -> bool:
-    count = len(ending)
-    return count <= len(history) and tuple(history[len(history) - count :]) == ending
+def _ends_with(token_ids: Sequence[int], ending: tuple[int, ...]) -> bool:
+    return tuple(token_ids[len(token_ids) - len(ending) :]) == ending

@@ -1,5 +1,5 @@
-"""From logits to tokens. Stateless: a draw depends on (seed, position) alone, so a request that is
-preempted, retried or batched differently draws the same tokens from the same logits."""
+"""From logits to tokens. A draw depends on (seed, position) alone, so a request that is preempted,
+retried or batched differently draws the same tokens from the same logits."""
 
 from __future__ import annotations
 
@@ -7,31 +7,40 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from vlm_serve.engine.plan import PromptLogprobs, Sampled, SampleTask
+from vlm_serve.engine.plan import PromptLogprobs, Sampled, SampleTask, SequenceInfo
 
 _FEW_LOGITS = 1 << 17
 """So many are searched faster by one thread than by several, which torch would wake."""
 _REPORTED_AT_ONCE = 32
 """Rows of prompt log-probabilities whose softmax is in memory at once."""
+_NEVER = float("-inf")
 
 
-def sample(logits: torch.Tensor, tasks: Sequence[SampleTask], rows: Sequence[int]) -> list[Sampled]:
+def sample(
+    logits: torch.Tensor,
+    tasks: Sequence[SampleTask],
+    choosers: Sequence[Chooser],
+    rows: Sequence[int],
+) -> list[Sampled]:
     """Samples one token per task.
 
     Args:
         logits: float32 `[R, vocab]`.
         tasks: what to sample.
+        choosers: for each task that of its sequence.
         rows: for each task its row of `logits` (several tasks may share one).
     """
-    plain = [_is_plain_greedy(task) for task in tasks]
+    plain = [
+        chooser.is_plain and task.mask is None and not task.unbiased
+        for task, chooser in zip(tasks, choosers, strict=True)
+    ]
     best = _best(logits) if any(plain) else []
-    if all(plain):
-        return [Sampled(best[row], {}) for row in rows]
     return [
-        Sampled(best[row], {}) if simple else _sample_one(logits[row], task)
-        for task, row, simple in zip(tasks, rows, plain, strict=True)
+        Sampled(best[row], {}) if simple else chooser.choose(logits[row], task)
+        for task, chooser, row, simple in zip(tasks, choosers, rows, plain, strict=True)
     ]
 
 
@@ -43,86 +52,125 @@ def _best(logits: torch.Tensor) -> list[int]:
     return torch.argmax(logits, dim=-1).tolist()
 
 
-def _is_plain_greedy(task: SampleTask) -> bool:
-    params = task.params
-    return (
-        params.temperature == 0
-        and params.logprobs is None
-        and not task.banned
-        and task.constraint is None
-        and not _has_penalties(task)
-    )
+class Chooser:
+    """Chooses the tokens of one sequence, and keeps what its penalties need of the generated ones:
+    a count for each token of the vocabulary, so that a token costs the same wherever it comes.
 
+    Attributes:
+        is_plain: greedy, and nothing changes or reports its logits but a mask.
+    """
 
-def _has_penalties(task: SampleTask) -> bool:
-    params = task.params
-    return bool(
-        params.presence_penalty
-        or params.frequency_penalty
-        or (params.repetition_penalty is not None and params.repetition_penalty != 1.0)
-    )
+    def __init__(self, info: SequenceInfo) -> None:
+        params = info.params
+        repetition = params.repetition_penalty
+        self._info = info
+        self._repetition = 1.0 if repetition is None else repetition
+        self._penalised = bool(
+            params.presence_penalty or params.frequency_penalty or self._repetition != 1.0
+        )
+        self._biases = bool(params.logit_bias)
+        self._generated: list[int] = []
+        self._counts: Counter[int] = Counter()
+        self._prompt = frozenset(info.token_ids) if self._repetition != 1.0 else frozenset()
+        self._weights: torch.Tensor | None = None
+        """float32 `[vocab]`: what presence and frequency take off each logit."""
+        self._seen: torch.Tensor | None = None
+        """bool `[vocab]`: tokens of prompt and answer."""
+        self.is_plain = (
+            params.temperature == 0
+            and params.logprobs is None
+            and not self._penalised
+            and not self._biases
+        )
 
+    def replace(self, first: int, token_ids: Sequence[int]) -> None:
+        """The generated tokens from the one with index `first` on are these."""
+        if not self._penalised:
+            return
+        assert first <= len(self._generated), "generated tokens are missing"
+        gone = self._generated[first:]
+        self._generated[first:] = token_ids
+        self._counts.subtract(gone)
+        self._counts.update(token_ids)
+        if self._weights is not None:
+            self._note({*gone, *token_ids})
 
-def _sample_one(raw: torch.Tensor, task: SampleTask) -> Sampled:
-    logits = raw
-    if task.banned or task.constraint is not None or _has_penalties(task):
-        logits = _changed(raw, task)
-    token = int(torch.argmax(logits)) if task.params.temperature == 0 else _draw(logits, task)
-    return Sampled(token, _top_logprobs(raw, token, task.params.logprobs))
+    def choose(self, raw: torch.Tensor, task: SampleTask) -> Sampled:
+        """One token.
 
+        Args:
+            raw: float32 `[vocab]`, the model's logits; they stay as they are.
+            task: of this sequence.
+        """
+        params, logits = self._info.params, raw
+        if (self._penalised or self._biases) and not task.unbiased:
+            logits = self._changed(raw)
+        if task.mask is not None:
+            bits = np.frombuffer(task.mask, dtype=np.uint8)
+            allowed = np.unpackbits(bits, count=raw.shape[-1], bitorder="little").view(bool)
+            logits = logits.where(torch.from_numpy(allowed).to(raw.device), _NEVER)
+        if params.temperature == 0:
+            token = int(torch.argmax(logits))
+        else:
+            token = self._draw(logits, task.position)
+        return Sampled(token, _top_logprobs(raw, token, params.logprobs))
 
-def _changed(raw: torch.Tensor, task: SampleTask) -> torch.Tensor:
-    """A row with all that the request changes in it; at least one token stays possible."""
-    logits, constraint = raw.clone(), task.constraint
-    if constraint is not None:
-        constraint.bias(logits)
-    _apply_penalties(logits, task)
-    if task.banned:
-        logits[list(task.banned)] = float("-inf")
-    if constraint is not None:
-        constraint.mask(logits, task.history)
-        if bool(logits.max() == float("-inf")):
-            logits = raw.clone()
-            constraint.mask_at_least(logits)
-    return logits
+    def _changed(self, raw: torch.Tensor) -> torch.Tensor:
+        """A row with biases and penalties in it. Penalties as in OpenAI's API (presence, frequency:
+        generated tokens) and Keskar et al. 2019 (repetition: prompt and generated tokens)."""
+        params, logits = self._info.params, raw.clone()
+        if params.logit_bias:
+            values = [float(value) for value in params.logit_bias.values()]
+            logits[list(params.logit_bias)] += torch.tensor(values, device=raw.device)
+        if not self._penalised:
+            return logits
+        if self._weights is None or self._seen is None:
+            self._weights = torch.zeros_like(raw)
+            self._seen = torch.zeros_like(raw, dtype=torch.bool)
+            self._note({*self._prompt, *self._counts})
+        if self._repetition != 1.0:
+            penalised = torch.where(
+                logits > 0, logits / self._repetition, logits * self._repetition
+            )
+            logits = torch.where(self._seen, penalised, logits)
+        return logits - self._weights
 
-
-def _apply_penalties(logits: torch.Tensor, task: SampleTask) -> None:
-    """Penalties as in OpenAI's API (presence, frequency: generated tokens) and Keskar et al. 2019
-    (repetition: prompt and generated tokens)."""
-    params = task.params
-    repetition = params.repetition_penalty
-    if repetition is not None and repetition != 1.0:
-        seen = list({*task.prompt_token_ids, *task.history})
-        values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / repetition, values * repetition)
-    if (params.presence_penalty or params.frequency_penalty) and task.history:
-        counts = Counter(task.history)
+    def _note(self, changed: set[int]) -> None:
+        """Brings the tables up to date where counts have changed."""
+        if not changed:
+            return
+        assert self._weights is not None and self._seen is not None
+        ids, device, params = list(changed), self._weights.device, self._info.params
+        counts = [self._counts[token] for token in ids]
         weights = [
-            params.presence_penalty + params.frequency_penalty * count for count in counts.values()
+            params.presence_penalty + params.frequency_penalty * count if count else 0.0
+            for count in counts
         ]
-        logits[list(counts)] -= torch.tensor(weights, dtype=logits.dtype, device=logits.device)
+        seen = [
+            bool(count) or token in self._prompt for token, count in zip(ids, counts, strict=True)
+        ]
+        self._weights[ids] = torch.tensor(weights, device=device)
+        self._seen[ids] = torch.tensor(seen, device=device)
 
-
-def _draw(logits: torch.Tensor, task: SampleTask) -> int:
-    params = task.params
-    assert params.temperature is not None
-    scaled = logits / params.temperature
-    if params.top_k is not None and 0 < params.top_k < scaled.numel():
-        kept, ids = torch.topk(scaled, params.top_k)
-    else:
-        kept, ids = torch.sort(scaled, descending=True)
-    probs = torch.softmax(kept.double(), dim=-1)
-    if params.top_p is not None and params.top_p < 1.0:
-        # A token stays while the mass before it is below top_p: the first one always does.
-        probs = torch.where(probs.cumsum(0) - probs < params.top_p, probs, 0.0)
-    if params.min_p > 0.0:
-        probs = torch.where(probs >= params.min_p * probs[0], probs, 0.0)
-    cumulative = probs.cumsum(0)
-    threshold = uniform(task.seed, len(task.history)) * float(cumulative[-1])
-    position = int(torch.searchsorted(cumulative, threshold, right=True))
-    last_possible = int(torch.count_nonzero(probs)) - 1
-    return int(ids[min(position, last_possible)])
+    def _draw(self, logits: torch.Tensor, position: int) -> int:
+        params = self._info.params
+        assert params.temperature is not None
+        scaled = logits / params.temperature
+        if params.top_k is not None and 0 < params.top_k < scaled.numel():
+            kept, ids = torch.topk(scaled, params.top_k)
+        else:
+            kept, ids = torch.sort(scaled, descending=True)
+        probs = torch.softmax(kept.double(), dim=-1)
+        if params.top_p is not None and params.top_p < 1.0:
+            # A token stays while the mass before it is below top_p: the first one always does.
+            probs = torch.where(probs.cumsum(0) - probs < params.top_p, probs, 0.0)
+        if params.min_p > 0.0:
+            probs = torch.where(probs >= params.min_p * probs[0], probs, 0.0)
+        cumulative = probs.cumsum(0)
+        threshold = uniform(self._info.seed, position) * float(cumulative[-1])
+        place = int(torch.searchsorted(cumulative, threshold, right=True))
+        last_possible = int(torch.count_nonzero(probs)) - 1
+        return int(ids[min(place, last_possible)])
 
 
 def uniform(seed: int, position: int) -> float:

@@ -19,10 +19,9 @@ from vlm_serve.cache.tiers.entry import Origin
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.tier_down import TierListener
-from vlm_serve.engine.tier_transfer import TensorTransfer
+from vlm_serve.engine.tier_transfer import Transfer
 from vlm_serve.engine.tier_up import Fetch, Reading, TierFetcher
 from vlm_serve.errors import ConfigError, EngineClosedError
-from vlm_serve.models.batch import CacheTensors
 
 SHUTDOWN_SECONDS = 20.0
 """How long the end of an engine may take to save what the device holds."""
@@ -36,7 +35,7 @@ class Tiers:
 
     stack: TierStack
     listener: TierListener
-    transfer: TensorTransfer
+    transfer: Transfer
 
     def fetcher(self, cache: PrefixCache) -> TierFetcher:
         return TierFetcher(cache, self.stack, self.transfer)
@@ -45,7 +44,7 @@ class Tiers:
 def make_tiers(
     config: EngineConfig,
     cache_config: CacheConfig,
-    caches: CacheTensors,
+    transfer: Transfer,
     model: bytes,
     inner: CacheListener | None,
 ) -> Tiers | None:
@@ -54,7 +53,7 @@ def make_tiers(
     Args:
         config: options.
         cache_config: of the cache above.
-        caches: the pools.
+        transfer: reads and writes the pools.
         model: 32 bytes that identify weights, types and numerics.
         inner: another listener of the cache.
 
@@ -74,7 +73,6 @@ def make_tiers(
                 f"disk_cache_path cannot be used: {error}", param="disk_cache_path"
             ) from error
     stack = TierStack(Origin(model), host_bytes=host_bytes, disk=disk)
-    transfer = TensorTransfer(caches)
     listener = TierListener(
         stack,
         transfer,
