@@ -36,6 +36,7 @@ class Admission:
         self._state_interval = state_interval
         self._complete_experts = complete_experts
         self._tiers = tiers
+        self._refused: tuple[object, ...] = ()
 
     def admit(self, sequence: Sequence, budget: int, *, alone: bool) -> bool:
         """Gives the sequence a lease with a live row and the blocks of its first slice.
@@ -56,6 +57,14 @@ class Admission:
             if lease is not None:
                 sequence.lease = lease
                 return True
+        if self._refused == (sequence.number, budget, alone, self._cache.version):
+            return False  # nothing has changed since it was tried
+        admitted = self._try(sequence, budget, alone)
+        if not admitted and not sequence.fetching:
+            self._refused = (sequence.number, budget, alone, self._cache.version)
+        return admitted
+
+    def _try(self, sequence: Sequence, budget: int, alone: bool) -> bool:
         if sequence.request.cold:
             return self._start(sequence, None, budget)
         match = self._cache.match(
