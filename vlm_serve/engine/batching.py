@@ -51,39 +51,38 @@ Known = Mapping[int, KnownSequence]
 
 
 def make_batch(
-    decodes: list[Slice],
-    prefills: list[Slice],
+    packed: Sequence[Slice],
     known: Known,
     embeddings: Mapping[int, torch.Tensor],
     block_size: int,
-    *,
-    deterministic: bool,
 ) -> tuple[ForwardBatch, list[int]]:
     """The step's batch, on the host, and for every sample its row of the logits.
 
     Args:
-        decodes, prefills: slices, which their sequences have taken.
+        packed: slices that their sequences have taken, those of decode steps first.
         known: sequences by number.
         embeddings: of media, by slot.
         block_size: tokens per KV block.
-        deterministic: see `ForwardBatch.deterministic`.
     """
     token_ids: list[int] = []
     slots: list[int] = []
     logit_rows: list[int] = []
     task_rows: list[int] = []
     media: list[tuple[int, torch.Tensor]] = []
-    packed = (*decodes, *prefills)
+    wants_experts = False
     for item in packed:
-        offset = len(token_ids) - item.start
-        token_ids.extend(known[item.sequence].token_ids(item))
-        slots.extend(_slots(item, known[item.sequence].table, block_size))
+        sequence, offset = known[item.sequence], len(token_ids) - item.start
+        token_ids.extend(sequence.token_ids(item))
+        slots.extend(_slots(item, sequence.table, block_size))
         for first, last, slot, row in item.embeddings:
             media.append((offset + first, embeddings[slot][row : row + last - first]))
         logit_rows.extend(range(offset + item.start, offset + item.reported_end))
         if item.samples:
             task_rows.extend([len(logit_rows)] * len(item.samples))
             logit_rows.append(len(token_ids) - 1)
+        wants_experts |= sequence.info.params.return_routed_experts
+    decodes = [item for item in packed if item.kind == "decode"]
+    prefills = [item for item in packed if item.kind == "prefill"]
     batch = ForwardBatch(
         token_ids=torch.tensor(token_ids),
         positions=_positions(decodes, prefills, known),
@@ -92,10 +91,7 @@ def make_batch(
         prefill=_prefill_meta(prefills, known) if prefills else None,
         media=tuple(media),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        deterministic=deterministic and bool(prefills),
-        capture_experts=any(
-            known[item.sequence].info.params.return_routed_experts for item in packed
-        ),
+        capture_experts=wants_experts,
     )
     return batch, task_rows
 

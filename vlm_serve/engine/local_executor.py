@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,15 +12,7 @@ import torch
 from vlm_serve.cache.experts import Rows
 from vlm_serve.engine.batching import KnownSequence, make_batch
 from vlm_serve.engine.decode_graphs import DecodeGraphs
-from vlm_serve.engine.plan import (
-    Encode,
-    PromptLogprobs,
-    Sampled,
-    SequenceInfo,
-    Slice,
-    StepOutput,
-    StepPlan,
-)
+from vlm_serve.engine.plan import Encode, Sampled, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.engine.sampler import prompt_logprobs, sample
 from vlm_serve.engine.tier_transfer import TensorTransfer, Transfer
 from vlm_serve.kernels.dispatch import launching_on
@@ -82,26 +75,15 @@ class LocalExecutor:
             self._embeddings.pop(slot, None)
         self._copy(plan)
         self._encode(plan.encodes)
-        decodes = [item for item in plan.slices if item.kind == "decode"]
-        prefills = [item for item in plan.slices if item.kind == "prefill"]
-        packed = (*decodes, *prefills)
-        assert len(packed) == len(plan.slices), "drafts cannot be verified yet"
-        batch, rows = make_batch(
-            decodes,
-            prefills,
-            self._known,
-            self._embeddings,
-            self._block_size,
-            deterministic=self._deterministic,
-        )
+        packed = sorted(plan.slices, key=lambda item: item.kind)  # those of decode steps first
+        assert packed[-1].kind != "verify", "drafts cannot be verified yet"
+        batch, rows = make_batch(packed, self._known, self._embeddings, self._block_size)
+        if self._deterministic and batch.prefill is not None:
+            batch = replace(batch, deterministic=True)
         begin = time.perf_counter()
         output = self._forward(batch)
         self.model_seconds += time.perf_counter() - begin
-        return StepOutput(
-            self._sample(output.logits, packed, rows),
-            _experts_by_sequence(output.experts, packed),
-            self._prompt_reports(output.logits, packed),
-        )
+        return self._output(output, packed, rows)
 
     def _forward(self, batch: ForwardBatch) -> ForwardOutput:
         if self._graphs is not None and self._graphs.accepts(batch):
@@ -136,33 +118,23 @@ class LocalExecutor:
         for encode, embedding in zip(encodes, embeddings, strict=True):
             self._embeddings[encode.slot] = embedding
 
-    def _sample(
-        self, logits: torch.Tensor, packed: Iterable[Slice], rows: list[int]
-    ) -> dict[int, tuple[Sampled, ...]]:
+    def _output(self, output: ForwardOutput, packed: list[Slice], rows: list[int]) -> StepOutput:
+        """Samples from the rows of the tasks and reports from those that the batch asked for."""
         tasks = [task for item in packed for task in item.samples]
         choosers = [self._known[task.sequence].chooser for task in tasks]
         sampled: dict[int, tuple[Sampled, ...]] = {}
-        for task, one in zip(tasks, sample(logits, tasks, choosers, rows), strict=True):
+        for task, one in zip(tasks, sample(output.logits, tasks, choosers, rows), strict=True):
             sampled[task.sequence] = (*sampled.get(task.sequence, ()), one)
-        return sampled
-
-    def _prompt_reports(
-        self, logits: torch.Tensor, packed: Iterable[Slice]
-    ) -> dict[int, list[PromptLogprobs]]:
-        """Log-probabilities of prompt tokens, from the rows that the batch asked for."""
         reports, row = {}, 0
         for item in packed:
-            if item.reported_end > item.start:
+            count = max(0, item.reported_end - item.start)
+            if count:
                 info = self._known[item.sequence].info
                 following = info.token_ids[item.start + 1 : item.reported_end + 1]
-                assert info.params.prompt_logprobs is not None
-                rows = logits[row : row + len(following)]
-                reports[item.sequence] = prompt_logprobs(
-                    rows, following, info.params.prompt_logprobs
-                )
-                row += len(following)
-            row += bool(item.samples)
-        return reports
+                logits, rivals = output.logits[row : row + count], info.params.prompt_logprobs
+                reports[item.sequence] = prompt_logprobs(logits, following, rivals or 0)
+            row += count + bool(item.samples)
+        return StepOutput(sampled, _experts_by_sequence(output.experts, packed), reports)
 
 
 def _experts_by_sequence(experts: torch.Tensor | None, packed: Iterable[Slice]) -> dict[int, Rows]:

@@ -16,7 +16,6 @@ _FEW_LOGITS = 1 << 17
 """So many are searched faster by one thread than by several, which torch would wake."""
 _REPORTED_AT_ONCE = 32
 """Rows of prompt log-probabilities whose softmax is in memory at once."""
-_NEVER = float("-inf")
 
 
 def sample(
@@ -54,7 +53,7 @@ def _best(logits: torch.Tensor) -> list[int]:
 
 class Chooser:
     """Chooses the tokens of one sequence, and keeps what its penalties need of the generated ones:
-    a count for each token of the vocabulary, so that a token costs the same wherever it comes.
+    tables over the vocabulary, so that a token costs the same wherever it comes.
 
     Attributes:
         is_plain: greedy, and nothing changes or reports its logits but a mask.
@@ -62,26 +61,19 @@ class Chooser:
 
     def __init__(self, info: SequenceInfo) -> None:
         params = info.params
-        repetition = params.repetition_penalty
-        self._info = info
-        self._repetition = 1.0 if repetition is None else repetition
+        self._params, self._seed = params, info.seed
+        self._repetition = params.repetition_penalty or 1.0
         self._penalised = bool(
             params.presence_penalty or params.frequency_penalty or self._repetition != 1.0
         )
-        self._biases = bool(params.logit_bias)
+        self._changes = self._penalised or bool(params.logit_bias)
+        self.is_plain = not self._changes and params.temperature == 0 and params.logprobs is None
+        self._prompt = frozenset(info.token_ids if self._penalised else ())
         self._generated: list[int] = []
         self._counts: Counter[int] = Counter()
-        self._prompt = frozenset(info.token_ids) if self._repetition != 1.0 else frozenset()
-        self._weights: torch.Tensor | None = None
-        """float32 `[vocab]`: what presence and frequency take off each logit."""
-        self._seen: torch.Tensor | None = None
-        """bool `[vocab]`: tokens of prompt and answer."""
-        self.is_plain = (
-            params.temperature == 0
-            and params.logprobs is None
-            and not self._penalised
-            and not self._biases
-        )
+        self._tables: torch.Tensor | None = None
+        """float32 `[2, vocab]`: what presence and frequency take off each logit; 1 for the tokens
+        of prompt and answer. Made when the first token is chosen."""
 
     def replace(self, first: int, token_ids: Sequence[int]) -> None:
         """The generated tokens from the one with index `first` on are these."""
@@ -92,68 +84,49 @@ class Chooser:
         self._generated[first:] = token_ids
         self._counts.subtract(gone)
         self._counts.update(token_ids)
-        if self._weights is not None:
-            self._note({*gone, *token_ids})
+        if self._tables is not None:
+            self._note(self._tables, {*gone, *token_ids})
 
     def choose(self, raw: torch.Tensor, task: SampleTask) -> Sampled:
-        """One token.
-
-        Args:
-            raw: float32 `[vocab]`, the model's logits; they stay as they are.
-            task: of this sequence.
-        """
-        params, logits = self._info.params, raw
-        if (self._penalised or self._biases) and not task.unbiased:
-            logits = self._changed(raw)
+        """One token from the model's logits, float32 `[vocab]`, which stay as they are."""
+        logits = self._changed(raw) if self._changes and not task.unbiased else raw
         if task.mask is not None:
             bits = np.frombuffer(task.mask, dtype=np.uint8)
             allowed = np.unpackbits(bits, count=raw.shape[-1], bitorder="little").view(bool)
-            logits = logits.where(torch.from_numpy(allowed).to(raw.device), _NEVER)
-        if params.temperature == 0:
-            token = int(torch.argmax(logits))
-        else:
-            token = self._draw(logits, task.position)
-        return Sampled(token, _top_logprobs(raw, token, params.logprobs))
+            logits = logits.where(torch.from_numpy(allowed).to(raw.device), float("-inf"))
+        greedy = self._params.temperature == 0
+        token = int(torch.argmax(logits)) if greedy else self._draw(logits, task.position)
+        return Sampled(token, _top_logprobs(raw, token, self._params.logprobs))
 
     def _changed(self, raw: torch.Tensor) -> torch.Tensor:
         """A row with biases and penalties in it. Penalties as in OpenAI's API (presence, frequency:
         generated tokens) and Keskar et al. 2019 (repetition: prompt and generated tokens)."""
-        params, logits = self._info.params, raw.clone()
-        if params.logit_bias:
-            values = [float(value) for value in params.logit_bias.values()]
-            logits[list(params.logit_bias)] += torch.tensor(values, device=raw.device)
+        logits, bias = raw.clone(), self._params.logit_bias
+        if bias:
+            values = [float(value) for value in bias.values()]
+            logits[list(bias)] += torch.tensor(values, device=raw.device)
         if not self._penalised:
             return logits
-        if self._weights is None or self._seen is None:
-            self._weights = torch.zeros_like(raw)
-            self._seen = torch.zeros_like(raw, dtype=torch.bool)
-            self._note({*self._prompt, *self._counts})
+        if self._tables is None:
+            self._tables = raw.new_zeros(2, raw.shape[-1])
+            self._note(self._tables, {*self._prompt, *self._counts})
+        weights, seen = self._tables[0], self._tables[1]
         if self._repetition != 1.0:
-            penalised = torch.where(
-                logits > 0, logits / self._repetition, logits * self._repetition
-            )
-            logits = torch.where(self._seen, penalised, logits)
-        return logits - self._weights
+            changed = torch.where(logits > 0, logits / self._repetition, logits * self._repetition)
+            logits = torch.where(seen > 0, changed, logits)
+        return logits - weights
 
-    def _note(self, changed: set[int]) -> None:
+    def _note(self, tables: torch.Tensor, changed: set[int]) -> None:
         """Brings the tables up to date where counts have changed."""
-        if not changed:
-            return
-        assert self._weights is not None and self._seen is not None
-        ids, device, params = list(changed), self._weights.device, self._info.params
+        presence, frequency = self._params.presence_penalty, self._params.frequency_penalty
+        ids = list(changed)
         counts = [self._counts[token] for token in ids]
-        weights = [
-            params.presence_penalty + params.frequency_penalty * count if count else 0.0
-            for count in counts
-        ]
-        seen = [
-            bool(count) or token in self._prompt for token, count in zip(ids, counts, strict=True)
-        ]
-        self._weights[ids] = torch.tensor(weights, device=device)
-        self._seen[ids] = torch.tensor(seen, device=device)
+        weights = [(presence + frequency * count) * (count > 0) for count in counts]
+        seen = [self._counts[token] > 0 or token in self._prompt for token in ids]
+        tables[:, ids] = torch.tensor([weights, seen], device=tables.device)
 
     def _draw(self, logits: torch.Tensor, position: int) -> int:
-        params = self._info.params
+        params = self._params
         assert params.temperature is not None
         scaled = logits / params.temperature
         if params.top_k is not None and 0 < params.top_k < scaled.numel():
@@ -167,7 +140,7 @@ class Chooser:
         if params.min_p > 0.0:
             probs = torch.where(probs >= params.min_p * probs[0], probs, 0.0)
         cumulative = probs.cumsum(0)
-        threshold = uniform(self._info.seed, position) * float(cumulative[-1])
+        threshold = uniform(self._seed, position) * float(cumulative[-1])
         place = int(torch.searchsorted(cumulative, threshold, right=True))
         last_possible = int(torch.count_nonzero(probs)) - 1
         return int(ids[min(place, last_possible)])
