@@ -147,9 +147,8 @@ def _eligible(job: Job) -> bool:
         and job.cached_tokens > 0
         and job.sequences[0].answer.finish_reason in ("stop", "length")
         and params.temperature == 0
-        and request.rules is None
         and request.grammar is None
-        and not params.logit_bias
+        and not (params.bad_words or params.logit_bias or params.allowed_token_ids)
         and params.prompt_logprobs is None
         and not params.presence_penalty
         and not params.frequency_penalty

@@ -14,12 +14,11 @@ from vlm_serve.cache.listing import TreePage
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.build import build
-from vlm_serve.engine.constraints import LogitRules
 from vlm_serve.engine.inspection import Inspector
 from vlm_serve.engine.loop import EngineLoop
 from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.parts import EngineParts
-from vlm_serve.engine.request import Request
+from vlm_serve.engine.request import Request, find_bad_words
 from vlm_serve.engine.sequence import Job
 from vlm_serve.engine.validation import check_page, check_prompt, check_request, check_ttl
 from vlm_serve.errors import EngineClosedError
@@ -51,7 +50,6 @@ class Engine:
         self.grammars = GrammarCompiler(
             parts.preprocessor.tokenizer, language.vocabulary, language.stop_tokens
         )
-        self._vocabulary = language.vocabulary
         self._scheduler = parts.scheduler
         self._cache = parts.cache
         self._media = parts.media
@@ -95,7 +93,6 @@ class Engine:
         """
         params = params.with_defaults(self.generation_config)
         check_request(prompt, params, self.model_config, self.max_model_len)
-        rules = LogitRules.of(params, self.preprocessor.tokenizer, self._vocabulary)
         if grammar is None and params.structured_outputs is not None:
             grammar = self.grammars.compile(params.structured_outputs)
         request = Request(
@@ -105,7 +102,7 @@ class Engine:
             on_delta=on_delta,
             priority=priority,
             arrival=next(self._numbers),
-            rules=rules,
+            bad_words=find_bad_words(params.bad_words, self.preprocessor.tokenizer.encode_plain),
             grammar=grammar,
         )
         job = self._job(request)

@@ -85,7 +85,7 @@ class Planner:
             full = len(roster.running) >= self._config.max_num_seqs
             if budget <= 0 or full:
                 return
-            if not self._try(sequence, budget):
+            if not self._admission.admit(sequence, budget, alone=not roster.running):
                 if sequence.fetching:
                     continue  # others need not wait for what comes up for this one
                 return
@@ -94,9 +94,6 @@ class Planner:
                 budget -= self._grant_prefill(sequence, budget)
             else:
                 budget -= self._grant_decode(sequence)
-
-    def _try(self, sequence: Sequence, budget: int) -> bool:
-        return self._admission.admit(sequence, budget, alone=not self._roster.running)
 
     def _clear_the_way(self) -> None:
         """A suspect runs alone. The others wait for it anyway, so they may as well make room."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vlm_serve.engine.constraints import LogitRules
 from vlm_serve.engine.detokenizer import TokenBytes
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.grammar.state import Grammar
@@ -28,7 +27,8 @@ class Request:
     priority: int = 0
     arrival: int = 0
     cold: bool = False
-    rules: LogitRules | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences of which the last token is banned after the others."""
     grammar: Grammar | None = None
 
 
@@ -47,3 +47,18 @@ class Language:
     stop_tokens: frozenset[int]
     vocabulary: int
     max_length: int
+
+
+def find_bad_words(
+    words: Sequence[str], encode: Callable[[str], list[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is and after a space, where those are other tokens."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        plain = tuple(encode(word.lstrip()))
+        spaced = tuple(encode(" " + word.lstrip()))
+        if plain:
+            found.append(plain)
+        if plain and spaced[-len(plain) :] != plain:
+            found.append(spaced)
+    return tuple(found)

@@ -100,8 +100,8 @@ class Scheduler:
         """One request's grammar may not take up the time of all others."""
         events: list[Event] = []
         for sequence in list(self.running):
-            constraint = sequence.answer.constraint
-            if constraint is not None and constraint.too_slow and not sequence.job.finished:
+            grammar = sequence.answer.grammar
+            if grammar is not None and grammar.too_slow and not sequence.job.finished:
                 failure = InvalidRequestError(
                     "following the grammar takes too long; one with less repetition inside of "
                     "repetitions is faster",
@@ -147,18 +147,19 @@ class Scheduler:
         return self.end_request(self.waiting[0].job, failure)
 
     def _accept(self, sequence: Sequence, output: StepOutput) -> list[Event]:
-        job, unborn = sequence.job, sequence.unborn
+        job, events = sequence.job, []
         if sequence.num_generated == 0:
             self._media.finish_report(job)
-        events = _take(sequence, output)
-        for child in unborn:
-            if sequence.experts is not None:
-                child.experts = sequence.experts.copy()
-            events += _take(child, output)
-            if child.answer.finish_reason is None:
-                self._roster.fork(sequence, child, self._config.max_num_seqs)
-            else:
-                self._roster.remove(child)
+        for each in (sequence, *sequence.unborn):
+            if each is not sequence and sequence.experts is not None:
+                each.experts = sequence.experts.copy()
+            for sampled in output.sampled[each.number]:
+                if each.answer.finish_reason is None:
+                    events.append((job, each.accept(sampled)))
+            if each is not sequence and each.answer.finish_reason is None:
+                self._roster.fork(sequence, each, self._config.max_num_seqs)
+            elif each is not sequence:
+                self._roster.remove(each)
         if sequence.answer.finish_reason is not None:
             self._roster.remove(sequence)
         return events
@@ -190,13 +191,3 @@ class Scheduler:
             )
             events.append((job, ending))
         return events
-
-
-def _take(sequence: Sequence, output: StepOutput) -> list[Event]:
-    """The tokens that were sampled for a choice, up to the one that ends it."""
-    events: list[Event] = []
-    for sampled in output.sampled[sequence.number]:
-        events.append((sequence.job, sequence.accept(sampled)))
-        if sequence.answer.finish_reason is not None:
-            break
-    return events

@@ -152,10 +152,8 @@ class Sequence:
 
     def sample_task(self) -> SampleTask:
         """How its next token is to be sampled."""
-        constraint, position = self.answer.constraint, self.num_generated
-        if constraint is None:
-            return SampleTask(self.number, position)
-        return SampleTask(self.number, position, *constraint.mask(self.token_ids, position))
+        position = self.num_generated
+        return SampleTask(self.number, position, *self.answer.mask(self.token_ids, position))
 
     def accept(self, sampled: Sampled) -> Delta:
         """Appends a sampled token, decides whether the choice ends, says what became visible."""
