@@ -221,7 +221,7 @@ class Simulation:
         if self.clients and rng.random() < 0.03:
             client = rng.choice(list(self.clients.values()))
             self.counts["aborts"] += 1
-            self._deliver(self.scheduler.abort(client.job))
+            self._deliver(self.scheduler.end(client.job))
         if rng.random() < 0.002:
             self.cache.flush()
             self.counts["flushes"] += 1

@@ -141,7 +141,7 @@ class Engine:
     def tree(self, offset: int = 0, limit: int = 100) -> TreePage:
         """A page of the cache's trie. Raises InvalidRequestError for a page that cannot be."""
         check_page(offset, limit)
-        return self.call(lambda: self._inspector.tree(offset, limit))
+        return self.call(lambda: self._cache.tree(offset=offset, limit=limit))
 
     def pin(self, prompt: Prompt, ttl_seconds: float) -> int:
         """Keeps KV and state of the prompt's deepest usable prefix for that many seconds.

@@ -22,17 +22,13 @@ class Executor(Protocol):
 
     def register(self, info: SequenceInfo) -> None:
         """Makes a sequence known, before the first plan that names it."""
-        ...
 
     def forget(self, sequence: int) -> None:
         """No plan will name the sequence any more."""
-        ...
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Executes one step. Raises whatever the model raises; a step that has raised may be
         followed by any other."""
-        ...
 
     def close(self) -> None:
         """No step follows."""
-        ...

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from vlm_serve.cache.listing import TreePage
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.admission import tokens_by_tier
 from vlm_serve.engine.media import MediaPlanner
@@ -57,10 +56,6 @@ class Inspector:
             media_skipped=len(prompt.media) - encoded,
             reason=reason,
         )
-
-    def tree(self, offset: int, limit: int) -> TreePage:
-        """A page of the trie, parents before children."""
-        return self._cache.tree(offset=offset, limit=limit)
 
     def pin(self, prompt: Prompt, ttl_seconds: float) -> int:
         """Pins the deepest usable prefix; returns its tokens."""

@@ -132,7 +132,7 @@ class EngineLoop:
         """Ends a request. Ignores unknown ids."""
         job = self._jobs.get(request_id)
         if job is not None:
-            self._emit(self._scheduler.abort(job))
+            self._emit(self._scheduler.end(job))
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class EngineLoop:
                 self.add(self._job(request))
 
     def _fail_request(self, job: Job, error: VlmServeError) -> None:
-        self._emit(self._scheduler.end_request(job, error))
+        self._emit(self._scheduler.end(job, error))
 
     def _end_all(self) -> None:
         """Nobody is left waiting for an answer that will never come."""
@@ -241,6 +241,6 @@ class EngineLoop:
         error = EngineError("the engine was closed while the request was running")
         for job in list(self._jobs.values()):
             with contextlib.suppress(Exception):
-                self._emit(self._scheduler.end_request(job, error))
+                self._emit(self._scheduler.end(job, error))
         self.tiers.close(self._cache)
         self._executor.close()

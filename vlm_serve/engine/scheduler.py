@@ -27,6 +27,9 @@ class Scheduler:
         media: which spans need the vision tower, and where their embeddings are.
         config: limits.
         tiers: fetches from lower cache tiers; None: there are none.
+
+    Attributes:
+        running, waiting: not to be changed.
     """
 
     def __init__(
@@ -41,14 +44,7 @@ class Scheduler:
         self._config = config
         self._roster = Roster(cache, media)
         self._planner = Planner(self._roster, config, tiers)
-
-    @property
-    def running(self) -> list[Sequence]:
-        return self._roster.running
-
-    @property
-    def waiting(self) -> list[Sequence]:
-        return self._roster.waiting
+        self.running, self.waiting = self._roster.running, self._roster.waiting
 
     @property
     def num_preemptions(self) -> int:
@@ -108,7 +104,7 @@ class Scheduler:
                     param="structured_outputs",
                     code="grammar_limit",
                 )
-                events += self.end_request(sequence.job, failure)
+                events += self.end(sequence.job, failure)
         return events
 
     def fail(self, plan: StepPlan, error: Exception) -> list[Event]:
@@ -133,18 +129,30 @@ class Scheduler:
         self._roster.forget_row_copies()
         return []
 
-    def abort(self, job: Job) -> list[Event]:
-        """Ends a request at the caller's wish and frees everything at once."""
-        return self._end(job, "abort", None)
-
-    def end_request(self, job: Job, failure: VlmServeError) -> list[Event]:
-        """Ends every unfinished choice of a request with an error."""
-        return self._end(job, "error", failure)
+    def end(self, job: Job, failure: VlmServeError | None = None) -> list[Event]:
+        """Ends every unfinished choice of a request, at the caller's wish or with an error, and
+        frees everything at once."""
+        reason: FinishReason = "abort" if failure is None else "error"
+        events = []
+        for sequence in job.sequences:
+            if sequence.answer.finish_reason is not None:
+                continue
+            sequence.answer.finish_reason = reason
+            self._roster.remove(sequence)
+            ending = Delta(
+                index=sequence.index,
+                finish_reason=reason,
+                usage=job.usage,
+                cache_report=job.report,
+                error=failure,
+            )
+            events.append((job, ending))
+        return events
 
     def reject_head(self) -> list[Event]:
         """Ends the first waiting request: nothing runs, and even alone it does not fit."""
         failure = OverloadedError("the request does not fit into the cache memory that is left")
-        return self.end_request(self.waiting[0].job, failure)
+        return self.end(self.waiting[0].job, failure)
 
     def _accept(self, sequence: Sequence, output: StepOutput) -> list[Event]:
         job, events = sequence.job, []
@@ -171,23 +179,6 @@ class Scheduler:
 
     def _end_with_error(self, culprit: Sequence, error: Exception) -> list[Event]:
         if isinstance(error, VlmServeError):
-            return self.end_request(culprit.job, error)
+            return self.end(culprit.job, error)
         message = f"request {culprit.request.request_id} made the model's step fail"
-        return self.end_request(culprit.job, EngineError(message))
-
-    def _end(self, job: Job, reason: FinishReason, failure: VlmServeError | None) -> list[Event]:
-        events = []
-        for sequence in job.sequences:
-            if sequence.answer.finish_reason is not None:
-                continue
-            sequence.answer.finish_reason = reason
-            self._roster.remove(sequence)
-            ending = Delta(
-                index=sequence.index,
-                finish_reason=reason,
-                usage=job.usage,
-                cache_report=job.report,
-                error=failure,
-            )
-            events.append((job, ending))
-        return events
+        return self.end(culprit.job, EngineError(message))
