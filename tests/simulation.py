@@ -347,7 +347,7 @@ class Simulation:
                 with suppress(InjectedFailure):
                     self.twin.run(pickle.loads(pickle.dumps(plan)))
             raise
-        other = self.twin.run(pickle.loads(pickle.dumps(plan)))
+        other = pickle.loads(pickle.dumps(self.twin.run(pickle.loads(pickle.dumps(plan)))))
         assert other.sampled == output.sampled
         assert other.experts.keys() == output.experts.keys()
         for number, rows in output.experts.items():

@@ -72,8 +72,8 @@ class Chooser:
         self._generated: list[int] = []
         self._counts: Counter[int] = Counter()
         self._tables: torch.Tensor | None = None
-        """float32 `[2, vocab]`: what presence and frequency take off each logit; 1 for the tokens
-        of prompt and answer. Made when the first token is chosen."""
+        """float32 `[2, vocab]`: what presence and frequency take off each logit, and what positive
+        ones are divided and negative ones multiplied by. Made when the first token is chosen."""
 
     def replace(self, first: int, token_ids: Sequence[int]) -> None:
         """The generated tokens from the one with index `first` on are these."""
@@ -101,20 +101,21 @@ class Chooser:
     def _changed(self, raw: torch.Tensor) -> torch.Tensor:
         """A row with biases and penalties in it. Penalties as in OpenAI's API (presence, frequency:
         generated tokens) and Keskar et al. 2019 (repetition: prompt and generated tokens)."""
-        logits, bias = raw.clone(), self._params.logit_bias
-        if bias:
-            values = [float(value) for value in bias.values()]
-            logits[list(bias)] += torch.tensor(values, device=raw.device)
-        if not self._penalised:
-            return logits
-        if self._tables is None:
-            self._tables = raw.new_zeros(2, raw.shape[-1])
+        params, logits = self._params, raw
+        if params.logit_bias:
+            values = [float(value) for value in params.logit_bias.values()]
+            logits = raw.clone()
+            logits[list(params.logit_bias)] += torch.tensor(values, device=raw.device)
+        if self._penalised and self._tables is None:
+            self._tables = torch.stack((torch.zeros_like(raw), torch.ones_like(raw)))
             self._note(self._tables, {*self._prompt, *self._counts})
-        weights, seen = self._tables[0], self._tables[1]
-        if self._repetition != 1.0:
-            changed = torch.where(logits > 0, logits / self._repetition, logits * self._repetition)
-            logits = torch.where(seen > 0, changed, logits)
-        return logits - weights
+        if self._tables is not None and self._repetition != 1.0:
+            # Each logit is divided or multiplied and then added to 0: exact, and without a branch.
+            factors = self._tables[1]
+            logits = (logits.clamp(min=0) / factors).add_(logits.clamp(max=0).mul_(factors))
+        if self._tables is not None and (params.presence_penalty or params.frequency_penalty):
+            logits = logits - self._tables[0]
+        return logits
 
     def _note(self, tables: torch.Tensor, changed: set[int]) -> None:
         """Brings the tables up to date where counts have changed."""
@@ -122,8 +123,11 @@ class Chooser:
         ids = list(changed)
         counts = [self._counts[token] for token in ids]
         weights = [(presence + frequency * count) * (count > 0) for count in counts]
-        seen = [self._counts[token] > 0 or token in self._prompt for token in ids]
-        tables[:, ids] = torch.tensor([weights, seen], device=tables.device)
+        factors = [
+            self._repetition if count > 0 or token in self._prompt else 1.0
+            for token, count in zip(ids, counts, strict=True)
+        ]
+        tables[:, ids] = torch.tensor([weights, factors], device=tables.device)
 
     def _draw(self, logits: torch.Tensor, position: int) -> int:
         params = self._params
