@@ -1,4 +1,4 @@
-"""Seeded random traffic through the real scheduler and the real cache over the symbolic runner.
+"""Seeded random traffic through the real scheduler and the real cache over the symbolic executor.
 
 Every step is followed by the cache's own `check()`, and at the end of every request its tokens and
 its routed experts are compared with what the symbolic model answers to the same prompt cold.

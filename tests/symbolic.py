@@ -1,6 +1,6 @@
 """An executor that computes identities instead of numbers, and so notices every wrong reuse.
 
-Where the real runner would leave keys and values of a token, this one leaves a digest of the whole
+Where the real executor would leave keys and values of a token, this one leaves a digest of the whole
 prefix up to that token (ids, media content, tenant); where the real one would leave a recurrent
 state, it leaves the digest of all tokens it has seen; the experts of a token follow from the digest
 of the prefix that ends with it. Before it computes a slice it demands that
