@@ -32,6 +32,7 @@ class Ledger:
         spare_snapshots: READY and unpinned snapshots.
         expert_bytes: size of all routed expert rows.
         version: number of removals so far; an older match is stale.
+        additions: number of nodes and snapshots published so far.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -50,6 +51,7 @@ class Ledger:
         self.pending: dict[bytes, int] = {}
         self.expert_bytes = 0
         self.version = 0
+        self.additions = 0
         self._counter = 0
 
     # Pins
@@ -117,6 +119,7 @@ class Ledger:
 
     def add_node(self, node: Node) -> None:
         """Publishes a node on a block that a running request holds."""
+        self.additions += 1
         self.trie.insert(node)
         self.blocks.attach(node.block, node)
         if isinstance(node.parent, Node):
@@ -145,6 +148,7 @@ class Ledger:
     def attach_snapshot(self, snapshot: Snapshot, node: Node) -> None:
         """RESERVED -> READY at a node that has none."""
         assert node.snapshot is None and snapshot.position == node.end
+        self.additions += 1
         self.rows.change(snapshot.row, RowState.RESERVED, RowState.READY)
         snapshot.node = node
         node.snapshot = snapshot

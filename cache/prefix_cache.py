@@ -173,6 +173,22 @@ class PrefixCache(Leasing):
         return self._ledger.blocks.num_free + self._ledger.blocks.num_reclaimable
 
     @property
+    def version(self) -> tuple[int, ...]:
+        """While it stays, no match finds more or other room than before."""
+        ledger, rows = self._ledger, self._ledger.rows
+        return (
+            ledger.version,
+            ledger.additions,
+            ledger.expert_bytes,
+            self.available_block_count,
+            rows.num_free,
+            rows.num_live,
+            len(ledger.spare_snapshots),
+            len(self._suspensions),
+            len(self.leases),
+        )
+
+    @property
     def usage(self) -> CacheUsage:
         """Gauges of blocks, nodes, rows and expert rows."""
         return usage(self._ledger)

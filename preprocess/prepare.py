@@ -64,6 +64,7 @@ class Preprocessor:
             each prompt are filled in. Or a function from a salt to a 32-byte root key.
         limits: bounds on media.
         raw_index_bytes: memory for recognising repeated uploads; 0 turns that off.
+        max_tokens: see `Tokenizer`.
 
     Attributes:
         tokenizer: the checkpoint's.
@@ -80,8 +81,9 @@ class Preprocessor:
         root_key: RootFields | Callable[[str], bytes],
         limits: MediaLimits | None = None,
         raw_index_bytes: int = DEFAULT_RAW_INDEX_BYTES,
+        max_tokens: int | None = None,
     ) -> None:
-        self.tokenizer = Tokenizer(directory)
+        self.tokenizer = Tokenizer(directory, max_tokens)
         self.block_size = block_size
         self._root_key = root_key
         self._template = ChatTemplate(find_chat_template(directory), self.tokenizer.special_names)

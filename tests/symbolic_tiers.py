@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 import torch
-from symbolic import InjectedFailure, SymbolicRunner
+from symbolic import InjectedFailure, SymbolicExecutor
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tiers.down import TierSaver
@@ -59,23 +59,19 @@ class SymbolicTransfer:
     """Copies digests; refuses to read what was freed, and raises now and then when it writes."""
 
     def __init__(self, rng: random.Random, error_rate: float) -> None:
-        self.runner: SymbolicRunner | None = None
+        self.executors: tuple[SymbolicExecutor, ...] = ()
         self._rng = rng
         self._error_rate = error_rate
 
-    @property
-    def memory(self) -> SymbolicRunner:
-        assert self.runner is not None
-        return self.runner
-
     def read_kv(self, block: int, num_tokens: int) -> bytes:
-        digests = self.memory.kv[block][:num_tokens]
+        digests = self.executors[0].kv[block][:num_tokens]
         assert all(len(digest) == DIGEST_BYTES for digest in digests), "freed before it was saved"
         return b"".join(digests)
 
     def read_state(self, row: int) -> bytes:
-        assert len(self.memory.rows[row]) == DIGEST_BYTES, "freed before it was saved"
-        return self.memory.rows[row]
+        digest = self.executors[0].rows[row]
+        assert len(digest) == DIGEST_BYTES, "freed before it was saved"
+        return digest
 
     def layout(self, kind: Kind, num_tokens: int) -> str:
         return f"{kind.name} of {num_tokens if kind is Kind.KV else 1}"
@@ -89,11 +85,13 @@ class SymbolicTransfer:
         data = bytes(staged[0].tolist())
         for index in range(len(data) // DIGEST_BYTES):
             digest = data[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-            self.memory.kv[block][index] = digest
+            for executor in self.executors:
+                executor.kv[block][index] = digest
 
     def write_state(self, row: int, staged: tuple[torch.Tensor, ...]) -> None:
         self._strike()
-        self.memory.rows[row] = bytes(staged[0].tolist())
+        for executor in self.executors:
+            executor.rows[row] = bytes(staged[0].tolist())
 
     def _strike(self) -> None:
         if self._rng.random() < self._error_rate:

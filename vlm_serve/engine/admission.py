@@ -37,6 +37,7 @@ class Admission:
         self._state_interval = state_interval
         self._complete_experts = complete_experts
         self._tiers = tiers
+        self._refused: tuple[object, ...] = ()
 
     def admit(self, sequence: Sequence, budget: int, *, alone: bool) -> bool:
         """Gives the sequence a lease with a live row and the blocks of its first slice.
@@ -57,6 +58,14 @@ class Admission:
             if lease is not None:
                 sequence.lease = lease
                 return True
+        if self._refused == (sequence.number, budget, alone, self._cache.version):
+            return False  # nothing has changed since it was tried
+        admitted = self._try(sequence, budget, alone)
+        if not admitted and not sequence.fetching:
+            self._refused = (sequence.number, budget, alone, self._cache.version)
+        return admitted
+
+    def _try(self, sequence: Sequence, budget: int, alone: bool) -> bool:
         if sequence.request.cold:
             return self._start(sequence, None, budget)
         match = self._cache.match(
@@ -65,7 +74,7 @@ class Admission:
             complete_experts=self._complete_experts and sequence.experts is not None,
         )
         # What made a step fail is computed anew, and so is what has to report its logits.
-        trusted = not sequence.suspect_until and not sequence.reports_prompt
+        trusted = not sequence.suspect_until and not sequence.job.reports_prompt
         if trusted and self._ask_tiers(sequence, match):
             return False
         if self._start(sequence, match, budget):
@@ -114,9 +123,9 @@ class Admission:
         return True
 
     def _account(self, sequence: Sequence, match: Match, used: int | None = None) -> None:
-        request, experts = sequence.request, sequence.experts
+        job, experts = sequence.job, sequence.experts
         boundary = match.boundary if used is None else used
-        replay = request.report is not None
+        replay = job.report is not None
         fetched, sequence.fetched = sequence.fetched, None
         if fetched is not None and fetched.failed and match.reason != "full":
             match = replace(match, reason="tier_error")
@@ -126,8 +135,8 @@ class Admission:
         )
         if replay:
             return
-        request.cached_tokens = boundary
-        request.report = CacheReport(
+        job.cached_tokens = boundary
+        job.report = CacheReport(
             prompt_tokens=len(sequence.prompt),
             kv_boundary=match.kv_boundary,
             state_boundary=match.state_boundary,

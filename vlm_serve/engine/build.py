@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-import vlm_serve
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic, Types, decide
+from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
@@ -22,8 +21,9 @@ from vlm_serve.engine.memory import (
     default_cache_memory,
     plan_memory,
 )
+from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.planning import SchedulerConfig
-from vlm_serve.engine.runner import ModelRunner
+from vlm_serve.engine.request import Language
 from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.step_paths import (
     compile_steps,
@@ -31,41 +31,21 @@ from vlm_serve.engine.step_paths import (
     find_backend,
     graphs_wanted,
 )
-from vlm_serve.engine.tier_loading import Tiers, make_tiers
-from vlm_serve.engine.tier_transfer import TensorTransfer
+from vlm_serve.engine.tier_loading import make_tiers
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.models import Model, ModelConfig, load_model, resolve_checkpoint
 from vlm_serve.models.batch import CacheTensors
-from vlm_serve.models.weight_sizes import WeightBytes, weight_bytes
+from vlm_serve.models.weight_sizes import weight_bytes
 from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
 from vlm_serve.preprocess.tokenizer import read_json
 
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
+_DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 REPORTED_LOGITS_BYTES = 256 << 20
 """Logits of prompt tokens that one step may compute for requests that want to see them."""
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """Everything an Engine drives. `config` has its defaults filled in."""
-
-    name: str
-    config: EngineConfig
-    model_config: ModelConfig
-    arithmetic: Arithmetic
-    weights: WeightBytes
-    memory: MemoryPlan
-    preprocessor: Preprocessor
-    scheduler: Scheduler
-    runner: ModelRunner
-    cache: PrefixCache
-    generation_config: dict[str, Any]
-    stop_tokens: frozenset[int]
-    max_model_len: int
-    tiers: Tiers | None = None
 
 
 def build(model: str, config: EngineConfig, *, poison: bool = False) -> EngineParts:
@@ -92,14 +72,14 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     loaded = load_model(path, types.weights, device, compute_dtype=types.compute, compiled=compiled)
     cache_memory = config.cache_memory_bytes or default_cache_memory(device)
     memory = plan_memory(CacheShape.of(model_config), config, types, cache_memory)
-    preprocessor = _preprocessor(path, config, loaded, arithmetic)
     max_model_len = longest_context(config, model_config, memory)
+    preprocessor = _preprocessor(path, config, loaded, arithmetic, max_model_len)
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
     caches = _allocate(model_config, memory, rows, device, types)
     graphs = decode_graphs(loaded, caches, config, max_model_len) if with_graphs else None
     if compiled:
         compile_steps(loaded, caches)
-    runner = ModelRunner(
+    executor = LocalExecutor(
         loaded,
         caches,
         block_size=config.block_size,
@@ -108,16 +88,15 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     )
     cache = PrefixCache(_cache_config(config, memory))
     if poison:
-        cache.events.block_freed.subscribe(lambda block: runner.poison_freed((block,), ()))
-        cache.events.row_freed.subscribe(lambda row: runner.poison_freed((), (row,)))
-    tiers = make_tiers(config, cache, TensorTransfer(caches), preprocessor.root_key())
+        cache.events.block_freed.subscribe(lambda block: executor.poison_freed((block,), ()))
+        cache.events.row_freed.subscribe(lambda row: executor.poison_freed((), (row,)))
+    tiers = make_tiers(config, cache, executor.pages, preprocessor.root_key())
     fetcher = tiers.fetcher if tiers is not None else None
     media = MediaPlanner(
         EmbeddingCache(EMBEDDING_CACHE_BYTES),
         model_config.text.hidden_size * types.vision.itemsize,
     )
     return EngineParts(
-        name=model,
         config=replace(
             config,
             device=str(device),
@@ -140,12 +119,17 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         ),
         memory=memory,
         preprocessor=preprocessor,
+        language=Language(
+            preprocessor.tokenizer,
+            preprocessor.tokenizer.eos_ids,
+            model_config.text.vocab_size,
+            max_model_len,
+        ),
         scheduler=Scheduler(cache, media, _scheduler_config(config, model_config), fetcher),
-        runner=runner,
+        executor=executor,
         cache=cache,
+        media=media,
         generation_config=read_json(path / "generation_config.json"),
-        stop_tokens=preprocessor.tokenizer.eos_ids,
-        max_model_len=max_model_len,
         tiers=tiers,
     )
 
@@ -168,7 +152,7 @@ def longest_context(config: EngineConfig, model: ModelConfig, memory: MemoryPlan
 def find_checkpoint(model: str, *, configs_only: bool = False) -> Path:
     """The directory of a built-in or a named checkpoint; see `resolve_checkpoint`."""
     if model in DEMO_DIRECTORIES:
-        return Path(vlm_serve.__file__).parent / "demo" / DEMO_DIRECTORIES[model]
+        return _DEMO_FOLDER / DEMO_DIRECTORIES[model]
     return resolve_checkpoint(model, configs_only=configs_only)
 
 
@@ -181,7 +165,7 @@ def _device(name: str) -> torch.device:
 
 
 def _preprocessor(
-    path: Path, config: EngineConfig, model: Model, arithmetic: Arithmetic
+    path: Path, config: EngineConfig, model: Model, arithmetic: Arithmetic, max_tokens: int
 ) -> Preprocessor:
     assert config.block_size is not None
     names = arithmetic.types.names()
@@ -199,7 +183,11 @@ def _preprocessor(
         numerics=arithmetic.numerics,
     )
     return Preprocessor(
-        path, block_size=config.block_size, root_key=root, limits=_media_limits(config)
+        path,
+        block_size=config.block_size,
+        root_key=root,
+        limits=_media_limits(config),
+        max_tokens=max_tokens,
     )
 
 

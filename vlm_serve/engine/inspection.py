@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from vlm_serve.cache.listing import TreePage
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tiers.lookup import Deeper, Segment
 from vlm_serve.cache.tiers.up import TierFetcher
@@ -66,10 +65,6 @@ class Inspector:
             media_skipped=len(prompt.media) - encoded,
             reason=reason,
         )
-
-    def tree(self, offset: int, limit: int) -> TreePage:
-        """A page of the trie, parents before children."""
-        return self._cache.tree(offset=offset, limit=limit)
 
     def pin(self, prompt: Prompt, ttl_seconds: float) -> int:
         """Pins the deepest usable prefix; returns its tokens."""
