@@ -1,12 +1,17 @@
 """What engine and server cost per generated token, beside the model's forward.
 
-    python benchmarks/overhead.py [MODEL] [--batch 8] [--tokens 256] [--rounds 5]
+    python benchmarks/overhead.py [MODEL] [--batch 8] [--tokens 256] [--rounds 5] [--answer 4000]
 
 A real server runs in this process, its clients in another, so that the CPU time of this process is
 that of server, engine and model. The model runs on one thread, the engine's; its CPU time is taken
 around each forward. What is left is overhead: planning, batching, sampling, detokenizing,
 bookkeeping (the engine's thread), and HTTP, JSON and streaming (all other threads). CPU time does
 not grow when others use the machine.
+
+The last rows are without a server: what the engine costs around the 40th token of an answer and
+around the one that `--answer` says, which should be the same. There a stand-in takes the model's
+place: a forward over a long context leaves nothing else in the processor's caches, which would make
+everything after it look slower.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import argparse
 import json
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -23,15 +29,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from serving import running
 
-from vlm_serve import EngineConfig
+from vlm_serve import EngineConfig, SamplingParams
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.local_executor import LocalExecutor
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.models import Model
+from vlm_serve.models.batch import ForwardOutput
 
 GOAL_MS = 0.3
+EARLY, WINDOW = 40, 32
 WORDS = ("Tell me a story about the number", "What do you know about the number")
 
 
@@ -84,10 +96,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--answer", type=int, default=4000)
     options = parser.parse_args()
     config = EngineConfig(threads=1, cache_memory="256MiB", max_num_seqs=options.batch)
     engine = Engine.from_checkpoint(options.model, config)
-    model = engine._runner._model
+    model = model_of(engine)
     model.forward = forward = ThreadClock(model.forward)  # type: ignore[method-assign]
     rows: list[tuple[float, float, float]] = []
     with (
@@ -105,6 +118,52 @@ def main() -> None:
     print(f"  engine beside it         {engine_ms:8.3f}")
     print(f"  server                   {server_ms:8.3f}")
     print(f"  engine and server        {engine_ms + server_ms:8.3f}   goal: under {GOAL_MS}")
+    if options.answer:
+        early, late = (1000 * seconds for seconds in along_an_answer(options))
+        print(
+            f"  engine, {EARLY}th token      {early:8.3f}\n"
+            f"  engine, {options.answer}th token    {late:8.3f}   {late / early:.2f} times"
+        )
+
+
+def model_of(engine: Engine) -> Model:
+    executor = engine._loop._executor
+    assert isinstance(executor, LocalExecutor)
+    return executor._model
+
+
+def along_an_answer(options: argparse.Namespace) -> tuple[float, float]:
+    """CPU seconds a token of the engine, early and late in answers that are given at once."""
+    config = EngineConfig(threads=1, cache_memory="1GiB", max_num_seqs=options.batch)
+    engine = Engine.from_checkpoint(options.model, config)
+    logits = torch.zeros(options.batch, engine.model_config.text.vocab_size)
+    model = model_of(engine)
+    model.forward = (
+        lambda batch, caches: ForwardOutput(  # type: ignore[method-assign]
+            logits[: len(batch.logit_rows)]
+        )
+    )
+    marks: list[float] = []
+    ended = threading.Semaphore(0)
+
+    def note(delta: Delta) -> None:
+        marks.append(time.thread_time())
+        if delta.finish_reason is not None:
+            ended.release()
+
+    params = SamplingParams(max_tokens=options.answer + WINDOW, temperature=0.0, ignore_eos=True)
+    for number in range(options.batch):
+        engine.submit(engine.preprocessor.prepare_tokens([10 + number] * 20), params, note)
+    for _ in range(options.batch):
+        ended.acquire()
+    engine.close()
+
+    def around(token: int) -> float:
+        first, last = ((token + side * WINDOW) * options.batch - 1 for side in (-1, 1))
+        steps = [marks[at + options.batch] - marks[at] for at in range(first, last, options.batch)]
+        return statistics.median(steps) / options.batch
+
+    return around(EARLY), around(options.answer)
 
 
 def measure(

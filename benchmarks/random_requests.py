@@ -72,7 +72,7 @@ class Traffic:
 
 def watch_exactness(pipe: Pipeline) -> dict[int, bool]:
     """Sequence number -> everything it read was made by prefill; filled as sequences end."""
-    roster = pipe.engine._scheduler.roster
+    roster = pipe.engine._scheduler._roster
     remove, exact = roster.remove, dict[int, bool]()
 
     def watching(sequence: Sequence) -> None:

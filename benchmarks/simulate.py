@@ -4,9 +4,10 @@
 
 Each seed makes a world of its own (pool sizes, block size, budgets, failure rates) and runs 1 000
 steps in it: shared prefixes, growing videos, two tenants, several choices, aborts, flushes, steps
-that raise, preemption. The runner computes identities, not numbers, and so notices every block,
-state or embedding that does not belong to the prefix (tests/symbolic.py). The first violation ends
-the run with the seed that replays it.
+that raise, preemption. The executor computes identities, not numbers, and so notices every block,
+state or embedding that does not belong to the prefix (tests/symbolic.py). A second one gets every
+plan through pickle and must answer the same. The first violation ends the run with the seed that
+replays it.
 """
 
 from __future__ import annotations

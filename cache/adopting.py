@@ -11,11 +11,10 @@ from vlm_serve.cache.reasons import key_at
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from vlm_serve.cache.experts import Rows
-    from vlm_serve.cache.leases import Lease
     from vlm_serve.cache.leasing import Leasing
     from vlm_serve.cache.ledger import Ledger
     from vlm_serve.cache.matching import Match
+    from vlm_serve.cache.records import Lease, Rows
     from vlm_serve.preprocess.keys import PromptKeys
 
 

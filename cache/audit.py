@@ -8,17 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from vlm_serve.cache.leases import Lease, LeaseState
 from vlm_serve.cache.ledger import Ledger, is_unit
-from vlm_serve.cache.rows import RowState, Snapshot
+from vlm_serve.cache.records import NO_MEDIA, Block, Lease, LeaseState, Node, Snapshot
+from vlm_serve.cache.rows import RowState
 from vlm_serve.cache.suspension import Suspended
 from vlm_serve.cache.timed_pins import TimedPin
-from vlm_serve.cache.trie import NO_MEDIA, Node
-
-if TYPE_CHECKING:
-    from vlm_serve.cache.blocks import Block
 
 
 @dataclass(frozen=True)

@@ -4,34 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.records import Block, Node
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from vlm_serve.cache.trie import Node
-
-
-class Block:
-    """One physical block.
-
-    A block may be held at once by running requests, by suspended ones and by several nodes: a full
-    node and the tails of the same tokens. All its nodes are siblings, because only the request that
-    wrote a block, or one that shares it through its path, publishes nodes on it.
-
-    Attributes:
-        hard: holds of running requests, plus the pins of the nodes on this block.
-        soft: the same of suspended requests, which eviction may take back.
-        nodes: the trie nodes on this block.
-        ticket: of its entry among the eviction candidates.
-    """
-
-    __slots__ = ("hard", "id", "nodes", "soft", "ticket")
-
-    def __init__(self, block_id: int) -> None:
-        self.id = block_id
-        self.hard = 0
-        self.soft = 0
-        self.nodes: tuple[Node, ...] = ()
-        self.ticket = 0
 
 
 class BlockPool:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from vlm_serve.cache.ledger import WORTHLESS
 
 if TYPE_CHECKING:
-    from vlm_serve.cache.blocks import Block
     from vlm_serve.cache.lazy_heap import Priority
     from vlm_serve.cache.ledger import Ledger
-    from vlm_serve.cache.rows import Snapshot
+    from vlm_serve.cache.records import Block, Snapshot
     from vlm_serve.cache.suspension import Suspensions
 
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
+
+from vlm_serve.cache.records import Lease, Node, Rows
 
 if TYPE_CHECKING:
-    from vlm_serve.cache.leases import Lease
     from vlm_serve.cache.ledger import Ledger
-    from vlm_serve.cache.trie import Node
     from vlm_serve.preprocess.keys import PromptKeys
 
-Rows = npt.NDArray[Any]
+__all__ = ["ExpertPiece", "Rows", "cached_rows", "record", "seed"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,38 +4,40 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache import experts
-from vlm_serve.cache.leases import Lease, LeaseState
+from vlm_serve.cache.eviction import Evictor
+from vlm_serve.cache.experts import record, seed
 from vlm_serve.cache.publishing import Publisher
-from vlm_serve.cache.rows import RowState, Snapshot
+from vlm_serve.cache.records import Lease, LeaseState, Rows, Snapshot
+from vlm_serve.cache.rows import RowState
+from vlm_serve.cache.suspension import Suspended, Suspensions
+from vlm_serve.cache.timed_pins import TimedPins
 
 if TYPE_CHECKING:
-    from vlm_serve.cache.eviction import Evictor
     from vlm_serve.cache.ledger import Ledger
     from vlm_serve.cache.matching import Match
-    from vlm_serve.cache.suspension import Suspended, Suspensions
-    from vlm_serve.cache.timed_pins import TimedPins
     from vlm_serve.preprocess.keys import PromptKeys
 
 
 class Leasing:
-    """Opens, feeds and closes leases. The facade documents the methods of the same names.
+    """Opens, feeds and closes leases: the part of the cache that requests see.
 
     Attributes:
         leases: the open ones, oldest first.
     """
 
-    def __init__(
-        self, ledger: Ledger, evictor: Evictor, suspensions: Suspensions, timed_pins: TimedPins
-    ) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self.leases: dict[Lease, None] = {}
+        self.config = ledger.config
         self._ledger = ledger
-        self._evictor = evictor
-        self._suspensions = suspensions
-        self._timed_pins = timed_pins
-        self._config = ledger.config
+        self._suspensions = Suspensions(ledger)
+        self._evictor = Evictor(ledger, self._suspensions)
+        self._timed_pins = TimedPins(ledger)
 
     def open(self, match: Match | None, *, private: bool = False) -> Lease:
+        """Pins everything a match found; None: an empty lease. Never fails on a fresh match.
+
+        A private lease is empty, and nothing it computes is published.
+        """
         assert not (private and match is not None), "a private lease shares nothing"
         lease = Lease(private=private)
         self.leases[lease] = None
@@ -59,13 +61,18 @@ class Leasing:
         if lease.snapshot is not None:
             ledger.pin_snapshot(lease.snapshot)
             lease.src_row = lease.snapshot.row
-        experts.seed(lease, self._config.block_size)
+        seed(lease, self.config.block_size)
         self._expect(lease, match.pending_key)
         return lease
 
     def take_row(self, lease: Lease) -> bool:
+        """Gives the lease its live row; False, and nothing changed, if there is none to have.
+
+        Takes a free row, else evicts; as a last resort a lease that alone reads its snapshot goes
+        on in the snapshot's own row. A model without state layers needs no row.
+        """
         assert lease.state is LeaseState.OPEN
-        if not self._config.has_state:
+        if not self.config.has_state:
             return True
         assert lease.row < 0, "the lease has a row"
         rows = self._ledger.rows
@@ -81,35 +88,44 @@ class Leasing:
         return False
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
+        """Blocks for `num_tokens` tokens in total; False, and nothing changed, if too few are left.
+
+        After a hit on a tail the first call also asks for its rows to be copied (`lease.copies`).
+        """
         assert lease.state is LeaseState.OPEN
         missing = self._blocks_for(num_tokens) - len(lease.blocks)
         if missing <= 0:
             return True
         if not self._evictor.make_blocks(missing):
             # A request that runs alone always fits: timed pins give way to it, and to nothing else.
-            if len(self.leases) > 1 or missing > self._config.num_blocks - len(lease.held_blocks):
+            if len(self.leases) > 1 or missing > self.config.num_blocks - len(lease.held_blocks):
                 return False
             while not self._evictor.make_blocks(missing):
                 self._timed_pins.give_way()
         first = len(lease.blocks)
         lease.blocks.extend([self._ledger.blocks.take().id for _ in range(missing)])
-        if lease.tail is not None and first * self._config.block_size < lease.boundary:
+        if lease.tail is not None and first * self.config.block_size < lease.boundary:
             rows = lease.boundary - lease.shared_tokens
             lease.copies = ((lease.tail.block.id, lease.blocks[first], rows),)
         return True
 
     def reserve_snapshot(self, lease: Lease, position: int, kind: str) -> int | None:
+        """A row for the state after `position` tokens, or None: skip it. Never fails.
+
+        `position` must be a cut point outside spans, beyond what has been computed. Asking twice
+        gives the same row.
+        """
         assert lease.state is LeaseState.OPEN
         assert position > lease.length, "the state at this position has gone by"
-        if lease.private or not (self._config.has_state and self._config.enabled):
+        if lease.private or not (self.config.has_state and self.config.enabled):
             return None
         if position in lease.reserved:
             return lease.reserved[position].row
-        depth, rest = divmod(position, self._config.block_size)
+        depth, rest = divmod(position, self.config.block_size)
         if rest == 0 and depth <= len(lease.path) and lease.path[depth - 1].snapshot is not None:
             return None
         if not self._evictor.make_row():
-            self._ledger.stats.skips[kind] += 1
+            self._ledger.events.counted.publish(("skips", kind))
             return None
         row = self._ledger.rows.take(RowState.RESERVED)
         lease.reserved[position] = Snapshot(row, position, kind)
@@ -120,20 +136,32 @@ class Leasing:
         lease: Lease,
         keys: PromptKeys,
         length: int,
+        *,
         exact_until: int,
-        rows: experts.Rows | None,
+        experts: Rows | None = None,
     ) -> None:
+        """Tokens `[0, length)` are computed now: publishes them and the snapshots up to there.
+
+        Tokens from `exact_until` on were made by decode steps. Releases the restore pins after the
+        first step. Committing the same length again changes nothing.
+
+        `experts` are the routed expert rows `[n, layers, top_k]` of the n tokens computed since the
+        last commit; nodes without rows get them, whoever made the nodes.
+        """
         assert lease.state is LeaseState.OPEN
         assert lease.length <= length <= len(keys), "a commit goes forward, within its tokens"
-        assert length <= len(lease.blocks) * self._config.block_size, "tokens without a block"
+        assert length <= len(lease.blocks) * self.config.block_size, "tokens without a block"
         if length == lease.length:
             return
         now = self._ledger.tick()
         if not lease.committed:
             self._count_use(lease, now)
-        if self._config.enabled and not lease.private:
+        if lease.hit is not None:
+            self._ledger.events.hit.publish(lease.hit)
+            lease.hit = None
+        if self.config.enabled and not lease.private:
             Publisher(self._ledger, lease, keys, length, exact_until).publish()
-            experts.record(self._ledger, lease, keys, length, rows)
+            record(self._ledger, lease, keys, length, experts)
             depth = len(lease.path)
             missing = depth < len(keys.block_keys)
             self._expect(lease, keys.block_keys[depth] if missing else None)
@@ -144,12 +172,14 @@ class Leasing:
         lease.src_row = lease.row
 
     def abandon(self, lease: Lease) -> None:
+        """The step failed: the lease's reserved rows go back. Nothing of the step is published."""
         assert lease.state is LeaseState.OPEN
         for position in sorted(lease.reserved):
             row = lease.reserved.pop(position).row
             self._ledger.rows.change(row, RowState.RESERVED, RowState.FREE)
 
     def close(self, lease: Lease) -> None:
+        """Gives everything back: pins, own blocks, live row, reservations."""
         assert lease.state is LeaseState.OPEN, f"the lease is {lease.state.value}"
         ledger = self._ledger
         self.abandon(lease)
@@ -169,9 +199,14 @@ class Leasing:
         del self.leases[lease]
 
     def fork(self, parent: Lease) -> Lease | None:
+        """A second lease at the same position (n > 1); None, and nothing changed, without room.
+
+        It shares the full blocks, copies the rows of the partial one (`copies`) and has a row of
+        its own, into which the caller copies the parent's before the next step.
+        """
         assert parent.state is LeaseState.OPEN and parent.committed, "nothing to fork"
-        ledger, block_size = self._ledger, self._config.block_size
-        needs_row = self._config.has_state
+        ledger, block_size = self._ledger, self.config.block_size
+        needs_row = self.config.has_state
         if needs_row and not (ledger.rows.may_go_live and self._evictor.can_make_row):
             return None
         full, rest = divmod(parent.length, block_size)
@@ -206,6 +241,10 @@ class Leasing:
         return lease
 
     def suspend(self, lease: Lease) -> Suspended | None:
+        """Preempts a request: its state and private blocks stay until something needs them.
+
+        None: nothing was computed since the lease was opened, so it is simply closed.
+        """
         assert lease.state is LeaseState.OPEN
         if not lease.committed:
             self.close(lease)
@@ -219,6 +258,11 @@ class Leasing:
         return self._suspensions.add(lease)
 
     def resume(self, suspended: Suspended) -> Lease | None:
+        """The lease as it was, its row live again.
+
+        None if it has been evicted, or, while it stays valid, if no more rows may be live now: a
+        request that has ended may hold its row until a forked choice has read it.
+        """
         if suspended.lease is None:
             return None
         if suspended.lease.row >= 0 and not self._ledger.rows.may_go_live:
@@ -228,7 +272,7 @@ class Leasing:
         return lease
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._config.block_size)
+        return -(-num_tokens // self.config.block_size)
 
     def _count_use(self, lease: Lease, now: int) -> None:
         """The first step after a hit has succeeded: only now it counts as a use."""

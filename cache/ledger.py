@@ -6,54 +6,22 @@ candidate queues and the free lists agree after every call.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from vlm_serve.cache.blocks import BlockPool
+from vlm_serve.cache.events import CacheEvents
 from vlm_serve.cache.ghosts import GhostMemory
 from vlm_serve.cache.lazy_heap import LazyHeap, Priority
 from vlm_serve.cache.policy import Use, make_policy
-from vlm_serve.cache.rows import RowPool, RowState, Snapshot
-from vlm_serve.cache.stats import CacheStats
-from vlm_serve.cache.trie import Node, Trie
+from vlm_serve.cache.records import Block, Node, Snapshot
+from vlm_serve.cache.rows import RowPool, RowState
+from vlm_serve.cache.trie import Trie
 
 if TYPE_CHECKING:
-    from vlm_serve.cache.blocks import Block
     from vlm_serve.cache.config import CacheConfig
 
 WORTHLESS, VALUED = 0, 1
 """Classes of candidates: KV with no snapshot at or below it saves a hybrid model nothing."""
-
-
-class CacheListener(Protocol):
-    """Told about ids whose content stops being valid, before they can be reused."""
-
-    def block_freed(self, block: int) -> None: ...
-
-    def row_freed(self, row: int) -> None: ...
-
-    def kv_evicted(self, node: Node) -> None:
-        """The node is about to leave the trie; its block is still intact."""
-        ...
-
-    def snapshot_evicted(self, snapshot: Snapshot) -> None:
-        """The snapshot is about to leave its node; its row is still intact."""
-        ...
-
-
-class SilentListener:
-    """Ignores everything."""
-
-    def block_freed(self, block: int) -> None:
-        pass
-
-    def row_freed(self, row: int) -> None:
-        pass
-
-    def kv_evicted(self, node: Node) -> None:
-        pass
-
-    def snapshot_evicted(self, snapshot: Snapshot) -> None:
-        pass
 
 
 class Ledger:
@@ -64,15 +32,15 @@ class Ledger:
         spare_snapshots: READY and unpinned snapshots.
         expert_bytes: size of all routed expert rows.
         version: number of removals so far; an older match is stale.
+        additions: number of nodes and snapshots published so far.
     """
 
-    def __init__(self, config: CacheConfig, listener: CacheListener) -> None:
+    def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self.listener = listener
-        self.blocks = BlockPool(config.num_blocks, listener.block_freed)
-        self.rows = RowPool(config.num_rows, config.num_live_rows, listener.row_freed)
+        self.events = events = CacheEvents()
+        self.blocks = BlockPool(config.num_blocks, events.block_freed.publish)
+        self.rows = RowPool(config.num_rows, config.num_live_rows, events.row_freed.publish)
         self.trie = Trie(config.block_size)
-        self.stats = CacheStats()
         self.units: LazyHeap[Block] = LazyHeap()
         self.spare_snapshots: LazyHeap[Snapshot] = LazyHeap()
         self.block_policy = make_policy(config.policy)
@@ -83,6 +51,7 @@ class Ledger:
         self.pending: dict[bytes, int] = {}
         self.expert_bytes = 0
         self.version = 0
+        self.additions = 0
         self._counter = 0
 
     # Pins
@@ -150,12 +119,15 @@ class Ledger:
 
     def add_node(self, node: Node) -> None:
         """Publishes a node on a block that a running request holds."""
+        self.additions += 1
         self.trie.insert(node)
         self.blocks.attach(node.block, node)
         if isinstance(node.parent, Node):
             self.units.discard(node.parent.block)
         self.evicted_nodes.discard(node.key)
         self.touch(node, self._counter)
+        if self.events.node_added.subscribers:
+            self.events.node_added.publish(node)
 
     def remove_node(self, node: Node) -> None:
         """Evicts an unpinned leaf with its snapshot."""
@@ -163,8 +135,7 @@ class Ledger:
         if node.snapshot is not None:
             self.remove_snapshot(node.snapshot)
         self.version += 1
-        self.listener.kv_evicted(node)
-        self.stats.evictions["kv" if self.trie.is_full(node) else "tail"] += 1
+        self.events.node_evicted.publish(node)
         self.evicted_nodes.add(node.key)
         if node.experts is not None:
             self.expert_bytes -= node.experts.nbytes
@@ -177,6 +148,7 @@ class Ledger:
     def attach_snapshot(self, snapshot: Snapshot, node: Node) -> None:
         """RESERVED -> READY at a node that has none."""
         assert node.snapshot is None and snapshot.position == node.end
+        self.additions += 1
         self.rows.change(snapshot.row, RowState.RESERVED, RowState.READY)
         snapshot.node = node
         node.snapshot = snapshot
@@ -184,11 +156,12 @@ class Ledger:
         self.touch_snapshot(snapshot, self._counter)
         self.refresh_snapshot(snapshot)
         self.refresh_unit(node.block)
+        self.events.snapshot_ready.publish(snapshot)
 
     def remove_snapshot(self, snapshot: Snapshot) -> None:
         """READY -> FREE; the KV behind it is demoted."""
         self._detach_snapshot(snapshot)
-        self.stats.evictions["snapshot"] += 1
+        self.events.counted.publish(("evictions", "snapshot"))
         self.rows.change(snapshot.row, RowState.READY, RowState.FREE)
 
     def steal_snapshot(self, snapshot: Snapshot) -> int:
@@ -196,7 +169,7 @@ class Ledger:
         assert snapshot.pins == 1, "others still read the snapshot"
         snapshot.pins = 0
         self._detach_snapshot(snapshot)
-        self.stats.stolen += 1
+        self.events.counted.publish(("stolen", ""))
         self.rows.change(snapshot.row, RowState.READY, RowState.LIVE)
         return snapshot.row
 
@@ -205,7 +178,7 @@ class Ledger:
         node = snapshot.node
         assert node is not None and node.snapshot is snapshot
         self.version += 1
-        self.listener.snapshot_evicted(snapshot)
+        self.events.snapshot_evicted.publish(snapshot)
         self.evicted_snapshots.add(node.key)
         self.spare_snapshots.discard(snapshot)
         snapshot.node = None

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.records import NO_MEDIA, Node
 from vlm_serve.cache.rows import RowState
-from vlm_serve.cache.trie import NO_MEDIA
 
 if TYPE_CHECKING:
     from vlm_serve.cache.ledger import Ledger
-    from vlm_serve.cache.trie import Node
 
 
 @dataclass(frozen=True, slots=True)

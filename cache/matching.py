@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vlm_serve.cache.rows import Snapshot
-    from vlm_serve.cache.trie import Branch, Node, Trie
+    from vlm_serve.cache.records import Branch, Node, Snapshot
+    from vlm_serve.cache.trie import Trie
     from vlm_serve.preprocess.keys import PromptKeys
 
 

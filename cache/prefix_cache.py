@@ -12,30 +12,27 @@ from typing import TYPE_CHECKING
 from vlm_serve.cache.adopting import Arrival, Places, adopt
 from vlm_serve.cache.audit import Books, audit
 from vlm_serve.cache.config import CacheConfig
-from vlm_serve.cache.eviction import Evictor
-from vlm_serve.cache.experts import ExpertPiece, Rows, cached_rows
-from vlm_serve.cache.leases import Lease
+from vlm_serve.cache.experts import ExpertPiece, cached_rows
 from vlm_serve.cache.leasing import Leasing
-from vlm_serve.cache.ledger import CacheListener, Ledger, SilentListener
+from vlm_serve.cache.ledger import Ledger
 from vlm_serve.cache.listing import CacheUsage, TreePage, tree_page, usage
 from vlm_serve.cache.matching import Boundaries, Match, find_boundaries, walk
 from vlm_serve.cache.reasons import Evidence, miss_reason
-from vlm_serve.cache.suspension import Suspended, Suspensions
-from vlm_serve.cache.tiers.lookup import Deeper, find_deeper
-from vlm_serve.cache.timed_pins import TimedPins
+from vlm_serve.cache.records import Hit, Lease, Node
+from vlm_serve.cache.stats import CacheStats
+from vlm_serve.cache.suspension import Suspended
+from vlm_serve.cache.tiers.lookup import Question, make_question
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from vlm_serve.cache.stats import CacheStats
-    from vlm_serve.cache.tiers.lookup import Locate
-    from vlm_serve.cache.trie import Node
+    from vlm_serve.cache.tiers.entry import Origin
     from vlm_serve.preprocess.keys import PromptKeys
 
-__all__ = ["CacheConfig", "CacheListener", "Lease", "Match", "PrefixCache", "Suspended"]
+__all__ = ["CacheConfig", "Lease", "Match", "PrefixCache", "Suspended"]
 
 
-class PrefixCache:
+class PrefixCache(Leasing):
     """Blocks, state rows, the trie over them, and who holds what.
 
     Not thread-safe: the engine thread owns it. Misuse (closing twice, committing backwards, a stale
@@ -43,16 +40,17 @@ class PrefixCache:
 
     Args:
         config: sizes and switches.
-        listener: told before the content of a block or row stops being valid.
+
+    Attributes:
+        events: what happens in it.
+        stats: counters.
     """
 
-    def __init__(self, config: CacheConfig, listener: CacheListener | None = None) -> None:
-        self.config = config
-        self._ledger = Ledger(config, listener or SilentListener())
-        self._suspensions = Suspensions(self._ledger)
-        self._evictor = Evictor(self._ledger, self._suspensions)
-        self._timed_pins = TimedPins(self._ledger)
-        self._leasing = Leasing(self._ledger, self._evictor, self._suspensions, self._timed_pins)
+    def __init__(self, config: CacheConfig) -> None:
+        super().__init__(Ledger(config))
+        self.events = self._ledger.events
+        self.stats = CacheStats()
+        self.stats.listen(self.events, config.block_size)
 
     # Matching
 
@@ -92,112 +90,39 @@ class PrefixCache:
 
     def record(
         self,
+        lease: Lease,
         match: Match,
         num_prompt_tokens: int,
         *,
         used: int | None = None,
         replay: bool = False,
     ) -> None:
-        """Counts an admission. Recomputation after preemption (`replay`) is no hit and no miss.
+        """Notes an admission; it is told once the lease's first step has succeeded. Recomputation
+        after preemption (`replay`) is no hit and no miss.
 
         `used` tokens were taken from the cache: 0 if the request went on without its match.
         """
-        stats = self._ledger.stats
+        events = self._ledger.events
         if replay:
-            stats.replays += 1
-            return
-        stats.requests += 1
-        stats.query_tokens += num_prompt_tokens
-        stats.hit_tokens += match.boundary if used is None else used
-        stats.reasons[match.reason] += 1
+            events.counted.publish(("replays", ""))
+        elif events.hit.subscribers:
+            used = match.boundary if used is None else used
+            full = match.nodes[: -(-used // self.config.block_size)]
+            deepest = match.tail if match.tail is not None else full[-1] if full else None
+            lease.hit = Hit(
+                key=deepest.key if used and deepest is not None else b"",
+                prompt_tokens=num_prompt_tokens,
+                kv_boundary=match.kv_boundary,
+                state_boundary=match.state_boundary,
+                boundary=used,
+                reason=match.reason,
+            )
 
-    # A request's life
-
-    def open(self, match: Match | None, *, private: bool = False) -> Lease:
-        """Pins everything a match found; None: an empty lease. Never fails on a fresh match.
-
-        A private lease is empty, and nothing it computes is published.
-        """
-        return self._leasing.open(match, private=private)
-
-    def take_row(self, lease: Lease) -> bool:
-        """Gives the lease its live row; False, and nothing changed, if there is none to have.
-
-        Takes a free row, else evicts; as a last resort a lease that alone reads its snapshot goes
-        on in the snapshot's own row. A model without state layers needs no row.
-        """
-        return self._leasing.take_row(lease)
-
-    def grow(self, lease: Lease, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens in total; False, and nothing changed, if too few are left.
-
-        After a hit on a tail the first call also asks for its rows to be copied (`lease.copies`).
-        """
-        return self._leasing.grow(lease, num_tokens)
-
-    def reserve_snapshot(self, lease: Lease, position: int, kind: str) -> int | None:
-        """A row for the state after `position` tokens, or None: skip it. Never fails.
-
-        `position` must be a cut point outside spans, beyond what has been computed. Asking twice
-        gives the same row.
-        """
-        return self._leasing.reserve_snapshot(lease, position, kind)
-
-    def commit(
-        self,
-        lease: Lease,
-        keys: PromptKeys,
-        length: int,
-        *,
-        exact_until: int,
-        experts: Rows | None = None,
-    ) -> None:
-        """Tokens `[0, length)` are computed now: publishes them and the snapshots up to there.
-
-        Tokens from `exact_until` on were made by decode steps. Releases the restore pins after the
-        first step. Committing the same length again changes nothing.
-
-        `experts` are the routed expert rows `[n, layers, top_k]` of the n tokens computed since the
-        last commit; nodes without rows get them, whoever made the nodes.
-        """
-        self._leasing.commit(lease, keys, length, exact_until, experts)
+    # A request's life beyond what `Leasing` does
 
     def cached_experts(self, lease: Lease) -> tuple[ExpertPiece, ...]:
         """Expert rows of tokens `[0, lease.boundary)`, in order; pieces without rows are gaps."""
         return cached_rows(lease, self.config.block_size)
-
-    def abandon(self, lease: Lease) -> None:
-        """The step failed: the lease's reserved rows go back. Nothing of the step is published."""
-        self._leasing.abandon(lease)
-
-    def close(self, lease: Lease) -> None:
-        """Gives everything back: pins, own blocks, live row, reservations."""
-        self._leasing.close(lease)
-
-    def fork(self, lease: Lease) -> Lease | None:
-        """A second lease at the same position (n > 1); None, and nothing changed, without room.
-
-        It shares the full blocks, copies the rows of the partial one (`copies`) and has a row of
-        its own, into which the caller copies the parent's before the next step.
-        """
-        return self._leasing.fork(lease)
-
-    # Preemption
-
-    def suspend(self, lease: Lease) -> Suspended | None:
-        """Preempts a request: its state and private blocks stay until something needs them.
-
-        None: nothing was computed since the lease was opened, so it is simply closed.
-        """
-        return self._leasing.suspend(lease)
-
-    def resume(self, suspended: Suspended) -> Lease | None:
-        """The lease as it was, its row live again.
-
-        None if it has been evicted, or, while it stays valid, if no more rows may be live now: a
-        request that has ended may hold its row until a forked choice has read it.
-        """
-        return self._leasing.resume(suspended)
 
     def drop(self, suspended: Suspended) -> None:
         """Gives back what a suspended request holds; nothing if it has been evicted."""
@@ -206,25 +131,18 @@ class PrefixCache:
 
     # Lower tiers
 
-    def deeper(
-        self, keys: PromptKeys, match: Match, *, limit: int, locate: Locate
-    ) -> Deeper | None:
-        """What lower tiers could add to a fresh match. `locate` says where an entry is. Pure.
-
-        None if that is less than `min_snapshot_gain` blocks.
-        """
+    def question(
+        self, keys: PromptKeys, match: Match, *, limit: int, origin: Origin
+    ) -> Question | None:
+        """What lower tiers could add to a fresh match: at least `min_snapshot_gain` blocks, up to
+        `limit`. None: nothing. Pure."""
         if not self.config.enabled:
             return None
-        found = find_deeper(
-            self._ledger.trie,
-            match,
-            keys,
-            limit,
-            has_state=self.config.has_state,
-            locate=locate,
+        least = match.boundary + self.config.min_snapshot_gain * self.config.block_size
+        trie, has_state = self._ledger.trie, self.config.has_state
+        return make_question(
+            trie, match, keys, limit, least=least, has_state=has_state, origin=origin
         )
-        least = self.config.min_snapshot_gain * self.config.block_size
-        return found if found and found.boundary - match.boundary >= least else None
 
     def adopt(self, keys: PromptKeys, arrival: Arrival, fill: Callable[[Places], None]) -> bool:
         """Takes in what was read from a lower tier, so that the next match finds it.
@@ -236,17 +154,13 @@ class PrefixCache:
         match = self.match(keys, limit=arrival.boundary)
         if match.boundary >= arrival.boundary:
             return True
-        return adopt(self._ledger, self._leasing, match, keys, arrival, fill)
+        return adopt(self._ledger, self, match, keys, arrival, fill)
 
     def nodes(self) -> Iterator[Node]:
         """Every node with its snapshot, parents before children. Not to be changed."""
         return self._ledger.trie.walk()
 
     # Gauges and upkeep
-
-    @property
-    def stats(self) -> CacheStats:
-        return self._ledger.stats
 
     @property
     def free_block_count(self) -> int:
@@ -257,6 +171,22 @@ class PrefixCache:
     def available_block_count(self) -> int:
         """Blocks that `grow` can hand out, evicting if need be."""
         return self._ledger.blocks.num_free + self._ledger.blocks.num_reclaimable
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """While it stays, no match finds more or other room than before."""
+        ledger, rows = self._ledger, self._ledger.rows
+        return (
+            ledger.version,
+            ledger.additions,
+            ledger.expert_bytes,
+            self.available_block_count,
+            rows.num_free,
+            rows.num_live,
+            len(ledger.spare_snapshots),
+            len(self._suspensions),
+            len(self.leases),
+        )
 
     @property
     def usage(self) -> CacheUsage:
@@ -301,7 +231,7 @@ class PrefixCache:
         audit(
             Books(
                 self._ledger,
-                list(self._leasing.leases),
+                list(self.leases),
                 self._suspensions.items(),
                 self._timed_pins.pins,
             )

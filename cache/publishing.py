@@ -6,14 +6,11 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from vlm_serve.cache.reasons import key_at, media_offset
+from vlm_serve.cache.records import Block, Branch, Lease, Node, Snapshot
 from vlm_serve.cache.rows import RowState
-from vlm_serve.cache.trie import Branch, Node
 
 if TYPE_CHECKING:
-    from vlm_serve.cache.blocks import Block
-    from vlm_serve.cache.leases import Lease
     from vlm_serve.cache.ledger import Ledger
-    from vlm_serve.cache.rows import Snapshot
     from vlm_serve.preprocess.keys import PromptKeys
 
 
@@ -100,12 +97,11 @@ class Publisher:
         assert node is not None and not node.inside_span, f"no snapshot belongs at {position}"
         if node.snapshot is not None:
             ledger.rows.change(snapshot.row, RowState.RESERVED, RowState.FREE)
-            ledger.stats.duplicates += 1
+            ledger.events.counted.publish(("duplicates", ""))
             return
         snapshot.exact = self._exact_up_to(position)
         snapshot.previous = self._snapshot_before(position)
         ledger.attach_snapshot(snapshot, node)
-        ledger.stats.saves[snapshot.kind] += 1
 
     def _snapshot_before(self, position: int) -> Snapshot | None:
         """The nearest shallower snapshot that this prompt could use."""

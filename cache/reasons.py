@@ -6,14 +6,14 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.trie import NO_MEDIA
+from vlm_serve.cache.records import NO_MEDIA, Node
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vlm_serve.cache.ghosts import GhostMemory
     from vlm_serve.cache.matching import Boundaries
-    from vlm_serve.cache.trie import Node, Trie
+    from vlm_serve.cache.trie import Trie
     from vlm_serve.preprocess.keys import PromptKeys
 
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vlm_serve.cache.trie import Node
-
 
 class RowState(Enum):
     """FREE -> LIVE -> FREE for a running request; FREE -> RESERVED -> READY -> FREE for a snapshot.
@@ -22,58 +20,6 @@ class RowState(Enum):
     RESERVED = "reserved"
     READY = "ready"
     PRIVATE = "private"
-
-
-class Snapshot:
-    """The state at one position of a path. Immutable once READY.
-
-    Attributes:
-        row: the state row.
-        position: tokens that the state contains.
-        kind: why it was taken (see placement).
-        node: the node it is attached to; None while reserved and after it has gone.
-        pins: requests about to read it.
-        exact: computed by prefill alone, on an exact prefix.
-        previous: the nearest snapshot before it on its path when it was attached.
-        hits, last_used, credit: as for nodes.
-        ticket: of its entry among the eviction candidates.
-    """
-
-    __slots__ = (
-        "credit",
-        "exact",
-        "hits",
-        "kind",
-        "last_used",
-        "node",
-        "pins",
-        "position",
-        "previous",
-        "row",
-        "ticket",
-    )
-
-    def __init__(self, row: int, position: int, kind: str) -> None:
-        self.row = row
-        self.position = position
-        self.kind = kind
-        self.node: Node | None = None
-        self.pins = 0
-        self.exact = True
-        self.previous: Snapshot | None = None
-        self.hits = 0
-        self.last_used = 0
-        self.credit = 0.0
-        self.ticket = 0
-
-    @property
-    def saved_tokens(self) -> int:
-        """Tokens to recompute from the next shallower snapshot if this one were missing."""
-        before = self.previous
-        while before is not None and before.node is None:
-            before = before.previous
-        self.previous = before
-        return self.position - (before.position if before is not None else 0)
 
 
 class RowPool:

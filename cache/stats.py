@@ -1,9 +1,15 @@
-"""Counters of the prefix cache. They only ever grow; gauges are properties of the cache."""
+"""Counters of the prefix cache. They live on its events and only ever
+grow; gauges are properties of the cache."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vlm_serve.cache.events import CacheEvents
+    from vlm_serve.cache.records import Hit, Node, Snapshot
 
 
 @dataclass(slots=True)
@@ -11,7 +17,7 @@ class CacheStats:
     """What happened since start-up.
 
     Attributes:
-        requests: first-time admissions recorded; replays after preemption are counted apart.
+        requests: those whose first step has succeeded; replays after preemption are counted apart.
         query_tokens, hit_tokens: prompt tokens of those requests, and those served by the cache.
         replays: recorded admissions that resumed preempted work.
         reasons: admissions by match reason.
@@ -32,6 +38,34 @@ class CacheStats:
     duplicates: int = 0
     evictions: Counter[str] = field(default_factory=Counter)
     stolen: int = 0
+
+    def listen(self, events: CacheEvents, block_size: int) -> None:
+        """Counts from now on."""
+
+        def node_evicted(node: Node) -> None:
+            self.evictions["kv" if node.num_tokens == block_size else "tail"] += 1
+
+        events.node_evicted.subscribe(node_evicted)
+        events.hit.subscribe(self._hit)
+        events.snapshot_ready.subscribe(self._snapshot_ready)
+        events.counted.subscribe(self._counted)
+
+    def _hit(self, hit: Hit) -> None:
+        self.requests += 1
+        self.query_tokens += hit.prompt_tokens
+        self.hit_tokens += hit.boundary
+        self.reasons[hit.reason] += 1
+
+    def _snapshot_ready(self, snapshot: Snapshot) -> None:
+        self.saves[snapshot.kind] += 1
+
+    def _counted(self, what: tuple[str, str]) -> None:
+        name, kind = what
+        value = getattr(self, name)
+        if isinstance(value, Counter):
+            value[kind] += 1
+        else:
+            setattr(self, name, value + 1)
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:
         """A copy made of plain integers and dicts."""

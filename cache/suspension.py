@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.leases import LeaseState
+from vlm_serve.cache.records import Lease, LeaseState
 from vlm_serve.cache.rows import RowState
 
 if TYPE_CHECKING:
-    from vlm_serve.cache.leases import Lease
     from vlm_serve.cache.ledger import Ledger
 
 
@@ -92,5 +91,5 @@ class Suspensions:
         if not self._leases:
             return False
         self.drop(next(iter(self._leases)))
-        self._ledger.stats.evictions["suspended"] += 1
+        self._ledger.events.counted.publish(("evictions", "suspended"))
         return True

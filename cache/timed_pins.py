@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vlm_serve.cache.ledger import Ledger
-    from vlm_serve.cache.rows import Snapshot
-    from vlm_serve.cache.trie import Node
+    from vlm_serve.cache.records import Node, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class TimedPins:
     def give_way(self) -> None:
         """Releases the pin that would end first."""
         self._release(min(self._pins, key=lambda key: self._pins[key].until))
-        self._ledger.stats.evictions["timed_pin"] += 1
+        self._ledger.events.counted.publish(("evictions", "timed_pin"))
 
     def clear(self) -> None:
         for key in list(self._pins):

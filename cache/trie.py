@@ -4,85 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.records import NO_MEDIA, Branch, Node
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from vlm_serve.cache.blocks import Block
-    from vlm_serve.cache.experts import Rows
-    from vlm_serve.cache.rows import Snapshot
-
-NO_MEDIA = -1
-
-
-class Branch:
-    """A root, or the part of a node that its children see.
-
-    Attributes:
-        key: the root key, or the node's chained 32-byte key.
-        children: full nodes and tails by key. Keys cover the number of tokens, so the two kinds
-            never collide.
-        depth: blocks on the path from the root, this one included.
-        end: position after the last token covered.
-    """
-
-    __slots__ = ("children", "depth", "end", "key")
-
-    def __init__(self, key: bytes, depth: int, end: int) -> None:
-        self.key = key
-        self.children: dict[bytes, Node] = {}
-        self.depth = depth
-        self.end = end
-
-
-class Node(Branch):
-    """The KV of one block (or of a block's first tokens: a tail, always a leaf).
-
-    Attributes:
-        parent: the node before it, or the root.
-        num_tokens: tokens covered; fewer than a block for a tail.
-        block: the physical block that holds the KV rows.
-        pins: running requests (and timed pins) that rely on the node.
-        parked: suspended requests that do.
-        snapshot: the state at exactly `end`, if there is one.
-        exact: the KV was made by prefill alone, on an exact prefix.
-        hits: requests that used the node.
-        last_used, credit: the counter and the policy's age when it was used last.
-        media_offset: offset in the block of the first media span that starts in it, or NO_MEDIA.
-        inside_span: `end` lies strictly inside a media span: no snapshot belongs here.
-        experts: routed expert rows `[num_tokens, layers, top_k]`, if known.
-    """
-
-    __slots__ = (
-        "block",
-        "credit",
-        "exact",
-        "experts",
-        "hits",
-        "inside_span",
-        "last_used",
-        "media_offset",
-        "num_tokens",
-        "parent",
-        "parked",
-        "pins",
-        "snapshot",
-    )
-
-    def __init__(self, key: bytes, parent: Branch, num_tokens: int, block: Block) -> None:
-        super().__init__(key, parent.depth + 1, parent.end + num_tokens)
-        self.parent = parent
-        self.num_tokens = num_tokens
-        self.block = block
-        self.pins = 0
-        self.parked = 0
-        self.snapshot: Snapshot | None = None
-        self.exact = True
-        self.hits = 0
-        self.last_used = 0
-        self.credit = 0.0
-        self.media_offset = NO_MEDIA
-        self.inside_span = False
-        self.experts: Rows | None = None
 
 
 class Trie:

@@ -7,6 +7,7 @@ paths loop over them); `tensors` holds what a device kernel needs, made at most 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,8 @@ class DecodeMeta:
     """One token per sequence, B sequences.
 
     Attributes:
-        block_tables: physical KV block ids of each sequence, enough to cover `kv_lens`.
+        block_tables: physical KV block ids of each sequence, enough to cover `kv_lens`;
+            their owner may change them after the step.
         kv_lens: number of keys each token attends to, its own included.
         src_rows: state row read by each sequence; -1 means zero state.
         dst_rows: state row written; may equal the source.
@@ -27,7 +29,7 @@ class DecodeMeta:
         checked: which host checks have passed already; see `kernels/checks.py`.
     """
 
-    block_tables: tuple[tuple[int, ...], ...]
+    block_tables: tuple[Sequence[int], ...]
     kv_lens: tuple[int, ...]
     src_rows: tuple[int, ...]
     dst_rows: tuple[int, ...]
@@ -63,7 +65,7 @@ class PrefillMeta:
 
     cu_seqlens: tuple[int, ...]
     starts: tuple[int, ...]
-    block_tables: tuple[tuple[int, ...], ...]
+    block_tables: tuple[Sequence[int], ...]
     src_rows: tuple[int, ...]
     dst_rows: tuple[int, ...]
     chunk_ends: tuple[tuple[int, ...], ...]

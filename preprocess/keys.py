@@ -208,11 +208,15 @@ class PromptKeys:
         """Number of tokens covered."""
         return self._length
 
-    def fork(self) -> PromptKeys:
-        """An independent copy that can be extended (the prompt's own stays as it is)."""
+    def fork(self, root: bytes | None = None) -> PromptKeys:
+        """An independent copy that can be extended (the prompt's own stays as it is).
+
+        With another `root` it shares no embedding with the prompt; its block keys stay.
+        """
         copy = object.__new__(PromptKeys)
         for name in PromptKeys.__slots__:
             setattr(copy, name, getattr(self, name))
+        copy.root = self.root if root is None else root
         copy.block_keys = self.block_keys.copy()
         copy.cuts = self.cuts.copy()
         copy.tails = self.tails.copy()

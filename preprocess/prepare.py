@@ -66,6 +66,7 @@ class Preprocessor:
         family: of the model; None: the one that its config.json names.
         limits: bounds on media.
         raw_index_bytes: memory for recognising repeated uploads; 0 turns that off.
+        max_tokens: see `Tokenizer`.
 
     Attributes:
         tokenizer: the checkpoint's.
@@ -83,8 +84,9 @@ class Preprocessor:
         family: Family | None = None,
         limits: MediaLimits | None = None,
         raw_index_bytes: int = DEFAULT_RAW_INDEX_BYTES,
+        max_tokens: int | None = None,
     ) -> None:
-        self.tokenizer = Tokenizer(directory, family)
+        self.tokenizer = Tokenizer(directory, family, max_tokens)
         self.block_size = block_size
         self._root_key = root_key
         self._template = ChatTemplate(find_chat_template(directory), self.tokenizer.special_names)

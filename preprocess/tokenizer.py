@@ -46,14 +46,14 @@ class Tokenizer:
     Args:
         directory: holds tokenizer.json and, if there is one, tokenizer_config.json.
         family: the model's; None: the one that its config.json names.
+        max_tokens: the context; `encode` and `check_length` refuse texts that are far beyond it
+            without encoding all of them.
 
     Attributes:
         family: as given or found.
         vocab_size: number of ids, added tokens included.
         special_tokens: content -> id of the special tokens, those that text never stands for.
         special_pattern: matches every special token, the longest first.
-        max_tokens: the context, once it is known; `encode` and `check_length` refuse texts that are
-            far beyond it without encoding all of them.
         eos_ids: ids that end a generation (generation config, else model config).
         end_of_turn_ids: ids after which there is a cut point.
         special_names: "eos_token" and the like -> content, as chat templates see them.
@@ -61,12 +61,17 @@ class Tokenizer:
     Raises CheckpointError if the files are missing or unusable.
     """
 
-    def __init__(self, directory: Path | str, family: Family | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path | str,
+        family: Family | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
         directory = Path(directory)
         config = read_json(directory / "tokenizer_config.json")
         model_config = read_json(directory / "config.json")
         self.family = family or family_of(str(model_config.get("model_type", "")))
-        self.max_tokens: int | None = None
+        self._max_tokens = max_tokens
         self._backend = _load_backend(directory, config, self.family.split)
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         added = self._backend.get_added_tokens_decoder()
@@ -120,9 +125,9 @@ class Tokenizer:
     def check_length(self, texts: Iterable[str]) -> None:
         """Raises ContextLengthError if the texts have far more tokens than the context, which takes
         no longer than encoding about as many as fit."""
-        if self.max_tokens is None:
+        if self._max_tokens is None:
             return
-        limit = int(self.max_tokens * _MARGIN) + 256
+        limit = int(self._max_tokens * _MARGIN) + 256
         texts = list(texts)
         if sum(map(len, texts)) <= limit:
             return
@@ -132,7 +137,7 @@ class Tokenizer:
                 count += len(self.encode_plain(text[at : at + _PIECE_CHARACTERS]))
                 if count > limit:
                     raise ContextLengthError(
-                        f"this model's context is {self.max_tokens} tokens, but the text has more "
+                        f"this model's context is {self._max_tokens} tokens, but the text has more "
                         f"than {limit}",
                         param="messages",
                         code="context_length_exceeded",

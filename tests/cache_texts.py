@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from vlm_serve.cache.experts import Rows
+from vlm_serve.cache.records import Rows
 from vlm_serve.preprocess.keys import PromptKeys
 
 END_OF_TURN = 1

@@ -18,8 +18,7 @@ from cache_texts import Text
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.prefix_cache import Lease, Match, PrefixCache, Suspended
 from vlm_serve.cache.reasons import key_at
-from vlm_serve.cache.rows import Snapshot
-from vlm_serve.cache.trie import Node
+from vlm_serve.cache.records import Node, Snapshot
 
 POISON = b"poison"
 
@@ -50,9 +49,14 @@ class World:
         size = self.config.block_size
         self.kv = [[POISON] * size for _ in range(self.config.num_blocks)]
         self.rows = [POISON] * self.config.num_rows
-        self.cache = PrefixCache(self.config, self)
+        self.cache = PrefixCache(self.config)
+        events = self.cache.events
+        events.block_freed.subscribe(self.block_freed)
+        events.row_freed.subscribe(self.row_freed)
+        events.node_evicted.subscribe(self.node_evicted)
+        events.snapshot_evicted.subscribe(self.snapshot_evicted)
 
-    # What the cache tells its listener
+    # What the cache's events say
 
     def block_freed(self, block: int) -> None:
         self.kv[block] = [POISON] * self.config.block_size
@@ -60,7 +64,7 @@ class World:
     def row_freed(self, row: int) -> None:
         self.rows[row] = POISON
 
-    def kv_evicted(self, node: Node) -> None:
+    def node_evicted(self, node: Node) -> None:
         digest = self.nodes.pop(node.key)
         assert self.kv[node.block.id][node.num_tokens - 1] == digest, "evicted with other content"
 
@@ -132,9 +136,7 @@ class World:
         grown = self.cache.grow(lease, num_tokens)
         if not grown:
             assert self.fingerprint() == before, "growing in vain left traces"
-            assert len(self.cache._leasing.leases) > 1 or too_large, (
-                "a request that runs alone does not fit"
-            )
+            assert len(self.cache.leases) > 1 or too_large, "a request that runs alone does not fit"
         return grown
 
     def step(
@@ -276,6 +278,7 @@ class World:
     def check(self) -> None:
         """The cache's own check, and that memory holds what the model says."""
         self.cache.check()
+        assert not self.cache.events.failures, "see the log: something was evicted wrongly"
         found_nodes, found_snapshots = {}, {}
         for node in self.cache._ledger.trie.walk():
             found_nodes[node.key] = self.kv[node.block.id][node.num_tokens - 1]

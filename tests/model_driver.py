@@ -1,7 +1,7 @@
 """Runs a model without an engine: pools full of NaN, scattered blocks, batches made by hand.
 
 A test says which slices of which sequences make up a step; the driver does what scheduler and
-runner would.
+executor would.
 """
 
 from __future__ import annotations

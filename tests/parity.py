@@ -14,6 +14,7 @@ import PIL.Image
 import torch
 
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import StepOutput, StepPlan
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.pipeline import Output, Pipeline
@@ -60,12 +61,18 @@ class Tap:
         return taken
 
 
+def executor_of(engine: Engine) -> LocalExecutor:
+    executor = engine._loop._executor
+    assert isinstance(executor, LocalExecutor)
+    return executor
+
+
 @contextmanager
 def tapped(engine: Engine) -> Iterator[Tap]:
-    """Listens in on an engine's runner."""
-    runner = engine._runner
-    # The runner's own: decode steps from CUDA graphs do not pass through the model's.
-    forward, run, tap = runner._forward, runner.run, Tap()
+    """Listens in on an engine's executor."""
+    executor = executor_of(engine)
+    # The executor's own: decode steps from CUDA graphs do not pass through the model's.
+    forward, run, tap = executor._forward, executor.run, Tap()
     latest: list[torch.Tensor] = []
 
     def listening_forward(batch: ForwardBatch) -> ForwardOutput:
@@ -75,7 +82,7 @@ def tapped(engine: Engine) -> Iterator[Tap]:
 
     def listening_run(plan: StepPlan) -> StepOutput:
         output = run(plan)
-        packed = sorted(plan.slices, key=lambda item: item.prefill)
+        packed = sorted(plan.slices, key=lambda item: item.kind == "prefill")
         rows = iter(latest[0])
         for item in packed:
             if item.samples:
@@ -84,13 +91,13 @@ def tapped(engine: Engine) -> Iterator[Tap]:
                     tap.logits.setdefault(task.sequence, []).append(row)
         return output
 
-    runner._forward = listening_forward  # type: ignore[method-assign]
-    runner.run = listening_run  # type: ignore[method-assign]
+    executor._forward = listening_forward  # type: ignore[method-assign]
+    executor.run = listening_run  # type: ignore[method-assign]
     try:
         yield tap
     finally:
-        runner._forward = forward  # type: ignore[method-assign]
-        runner.run = run  # type: ignore[method-assign]
+        executor._forward = forward  # type: ignore[method-assign]
+        executor.run = run  # type: ignore[method-assign]
 
 
 _known: dict[tuple[str, str, int], Reference] = {}

@@ -1,4 +1,4 @@
-"""Seeded random traffic through the real scheduler and the real cache over the symbolic runner.
+"""Seeded random traffic through the real scheduler and the real cache over the symbolic executor.
 
 Every step is followed by the cache's own `check()`, and at the end of every request its tokens and
 its routed experts are compared with what the symbolic model answers to the same prompt cold.
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import pickle
 import random
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +23,11 @@ from symbolic import (
     END_OF_TURN,
     VOCABULARY,
     InjectedFailure,
+    SymbolicExecutor,
     SymbolicMedia,
-    SymbolicRunner,
     chain,
     expert_rows,
+    extended,
     make_prompt,
     next_token,
 )
@@ -31,14 +35,16 @@ from symbolic_tiers import SymbolicTiers
 
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
+from vlm_serve.cache.events import EventLog
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.cache.rows import Snapshot
-from vlm_serve.cache.trie import Node
+from vlm_serve.cache.records import NO_MEDIA
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.plan import StepOutput, StepPlan
 from vlm_serve.engine.planning import SchedulerConfig
+from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.scheduler import Event, Scheduler
-from vlm_serve.engine.sequence import Request, Sequence
+from vlm_serve.engine.sequence import Job
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
@@ -59,7 +65,7 @@ class Letters:
 class Client:
     """One caller: collects deltas and knows the answer that must come."""
 
-    request: Request
+    job: Job
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     poisonous: bool = False
@@ -73,17 +79,18 @@ class Client:
             self.finished[delta.index] = delta.finish_reason
         assert (delta.error is not None) == (delta.finish_reason == "error")
         answered = delta.finish_reason in ("stop", "length")
-        wanted = self.request.params.return_routed_experts
+        wanted = self.job.request.params.return_routed_experts
         assert (delta.routed_experts is not None) == (answered and wanted)
         if delta.routed_experts is not None:
             self._verify_experts(delta, delta.routed_experts)
 
     def _verify_experts(self, delta: Delta, rows: npt.NDArray[Any]) -> None:
         """Every row outside of the gaps is that of the prefix; gaps lie in what was cached."""
-        prompt = self.request.prompt
+        request = self.job.request
+        prompt = request.prompt
         token_ids = [*prompt.token_ids, *self.tokens[delta.index]]
-        start = self.request.params.routed_experts_prompt_start
-        expected = expert_rows(chain(prompt, token_ids), start, len(token_ids) - 1).copy()
+        start = request.params.routed_experts_prompt_start
+        expected = expert_rows(chain(prompt.positions, token_ids), start, len(token_ids) - 1).copy()
         for first, last in delta.routed_experts_gaps:
             assert not self.complete_experts, "a gap although only complete rows may be reused"
             assert start <= first < last < len(token_ids)
@@ -93,46 +100,84 @@ class Client:
 
     def verify(self) -> None:
         """What was received is a prefix of (or, if it ended by itself, exactly) the cold answer."""
-        for sequence in self.request.sequences:
+        for sequence in self.job.sequences:
             received = self.tokens.get(sequence.index, [])
-            expected = cold_answer(self.request, sequence.seed, len(received))
+            expected = cold_answer(self.job.request, sequence.info.seed, len(received))
             assert received == expected, "a hit changed the answer"
             if self.finished[sequence.index] == "length":
-                assert len(received) == self.request.params.max_tokens
+                assert len(received) == self.job.request.params.max_tokens
             if self.finished[sequence.index] == "stop":
                 assert received[-1] == END_OF_TURN
 
 
 def cold_answer(request: Request, seed: int, count: int) -> list[int]:
-    digest = chain(request.prompt, request.prompt.token_ids)[-1]
+    digest = chain(request.prompt.positions, request.prompt.token_ids)[-1]
     answer: list[int] = []
     for _ in range(count):
         token = next_token(digest, seed)
         answer.append(token)
-        message = digest + token.to_bytes(4, "little") + bytes(4)
-        digest = hashlib.blake2b(message, digest_size=12).digest()
+        digest = extended(digest, token)
     return answer
 
 
-class Poison:
-    """Tells the symbolic runner what was freed, as the real engine does in tests."""
+class Mirror:
+    """The tree as a reader knows it who was told it once and has followed the log since."""
 
-    def __init__(self) -> None:
-        self.runner: SymbolicRunner | None = None
+    def __init__(self, cache: PrefixCache, limit: int) -> None:
+        self._cache = cache
+        self._log = EventLog(cache.events, limit)
+        self._number = 0
+        self.nodes = tree_of(cache)
+        self.times_read = 0
 
-    def block_freed(self, block: int) -> None:
-        if self.runner is not None:
-            self.runner.poison(blocks=(block,))
+    def check(self) -> None:
+        """Follows the log; what it tells is what there is."""
+        told = self._log.since(self._number)
+        self._number = self._log.number
+        if told is None:
+            self.nodes = tree_of(self._cache)
+            self.times_read += 1
+            return
+        for event in told:
+            facts = event.facts
+            if event.kind == "node_added":
+                assert event.key not in self.nodes
+                place = (facts["parent"], facts["start"], facts["end"], facts["exact"])
+                self.nodes[event.key] = [*place, facts["media"], None]
+            elif event.kind == "node_evicted":
+                del self.nodes[event.key]
+            elif event.kind == "snapshot_ready":
+                assert self.nodes[event.key][-1] is None
+                self.nodes[event.key][-1] = facts["snapshot"]
+            elif event.kind == "snapshot_evicted":
+                assert self.nodes[event.key][-1] is not None
+                self.nodes[event.key][-1] = None
+            else:
+                assert event.kind == "hit" and facts["boundary"] < facts["prompt_tokens"]
+                assert bool(event.key) == bool(facts["boundary"])
+        assert self.nodes == tree_of(self._cache), "the events tell of another tree"
 
-    def row_freed(self, row: int) -> None:
-        if self.runner is not None:
-            self.runner.poison(rows=(row,))
 
-    def kv_evicted(self, node: Node) -> None:
-        pass
+def tree_of(cache: PrefixCache) -> dict[bytes, list[object]]:
+    return {
+        node.key: [
+            node.parent.key,
+            node.parent.end,
+            node.end,
+            node.exact,
+            node.media_offset != NO_MEDIA,
+            node.snapshot.kind if node.snapshot is not None else None,
+        ]
+        for node in cache.nodes()
+    }
 
-    def snapshot_evicted(self, snapshot: Snapshot) -> None:
-        pass
+
+def _poison_block(executor: SymbolicExecutor, block: int) -> None:
+    executor.poison(blocks=(block,))
+
+
+def _poison_row(executor: SymbolicExecutor, row: int) -> None:
+    executor.poison(rows=(row,))
 
 
 class Simulation:
@@ -163,28 +208,34 @@ class Simulation:
             min_snapshot_gain=rng.choice([1, 4]),
             policy=rng.choice(["value", "lru"]),
         )
-        poison = Poison()
-        self.tiers = SymbolicTiers(seed, config, poison)
-        self.cache = PrefixCache(config, self.tiers.listener)
+        self.cache = PrefixCache(config)
+        self.mirror = Mirror(self.cache, limit=100)
+        self.tiers = SymbolicTiers(seed, self.cache)
         embeddings = EmbeddingCache(rng.choice([0, 100, 10_000]))
+        self.config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + self.block_size * rng.choice([1, 2, 8]),
+            block_size=self.block_size,
+            chunk_size=min(8, self.block_size),
+            state_interval=self.block_size * rng.choice([1, 4, 1000]),
+            decode_state_interval=self.block_size * rng.choice([0, 0, 1, 2]),
+            complete_experts=rng.random() < 0.5,
+        )
         self.scheduler = Scheduler(
             self.cache,
             MediaPlanner(embeddings, EMBEDDING_BYTES),
-            SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_seqs + self.block_size * rng.choice([1, 2, 8]),
-                block_size=self.block_size,
-                chunk_size=min(8, self.block_size),
-                state_interval=self.block_size * rng.choice([1, 4, 1000]),
-                decode_state_interval=self.block_size * rng.choice([0, 0, 1, 2]),
-                complete_experts=rng.random() < 0.5,
-            ),
-            self.tiers.attach(self.cache),
+            self.config,
+            self.tiers.fetcher,
         )
-        self.runner = SymbolicRunner(
-            num_blocks, config.num_rows, self.block_size, rng, has_state=has_state
+        self.executor, self.twin = (
+            SymbolicExecutor(num_blocks, config.num_rows, self.block_size, own, has_state=has_state)
+            for own in (rng, random.Random(f"twin {seed}"))
         )
-        poison.runner = self.tiers.transfer.runner = self.runner
+        for executor in (self.executor, self.twin):
+            # What was freed holds nothing any more, as with the real engine in tests.
+            self.cache.events.block_freed.subscribe(partial(_poison_block, executor))
+            self.cache.events.row_freed.subscribe(partial(_poison_row, executor))
+        self.tiers.transfer.executors = (self.executor, self.twin)
         self._expert_share = rng.choice([0.0, 0.3, 1.0])
         self.clients: dict[str, Client] = {}
         self.counts: Counter[str] = Counter()
@@ -202,6 +253,7 @@ class Simulation:
             self._step()
             if step % self.check_every == 0:
                 self.cache.check()
+                self.mirror.check()
         self._drain()
         return self.counts
 
@@ -214,7 +266,7 @@ class Simulation:
         if self.clients and rng.random() < 0.03:
             client = rng.choice(list(self.clients.values()))
             self.counts["aborts"] += 1
-            self._deliver(self.scheduler.abort(client.request))
+            self._deliver(self.scheduler.end(client.job))
         if rng.random() < 0.002:
             self.cache.flush()
             self.counts["flushes"] += 1
@@ -242,26 +294,20 @@ class Simulation:
             number,
             cold=rng.random() < 0.05,
         )
-        request.sequences = [
-            Sequence(
-                next(self._numbers),
-                request,
-                index,
-                Letters(),
-                frozenset({END_OF_TURN}),
-                self.max_model_len,
-            )
-            for index in range(params.n)
-        ]
+        language = Language(Letters(), frozenset({END_OF_TURN}), VOCABULARY, self.max_model_len)
+        job = Job(request, self._numbers, language)
         client = Client(
-            request,
+            job,
             poisonous=rng.random() < self._failure_rate / 2,
-            complete_experts=self.scheduler.config.complete_experts,
+            complete_experts=self.config.complete_experts,
         )
-        if client.poisonous:
-            self.runner.poisonous.update(s.number for s in request.sequences)
+        for sequence in job.sequences:
+            self.executor.register(sequence.info)
+            self.twin.register(pickle.loads(pickle.dumps(sequence.info)))
+            if client.poisonous:
+                self.executor.poisonous.add(sequence.number)
         self.clients[request.request_id] = client
-        self.scheduler.add(request)
+        self.scheduler.add(job)
         self.counts["requests"] += 1
 
     @staticmethod
@@ -316,45 +362,68 @@ class Simulation:
     # Steps
 
     def _step(self) -> None:
-        self.runner.fail_next = self.rng.random() < self._failure_rate
+        self.executor.fail_next = self.rng.random() < self._failure_rate
         self.tiers.step()
         plan = self.scheduler.plan()
         if plan is None and self.tiers.busy:
             return
         if plan is None:
-            self.runner.fail_next = False
+            self.executor.fail_next = False
             assert self.scheduler.running or not self.scheduler.waiting, "stuck"
             assert not self.scheduler.running, "sequences run but none can make a step"
             return
-        assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
         self.counts["steps"] += 1
         try:
-            output = self.runner.run(plan)
+            output = self._run(plan)
         except InjectedFailure as error:
             self.counts["failures"] += 1
             self._deliver(self.scheduler.fail(plan, error))
         else:
             self._deliver(self.scheduler.commit(plan, output))
 
+    def _run(self, plan: StepPlan) -> StepOutput:
+        """The plan, and what it looks like in another process, have the same output."""
+        self.twin.fail_next = self.executor.fail_next
+        try:
+            output = self.executor.run(plan)
+        except InjectedFailure:
+            if self.twin.fail_next:  # it strikes elsewhere in the step
+                with suppress(InjectedFailure):
+                    self.twin.run(pickle.loads(pickle.dumps(plan)))
+            raise
+        other = pickle.loads(pickle.dumps(self.twin.run(pickle.loads(pickle.dumps(plan)))))
+        assert other.sampled == output.sampled
+        assert other.experts.keys() == output.experts.keys()
+        for number, rows in output.experts.items():
+            assert np.array_equal(other.experts[number], rows)
+        return output
+
     def _deliver(self, events: list[Event]) -> None:
-        for request, delta in events:
+        for job, delta in events:
+            request = job.request
             client = self.clients[request.request_id]
             client.push(delta)
-            if len(client.finished) == len(request.sequences):
+            if delta.finish_reason is not None:
+                number = job.sequences[delta.index].number
+                self.executor.forget(number)
+                self.twin.forget(number)
+                self.executor.poisonous.discard(number)
+            if len(client.finished) == len(job.sequences):
                 client.verify()
                 del self.clients[request.request_id]
                 self.counts[delta.finish_reason or ""] += 1
                 self.counts["cold"] += request.cold
-                assert not (request.cold and request.cached_tokens)
+                # Who has tokens was told of once; who was ended before may have been.
+                self.counts["hits"] += not request.cold and bool(client.tokens[0])
+                self.counts["most hits"] += not request.cold
+                assert not (request.cold and job.cached_tokens)
                 self.counts["expert gaps"] += client.expert_gaps
                 self.counts["expert answers"] += request.params.return_routed_experts
                 if delta.finish_reason == "error" and not client.poisonous:
                     # Struck once in company and once alone: bad luck, but only by injection.
                     self.counts["unlucky"] += 1
                     assert self._failure_rate > 0
-                for sequence in request.sequences:
-                    self.runner.forget(sequence.number)
-                    self.runner.poisonous.discard(sequence.number)
 
     def _drain(self) -> None:
         """Everything ends, everything comes back."""
@@ -367,10 +436,15 @@ class Simulation:
         self.cache.check()
         self.cache.flush()
         self.cache.check()
+        self.mirror.check()
+        self.tiers.close()
+        assert not self.cache.events.failures, "see the log: a subscriber raised"
+        assert self.counts["hits"] <= self.cache.stats.requests <= self.counts["most hits"]
         assert self.cache.free_block_count == self.cache.config.num_blocks, "blocks leaked"
-        self.counts["preemptions"] += self.scheduler.roster.num_preemptions
+        self.counts["preemptions"] += self.scheduler.num_preemptions
         self.counts["hit_tokens"] += self.cache.stats.hit_tokens
         self.counts["query_tokens"] += self.cache.stats.query_tokens
-        self.counts["computed_tokens"] += self.runner.tokens_computed
-        self.counts["came up"] += self.tiers.stack.counts["hit_host"]
-        self.counts["tier errors"] += self.tiers.stack.counts["failed"]
+        self.counts["computed_tokens"] += self.executor.tokens_computed
+        self.counts["came up"] += self.tiers.counts["hit_host"]
+        self.counts["tier errors"] += self.tiers.counts["failed"]
+        self.counts["mirror read again"] += self.mirror.times_read

@@ -1,16 +1,21 @@
-"""A runner that computes identities instead of numbers, and so notices every wrong reuse.
+"""An executor that computes identities instead of numbers, and so notices every wrong reuse.
 
-Where the real runner would leave keys and values of a token, this one leaves a digest of the whole
-prefix up to that token (ids, media content, tenant); where the real one would leave a recurrent
-state, it leaves the digest of all tokens it has seen; the experts of a token follow from the digest
-of the prefix that ends with it. Before it computes a slice it demands that
-every block, row and embedding the plan tells it to read holds exactly what the prefix needs.
+Where the real executor would leave keys and values of a token, this one leaves a digest of the
+whole prefix up to that token (ids, media content, tenant); where the real one would leave a
+recurrent state, it leaves the digest of all tokens it has seen; the experts of a token follow from
+the digest of the prefix that ends with it. Before it computes a slice it demands that every block,
+row and embedding the plan tells it to read holds exactly what the prefix needs.
+
+It knows of a sequence what any executor does: the positions in a symbolic prompt are numbers that
+say to which root, medium and place in that medium a token belongs (`_place`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,13 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vlm_serve.engine.plan import Sampled, Slice, StepOutput, StepPlan
+from vlm_serve.engine.plan import Sampled, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.preprocess.keys import PromptKeys
 from vlm_serve.preprocess.prompt import MediaSpan, Modality, Prompt
 
 NOTHING = b""
 END_OF_TURN = 1
 VOCABULARY = 50
+_PLACE = struct.Struct("<9q")
 MOE_LAYERS, TOP_K = 3, 2
 
 
@@ -46,7 +52,7 @@ class SymbolicMedia:
         self.ready = True
 
     def patches(self, patch: int) -> torch.Tensor:
-        raise AssertionError("the symbolic runner reads no pixels")
+        return torch.tensor(list(self.hashes[patch]))
 
 
 def make_prompt(
@@ -83,9 +89,13 @@ def make_prompt(
     keys = PromptKeys(
         root, token_ids, block_size=block_size, spans=spans, end_of_turn_ids=(END_OF_TURN,)
     )
+    places = [_place(root)] * len(token_ids)
+    for span in spans:
+        for position in range(span.start, span.end):
+            places[position] = _place(root, span.content_hash, position - span.start)
     return Prompt(
         token_ids=tuple(token_ids),
-        positions=torch.arange(len(token_ids)).expand(3, -1),
+        positions=torch.tensor(places).T,
         rope_delta=0,
         keys=keys,
         spans=tuple(spans),
@@ -96,19 +106,41 @@ def make_prompt(
     )
 
 
-def chain(prompt: Prompt, token_ids: Iterable[int]) -> list[bytes]:
-    """Digest of every prefix of the token ids: entry n covers n tokens."""
-    digests = [hashlib.blake2b(prompt.keys.root, digest_size=12).digest()]
-    inside = {
-        position: (span.content_hash, position - span.start)
-        for span in prompt.spans
-        for position in range(span.start, span.end)
-    }
-    for position, token in enumerate(token_ids):
-        content, offset = inside.get(position, (b"", 0))
-        message = digests[-1] + token.to_bytes(4, "little") + offset.to_bytes(4, "little") + content
-        digests.append(hashlib.blake2b(message, digest_size=12).digest())
+def _place(root: bytes, content: bytes = bytes(32), offset: int = 0) -> tuple[int, ...]:
+    """The "positions" of a token: 32 bytes each for root and medium (zeros: text), and an offset
+    in that."""
+    return _PLACE.unpack(root + content + offset.to_bytes(8, "little"))
+
+
+def _contents(positions: torch.Tensor) -> list[tuple[bytes, int]]:
+    """(content hash, offset) of every token of a prompt; b"": text."""
+    packed = [_PLACE.pack(*place) for place in positions.T.tolist()]
+    return [
+        (place[32:64] if any(place[32:64]) else b"", int.from_bytes(place[64:], "little"))
+        for place in packed
+    ]
+
+
+def chain(positions: torch.Tensor, token_ids: Iterable[int]) -> list[bytes]:
+    """Digest of every prefix of the token ids: entry n covers n tokens.
+
+    Args:
+        positions: of a symbolic prompt.
+        token_ids: of prompt and answer.
+    """
+    contents = _contents(positions)
+    root = _PLACE.pack(*positions[:, 0].tolist())[:32]
+    digests = [hashlib.blake2b(root, digest_size=12).digest()]
+    places = itertools.chain(contents, itertools.repeat((b"", 0)))
+    for token, place in zip(token_ids, places, strict=False):
+        digests.append(extended(digests[-1], token, *place))
     return digests
+
+
+def extended(prefix: bytes, token: int, content: bytes = b"", offset: int = 0) -> bytes:
+    """Digest of a prefix with one more token."""
+    message = prefix + token.to_bytes(4, "little") + offset.to_bytes(4, "little") + content
+    return hashlib.blake2b(message, digest_size=12).digest()
 
 
 def next_token(prefix: bytes, seed: int) -> int:
@@ -125,7 +157,41 @@ def expert_rows(digests: Sequence[bytes], start: int, end: int) -> npt.NDArray[n
     return np.frombuffer(packed, dtype=np.uint8).reshape(end - start, MOE_LAYERS, TOP_K)
 
 
-class SymbolicRunner:
+class _Known:
+    """What has reached an executor of a sequence: tokens as digests of their prefixes."""
+
+    def __init__(self, info: SequenceInfo) -> None:
+        self.info = info
+        self.digests = chain(info.positions, info.token_ids)
+        self.table: list[int] = []
+        self.spans = self._spans()
+
+    def take(self, item: Slice) -> None:
+        """Takes over what is new in a slice; what has come before must not change."""
+        assert item.first_block <= len(self.table), "a table with a hole"
+        self.table[item.first_block :] = item.blocks
+        first = max(item.start, len(self.info.token_ids))
+        assert len(item.token_ids) == max(0, item.end - first)
+        assert first < len(self.digests), "generated tokens are missing"
+        for position, token in enumerate(item.token_ids, first):
+            digest = extended(self.digests[position], token)
+            if position + 1 == len(self.digests):
+                self.digests.append(digest)
+            assert self.digests[position + 1] == digest, "a generated token changed"
+
+    def _spans(self) -> dict[tuple[int, int], bytes]:
+        """Tokens [start, end) of each medium in the prompt -> its content."""
+        found: dict[tuple[int, int], bytes] = {}
+        start = 0
+        for end, (content, offset) in enumerate(_contents(self.info.positions), 1):
+            start = end - 1 if offset == 0 else start
+            if content:
+                found.pop((start, end - 1), None)
+                found[start, end] = content
+        return found
+
+
+class SymbolicExecutor:
     """Executes step plans on digests.
 
     Args:
@@ -152,7 +218,7 @@ class SymbolicRunner:
         self.poisonous: set[int] = set()
         self.tokens_computed = 0
         self._rng = rng
-        self._chains: dict[int, list[bytes]] = {}
+        self._known: dict[int, _Known] = {}
 
     def poison(self, blocks: Iterable[int] = (), rows: Iterable[int] = ()) -> None:
         """What was freed holds nothing any more."""
@@ -161,8 +227,11 @@ class SymbolicRunner:
         for row in rows:
             self.rows[row] = NOTHING
 
+    def register(self, info: SequenceInfo) -> None:
+        self._known[info.sequence] = _Known(info)
+
     def forget(self, sequence: int) -> None:
-        self._chains.pop(sequence, None)
+        del self._known[sequence]
 
     def run(self, plan: StepPlan) -> StepOutput:
         for slot in plan.dropped_slots:
@@ -172,20 +241,22 @@ class SymbolicRunner:
         for source, destination, count in plan.copies:
             self.kv[destination][:count] = self.kv[source][:count]
         for encode in plan.encodes:
-            assert isinstance(encode.item, SymbolicMedia)
-            self.embeddings[encode.slot] = encode.item.hashes[encode.patch]
+            self.embeddings[encode.slot] = bytes(encode.pixels.tolist())
         strike = self._rng.randrange(len(plan.slices) + 1) if self.fail_next else -1
         poisoned = any(item.sequence in self.poisonous for item in plan.slices)
-        sampled: dict[int, Sampled] = {}
+        sampled: dict[int, tuple[Sampled, ...]] = {}
         writes: set[tuple[int, int]] = set()
         rows_written: set[int] = set()
         for index, item in enumerate(plan.slices):
             if index == strike:
                 break
-            self._compute(item, writes, rows_written)
+            known = self._known[item.sequence]
+            known.take(item)
+            self._compute(item, known, writes, rows_written)
             for task in item.samples:
-                digest = self._chains[item.sequence][item.end]
-                sampled[task.sequence] = Sampled(next_token(digest, task.seed), {})
+                assert task.position == item.end - len(known.info.token_ids)
+                seed = self._known[task.sequence].info.seed
+                sampled[task.sequence] = (Sampled(next_token(known.digests[item.end], seed), {}),)
         if self.fail_next or poisoned:
             self.fail_next = False
             raise InjectedFailure
@@ -193,25 +264,33 @@ class SymbolicRunner:
         return StepOutput(sampled, self._experts(plan))
 
     def _experts(self, plan: StepPlan) -> dict[int, npt.NDArray[np.uint8]]:
-        """As the real runner: nobody's rows, or those of the whole step."""
-        if not any(item.experts for item in plan.slices):
+        """As the real executor: nobody's rows, or those of the whole step."""
+        known = {item: self._known[item.sequence] for item in plan.slices}
+        if not any(each.info.params.return_routed_experts for each in known.values()):
             return {}
         return {
-            item.sequence: expert_rows(self._chains[item.sequence], item.start, item.end)
-            for item in plan.slices
+            item.sequence: expert_rows(each.digests, item.start, item.end)
+            for item, each in known.items()
         }
 
-    def _compute(self, item: Slice, writes: set[tuple[int, int]], rows_written: set[int]) -> None:
-        digests = self._chain(item)
-        size, table = self.block_size, item.block_table
+    def _compute(
+        self,
+        item: Slice,
+        known: _Known,
+        writes: set[tuple[int, int]],
+        rows_written: set[int],
+    ) -> None:
+        digests, table, size = known.digests, known.table, self.block_size
+        prefill = item.kind == "prefill"
         present = max(item.start, min(item.write_start, item.end))
-        for position in self._positions_to_check(present, item.prefill):
+        for position in self._positions_to_check(present, prefill):
             found = self.kv[table[position // size]][position % size]
             assert found == digests[position + 1], f"wrong KV at {position} of {item}"
         if self.has_state:
             state = digests[0] if item.src_row < 0 else self.rows[item.src_row]
             assert state == digests[item.start], f"wrong state before {item}"
-        self._check_embeddings(item)
+        if prefill:
+            self._check_embeddings(item, known)
         for position in range(max(item.start, item.write_start), item.end):
             place = (table[position // size], position % size)
             assert place not in writes, "two sequences write one slot"
@@ -221,7 +300,7 @@ class SymbolicRunner:
             targets = [(item.end, item.dst_row), *item.snapshots]
             for position, row in targets:
                 assert item.start < position <= item.end
-                assert position in item.chunk_ends or not item.prefill or row == item.dst_row
+                assert position in item.chunk_ends or not prefill or row == item.dst_row
                 assert row not in rows_written, "two writers of one row"
                 rows_written.add(row)
                 self.rows[row] = digests[position]
@@ -232,31 +311,14 @@ class SymbolicRunner:
             return range(present)
         return [present - 1, *(self._rng.randrange(present) for _ in range(6))]
 
-    def _check_embeddings(self, item: Slice) -> None:
+    def _check_embeddings(self, item: Slice, known: _Known) -> None:
         needed = {
-            (max(item.start, span.start), min(item.end, span.end)): span
-            for span in item.prompt.spans
-            if item.prefill and span.start < item.end and span.end > item.start
+            (max(item.start, start), min(item.end, end)): (start, content)
+            for (start, end), content in known.spans.items()
+            if start < item.end and end > item.start
         }
         assert {(first, last) for first, last, _, _ in item.embeddings} == set(needed)
         for first, last, slot, row in item.embeddings:
-            span = needed[first, last]
-            assert row == first - span.start
-            assert self.embeddings[slot] == span.content_hash, "another medium's embedding"
-
-    def _chain(self, item: Slice) -> list[bytes]:
-        """The sequence's digests up to the end of the slice; ids seen before must not change."""
-        known = self._chains.get(item.sequence)
-        if known is None:
-            known = chain(item.prompt, item.prompt.token_ids)
-            self._chains[item.sequence] = known
-        for position, token in zip(range(item.start, item.end), item.token_ids, strict=True):
-            if position < len(item.prompt):
-                assert token == item.prompt.token_ids[position]
-                continue
-            message = known[position] + token.to_bytes(4, "little") + bytes(4)
-            digest = hashlib.blake2b(message, digest_size=12).digest()
-            if position + 1 == len(known):
-                known.append(digest)
-            assert known[position + 1] == digest, "a generated token changed"
-        return known
+            start, content = needed[first, last]
+            assert row == first - start
+            assert self.embeddings[slot] == content, "another medium's embedding"

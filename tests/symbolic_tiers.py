@@ -4,81 +4,94 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
+from collections.abc import Collection, Mapping
 
 import torch
-from symbolic import InjectedFailure, SymbolicRunner
+from symbolic import InjectedFailure, SymbolicExecutor
 
-from vlm_serve.cache.config import CacheConfig
-from vlm_serve.cache.ledger import CacheListener
 from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.cache.tiers.down import TierSaver
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Origin, Sealed
-from vlm_serve.cache.tiers.stack import Found, TierStack
-from vlm_serve.engine.tier_down import TierListener
-from vlm_serve.engine.tier_transfer import Staged
-from vlm_serve.engine.tier_up import Fetch, TierFetcher
+from vlm_serve.cache.tiers.host import HostStore
+from vlm_serve.cache.tiers.stack import TierStack
+from vlm_serve.cache.tiers.up import Fetch, TierFetcher
 
 DIGEST_BYTES = 12
 
 
-class FaultyStack(TierStack):
-    """Host memory that loses and damages entries."""
+class FaultyStore(HostStore):
+    """Host memory that loses and damages entries, and now and then raises."""
 
-    def __init__(self, rng: random.Random, error_rate: float, host_bytes: int) -> None:
-        super().__init__(Origin(bytes(32)), host_bytes=host_bytes, background=False)
+    def __init__(self, rng: random.Random, error_rate: float, max_bytes: int) -> None:
+        super().__init__(max_bytes)
         self._rng = rng
         self._error_rate = error_rate
 
-    def get(self, entry_id: EntryId) -> Found | None:
-        stored = self.host.get(entry_id)
-        if stored is not None and self._rng.random() < self._error_rate:
-            if self._rng.random() < 0.5:
-                self.host.discard(entry_id)
-            else:
-                damaged = bytearray(stored.payload)
-                damaged[self._rng.randrange(len(damaged))] ^= 1
-                self.host.put(entry_id, Sealed(stored.header, bytes(damaged)))
-        return super().get(entry_id)
+    async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
+        self._fail()
+        return await super().contains(ids)
+
+    async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
+        self._fail()
+        return await super().put(entries)
+
+    async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Sealed]:
+        self._fail()
+        found = await super().get(ids)
+        for entry_id, stored in list(found.items()):
+            if self._rng.random() < self._error_rate:
+                del found[entry_id]
+                if self._rng.random() < 0.5:
+                    await self.delete([entry_id])
+                else:
+                    damaged = bytearray(stored.payload)
+                    damaged[self._rng.randrange(len(damaged))] ^= 1
+                    found[entry_id] = Sealed(stored.header, bytes(damaged))
+        return found
+
+    def _fail(self) -> None:
+        if self._rng.random() < self._error_rate / 10:
+            raise InjectedFailure
 
 
 class SymbolicTransfer:
     """Copies digests; refuses to read what was freed, and raises now and then when it writes."""
 
     def __init__(self, rng: random.Random, error_rate: float) -> None:
-        self.runner: SymbolicRunner | None = None
+        self.executors: tuple[SymbolicExecutor, ...] = ()
         self._rng = rng
         self._error_rate = error_rate
 
-    @property
-    def memory(self) -> SymbolicRunner:
-        assert self.runner is not None
-        return self.runner
-
     def read_kv(self, block: int, num_tokens: int) -> bytes:
-        digests = self.memory.kv[block][:num_tokens]
+        digests = self.executors[0].kv[block][:num_tokens]
         assert all(len(digest) == DIGEST_BYTES for digest in digests), "freed before it was saved"
         return b"".join(digests)
 
     def read_state(self, row: int) -> bytes:
-        assert len(self.memory.rows[row]) == DIGEST_BYTES, "freed before it was saved"
-        return self.memory.rows[row]
+        digest = self.executors[0].rows[row]
+        assert len(digest) == DIGEST_BYTES, "freed before it was saved"
+        return digest
 
     def layout(self, kind: Kind, num_tokens: int) -> str:
         return f"{kind.name} of {num_tokens if kind is Kind.KV else 1}"
 
-    def stage(self, entry: Entry) -> Staged | None:
+    def stage(self, entry: Entry) -> tuple[torch.Tensor, ...]:
         assert entry.layout == self.layout(entry.id.kind, entry.num_tokens)
         return (torch.frombuffer(bytearray(entry.payload), dtype=torch.uint8),)
 
-    def write_kv(self, block: int, staged: Staged) -> None:
+    def write_kv(self, block: int, staged: tuple[torch.Tensor, ...]) -> None:
         self._strike()
         data = bytes(staged[0].tolist())
         for index in range(len(data) // DIGEST_BYTES):
             digest = data[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-            self.memory.kv[block][index] = digest
+            for executor in self.executors:
+                executor.kv[block][index] = digest
 
-    def write_state(self, row: int, staged: Staged) -> None:
+    def write_state(self, row: int, staged: tuple[torch.Tensor, ...]) -> None:
         self._strike()
-        self.memory.rows[row] = bytes(staged[0].tolist())
+        for executor in self.executors:
+            executor.rows[row] = bytes(staged[0].tolist())
 
     def _strike(self) -> None:
         if self._rng.random() < self._error_rate:
@@ -86,35 +99,28 @@ class SymbolicTransfer:
 
 
 class SymbolicTiers:
-    """A host tier of random size for most seeds. Reading takes a random number of steps.
+    """One or two host tiers of random size for most seeds. Reading takes a random number of steps.
 
-    Injected failures are no news: the fetcher's log is silent from then on.
+    Injected failures are no news: the tiers' log is silent from then on.
     """
 
-    def __init__(self, seed: int, config: CacheConfig, inner: CacheListener) -> None:
-        logging.getLogger("vlm_serve.engine.tier_up").setLevel(logging.CRITICAL)
+    def __init__(self, seed: int, cache: PrefixCache) -> None:
+        logging.getLogger("vlm_serve.cache.tiers").setLevel(logging.CRITICAL)
         self._rng = rng = random.Random(f"tiers {seed}")
         error_rate = rng.choice([0.0, 0.01, 0.1])
-        host_bytes = rng.choice([0, 0, 3_000, 30_000, 1_000_000])
-        self.stack = FaultyStack(rng, error_rate, host_bytes)
+        sizes = rng.choice([(), (), (3_000,), (3_000, 30_000), (1_000_000,)])
+        self.stores = [FaultyStore(rng, error_rate, size) for size in sizes]
         self.transfer = SymbolicTransfer(rng, error_rate / 10)
-        self.listener: CacheListener = inner
         self.fetcher: TierFetcher | None = None
+        self.counts: Counter[str] = Counter()
+        self._cache = cache
         self._reading: list[Fetch] = []
-        if host_bytes and config.enabled:
-            self.listener = TierListener(
-                self.stack,
-                self.transfer,
-                block_size=config.block_size,
-                has_state=config.has_state,
-                inner=inner,
-            )
-
-    def attach(self, cache: PrefixCache) -> TierFetcher | None:
-        """The scheduler's end of the tiers; None for a seed without them."""
-        if isinstance(self.listener, TierListener):
+        if self.stores and cache.config.enabled:
+            self.stack = TierStack(Origin(bytes(32)), self.stores, background=False)
+            self.counts = self.stack.counts
+            self.saver = TierSaver(self.stack, self.transfer, cache.config)
+            self.saver.listen(cache.events)
             self.fetcher = TierFetcher(cache, self.stack, self.transfer)
-        return self.fetcher
 
     @property
     def busy(self) -> bool:
@@ -129,4 +135,8 @@ class SymbolicTiers:
         for fetch in list(self._reading):
             if self._rng.random() < 0.5:
                 self._reading.remove(fetch)
-                self.fetcher.finish(fetch, self.fetcher.read(fetch))
+                self.fetcher.finish(fetch, self.stack.submit(self.fetcher.read(fetch)).result())
+
+    def close(self) -> None:
+        if self.fetcher is not None:
+            self.stack.close()

@@ -37,7 +37,8 @@ def imported_modules(path: Path) -> list[str]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names.append(node.module or "")
+            module = node.module or ""
+            names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
     return names
 
 
@@ -87,6 +88,27 @@ def test_one_place_asks_transformers() -> None:
         if any(name.split(".")[0] == "transformers" for name in imported_modules(path))
     ]
     assert users == [Path("vlm_serve/models/registry.py")]
+
+
+@pytest.mark.parametrize(
+    "folder", ["vlm_serve/engine", "vlm_serve/models", "cache", "kernels", "preprocess"]
+)
+def test_no_module_takes_part_in_an_import_cycle(folder: str) -> None:
+    """Neither at run time nor for the types alone."""
+    package = "vlm_serve." + folder.removeprefix("vlm_serve/")
+    paths = {}
+    for path in python_files(folder):
+        parts = path.relative_to(ROOT / folder).with_suffix("").parts
+        paths[".".join((package, *parts)).removesuffix(".__init__")] = path
+    imported = {
+        name: (set(imported_modules(path)) & set(paths)) - {name} for name, path in paths.items()
+    }
+    while free := [name for name, others in imported.items() if not others]:
+        for name in free:
+            del imported[name]
+        for others in imported.values():
+            others.difference_update(free)
+    assert not imported, "cycles, and what imports them"
 
 
 def test_cache_reads_no_clock() -> None:

@@ -1,265 +1,56 @@
-"""The tier on disk: sealed entries in one SQLite file, bounded by bytes.
-
-SQLite rather than a memory-mapped store: of 40 files with flipped bits or a missing end LMDB killed
-the process on 11 (SIGBUS), SQLite reported every one. Each batch is one transaction of the
-write-ahead log, so a process that is killed loses the batch under way and nothing else.
-"""
+"""The tier on disk."""
 
 from __future__ import annotations
 
-import sqlite3
-import threading
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
+import asyncio
+from collections.abc import Collection, Mapping
 
-from vlm_serve.cache.tiers.entry import EntryId, Kind, Sealed
-
-FILE_NAME = "vlm-serve-cache.sqlite"
-PAGE_BYTES = 8192
-ROW_BYTES = 512
-"""What a row costs beside its content, rounded up."""
-
-_REFUSED = {
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PROTOCOL,
-    sqlite3.SQLITE_TOOBIG,
-}
-"""Errors for which the content of the file is not to blame."""
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS entries (
-    number INTEGER PRIMARY KEY, kind INTEGER NOT NULL, key BLOB NOT NULL, size INTEGER NOT NULL,
-    header BLOB NOT NULL, payload BLOB NOT NULL, UNIQUE (kind, key))
-"""
+from vlm_serve.cache.tiers.disk_file import DiskFile
+from vlm_serve.cache.tiers.entry import EntryId, Sealed
+from vlm_serve.cache.tiers.store import TIME_LIMIT
 
 
-class DiskStore:
-    """All methods may be called from any thread; `in` and `touch` never wait for the disk.
+class DiskStore(DiskFile):
+    """See `Store`. Reading and writing happen in threads of the event loop's executor; `contains`
+    and `touch` go by the books in memory."""
 
-    A failure of the disk is counted in `errors` and otherwise a miss. A damaged file is replaced by
-    an empty one.
-
-    Args:
-        folder: where the file is; made if it is missing. Another file's name is never touched.
-        max_bytes: most bytes of entries, counted in whole pages. The write-ahead log comes on top.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        assert max_bytes >= 0
-        self.max_bytes = max_bytes
-        self.errors = 0
-        self.evictions = 0
-        self._path = folder / FILE_NAME
-        self._io = threading.Lock()
-        self._books = threading.Lock()
-        self._sizes: dict[EntryId, int] = {}
-        self._num_bytes = 0
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self._connection = self._open()
-        except sqlite3.Error as error:
-            if _code(error) in _REFUSED:
-                raise OSError(f"{self._path}: {error}") from error
-            self.errors += 1
-            try:
-                self._start_anew()
-            except sqlite3.Error as again:
-                raise OSError(f"{self._path}: {again}") from again
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def __contains__(self, entry_id: EntryId) -> bool:
-        return entry_id in self._sizes
+    name = "disk"
+    private = True
+    lasting = True
+    time_limit = TIME_LIMIT
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of entries on disk, in whole pages."""
-        return self._num_bytes
+    def counters(self) -> Mapping[str, int]:
+        return {"bytes": self.num_bytes, "errors": self.errors, "evictions": self.evictions}
 
-    def touch(self, entry_id: EntryId) -> None:
-        """Marks an entry as the most recently used one."""
-        with self._books:
-            if entry_id in self._sizes:
-                self._sizes[entry_id] = self._sizes.pop(entry_id)
+    async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
+        return {entry_id for entry_id in ids if entry_id in self}
 
-    def write(self, batch: Sequence[tuple[EntryId, Sealed]]) -> int:
-        """Stores entries in one transaction, evicting the least recently used ones to make room.
-        Returns how many are now on disk: all that can fit, or none if the disk refused."""
-        sizes = {entry_id: _size_on_disk(sealed) for entry_id, sealed in batch}
-        wanted = {i: s for i, s in batch if sizes[i] <= self.max_bytes}
-        while sum(sizes[i] for i in wanted) > self.max_bytes:
-            del wanted[next(iter(wanted))]
-        if not wanted:
-            return 0
-        with self._io:
-            victims = self._victims(sum(sizes[i] for i in wanted), set(wanted))
-            if not self._transaction(victims, wanted):
-                return 0
-            with self._books:
-                for entry_id in (*victims, *wanted):
-                    self._forget(entry_id)
-                for entry_id in wanted:
-                    self._sizes[entry_id] = sizes[entry_id]
-                    self._num_bytes += sizes[entry_id]
-            self.evictions += len(victims)
-        return len(wanted)
+    async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Sealed]:
+        present = await self.contains(ids)
+        found = await asyncio.to_thread(self.read, [each for each in ids if each in present])
+        self.use(found)
+        return found
 
-    def read(self, entry_id: EntryId) -> Sealed | None:
-        """The entry as it was stored; None if it is gone or cannot be read."""
-        if entry_id not in self._sizes:
-            return None
-        with self._io:
-            try:
-                row = self._connection.execute(
-                    "SELECT header, payload FROM entries WHERE kind = ? AND key = ?", entry_id
-                ).fetchone()
-            except sqlite3.Error as error:
-                self._failed(error)
-                return None
-        if row is None or not all(isinstance(part, bytes) for part in row):
-            return None
-        self.touch(entry_id)
-        return Sealed(*row)
+    async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
+        present = await self.contains(entries)
+        self.use(present)
+        new = {entry_id: each for entry_id, each in entries.items() if entry_id not in present}
+        gone = await asyncio.to_thread(self.write, new) if new else set()
+        return {entry_id: new.get(entry_id) for entry_id in gone}
 
-    def delete(self, entry_id: EntryId) -> None:
-        """Removes an entry, a bad one for example."""
-        with self._io:
-            if self._transaction([entry_id], {}):
-                with self._books:
-                    self._forget(entry_id)
+    async def touch(self, ids: Collection[EntryId]) -> None:
+        self.use(ids)
 
-    def clear(self) -> None:
-        """Removes everything."""
-        with self._io:
-            try:
-                self._connection.execute("DELETE FROM entries")
-                self._connection.executescript("PRAGMA incremental_vacuum")
-            except sqlite3.Error as error:
-                self._failed(error)
-                return
-            with self._books:
-                self._sizes.clear()
-                self._num_bytes = 0
+    async def delete(self, ids: Collection[EntryId]) -> None:
+        await asyncio.to_thread(self.remove, ids)
 
-    def close(self) -> None:
-        """Closes the file; the log is folded into it."""
-        with self._io, suppress(sqlite3.Error):
-            self._connection.close()
+    async def sink(self) -> dict[EntryId, Sealed]:
+        return {}
 
-    # Inside the locks
+    async def clear(self) -> None:
+        await asyncio.to_thread(self.remove_all)
 
-    def _victims(self, num_bytes: int, replaced: set[EntryId]) -> list[EntryId]:
-        """The least recently used entries that must go for `num_bytes` more."""
-        with self._books:
-            excess = self._num_bytes + num_bytes - self.max_bytes
-            excess -= sum(self._sizes.get(entry_id, 0) for entry_id in replaced)
-            victims = []
-            for entry_id, size in self._sizes.items():
-                if excess <= 0:
-                    break
-                if entry_id not in replaced:
-                    victims.append(entry_id)
-                    excess -= size
-            return victims
-
-    def _transaction(self, removed: Sequence[EntryId], added: dict[EntryId, Sealed]) -> bool:
-        connection = self._connection
-        try:
-            connection.execute("BEGIN IMMEDIATE")
-            connection.executemany("DELETE FROM entries WHERE kind = ? AND key = ?", removed)
-            connection.executemany(
-                "INSERT OR REPLACE INTO entries (kind, key, size, header, payload)"
-                " VALUES (?, ?, ?, ?, ?)",
-                [(*i, _size_on_disk(s), s.header, s.payload) for i, s in added.items()],
-            )
-            connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            self._failed(error)
-            return False
-        return True
-
-    def _failed(self, error: sqlite3.Error) -> None:
-        """Counts a failure; a damaged file is of no further use."""
-        self.errors += 1
-        with suppress(sqlite3.Error):
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-        if _code(error) and _code(error) not in _REFUSED:
-            with suppress(sqlite3.Error):
-                self._connection.close()
-            with suppress(sqlite3.Error, OSError):
-                self._start_anew()
-
-    def _start_anew(self) -> None:
-        for suffix in ("", "-wal", "-shm"):
-            self._path.with_name(FILE_NAME + suffix).unlink(missing_ok=True)
-        with self._books:
-            self._sizes.clear()
-            self._num_bytes = 0
-        self._connection = self._open()
-
-    def _open(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            self._path, timeout=10, isolation_level=None, check_same_thread=False
-        )
-        try:
-            self._set_up(connection)
-        except sqlite3.Error:
-            connection.close()
-            raise
-        return connection
-
-    def _set_up(self, connection: sqlite3.Connection) -> None:
-        for setting in (
-            f"page_size = {PAGE_BYTES}",
-            "auto_vacuum = INCREMENTAL",
-            "journal_mode = WAL",
-            # Nothing committed is lost when the process dies; a power cut may cost the last batch.
-            "synchronous = NORMAL",
-            f"journal_size_limit = {64 << 20}",
-        ):
-            connection.execute(f"PRAGMA {setting}").fetchall()
-        connection.execute(_SCHEMA)
-        rows = connection.execute("SELECT kind, key, size FROM entries ORDER BY number").fetchall()
-        known = {kind.value for kind in Kind}
-        with self._books:
-            for kind, key, size in rows:
-                if kind in known and isinstance(key, bytes) and isinstance(size, int):
-                    self._sizes[EntryId(Kind(kind), key)] = size
-                    self._num_bytes += size
-        self._shrink(connection)
-
-    def _shrink(self, connection: sqlite3.Connection) -> None:
-        """The bound may be lower than it was. Shows at once whether the file can be written."""
-        victims = self._victims(0, set())
-        connection.execute("BEGIN IMMEDIATE")
-        connection.executemany("DELETE FROM entries WHERE kind = ? AND key = ?", victims)
-        connection.execute("COMMIT")
-        if victims:
-            connection.executescript("PRAGMA incremental_vacuum")
-        with self._books:
-            for entry_id in victims:
-                self._forget(entry_id)
-
-    def _forget(self, entry_id: EntryId) -> None:
-        self._num_bytes -= self._sizes.pop(entry_id, 0)
-
-
-def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code; 0 for an error of Python's module."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF
-
-
-def _size_on_disk(sealed: Sealed) -> int:
-    return -(-(sealed.num_bytes + ROW_BYTES) // PAGE_BYTES) * PAGE_BYTES
+    async def close(self) -> None:
+        """The log is folded into the file."""
+        await asyncio.to_thread(self.shut)

@@ -15,13 +15,13 @@ from typing import NamedTuple
 from blake3 import blake3
 
 MAGIC = b"VLMT"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 KEY_BYTES = 32
 CHECKSUM_BYTES = 32
 MAX_LAYOUT_BYTES = 1 << 12
 
-_FIXED = struct.Struct("<4sHBB32s32sIIHQ")
-"""magic, version, kind, exact, key, model, rank, tokens, layout length, payload length"""
+_FIXED = struct.Struct("<4sHBB32s32sHHIHQ")
+"""magic, version, kind, exact, key, model, rank, world, tokens, layout length, payload length"""
 
 
 class Kind(IntEnum):
@@ -33,10 +33,12 @@ class Kind(IntEnum):
 
 
 class EntryId(NamedTuple):
-    """`key` is that of the trie's node."""
+    """`key` is that of the trie's node; the others say which part of a model that is split."""
 
     kind: Kind
     key: bytes
+    rank: int = 0
+    world: int = 1
 
 
 class BadEntryError(Exception):
@@ -50,11 +52,16 @@ class Origin:
     Attributes:
         model: 32 bytes; the root key without a tenant, which covers weights, types, block and chunk
             size, processor and numerics.
-        rank: which part of a model that is split over devices.
+        rank, world: which part of a model that is split over how many devices.
     """
 
     model: bytes
     rank: int = 0
+    world: int = 1
+
+    def id(self, kind: Kind, key: bytes) -> EntryId:
+        """The id of this engine's value for a node."""
+        return EntryId(kind, key, self.rank, self.world)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,7 @@ def seal(entry: Entry, origin: Origin) -> Sealed:
     """Adds the header."""
     layout = entry.layout.encode()
     assert len(entry.id.key) == len(origin.model) == KEY_BYTES
+    assert entry.id[2:] == (origin.rank, origin.world), "another part's entry"
     assert len(layout) <= MAX_LAYOUT_BYTES, "a layout is a short text"
     head = _fixed_header(entry, origin, len(layout)) + layout
     return Sealed(head + _checksum(head, entry.payload), entry.payload)
@@ -113,6 +121,7 @@ def _fixed_header(entry: Entry, origin: Origin, layout_bytes: int) -> bytes:
         entry.id.key,
         origin.model,
         origin.rank,
+        origin.world,
         entry.num_tokens,
         layout_bytes,
         len(entry.payload),
@@ -128,16 +137,16 @@ def unseal(sealed: Sealed, entry_id: EntryId, origin: Origin) -> Entry:
     header, payload = sealed.header, sealed.payload
     if len(header) < _FIXED.size + CHECKSUM_BYTES:
         raise BadEntryError("the header is cut off")
-    magic, version, kind, exact, key, model, rank, num_tokens, layout_bytes, length = (
+    magic, version, kind, exact, key, model, rank, world, num_tokens, layout_bytes, length = (
         _FIXED.unpack_from(header)
     )
     if magic != MAGIC:
         raise BadEntryError("not an entry")
     if version != FORMAT_VERSION:
         raise BadEntryError(f"format version {version}, not {FORMAT_VERSION}")
-    if EntryId(kind, key) != entry_id:
+    if EntryId(kind, key, rank, world) != entry_id:
         raise BadEntryError("another entry's bytes")
-    if (model, rank) != (origin.model, origin.rank):
+    if (model, rank, world) != (origin.model, origin.rank, origin.world):
         raise BadEntryError("written by another model")
     end = _FIXED.size + layout_bytes
     if len(header) != end + CHECKSUM_BYTES or length != len(payload):

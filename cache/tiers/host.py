@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from vlm_serve.cache.tiers.entry import EntryId, Sealed
+from vlm_serve.cache.tiers.store import TIME_LIMIT
 
 
 class HostStore:
-    """Not thread-safe; the stack guards it.
+    """See `Store`.
 
     Args:
         max_bytes: most bytes of headers and payloads together; 0 stores nothing.
@@ -16,6 +17,11 @@ class HostStore:
     Attributes:
         num_bytes: bytes stored.
     """
+
+    name = "host"
+    private = True
+    lasting = False
+    time_limit = TIME_LIMIT
 
     def __init__(self, max_bytes: int) -> None:
         assert max_bytes >= 0
@@ -26,39 +32,58 @@ class HostStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, entry_id: EntryId) -> bool:
-        return entry_id in self._entries
-
     def __iter__(self) -> Iterator[EntryId]:
         """Least recently used first."""
         return iter(self._entries)
 
-    def put(self, entry_id: EntryId, sealed: Sealed) -> list[tuple[EntryId, Sealed]]:
-        """Stores an entry; returns what had to go for it, which may be the entry itself."""
-        self.discard(entry_id)
-        if sealed.num_bytes > self.max_bytes:
-            return [(entry_id, sealed)]
-        self._entries[entry_id] = sealed
-        self.num_bytes += sealed.num_bytes
-        overflow = []
-        while self.num_bytes > self.max_bytes:
-            oldest = next(iter(self._entries))
-            overflow.append((oldest, self._entries[oldest]))
-            self.discard(oldest)
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return {"bytes": self.num_bytes}
+
+    def known(self) -> tuple[EntryId, ...]:
+        return ()
+
+    async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
+        return {entry_id for entry_id in ids if entry_id in self._entries}
+
+    async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Sealed]:
+        found = {each: self._entries[each] for each in ids if each in self._entries}
+        await self.touch(found)
+        return found
+
+    async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
+        overflow: dict[EntryId, Sealed | None] = {}
+        for entry_id, sealed in entries.items():
+            await self.delete([entry_id])
+            if sealed.num_bytes > self.max_bytes:
+                overflow[entry_id] = sealed
+                continue
+            self._entries[entry_id] = sealed
+            self.num_bytes += sealed.num_bytes
+            while self.num_bytes > self.max_bytes:
+                oldest = next(iter(self._entries))
+                overflow[oldest] = self._entries[oldest]
+                await self.delete([oldest])
         return overflow
 
-    def get(self, entry_id: EntryId) -> Sealed | None:
-        """The entry, now the most recently used one."""
-        sealed = self._entries.pop(entry_id, None)
-        if sealed is not None:
-            self._entries[entry_id] = sealed
-        return sealed
+    async def touch(self, ids: Collection[EntryId]) -> None:
+        for entry_id in ids:
+            if entry_id in self._entries:
+                self._entries[entry_id] = self._entries.pop(entry_id)
 
-    def discard(self, entry_id: EntryId) -> None:
-        sealed = self._entries.pop(entry_id, None)
-        if sealed is not None:
-            self.num_bytes -= sealed.num_bytes
+    async def delete(self, ids: Collection[EntryId]) -> None:
+        for entry_id in ids:
+            sealed = self._entries.pop(entry_id, None)
+            self.num_bytes -= sealed.num_bytes if sealed is not None else 0
 
-    def clear(self) -> None:
-        self._entries.clear()
+    async def sink(self) -> dict[EntryId, Sealed]:
+        entries = self._entries
+        await self.clear()
+        return entries
+
+    async def clear(self) -> None:
+        self._entries = {}
         self.num_bytes = 0
+
+    async def close(self) -> None:
+        await self.clear()

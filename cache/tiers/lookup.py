@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vlm_serve.cache.reasons import key_at
-from vlm_serve.cache.tiers.entry import EntryId, Kind
+from vlm_serve.cache.tiers.entry import EntryId, Kind, Origin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vlm_serve.cache.matching import Match
-    from vlm_serve.cache.trie import Branch, Trie
+    from vlm_serve.cache.records import Branch
+    from vlm_serve.cache.trie import Trie
     from vlm_serve.preprocess.keys import PromptKeys
 
-    Locate = Callable[[EntryId], str | None]
+Segment = tuple[int, int, str]
+"""Tokens `[start, end)` and the tier that they came from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +29,15 @@ class Deeper:
         blocks: KV of full blocks, in order, from the first one that the device lacks.
         tail: KV of the tail that ends at `boundary`, if it is needed.
         state: the snapshot at `boundary`; None for a model without state layers.
-        segments: (start, end, tier) of the tokens gained. A token counts for the tier of its KV, or
-            for that of the snapshot if its KV is on the device.
+        segments: of the tokens gained. A token counts for the tier of its KV, or for that of the
+            snapshot if its KV is on the device.
     """
 
     boundary: int
     blocks: tuple[EntryId, ...]
     tail: EntryId | None
     state: EntryId | None
-    segments: tuple[tuple[int, int, str], ...]
+    segments: tuple[Segment, ...]
 
     @property
     def needed(self) -> tuple[EntryId, ...]:
@@ -47,66 +48,124 @@ class Deeper:
     def experts(self) -> tuple[EntryId, ...]:
         """Expert rows that may be there too."""
         kv = (*self.blocks, *([self.tail] if self.tail is not None else ()))
-        return tuple(EntryId(Kind.EXPERTS, each.key) for each in kv)
+        return tuple(each._replace(kind=Kind.EXPERTS) for each in kv)
 
 
-def find_deeper(
-    trie: Trie, match: Match, keys: PromptKeys, limit: int, *, has_state: bool, locate: Locate
-) -> Deeper | None:
-    """The deepest boundary <= `limit` beyond the match for which KV and state are on the device or
-    below, state below. Pure."""
-    size = keys.block_size
-    depth = len(match.nodes)
-    most = min(len(keys.block_keys), limit // size)
-    while depth < most and locate(EntryId(Kind.KV, keys.block_keys[depth])) is not None:
-        depth += 1
-    last = bisect_right(keys.cuts, min(limit, depth * size + size - 1))
-    first = bisect_right(keys.cuts, match.boundary)
-    for cut in reversed(keys.cuts[first:last]):
-        if keys.inside_span(cut):
-            continue
-        state = EntryId(Kind.STATE, key_at(keys, cut)) if has_state else None
-        if state is not None and locate(state) is None:
-            continue
-        tail = EntryId(Kind.KV, keys.tails[cut]) if cut % size else None
-        if tail is not None and _on_device(trie, match, keys, cut):
+@dataclass(frozen=True)
+class Question:
+    """What lower tiers could add to a match. It does not look at the cache, so that any thread may
+    go on with it while the sequence waits.
+
+    Attributes:
+        keys: of the prompt; they do not grow meanwhile.
+        start: the match's boundary.
+        least: the first boundary that is worth fetching.
+        limit: the last one allowed.
+        depth: full blocks on the device.
+        tails_above: keys of the tails behind those blocks that are on the device.
+        has_state: False for a model without state layers.
+        origin: of this engine's entries.
+    """
+
+    keys: PromptKeys
+    start: int
+    least: int
+    limit: int
+    depth: int
+    tails_above: frozenset[bytes]
+    has_state: bool
+    origin: Origin
+
+    def ids(self) -> list[EntryId]:
+        """Everything that could be of use, the snapshots first."""
+        keys, size, kv = self.keys, self.keys.block_size, Kind.KV
+        cuts = list(self._cuts(self.limit))
+        states = [self._state(cut) for cut in cuts] if self.has_state else []
+        blocks = keys.block_keys[self.depth : self.limit // size]
+        tails = [keys.tails[cut] for cut in cuts if cut % size]
+        return [*states, *(self.origin.id(kv, key) for key in (*blocks, *tails))]
+
+    def choose(self, places: Mapping[EntryId, str]) -> Deeper | None:
+        """The deepest boundary for which KV and state are on the device or below, state below;
+        `places` says which tier has what."""
+        keys, size = self.keys, self.keys.block_size
+        depth, most = self.depth, min(len(keys.block_keys), self.limit // size)
+        while depth < most and self.origin.id(Kind.KV, keys.block_keys[depth]) in places:
+            depth += 1
+        for cut in self._cuts(min(self.limit, depth * size + size - 1)):
+            state = self._state(cut) if self.has_state else None
+            if state is not None and state not in places:
+                continue
             tail = None
-        if tail is not None and locate(tail) is None:
-            continue
-        blocks = keys.block_keys[len(match.nodes) : cut // size]
-        wanted = tuple(EntryId(Kind.KV, key) for key in blocks)
-        segments = _segments(match, cut, size, wanted, tail, state, locate)
-        return Deeper(cut, wanted, tail, state, segments)
-    return None
+            if cut % size and not self._on_device(cut):
+                tail = self.origin.id(Kind.KV, keys.tails[cut])
+                if tail not in places:
+                    continue
+            blocks = keys.block_keys[self.depth : cut // size]
+            wanted = tuple(self.origin.id(Kind.KV, key) for key in blocks)
+            if not wanted and tail is None and state is None:
+                return None
+            segments = tuple(self._segments(cut, wanted, tail, state, places))
+            return Deeper(cut, wanted, tail, state, segments)
+        return None
+
+    def _cuts(self, last: int) -> Iterator[int]:
+        """Boundaries worth fetching, the deepest first."""
+        cuts = self.keys.cuts
+        for index in range(bisect_right(cuts, last) - 1, -1, -1):
+            if cuts[index] < self.least:
+                return
+            if not self.keys.inside_span(cuts[index]):
+                yield cuts[index]
+
+    def _state(self, cut: int) -> EntryId:
+        return self.origin.id(Kind.STATE, key_at(self.keys, cut))
+
+    def _on_device(self, cut: int) -> bool:
+        """Whether the KV of the part of a block that ends at `cut` is there."""
+        index = cut // self.keys.block_size
+        return index < self.depth or (
+            index == self.depth and self.keys.tails[cut] in self.tails_above
+        )
+
+    def _segments(
+        self,
+        boundary: int,
+        blocks: tuple[EntryId, ...],
+        tail: EntryId | None,
+        state: EntryId | None,
+        places: Mapping[EntryId, str],
+    ) -> Iterator[Segment]:
+        size = self.keys.block_size
+        below = {self.depth + index: places[entry_id] for index, entry_id in enumerate(blocks)}
+        if tail is not None:
+            below[boundary // size] = places[tail]
+        otherwise = places[state] if state is not None else "device"
+        start = self.start
+        while start < boundary:
+            end = min(boundary, start // size * size + size)
+            yield start, end, below.get(start // size, otherwise)
+            start = end
 
 
-def _on_device(trie: Trie, match: Match, keys: PromptKeys, cut: int) -> bool:
-    """Whether the KV of the part of a block that ends at `cut` is there."""
-    index = cut // keys.block_size
-    if index != len(match.nodes):
-        return index < len(match.nodes)
-    branch: Branch | None = match.nodes[index - 1] if index else trie.root(keys.root)
-    return branch is not None and keys.tails[cut] in branch.children
-
-
-def _segments(
+def make_question(
+    trie: Trie,
     match: Match,
-    boundary: int,
-    size: int,
-    blocks: tuple[EntryId, ...],
-    tail: EntryId | None,
-    state: EntryId | None,
-    locate: Locate,
-) -> tuple[tuple[int, int, str], ...]:
-    first = len(match.nodes)
-    below = {first + index: locate(entry_id) for index, entry_id in enumerate(blocks)}
-    if tail is not None:
-        below[boundary // size] = locate(tail)
-    otherwise = (locate(state) if state is not None else None) or "device"
-    segments = []
-    start = match.boundary
-    while start < boundary:
-        end = min(boundary, start // size * size + size)
-        segments.append((start, end, below.get(start // size) or otherwise))
-        start = end
-    return tuple(segments)
+    keys: PromptKeys,
+    limit: int,
+    *,
+    least: int,
+    has_state: bool,
+    origin: Origin,
+) -> Question | None:
+    """What to ask lower tiers about a fresh match; None if nothing could be worth it."""
+    last = bisect_right(keys.cuts, limit)
+    if last == 0 or keys.cuts[last - 1] < least:
+        return None
+    depth = len(match.nodes)
+    branch: Branch | None = match.nodes[-1] if depth else trie.root(keys.root)
+    first = bisect_right(keys.cuts, depth * keys.block_size)
+    after = bisect_left(keys.cuts, (depth + 1) * keys.block_size)
+    tails = [keys.tails[cut] for cut in keys.cuts[first:after]]
+    above = frozenset(key for key in tails if branch is not None and key in branch.children)
+    return Question(keys, match.boundary, least, limit, depth, above, has_state, origin)

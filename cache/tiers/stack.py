@@ -1,17 +1,22 @@
-"""The lower tiers as one: host memory, and the disk below it.
+"""The lower tiers as one: a list of stores, the fastest first, and the thread that asks them.
 
-`put` hands an entry over and returns; a thread adds header and checksum and files it. Until then
-the entry is served from the queue. What host memory has no room for moves on to the disk.
+`put` hands an entry over and returns; the thread adds header and checksum and files it. Until then
+the entry is served from the queue. What a store has no room for moves on to the next one. The
+engine's thread never calls a store: what it has to know at once is in the stack's own books.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
 
-from vlm_serve.cache.tiers.disk import DiskStore
+from vlm_serve.cache.tiers.asking import REST_SECONDS, Asker
 from vlm_serve.cache.tiers.entry import (
     BadEntryError,
     Entry,
@@ -21,77 +26,90 @@ from vlm_serve.cache.tiers.entry import (
     seal,
     unseal,
 )
-from vlm_serve.cache.tiers.host import HostStore
+from vlm_serve.cache.tiers.store import Store
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-TierName = Literal["host", "disk"]
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 BATCH_BYTES = 32 << 20
-"""Entries that go to the disk in one transaction, about."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """An intact entry and the tier it came from."""
-
-    entry: Entry
-    tier: TierName
+"""Entries that one call of a store is given, about."""
+QUEUE = "host"
+"""The tier of what waits to be filed."""
 
 
 class TierStack:
-    """All methods may be called from any thread. Failures are counted in `counts`, never raised.
+    """Coroutines run on the stack's own thread (`submit`), all else on any. Failures are counted in
+    `counts`, never raised.
 
-    Counts: "put", "dropped" (the queue was full or nothing had room), "hit_host", "hit_disk",
-    "bad" (damaged or foreign entries), "failed" (read or written in vain), "evicted_host".
+    Counts: "put", "dropped" (the queue was full or nothing had room), "bad" (damaged or foreign
+    entries), "failed" (read or written in vain), and by the store's name "hit_*", "evicted_*"
+    (gone, or moved on to the next store) and "failed_*" (it raised, or took longer than it may).
 
     Args:
         origin: whose entries these are.
-        host_bytes: bound of the host tier, 0: none.
-        disk: the tier below, if there is one.
-        queue_bytes: most payload bytes that wait to be filed; more are dropped.
-        background: False: entries are filed by the caller of `put` (simulations).
+        stores: the tiers, the one to be asked first in front.
+        queue_bytes: most bytes that wait to be filed; more are dropped.
+        rest_seconds: how long a store is left alone after a failure.
+        background: False: no thread and no rest, everything happens in the caller (simulations).
     """
 
     def __init__(
         self,
         origin: Origin,
+        stores: Sequence[Store],
         *,
-        host_bytes: int,
-        disk: DiskStore | None = None,
         queue_bytes: int = 256 << 20,
+        rest_seconds: float = REST_SECONDS,
         background: bool = True,
     ) -> None:
+        self.origin = origin
+        self.stores = tuple(stores)
         self.counts: Counter[str] = Counter()
-        self.host = HostStore(host_bytes)
-        self.disk = disk
-        self._origin = origin
+        self._filing_into = self.stores
         self._queue_bytes = queue_bytes
+        self._asker = Asker(self.counts, rest_seconds if background else None)
+        self._background = background
         self._queue: dict[EntryId, Entry] = {}
         self._queued = 0
-        self._busy = False
+        self._touched: dict[EntryId, None] = {}
+        self._filed = {entry_id for store in self.stores for entry_id in store.known()}
+        self._scheduled = False
+        self._epoch = 0
+        self._clearing = 0
         self._closing = False
-        self._straight_to_disk = False
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._writing = asyncio.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="vlm-serve-tiers", daemon=True
+        )
         if background:
-            self._thread = threading.Thread(target=self._work, name="vlm-serve-tiers", daemon=True)
             self._thread.start()
 
-    def locate(self, entry_id: EntryId) -> TierName | None:
-        """Where an entry is, by the books alone."""
+    # On any thread, without waiting for a store
+
+    def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Starts work on the stack's thread."""
+        if self._background:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        future: Future[_T] = Future()
+        try:
+            future.set_result(self._loop.run_until_complete(work))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def holds(self, entry_id: EntryId) -> bool:
+        """Whether an entry is below, by the stack's books: what was filed or found and not missed
+        since. Of a store that others write to they know only a part."""
         with self._changed:
-            if entry_id in self._queue or entry_id in self.host:
-                return "host"
-        return "disk" if self.disk is not None and entry_id in self.disk else None
+            return entry_id in self._queue or entry_id in self._filed
 
     def touch(self, entry_id: EntryId) -> None:
-        """Marks an entry as the most recently used one of its tier."""
+        """An entry was in use until now."""
         with self._changed:
-            self.host.get(entry_id)
-        if self.disk is not None:
-            self.disk.touch(entry_id)
+            self._touched[entry_id] = None
+        self._schedule()
 
     def put(self, entry: Entry, wait_seconds: float = 0.0) -> None:
         """Takes an entry over. Waits for room in the queue only if told to, and not for longer."""
@@ -108,141 +126,206 @@ class TierStack:
             self.counts["put"] += 1
             self._queue[entry.id] = entry
             self._queued += entry.num_bytes
-            self._changed.notify_all()
-        if self._thread is None:
-            self._file_queue()
-
-    def get(self, entry_id: EntryId) -> Found | None:
-        """The entry, read and verified. A bad one is removed and counted."""
-        with self._changed:
-            queued = self._queue.get(entry_id)
-            sealed = self.host.get(entry_id)
-        if queued is not None:
-            self.counts["hit_host"] += 1
-            return Found(queued, "host")
-        tier: TierName = "host"
-        if sealed is None and self.disk is not None:
-            tier, sealed = "disk", self.disk.read(entry_id)
-        if sealed is None:
-            return None
-        try:
-            entry = unseal(sealed, entry_id, self._origin)
-        except BadEntryError:
-            self.discard_bad(entry_id)
-            return None
-        self.counts[f"hit_{tier}"] += 1
-        return Found(entry, tier)
-
-    def discard_bad(self, entry_id: EntryId) -> None:
-        """Removes an entry that is not what it should be."""
-        self.counts["bad"] += 1
-        with self._changed:
-            self.host.discard(entry_id)
-        if self.disk is not None:
-            self.disk.delete(entry_id)
+        self._schedule()
 
     def drain(self, timeout: float | None = None) -> bool:
         """Waits until everything handed over is filed; False if that took too long."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue, timeout)
 
-    def clear(self) -> None:
-        """Forgets everything in every tier."""
+    def clear(self) -> Future[None]:
+        """Forgets everything at once; the future ends when it has been removed from every store."""
         with self._changed:
             self._queue.clear()
             self._queued = 0
-            self._changed.wait_for(lambda: not self._busy)
-            self.host.clear()
-        if self.disk is not None:
-            self.disk.clear()
+            self._filed.clear()
+            self._epoch += 1
+            self._clearing += 1
+        return self.submit(self._clear())
+
+    @property
+    def lasting(self) -> bool:
+        """Whether anything outlives the process."""
+        return any(store.lasting for store in self.stores)
 
     def sink(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Shutdown: moves the host tier to the disk, most recently used entries last, for as long
-        as it may, and files there from now on."""
-        if self.disk is None:
-            return
-        with self._changed:
-            self._straight_to_disk = True
-            sealed = [(entry_id, self.host.get(entry_id)) for entry_id in list(self.host)]
-            self.host.clear()
-        rest = [(entry_id, each) for entry_id, each in sealed if each is not None]
-        while rest and may_go_on():
-            batch, rest = _first(rest)
-            self._write(batch)
+        """Shutdown: moves what would be lost to the lasting stores, what was used last at the end,
+        for as long as it may, and files there from now on. Waits."""
+        self.submit(self._sink(may_go_on)).result()
 
     def close(self, timeout: float | None = None) -> None:
-        """Files what is queued, for at most `timeout` seconds, and closes the disk's file."""
+        """Files what is queued, for at most `timeout` seconds, and closes the stores."""
         self.drain(timeout)
         with self._changed:
             self._closing = True
             self._queue.clear()
-            self._changed.notify_all()
-        if self._thread is not None:
+        self.submit(self._close()).result()
+        if self._background:
+            self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-        if self.disk is not None:
-            self.disk.close()
+        self._loop.close()
+
+    # On the stack's thread
+
+    async def locate(self, ids: Collection[EntryId]) -> dict[EntryId, str]:
+        """Which tier has each of these; those that none has are missing."""
+        epoch = self._epoch
+        places = {entry_id: QUEUE for entry_id in ids if entry_id in self._queue}
+        filed: set[EntryId] = set()
+        for store in self.stores:
+            rest = [entry_id for entry_id in ids if entry_id not in places]
+            if rest:
+                found = await self._asker.ask(store, store.contains, rest) or set()
+                filed |= found
+                places |= dict.fromkeys(found, store.name)
+        gone = {entry_id for entry_id in ids if entry_id not in places}
+        with self._changed:
+            if self._clearing or epoch != self._epoch:
+                return {}
+            self._filed -= gone
+            self._filed |= filed
+        return places
+
+    async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Entry]:
+        """Those that are there, read and verified. Bad ones are counted, and removed if nobody else
+        reads them."""
+        if self._clearing:
+            return {}
+        queued = [self._queue.get(entry_id) for entry_id in ids]
+        found = {entry.id: entry for entry in queued if entry is not None}
+        self.counts[f"hit_{QUEUE}"] += len(found)
+        for store in self.stores:
+            rest = [entry_id for entry_id in ids if entry_id not in found]
+            sealed = (await self._asker.ask(store, store.get, rest) if rest else None) or {}
+            bad = []
+            for entry_id, each in sealed.items():
+                try:
+                    found[entry_id] = unseal(each, entry_id, self.origin)
+                except BadEntryError:
+                    bad.append(entry_id)
+            self.counts[f"hit_{store.name}"] += len(sealed) - len(bad)
+            if bad:
+                await self._discard(store, bad)
+        gone = {entry_id for entry_id in ids if entry_id not in found}
+        with self._changed:
+            self._filed -= gone
+        return found
+
+    async def discard_bad(self, ids: Collection[EntryId]) -> None:
+        """For entries that are intact and still not what they should be."""
+        for store in self.stores:
+            held = await self._asker.ask(store, store.contains, ids)
+            if held:
+                await self._discard(store, held)
+
+    async def _discard(self, store: Store, ids: Collection[EntryId]) -> None:
+        self.counts["bad"] += len(ids)
+        with self._changed:
+            self._filed.difference_update(ids)
+        if store.private:
+            await self._asker.ask(store, store.delete, ids)
 
     # Filing
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
-                if not self._queue:
-                    return
-            self._file_queue()
-
-    def _file_queue(self) -> None:
-        """Files up to BATCH_BYTES of the queue."""
+    def _schedule(self) -> None:
         with self._changed:
-            batch: list[Entry] = []
-            size = 0
-            for entry in self._queue.values():
-                batch.append(entry)
-                size += entry.num_bytes
-                if size >= BATCH_BYTES:
-                    break
-            self._busy = True
+            if self._scheduled or self._closing:
+                return
+            self._scheduled = True
+        self.submit(self._file_queue())
+
+    async def _file_queue(self) -> None:
+        """Files what is queued, BATCH_BYTES at a time, until there is no more."""
+        while True:
+            async with self._writing:
+                with self._changed:
+                    entries = {entry.id: entry for entry in self._queue.values()}
+                    touched, self._touched = self._touched, {}
+                    if not entries and not touched:
+                        self._scheduled = False
+                        return
+                for store in self.stores if touched else ():
+                    await self._asker.ask(store, store.touch, touched)
+                await self._file(next(_batches(entries), {}))
+
+    async def _file(self, batch: Mapping[EntryId, Entry]) -> None:
         try:
-            self._file(batch)
+            sealed = {entry_id: seal(entry, self.origin) for entry_id, entry in batch.items()}
+            await self._write(sealed)
+        except Exception:
+            self.counts["failed"] += 1
+            _log.exception("evicted entries could not be filed")
+        with self._changed:
+            for entry_id, entry in batch.items():
+                if self._queue.get(entry_id) is entry:
+                    del self._queue[entry_id]
+                    self._queued -= entry.num_bytes
+                else:
+                    self._filed.discard(entry_id)  # forgotten meanwhile
+            self._changed.notify_all()
+
+    async def _write(self, entries: Mapping[EntryId, Sealed]) -> None:
+        """Down the list of stores: each is given what those before it do not keep."""
+        for store in self._filing_into:
+            moving: dict[EntryId, Sealed] = {}
+            for batch in _batches(entries):
+                gone = await self._asker.ask(store, store.put, batch)
+                self.counts[f"evicted_{store.name}"] += len(gone or ())
+                gone = gone if gone is not None else dict(batch)
+                with self._changed:
+                    self._filed |= batch.keys() - gone.keys()
+                    self._filed -= gone.keys()
+                moving |= {each: content for each, content in gone.items() if content is not None}
+            entries = moving
+        with self._changed:
+            self.counts["dropped"] += len(entries)
+
+    async def _clear(self) -> None:
+        try:
+            async with self._writing:
+                for store in self.stores:
+                    try:
+                        await store.clear()  # takes the time it takes
+                    except Exception:
+                        self.counts[f"failed_{store.name}"] += 1
+                        _log.exception("the cache tier %r could not be cleared", store.name)
         finally:
             with self._changed:
-                self._busy = False
-                for entry in batch:
-                    if self._queue.get(entry.id) is entry:
-                        del self._queue[entry.id]
-                        self._queued -= entry.num_bytes
-                self._changed.notify_all()
+                self._filed.clear()
+                self._clearing -= 1
 
-    def _file(self, batch: list[Entry]) -> None:
-        sealed = [(entry.id, seal(entry, self._origin)) for entry in batch]
-        overflow: list[tuple[EntryId, Sealed]] = []
-        with self._changed:
-            for entry_id, each in sealed:
-                if entry_id not in self._queue:
-                    continue  # forgotten meanwhile
-                if self._straight_to_disk:
-                    overflow.append((entry_id, each))
-                else:
-                    overflow += self.host.put(entry_id, each)
-            self.counts["evicted_host"] += len(overflow) if self.host.max_bytes else 0
-        self._write(overflow)
+    async def _sink(self, may_go_on: Callable[[], bool]) -> None:
+        async with self._writing:
+            self._filing_into = tuple(store for store in self.stores if store.lasting)
+            for store in self.stores if self._filing_into else ():
+                for batch in _batches(await store.sink()) if not store.lasting else ():
+                    with self._changed:
+                        self._filed -= batch.keys()
+                    if may_go_on():
+                        await self._write(batch)
 
-    def _write(self, overflow: list[tuple[EntryId, Sealed]]) -> None:
-        while overflow:
-            batch, overflow = _first(overflow)
-            new = [each for each in batch if self.disk is not None and each[0] not in self.disk]
-            stored = self.disk.write(new) if self.disk is not None and new else 0
-            self.counts["dropped"] += len(new) - stored if self.disk is not None else len(batch)
+    async def _close(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for store in self.stores:
+            with suppress(Exception):
+                await store.close()
 
 
-def _first(
-    entries: list[tuple[EntryId, Sealed]],
-) -> tuple[list[tuple[EntryId, Sealed]], list[tuple[EntryId, Sealed]]]:
-    """Entries of about BATCH_BYTES, and the rest."""
+_Sized = TypeVar("_Sized", Entry, Sealed)
+
+
+def _batches(entries: Mapping[EntryId, _Sized]) -> Iterator[dict[EntryId, _Sized]]:
+    """Entries in pieces of about BATCH_BYTES, in order."""
+    batch: dict[EntryId, _Sized] = {}
     size = 0
-    for index, (_, sealed) in enumerate(entries):
-        size += sealed.num_bytes
+    for entry_id, each in entries.items():
+        batch[entry_id] = each
+        size += each.num_bytes
         if size >= BATCH_BYTES:
-            return entries[: index + 1], entries[index + 1 :]
-    return entries, []
+            yield batch
+            batch, size = {}, 0
+    if batch:
+        yield batch

@@ -11,11 +11,12 @@ from cache_world import World, make_world
 
 from vlm_serve.cache.adopting import Arrival, Places
 from vlm_serve.cache.reasons import key_at
-from vlm_serve.cache.tiers.entry import EntryId, Kind
+from vlm_serve.cache.tiers.entry import EntryId, Kind, Origin
 
 BLOCK = 4
 TEXT = Text(list(range(10, 30)), Image("cat", 6), list(range(50, 60)))
 PICTURE_END = 26
+ORIGIN = Origin(bytes(32))
 
 
 def arrival(boundary: int, *, exact_until: int | None = None) -> Arrival:
@@ -127,12 +128,40 @@ def test_lower_tiers_are_asked_for_what_the_device_lacks() -> None:
         EntryId(Kind.KV, TEXT.keys.tails[PICTURE_END]): "host",
         EntryId(Kind.STATE, TEXT.keys.tails[PICTURE_END]): "disk",
     }
-    found = world.cache.deeper(TEXT.keys, match, limit=35, locate=below.get)
+    question = world.cache.question(TEXT.keys, match, limit=35, origin=ORIGIN)
+    assert question is not None and set(below) <= set(question.ids())
+    assert EntryId(Kind.KV, TEXT.keys.block_keys[4]) not in question.ids(), "the device has it"
+    found = question.choose(below)
     assert found is not None
     assert found.boundary == PICTURE_END
     assert set(found.needed) == set(below)
     assert found.segments == ((20, 24, "disk"), (24, 26, "host"))
     for missing in below:
         rest = {key: tier for key, tier in below.items() if key != missing}
-        assert world.cache.deeper(TEXT.keys, match, limit=35, locate=rest.get) is None
-    assert world.cache.deeper(TEXT.keys, match, limit=25, locate=below.get) is None
+        assert question.choose(rest) is None
+    shorter = world.cache.question(TEXT.keys, match, limit=25, origin=ORIGIN)
+    assert shorter is None or shorter.choose(below) is None
+
+
+def test_nothing_is_asked_where_nothing_could_be_gained() -> None:
+    world = make_world(min_snapshot_gain=2)
+    world.serve(TEXT)
+    match = world.cache.match(TEXT.keys, limit=35)
+    assert match.boundary == 32
+    assert world.cache.question(TEXT.keys, match, limit=35, origin=ORIGIN) is None
+    assert (
+        make_world(enabled=False).cache.question(TEXT.keys, match, limit=35, origin=ORIGIN) is None
+    )
+
+
+def test_a_tail_on_the_device_is_not_asked_for_again() -> None:
+    world = make_world(min_snapshot_gain=1)
+    world.serve(TEXT, snapshots=lambda position: position == 20)
+    match = world.cache.match(TEXT.keys, limit=27)
+    assert (match.boundary, match.kv_boundary) == (20, PICTURE_END)
+    question = world.cache.question(TEXT.keys, match, limit=27, origin=ORIGIN)
+    state = EntryId(Kind.STATE, TEXT.keys.tails[PICTURE_END])
+    assert question is not None
+    found = question.choose({state: "disk"})
+    assert found is not None and found.needed == (state,)
+    assert found.segments == ((20, 24, "disk"), (24, 26, "disk"))

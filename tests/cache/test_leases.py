@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from cache_texts import END_OF_TURN, Image, Text
-from cache_world import make_world
+from cache_world import World, make_world
 
 
 def numbers(count: int, first: int = 10) -> list[int]:
@@ -230,14 +232,28 @@ def test_rolling_a_tentative_match_back_leaves_no_trace() -> None:
     world.check()
 
 
-def test_recorded_admissions_ignore_replays() -> None:
+def admit(world: World, text: Text, *, fails: bool = False, **options: Any) -> None:
+    """An admission that is recorded, and its only step."""
+    match = world.match(text)
+    run = world.start(text)
+    assert run is not None
+    before = world.cache.stats.requests
+    world.cache.record(run.lease, match, len(text), **options)
+    assert world.cache.stats.requests == before, "told before the step has succeeded"
+    if fails:
+        world.fail(run, len(text))
+    else:
+        assert world.step(run, len(text))
+        world.close(run)
+
+
+def test_recorded_admissions_ignore_replays_and_failed_steps() -> None:
     world, text = make_world(), Text(numbers(9))
-    cold = world.serve(text)
-    world.cache.record(cold, 9)
-    warm = world.match(text)
-    world.cache.record(warm, 9)
-    world.cache.record(warm, 9, replay=True)
-    world.cache.record(warm, 9, used=0)
+    admit(world, text, fails=True)
+    admit(world, text)
+    admit(world, text)
+    admit(world, text, replay=True)
+    admit(world, text, used=0)
     stats = world.cache.stats
     assert (stats.requests, stats.query_tokens, stats.hit_tokens, stats.replays) == (3, 27, 8, 1)
     assert stats.as_dict()["reasons"] == {"cold": 1, "full": 2}

@@ -14,12 +14,11 @@ import pytest
 from cache_traffic import drive
 
 from vlm_serve.cache import eviction, leasing, ledger, matching
-from vlm_serve.cache.blocks import Block, BlockPool
-from vlm_serve.cache.leases import Lease
+from vlm_serve.cache.blocks import BlockPool
 from vlm_serve.cache.ledger import Ledger
-from vlm_serve.cache.rows import RowPool, RowState, Snapshot
+from vlm_serve.cache.records import Block, Lease, Node, Snapshot
+from vlm_serve.cache.rows import RowPool, RowState
 from vlm_serve.cache.suspension import Suspensions
-from vlm_serve.cache.trie import Node
 from vlm_serve.preprocess.keys import PromptKeys
 
 SEEDS = range(12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import signal
 import sqlite3
@@ -12,9 +13,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from tier_entries import ORIGIN, entry, get, locate, sealed
 
-from vlm_serve.cache.tiers.disk import FILE_NAME, DiskStore
+from vlm_serve.cache.tiers.disk import DiskStore
+from vlm_serve.cache.tiers.disk_file import FILE_NAME
 from vlm_serve.cache.tiers.entry import (
+    FORMAT_VERSION,
     BadEntryError,
     Entry,
     EntryId,
@@ -26,18 +30,14 @@ from vlm_serve.cache.tiers.entry import (
 )
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.stack import TierStack
-
-ORIGIN = Origin(bytes(range(32)))
-
-
-def entry(number: int, size: int = 1000, kind: Kind = Kind.KV) -> Entry:
-    payload = random.Random(number).randbytes(size)
-    return Entry(EntryId(kind, number.to_bytes(32, "big")), 16, True, "float32[4,2]", payload)
+from vlm_serve.cache.tiers.store import Store
 
 
 def stack(folder: Path | None = None, *, host: int = 0, disk: int = 1 << 20) -> TierStack:
-    store = DiskStore(folder, disk) if folder is not None else None
-    return TierStack(ORIGIN, host_bytes=host, disk=store, background=False)
+    stores: list[Store] = [HostStore(host)] if host else []
+    if folder is not None:
+        stores.append(DiskStore(folder, disk))
+    return TierStack(ORIGIN, stores, background=False)
 
 
 # What is stored
@@ -78,14 +78,16 @@ def test_another_model_rank_kind_key_or_version_is_noticed() -> None:
     for asked, origin in [
         (original.id, Origin(bytes(32))),
         (original.id, Origin(ORIGIN.model, rank=1)),
+        (original.id, Origin(ORIGIN.model, world=2)),
+        (Origin(ORIGIN.model, world=2).id(Kind.KV, original.id.key), Origin(ORIGIN.model, world=2)),
         (EntryId(Kind.STATE, original.id.key), ORIGIN),
         (entry(2).id, ORIGIN),
     ]:
         with pytest.raises(BadEntryError):
             unseal(sealed, asked, origin)
     newer = bytearray(sealed.header)
-    struct.pack_into("<H", newer, 4, 2)
-    with pytest.raises(BadEntryError, match="format version 2"):
+    struct.pack_into("<H", newer, 4, FORMAT_VERSION + 1)
+    with pytest.raises(BadEntryError, match="format version"):
         unseal(Sealed(bytes(newer), sealed.payload), original.id, ORIGIN)
 
 
@@ -93,29 +95,32 @@ def test_another_model_rank_kind_key_or_version_is_noticed() -> None:
 
 
 def test_the_host_tier_is_bounded_and_drops_what_was_not_used() -> None:
-    sealed = [seal(entry(number), ORIGIN) for number in range(5)]
     ids = [entry(number).id for number in range(5)]
-    host = HostStore(3 * sealed[0].num_bytes)
-    for number in range(3):
-        assert host.put(ids[number], sealed[number]) == []
-    assert host.get(ids[0]) == sealed[0]
-    assert [gone for gone, _ in host.put(ids[3], sealed[3])] == [ids[1]]
-    assert list(host) == [ids[2], ids[0], ids[3]]
-    assert host.num_bytes == 3 * sealed[0].num_bytes == host.max_bytes
-    assert host.put(ids[3], sealed[3]) == [], "storing an entry again takes no more room"
-    big = seal(entry(9, size=10_000), ORIGIN)
-    assert host.put(entry(9).id, big) == [(entry(9).id, big)]
-    assert len(host) == 3
+    each = entry(0).num_bytes
+    host = HostStore(3 * each)
+
+    async def use() -> None:
+        assert await host.put(sealed(0, 1, 2)) == {}
+        assert await host.get([ids[0], ids[4]]) == sealed(0)
+        assert await host.put(sealed(3)) == sealed(1)
+        assert list(host) == [ids[2], ids[0], ids[3]]
+        assert host.num_bytes == 3 * each == host.max_bytes
+        assert await host.put(sealed(3)) == {}, "storing an entry again takes no more room"
+        big = sealed(9, size=10_000)
+        assert await host.put(big) == big
+        assert len(host) == 3 and await host.contains(ids) == {ids[0], ids[2], ids[3]}
+
+    asyncio.run(use())
 
 
 def test_overflow_of_the_host_tier_goes_to_the_disk(tmp_path: Path) -> None:
     tiers = stack(tmp_path, host=2 * entry(0).num_bytes)
     for number in range(5):
         tiers.put(entry(number))
-    assert [tiers.locate(entry(number).id) for number in range(5)] == ["disk"] * 3 + ["host"] * 2
+    assert locate(tiers, *range(5)) == ["disk"] * 3 + ["host"] * 2
     for number in range(5):
-        found = tiers.get(entry(number).id)
-        assert found is not None and found.entry == entry(number)
+        found = get(tiers, number)
+        assert found is not None and found == entry(number)
     assert tiers.counts["hit_disk"] == 3 and tiers.counts["hit_host"] == 2
     tiers.close()
 
@@ -124,7 +129,7 @@ def test_without_a_disk_overflow_is_gone() -> None:
     tiers = stack(host=2 * entry(0).num_bytes)
     for number in range(3):
         tiers.put(entry(number))
-    assert tiers.locate(entry(0).id) is None and tiers.get(entry(0).id) is None
+    assert locate(tiers, 0) == [None] and get(tiers, 0) is None
     assert tiers.counts["evicted_host"] == 1
     tiers.close()
 
@@ -139,8 +144,8 @@ def test_the_disk_tier_survives_a_restart(tmp_path: Path) -> None:
     tiers.close()
     again = stack(tmp_path)
     for number in range(4):
-        found = again.get(entry(number).id)
-        assert found is not None and found.entry == entry(number) and found.tier == "disk"
+        found = get(again, number)
+        assert found is not None and found == entry(number)
     again.close()
 
 
@@ -151,7 +156,7 @@ def test_the_host_tier_sinks_to_the_disk_at_shutdown(tmp_path: Path) -> None:
     tiers.put(entry(2))
     tiers.close()
     again = stack(tmp_path)
-    assert again.get(entry(1).id) is not None and again.get(entry(2).id) is not None
+    assert get(again, 1) is not None and get(again, 2) is not None
     again.close()
 
 
@@ -159,28 +164,27 @@ def test_the_disk_tier_is_bounded(tmp_path: Path) -> None:
     bound = 64 * 8192
     store = DiskStore(tmp_path, bound)
     for number in range(200):
-        assert store.write([(entry(number).id, seal(entry(number, 5000), ORIGIN))]) == 1
+        assert len(store.write(sealed(number, size=5000))) == (number >= 64)
         assert store.num_bytes <= bound
     assert len(store) == 64 and store.evictions == 136
-    assert entry(199).id in store and entry(0).id not in store
+    assert entry(199).id in store.known() and entry(0).id not in store.known()
     assert (tmp_path / FILE_NAME).stat().st_size < bound + (1 << 17)
-    assert store.write([(entry(1).id, seal(entry(1, bound), ORIGIN))]) == 0
-    store.close()
+    assert store.write(sealed(1, size=bound)) == {entry(1).id}
+    store.shut()
     smaller = DiskStore(tmp_path, bound // 4)
     assert len(smaller) == 16 and smaller.num_bytes <= bound // 4
-    assert smaller.read(entry(199).id) is not None
-    smaller.close()
+    assert smaller.read([entry(199).id])
+    smaller.shut()
     assert (tmp_path / FILE_NAME).stat().st_size < bound // 4 + (1 << 17)
 
 
 def test_what_was_read_last_goes_last(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, 3 * 8192)
     for number in range(3):
-        store.write([(entry(number).id, seal(entry(number), ORIGIN))])
-    store.read(entry(0).id)
-    store.write([(entry(3).id, seal(entry(3), ORIGIN))])
-    assert entry(0).id in store and entry(1).id not in store
-    store.close()
+        store.write(sealed(number))
+    asyncio.run(store.get([entry(0).id]))
+    assert store.write(sealed(3)) == {entry(1).id}
+    store.shut()
 
 
 def test_a_flipped_bit_on_disk_is_a_counted_miss(tmp_path: Path) -> None:
@@ -194,10 +198,10 @@ def test_a_flipped_bit_on_disk_is_a_counted_miss(tmp_path: Path) -> None:
         )
     connection.close()
     again = stack(tmp_path)
-    assert again.get(entry(1).id) is None
+    assert get(again, 1) is None
     assert again.counts["bad"] == 1
-    assert again.locate(entry(1).id) is None, "a bad entry is removed"
-    assert again.get(entry(2).id) is not None
+    assert locate(again, 1) == [None], "a bad entry is removed"
+    assert get(again, 2) is not None
     again.close()
 
 
@@ -217,16 +221,16 @@ def test_a_damaged_file_costs_entries_and_nothing_else(tmp_path: Path, seed: int
     path.write_bytes(data)
     again = stack(tmp_path)
     for number in range(30):
-        found = again.get(entry(number).id)
-        assert found is None or found.entry == entry(number)
+        found = get(again, number)
+        assert found is None or found == entry(number)
     for number in range(30, 40):
         again.put(entry(number))
     again.put(entry(50))
     again.close()
     last = stack(tmp_path)
     for number in range(51):
-        found = last.get(entry(number).id)
-        assert found is None or found.entry == entry(number)
+        found = get(last, number)
+        assert found is None or found == entry(number)
     last.close()
 
 
@@ -234,8 +238,8 @@ def test_a_file_that_is_no_database_is_replaced(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"something else entirely" * 1000)
     store = DiskStore(tmp_path, 1 << 20)
     assert store.errors == 1 and len(store) == 0
-    assert store.write([(entry(1).id, seal(entry(1), ORIGIN))]) == 1
-    store.close()
+    assert store.write(sealed(1)) == set()
+    store.shut()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -248,20 +252,36 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_counted_and_costs_the_batch(tmp_path: Path) -> None:
-    tiers = stack(tmp_path)
-    assert tiers.disk is not None
+    disk = DiskStore(tmp_path, 1 << 20)
+    tiers = TierStack(ORIGIN, [disk], background=False)
     tiers.put(entry(1))
-    connection = tiers.disk._connection
+    connection = disk._connection
     pages = connection.execute("PRAGMA page_count").fetchone()[0]
     connection.execute(f"PRAGMA max_page_count = {pages}").fetchall()
     tiers.put(entry(2, size=50_000))
-    assert tiers.disk.errors == 1 and tiers.counts["dropped"] == 1
-    assert tiers.locate(entry(2).id) is None
-    assert tiers.get(entry(1).id) is not None
+    assert disk.errors == 1 and tiers.counts["dropped"] == 1
+    assert locate(tiers, 1, 2) == ["disk", None] and not tiers.holds(entry(2).id)
+    assert get(tiers, 1) is not None
     connection.execute(f"PRAGMA max_page_count = {pages + 100}").fetchall()
     tiers.put(entry(2, size=50_000))
-    assert tiers.get(entry(2).id) is not None
+    assert get(tiers, 2) is not None
     tiers.close()
+
+
+def test_parts_of_a_split_model_share_a_file_and_no_entry(tmp_path: Path) -> None:
+    origins = [Origin(ORIGIN.model, rank, world) for rank, world in ((0, 1), (0, 2), (1, 2))]
+    for index, origin in enumerate(origins):
+        tiers = TierStack(origin, [DiskStore(tmp_path, 1 << 20)], background=False)
+        entry_id = origin.id(Kind.KV, bytes(32))
+        assert not tiers.holds(entry_id)
+        tiers.put(Entry(entry_id, 16, True, "", bytes([index])))
+        tiers.close()
+    for index, origin in enumerate(origins):
+        tiers = TierStack(origin, [DiskStore(tmp_path, 1 << 20)], background=False)
+        entry_id = origin.id(Kind.KV, bytes(32))
+        found = tiers.submit(tiers.get([entry_id])).result()
+        assert found[entry_id].payload == bytes([index]) and not tiers.counts["bad"]
+        tiers.close()
 
 
 # The thread
@@ -271,32 +291,32 @@ def test_an_entry_is_served_before_it_is_filed(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path, 1 << 20)
     gate = threading.Event()
     write = disk.write
-    disk.write = lambda batch: gate.wait(30) and write(batch)  # type: ignore[method-assign]
-    tiers = TierStack(ORIGIN, host_bytes=0, disk=disk, queue_bytes=3 * entry(0).num_bytes)
+    disk.write = lambda entries: write(entries) if gate.wait(30) else set()  # type: ignore[method-assign]
+    tiers = TierStack(ORIGIN, [disk], queue_bytes=3 * entry(0).num_bytes)
     for number in range(5):
         tiers.put(entry(number))
-    assert [tiers.locate(entry(number).id) for number in range(5)] == ["host"] * 3 + [None] * 2
+    assert locate(tiers, *range(5)) == ["host"] * 3 + [None] * 2
     assert tiers.counts["dropped"] == 2, "the queue is bounded"
-    found = tiers.get(entry(0).id)
-    assert found is not None and found.entry == entry(0)
+    found = get(tiers, 0)
+    assert found is not None and found == entry(0)
     gate.set()
     assert tiers.drain(30)
-    assert [tiers.locate(entry(number).id) for number in range(3)] == ["disk"] * 3
-    tiers.clear()
-    assert tiers.locate(entry(0).id) is None and len(disk) == 0
+    assert locate(tiers, *range(3)) == ["disk"] * 3
+    tiers.clear().result()
+    assert locate(tiers, 0) == [None] and len(disk) == 0
     tiers.close()
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from test_tiers import ORIGIN, entry
+from tier_entries import ORIGIN, entry
 from vlm_serve.cache.tiers.disk import DiskStore
 from vlm_serve.cache.tiers.entry import seal
 store = DiskStore(Path(sys.argv[1]), 1 << 30)
 for number in range(10**6):
     batch = [entry(3 * number + i, size=20_000) for i in range(3)]
-    assert store.write([(each.id, seal(each, ORIGIN)) for each in batch]) == 3
+    assert not store.write({each.id: seal(each, ORIGIN) for each in batch})
     print(3 * number + 2, flush=True)
 """
 
@@ -307,7 +327,7 @@ def test_a_killed_process_loses_the_batch_under_way_at_most(tmp_path: Path, batc
         [sys.executable, "-c", WRITER, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],
     ) as writer:
         assert writer.stdout is not None
         last = -1
@@ -315,13 +335,13 @@ def test_a_killed_process_loses_the_batch_under_way_at_most(tmp_path: Path, batc
             last = int(writer.stdout.readline())
         writer.send_signal(signal.SIGKILL)
         last = max([last, *(int(line) for line in writer.stdout.readlines())])
-    tiers = stack(tmp_path, disk=1 << 30)
-    assert tiers.disk is not None
-    assert last + 1 <= len(tiers.disk) <= last + 4
+    disk = DiskStore(tmp_path, 1 << 30)
+    tiers = TierStack(ORIGIN, [disk], background=False)
+    assert last + 1 <= len(disk) <= last + 4
     for number in range(last + 1):
-        found = tiers.get(entry(number).id)
-        assert found is not None and found.entry == entry(number, size=20_000)
-    assert not tiers.counts["bad"] and not tiers.disk.errors
+        found = get(tiers, number)
+        assert found is not None and found == entry(number, size=20_000)
+    assert not tiers.counts["bad"] and not disk.errors
     tiers.put(entry(10**7))
-    assert tiers.get(entry(10**7).id) is not None
+    assert get(tiers, 10**7) is not None
     tiers.close()

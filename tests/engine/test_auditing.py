@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
-from parity import greedy
+from parity import executor_of, greedy
 from parity_cases import photograph, random_ids, user
 from serving import wait_for
 from simulation import Letters
@@ -20,7 +21,9 @@ from symbolic import make_prompt
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.auditing import MAX_PENDING, Auditor, judge
 from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.sequence import Request, Sequence
+from vlm_serve.engine.plan import Sampled
+from vlm_serve.engine.request import Language, Request
+from vlm_serve.engine.sequence import Job
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
@@ -62,7 +65,7 @@ def counts(pipe: Pipeline, results: int) -> dict[str, int]:
 def test_a_right_hit_is_confirmed_and_nothing_is_left_behind(pipe: Pipeline) -> None:
     conversation = [user(photograph("coffee.png"), "What is this?")]
     pipe.chat(conversation, greedy(8))
-    embeddings = len(pipe.engine._scheduler.media.cache)  # an audit adds its own while it runs
+    embeddings = len(pipe.engine._media.cache)  # an audit adds its own while it runs
     hit = pipe.chat(conversation, greedy(8))
     tree = pipe.engine.tree()
     requests = pipe.engine.stats()["cache"]["requests"]
@@ -70,7 +73,7 @@ def test_a_right_hit_is_confirmed_and_nothing_is_left_behind(pipe: Pipeline) -> 
     assert hit.usage.cached_tokens > 0
     after = pipe.engine.tree()
     assert [node.key for node in after.nodes] == [node.key for node in tree.nodes]
-    assert len(pipe.engine._scheduler.media.cache) == embeddings
+    assert len(pipe.engine._media.cache) == embeddings
     assert pipe.engine.stats()["cache"]["requests"] == requests == 2
     assert pipe.engine.stats()["usage"]["rows"]["live"] == 0
     assert pipe.engine.num_running == pipe.engine.num_waiting == 0
@@ -84,7 +87,7 @@ def test_a_wrong_hit_is_noticed(
 ) -> None:
     prompt = random_ids(100, seed=1)
     pipe.generate(prompt, greedy(12))
-    pool: torch.Tensor = pipe.engine._runner._caches[what]
+    pool: torch.Tensor = executor_of(pipe.engine)._caches[what]
     pipe.engine.call(lambda: pool.copy_(torch.flip(pool, dims=(-2,)) * 3))
     with caplog.at_level(logging.ERROR, "vlm_serve.engine.auditing"):
         wrong = pipe.generate(prompt, greedy(12))
@@ -134,15 +137,15 @@ def test_the_rule() -> None:
     assert judge([1, 7], [1], [{1: 0.0}]) == "mismatch"
 
 
-def ended_hit(number: int) -> Request:
+def ended_hit(number: int) -> Job:
     params = SamplingParams(max_tokens=1, temperature=0.0)
     prompt = make_prompt([(5, 6, 7, 8)], block_size=4)
-    request = Request(f"r{number}", prompt, params, _ignore, arrival=number, cached_tokens=4)
-    sequence = Sequence(number, request, 0, Letters(), frozenset(), 64)
-    sequence.token_ids.append(9)
-    sequence.finish_reason = "length"
-    request.sequences = [sequence]
-    return request
+    request = Request(f"r{number}", prompt, params, _ignore, arrival=number)
+    job = Job(request, itertools.count(number), Language(Letters(), frozenset(), 50, 64))
+    job.cached_tokens = 4
+    job.sequences[0].accept(Sampled(9, {}))
+    assert job.finished
+    return job
 
 
 def _ignore(delta: Delta) -> None:

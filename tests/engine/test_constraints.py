@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from simulation import Letters
+from symbolic import make_prompt
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.constraints import Constraint, LogitRules
 from vlm_serve.engine.plan import SampleTask
-from vlm_serve.engine.sampler import prompt_logprobs, sample
+from vlm_serve.engine.request import Language, Request
+from vlm_serve.engine.sampler import Chooser, prompt_logprobs, sample
+from vlm_serve.engine.sequence import Job
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar import state
 from vlm_serve.pipeline import Pipeline
@@ -22,35 +28,52 @@ GREEDY = SamplingParams(temperature=0.0)
 LOGITS = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
 
 
-def pick(rules: LogitRules, history: tuple[int, ...] = (), banned: tuple[int, ...] = ()) -> int:
-    constraint = Constraint(rules, None, frozenset())
-    tasks = [
-        SampleTask(0, GREEDY, history, (), banned, 0, constraint),
-        SampleTask(1, GREEDY, history, (), (), 0),
-    ]
-    constrained, plain = sample(LOGITS, tasks, [0, 0])
+def pick(
+    history: tuple[int, ...] = (),
+    *,
+    banned: tuple[int, ...] = (),
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    **options: Any,
+) -> int:
+    """The token after a prompt and a history that may not end yet."""
+    params = replace(
+        GREEDY, stop_token_ids=banned, min_tokens=len(history) + bool(banned), **options
+    )
+    request = Request("r", make_prompt([(1, 2)], block_size=4), params, print, bad_words=bad_words)
+    job = Job(request, itertools.count(), Language(Letters(), frozenset(), 4, 64))
+    (constrained,) = job.sequences
+    constrained.token_ids += history
+    tasks = [constrained.sample_task(), SampleTask(1, len(history))]
+    choosers = [Chooser(constrained.info), Chooser(replace(constrained.info, params=GREEDY))]
+    for chooser in choosers:
+        chooser.replace(0, history)
+    one, plain = sample(LOGITS, tasks, choosers, [0, 0])
     assert plain.token_id == 3  # the row itself has not been touched
-    return constrained.token_id
+    return one.token_id
 
 
 def test_a_bias_is_added() -> None:
-    assert pick(LogitRules(bias=([0, 3], [4.0, -100.0]))) == 0
+    assert pick(logit_bias={0: 4.0, 3: -100.0}) == 0
 
 
 def test_only_allowed_tokens_are_sampled() -> None:
-    assert pick(LogitRules(allowed=[0, 1])) == 1
+    assert pick(allowed_token_ids=(0, 1)) == 1
 
 
 def test_the_last_token_of_a_bad_word_is_banned_after_the_others() -> None:
-    rules = LogitRules(bad_words=((1, 2, 3),))
-    assert pick(rules, history=(1,)) == 3
-    assert pick(rules, history=(2, 1)) == 3
-    assert pick(rules, history=(0, 1, 2)) == 2
+    words = ((1, 2, 3),)
+    assert pick(bad_words=words) == 3  # the prompt, which ends in (1, 2), is no part of a bad word
+    assert pick((1,), bad_words=words) == 3
+    assert pick((2, 1), bad_words=words) == 3
+    assert pick((0, 1, 2), bad_words=words) == 2
 
 
 def test_what_is_allowed_wins_where_nothing_would_remain() -> None:
-    assert pick(LogitRules(allowed=[1], bad_words=((1,),))) == 1
-    assert pick(LogitRules(allowed=[1]), banned=(1,)) == 1
+    assert pick(allowed_token_ids=(1,), bad_words=((1,),)) == 1
+    assert pick(allowed_token_ids=(1,), banned=(1,)) == 1
+    against: dict[str, Any] = {"logit_bias": {2: -100.0}, "repetition_penalty": 50.0}
+    assert pick((2,), banned=(1, 2), allowed_token_ids=(1, 2), **against) == 2, "as they are"
+    assert pick((2,), banned=(1,), allowed_token_ids=(1, 2), **against) == 2
 
 
 def test_prompt_tokens_are_reported_with_their_rank() -> None:

@@ -19,6 +19,7 @@ import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_, text_sequence
+from parity import executor_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_case import kernels
 
@@ -300,13 +301,13 @@ def test_the_engine_answers_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     with Pipeline(checkpoint, config) as pipe:
         assert not pipe.engine.config.cuda_graphs
-        rows = pipe.engine._runner._caches.num_rows
+        rows = executor_of(pipe.engine)._caches.num_rows
         expected = [one.token_ids for one in pipe.generate_many(prompts, params)]
     capture = Repeating()
     with_graphs(monkeypatch, lambda: capture)
     with Pipeline(checkpoint, config) as pipe:
         assert pipe.engine.config.cuda_graphs
-        assert pipe.engine._runner._caches.num_rows == rows + 1
+        assert executor_of(pipe.engine)._caches.num_rows == rows + 1
         assert [one.token_ids for one in pipe.generate_many(prompts, params)] == expected
         assert capture.calls > 12
         pipe.engine.check()

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
-from parity import greedy
+from parity import executor_of, greedy
 from parity_cases import random_ids
 
 from vlm_serve.config import EngineConfig
@@ -40,7 +40,7 @@ def pipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
 @contextmanager
 def raising_after(pipe: Pipeline, layer: int, *, always: bool) -> Iterator[None]:
     """Steps raise after that many layers: the first one, or all that see the poison token."""
-    model = pipe.engine._runner._model
+    model = executor_of(pipe.engine)._model
     forward = model.forward
     left = [1]
 

@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
-from vlm_serve.engine.plan import SampleTask
-from vlm_serve.engine.sampler import sample, uniform
+from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.sampler import Chooser, sample, uniform
 from vlm_serve.sampling_params import SamplingParams
 
 NEUTRAL = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
+GREEDY = replace(NEUTRAL, temperature=0.0)
 LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.1]]))
 
 
-def _task(
+def _sample(
+    logits: torch.Tensor,
     params: SamplingParams,
+    rows: Sequence[int] = (0,),
     *,
     history: tuple[int, ...] = (),
     prompt: tuple[int, ...] = (),
-    banned: tuple[int, ...] = (),
-    seed: int = 0,
-) -> SampleTask:
-    return SampleTask(0, params, history, prompt, banned, seed)
+    allowed: tuple[int, ...] | None = None,
+    seeds: Iterable[int] = itertools.repeat(0),
+) -> list[Sampled]:
+    """A token for each row, from sequences alike but for their seeds."""
+    mask = None if allowed is None else bytes([sum(1 << token for token in allowed)])
+    choosers = []
+    for number, seed in zip(range(len(rows)), seeds, strict=False):
+        info = SequenceInfo(number, prompt, torch.zeros(3, len(prompt)), 0, params, seed)
+        choosers.append(Chooser(info))
+        choosers[-1].replace(0, history)
+    tasks = [SampleTask(number, len(history), mask) for number in range(len(rows))]
+    return sample(logits, tasks, choosers, rows)
 
 
-def _draws(params: SamplingParams, count: int = 2000, **options: object) -> Counter[int]:
-    tasks = [_task(params, seed=seed, **options) for seed in range(count)]  # type: ignore[arg-type]
-    return Counter(s.token_id for s in sample(LOGITS, tasks, [0] * count))
+def _draws(
+    params: SamplingParams, count: int = 2000, allowed: tuple[int, ...] | None = None
+) -> Counter[int]:
+    drawn = _sample(LOGITS, params, [0] * count, seeds=range(count), allowed=allowed)
+    return Counter(one.token_id for one in drawn)
 
 
 def test_greedy_takes_the_most_likely() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
-    tasks = [_task(replace(NEUTRAL, temperature=0.0))] * 2
-    assert [s.token_id for s in sample(logits, tasks, [1, 0])] == [0, 1]
+    sampled = _sample(logits, GREEDY, [1, 0])
+    assert [one.token_id for one in sampled] == [0, 1]
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -64,34 +80,60 @@ def test_filters_keep_what_they_say(change: dict[str, float], kept: set[int]) ->
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
-    first = sample(LOGITS, [_task(NEUTRAL, seed=5, history=(1, 2))], [0])
-    again = sample(LOGITS.repeat(3, 1), [_task(NEUTRAL, seed=5, history=(1, 2))] * 3, [2, 1, 0])
-    assert {s.token_id for s in again} == {first[0].token_id}
+    first = _sample(LOGITS, NEUTRAL, history=(1, 2), seeds=[5])
+    again = _sample(LOGITS.repeat(3, 1), NEUTRAL, [2, 1, 0], history=(1, 2), seeds=[5] * 3)
+    assert {one.token_id for one in again} == {first[0].token_id}
     assert len({uniform(5, position) for position in range(100)}) == 100
 
 
-def test_banned_tokens_never_come() -> None:
-    assert 0 not in _draws(NEUTRAL, banned=(0,))
-    greedy = _task(replace(NEUTRAL, temperature=0.0), banned=(0,))
-    assert sample(LOGITS, [greedy], [0])[0].token_id == 1
+def test_masked_tokens_never_come() -> None:
+    assert set(_draws(NEUTRAL, allowed=(1, 2, 3))) == {1, 2, 3}
+    assert _sample(LOGITS, GREEDY, allowed=(1, 2, 3))[0].token_id == 1
 
 
 def test_penalties() -> None:
-    greedy = replace(NEUTRAL, temperature=0.0)
-    presence = _task(replace(greedy, presence_penalty=1.0), history=(0,))
-    assert sample(LOGITS, [presence], [0])[0].token_id == 1
-    frequency = replace(greedy, frequency_penalty=0.5)
-    assert sample(LOGITS, [_task(frequency, history=(0,))], [0])[0].token_id == 0
-    assert sample(LOGITS, [_task(frequency, history=(0, 0))], [0])[0].token_id == 1
-    repetition = _task(replace(greedy, repetition_penalty=3.0), prompt=(0,))
-    assert sample(LOGITS, [repetition], [0])[0].token_id == 1
+    presence, frequency = (
+        replace(GREEDY, presence_penalty=1.0),
+        replace(GREEDY, frequency_penalty=0.5),
+    )
+    assert _sample(LOGITS, presence, history=(0,))[0].token_id == 1
+    assert _sample(LOGITS, frequency, history=(0,))[0].token_id == 0
+    assert _sample(LOGITS, frequency, history=(0, 0))[0].token_id == 1
+    repetition = replace(GREEDY, repetition_penalty=3.0)
+    assert _sample(LOGITS, repetition, prompt=(0,))[0].token_id == 1
+
+
+def test_penalties_follow_what_is_replaced() -> None:
+    """Tables that grow token by token, are given again and taken back equal those made at once."""
+    params = replace(
+        NEUTRAL, presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.3, logprobs=0
+    )
+    rows = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
+    draw = random.Random(0)
+    prompt = tuple(draw.choices(range(50), k=10))
+    grown = Chooser(SequenceInfo(0, prompt, torch.zeros(3, 10), 0, params, 3))
+    history: list[int] = []
+    for row in rows:
+        first = draw.randint(max(0, len(history) - 3), len(history))
+        history[first:] = draw.choices(range(50), k=draw.randint(1, 3))
+        for _ in range(draw.randint(1, 2)):
+            grown.replace(first, history[first:])
+        task = SampleTask(0, len(history))
+        (fresh,) = _sample(row[None], params, history=tuple(history), prompt=prompt, seeds=[3])
+        assert grown.choose(row, task) == fresh
+        values = row.clone()
+        for token in {*prompt, *history}:
+            values[token] = values[token] / 1.3 if values[token] > 0 else values[token] * 1.3
+        for token, count in Counter(history).items():
+            values[token] -= torch.tensor(0.7 + 0.3 * count)
+        assert torch.equal(grown._changed(row), values)
 
 
 def test_logprobs_are_those_of_the_model_with_the_sampled_token_included() -> None:
     params = replace(NEUTRAL, temperature=0.0, logprobs=2)
-    sampled = sample(LOGITS, [_task(params, banned=(0, 1))], [0])[0]
+    sampled = _sample(LOGITS, params, allowed=(2, 3))[0]
     assert sampled.token_id == 2
     assert set(sampled.logprobs) == {0, 1, 2}
     assert sampled.logprobs[2] == pytest.approx(math.log(0.15), abs=1e-6)
-    only = sample(LOGITS, [_task(replace(params, logprobs=0))], [0])[0]
+    only = _sample(LOGITS, replace(params, logprobs=0))[0]
     assert set(only.logprobs) == {0}

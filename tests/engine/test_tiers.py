@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint_spec import CheckpointSpec
@@ -11,7 +18,8 @@ from make_checkpoint import make_checkpoint
 from parity import greedy
 from parity_cases import CONVERSATIONS, random_ids
 
-from vlm_serve.cache.tiers.disk import FILE_NAME
+from vlm_serve.cache.tiers.disk_file import FILE_NAME
+from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
@@ -145,7 +153,7 @@ def test_flipped_bits_are_a_counted_miss(checkpoint: Path, tmp_path: Path) -> No
         assert miss.token_ids == cold.token_ids
         assert miss.usage.cached_tokens == 0
         assert miss.cache_report.reason == "tier_error"
-        assert pipe.engine.stats()["tiers"]["counts"]["bad"] == 1
+        assert pipe.engine.stats()["tiers"]["counts"]["bad"] == CACHED // 16
         assert ask(pipe).usage.cached_tokens == CACHED
 
 
@@ -182,6 +190,119 @@ def test_requests_that_wait_for_a_tier_hold_up_nobody(checkpoint: Path) -> None:
             outputs = pipe.generate_many([*prompts, *prompts], greedy(12))
             assert [output.token_ids for output in outputs] == cold * 2
             pipe.engine.check()
+
+
+class Watched:
+    """Notes who calls the host tier; it raises `error` or answers after `delay` seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.delay = 0.0
+        self.error: Exception | None = None
+        self.calls: Counter[str] = Counter()
+        self.threads: set[str] = set()
+        for name in ("contains", "get", "put", "touch"):
+            monkeypatch.setattr(HostStore, name, self._wrapped(name, getattr(HostStore, name)))
+
+    def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        async def wrapper(*args: Any) -> Any:
+            self.calls[name] += 1
+            self.threads.add(threading.current_thread().name)
+            if self.error is not None:
+                raise self.error
+            answer = await call(*args)
+            await asyncio.sleep(self.delay)
+            return answer
+
+        return wrapper
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+def test_no_store_is_called_on_the_engines_thread(checkpoint: Path, watched: Watched) -> None:
+    with open_pipeline(checkpoint, host_cache_memory="64MiB") as pipe:
+        ask(pipe)
+        crowd_out(pipe)
+        assert ask(pipe).cache_report.tiers == {"host": CACHED}
+        pipe.engine.probe(pipe.engine.preprocessor.prepare_tokens(random_ids(LENGTH, seed=1000)))
+        evict(pipe)
+        evict(pipe)
+        pipe.engine.flush()
+    assert all(watched.calls[name] for name in ("contains", "get", "put", "touch"))
+    assert watched.threads == {"vlm-serve-tiers"}
+
+
+def test_a_slow_tier_holds_up_neither_the_engine_nor_others(
+    checkpoint: Path, watched: Watched
+) -> None:
+    with open_pipeline(checkpoint, host_cache_memory="64MiB") as pipe:
+        cold = ask(pipe)
+        prompt = pipe.engine.preprocessor.prepare_tokens(random_ids(LENGTH, seed=2))
+        watched.delay = 1.0
+        with ThreadPoolExecutor() as pool:
+            waiting: list[Future[Any]] = [pool.submit(pipe.engine.probe, prompt)]
+            waiting.append(pool.submit(pipe.generate, random_ids(LENGTH, seed=2), greedy(2)))
+            began = time.monotonic()
+            assert ask(pipe).token_ids == cold.token_ids, "what the device has asks nobody"
+            assert time.monotonic() - began < 0.9 and not any(each.done() for each in waiting)
+            for each in waiting:
+                each.result()
+
+
+def test_a_tier_that_fails_changes_no_answer(
+    checkpoint: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raises, or takes longer than it may; then it is left alone."""
+    monkeypatch.setattr(HostStore, "time_limit", 0.05)
+    for error, delay in ((OSError("injected"), 0.0), (None, 60.0)):
+        with open_pipeline(checkpoint, host_cache_memory="64MiB") as pipe:
+            watched.error, watched.delay = None, 0.0
+            cold = ask(pipe)
+            evict(pipe)
+            pipe.engine._loop.tiers._tiers.stack.drain(10)  # type: ignore[union-attr]
+            watched.error, watched.delay = error, delay
+            watched.calls.clear()
+            for seed in (1, 2, 1):
+                answer = ask(pipe, seed)
+                assert seed == 2 or answer.token_ids == cold.token_ids
+                evict(pipe)
+            assert sum(watched.calls.values()) == 1
+            assert pipe.engine.stats()["tiers"]["counts"]["failed_host"] == 1
+
+
+def test_requests_that_want_the_same_entries_share_one_read(
+    checkpoint: Path, watched: Watched
+) -> None:
+    with open_pipeline(checkpoint, host_cache_memory="64MiB", cache_memory="4MiB") as pipe:
+        prompt = random_ids(LENGTH, seed=1)
+        cold = pipe.generate(prompt, greedy(4))
+        evict(pipe)
+        watched.delay = 0.2
+        watched.calls.clear()
+        outputs = pipe.generate_many([prompt, prompt, prompt], greedy(4))
+        assert [output.token_ids for output in outputs] == [cold.token_ids] * 3
+        assert [output.cache_report.tiers for output in outputs] == [{"host": CACHED}] * 3
+        assert watched.calls["get"] == 1
+
+
+def test_what_is_on_its_way_during_a_flush_is_not_taken_in(
+    checkpoint: Path, watched: Watched
+) -> None:
+    with open_pipeline(checkpoint, host_cache_memory="64MiB") as pipe:
+        cold = ask(pipe)
+        evict(pipe)
+        watched.delay = 0.3
+        watched.calls.clear()
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(ask, pipe)
+            while not watched.calls["get"]:
+                time.sleep(0.01)
+            pipe.engine.flush()
+            output = answer.result()
+        assert output.token_ids == cold.token_ids and output.usage.cached_tokens == 0
+        assert output.cache_report.reason == "cold"
 
 
 def test_expert_rows_come_back_with_their_blocks(checkpoint: Path) -> None:

@@ -16,6 +16,7 @@ from model_driver import Driver, Sequence_, text_sequence
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine import step_paths
 from vlm_serve.engine.build import build
+from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.native_build import BuildError
@@ -303,7 +304,8 @@ def test_the_engine_compiles_unless_told_otherwise(
 
     def built(**options: bool | str) -> tuple[bool | None, bool]:
         parts = build(path, config(**options))
-        return parts.config.compiled_kernels, parts.runner._model._compiled_step is not None
+        assert isinstance(parts.executor, LocalExecutor)
+        return parts.config.compiled_kernels, parts.executor._model._compiled_step is not None
 
     assert built() == (True, True)
     assert built(compiled_kernels=False) == (False, False)

@@ -163,10 +163,9 @@ def test_transformers_is_not_imported() -> None:
 def test_a_text_far_beyond_the_context_is_refused_and_one_at_its_end_is_not(
     checkpoint: Path,
 ) -> None:
-    tokenizer = Tokenizer(checkpoint)
     text = "word " * 2000
-    length = len(tokenizer.encode(text))
-    tokenizer.max_tokens = length
+    length = len(Tokenizer(checkpoint).encode(text))
+    tokenizer = Tokenizer(checkpoint, max_tokens=length)
     assert len(tokenizer.encode(text)) == length
     assert len(tokenizer.encode("<|im_end|>" * length)) == length
     for long in (text * 3, "a" * 40 * length):

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from vlm_serve.cache.placement import plan_snapshots
 from vlm_serve.cache.prefix_cache import Match, PrefixCache
+from vlm_serve.cache.tiers.lookup import Segment
+from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.outputs import CacheReport
-from vlm_serve.engine.sequence import Sequence
+from vlm_serve.engine.sequence import Fetched, Sequence
 from vlm_serve.engine.slicing import slice_end
-from vlm_serve.engine.tier_up import TierFetcher
 
 
 class Admission:
@@ -36,13 +37,14 @@ class Admission:
         self._state_interval = state_interval
         self._complete_experts = complete_experts
         self._tiers = tiers
+        self._refused: tuple[object, ...] = ()
 
     def admit(self, sequence: Sequence, budget: int, *, alone: bool) -> bool:
         """Gives the sequence a lease with a live row and the blocks of its first slice.
 
         A tentative match is rolled back completely if something is missing. If nothing else runs,
         the match itself may hold the only evictable snapshot: then one more try goes without it.
-        If lower cache tiers have more of the prompt, it is not admitted but `fetching` from now on.
+        If lower cache tiers may have more of the prompt, it is `fetching` first, once.
 
         Args:
             budget: tokens its first slice may have.
@@ -56,6 +58,14 @@ class Admission:
             if lease is not None:
                 sequence.lease = lease
                 return True
+        if self._refused == (sequence.number, budget, alone, self._cache.version):
+            return False  # nothing has changed since it was tried
+        admitted = self._try(sequence, budget, alone)
+        if not admitted and not sequence.fetching:
+            self._refused = (sequence.number, budget, alone, self._cache.version)
+        return admitted
+
+    def _try(self, sequence: Sequence, budget: int, alone: bool) -> bool:
         if sequence.request.cold:
             return self._start(sequence, None, budget)
         match = self._cache.match(
@@ -64,8 +74,8 @@ class Admission:
             complete_experts=self._complete_experts and sequence.experts is not None,
         )
         # What made a step fail is computed anew, and so is what has to report its logits.
-        trusted = not sequence.suspect_until and not sequence.reports_prompt
-        if self._tiers is not None and trusted and self._tiers.ask(sequence, match):
+        trusted = not sequence.suspect_until and not sequence.job.reports_prompt
+        if trusted and self._ask_tiers(sequence, match):
             return False
         if self._start(sequence, match, budget):
             self._account(sequence, match)
@@ -74,6 +84,19 @@ class Admission:
             self._account(sequence, match, used=0)
             return True
         return False
+
+    def _ask_tiers(self, sequence: Sequence, match: Match) -> bool:
+        """True if the sequence is to wait for their answer."""
+        if self._tiers is None or sequence.fetched is not None:
+            return False
+
+        def arrived(segments: tuple[Segment, ...], failed: bool) -> None:
+            sequence.fetching = False
+            sequence.fetched = Fetched(segments, failed)
+
+        limit = sequence.num_tokens - 1
+        sequence.fetching = self._tiers.ask(sequence.keys, match, limit, arrived)
+        return sequence.fetching
 
     def _start(self, sequence: Sequence, match: Match | None, budget: int) -> bool:
         lease = self._cache.open(match, private=sequence.request.cold)
@@ -100,17 +123,20 @@ class Admission:
         return True
 
     def _account(self, sequence: Sequence, match: Match, used: int | None = None) -> None:
-        request, experts = sequence.request, sequence.experts
+        job, experts = sequence.job, sequence.experts
         boundary = match.boundary if used is None else used
-        replay = request.report is not None
+        replay = job.report is not None
         fetched, sequence.fetched = sequence.fetched, None
         if fetched is not None and fetched.failed and match.reason != "full":
             match = replace(match, reason="tier_error")
-        self._cache.record(match, len(sequence.prompt), used=boundary, replay=replay)
+        assert sequence.lease is not None
+        self._cache.record(
+            sequence.lease, match, len(sequence.prompt), used=boundary, replay=replay
+        )
         if replay:
             return
-        request.cached_tokens = boundary
-        request.report = CacheReport(
+        job.cached_tokens = boundary
+        job.report = CacheReport(
             prompt_tokens=len(sequence.prompt),
             kv_boundary=match.kv_boundary,
             state_boundary=match.state_boundary,
@@ -121,10 +147,10 @@ class Admission:
         )
 
 
-def tokens_by_tier(boundary: int, segments: Iterable[tuple[int, int, str]]) -> dict[str, int]:
+def tokens_by_tier(boundary: int, segments: Iterable[Segment]) -> dict[str, int]:
     """Tokens reused from each tier; what did not come up was on the device."""
-    tokens: Counter[str] = Counter()
+    tokens = Counter(device=0)
     for start, end, tier in segments:
         tokens[tier] += max(0, min(end, boundary) - start)
     tokens["device"] = boundary - (tokens.total() - tokens["device"])
-    return {tier: tokens[tier] for tier in ("device", "host", "disk") if tokens[tier]}
+    return {tier: count for tier, count in tokens.items() if count}

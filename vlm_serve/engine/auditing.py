@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.sequence import Request
+from vlm_serve.engine.request import Request
+from vlm_serve.engine.sequence import Job
 from vlm_serve.sampling_params import MAX_LOGPROBS, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class AuditCounts:
 class _Audit:
     """A finished request, and the cold run's tokens so far."""
 
-    request: Request
+    job: Job
     answer: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -72,9 +73,9 @@ class Auditor:
         self._num_eligible = 0
         self._pending: deque[_Audit] = deque()
 
-    def consider(self, request: Request) -> None:
+    def consider(self, job: Job) -> None:
         """A request has ended. Notes it for an audit if it is its turn."""
-        if not self._rate or not _eligible(request):
+        if not self._rate or not _eligible(job):
             return
         before = math.floor(self._num_eligible * self._rate)
         self._num_eligible += 1
@@ -83,15 +84,15 @@ class Auditor:
         if len(self._pending) == MAX_PENDING:
             self.counts.dropped += 1
             return
-        self._pending.append(_Audit(request, request.sequences[0].generated))
+        self._pending.append(_Audit(job, job.sequences[0].generated))
 
     def start(self) -> Request | None:
-        """The next cold request, still without sequences; None if nothing is to be audited."""
+        """The next cold request; None if nothing is to be audited."""
         assert self.running is None
         if not self._pending:
             return None
         audit = self._pending.popleft()
-        audited = audit.request
+        audited = audit.job.request
         self.running = Request(
             request_id=f"audit of {audited.request_id}",
             prompt=audited.prompt,
@@ -119,9 +120,9 @@ class Auditor:
             self.counts.mismatches += 1
             _log.error(
                 "request %s answered otherwise from the cache (%d of %d tokens) than it does cold",
-                audit.request.request_id,
-                audit.request.cached_tokens,
-                len(audit.request.prompt),
+                audit.job.request.request_id,
+                audit.job.cached_tokens,
+                len(audit.job.request.prompt),
             )
 
 
@@ -139,15 +140,15 @@ def judge(
     return "equal" if len(answer) == len(cold) else "mismatch"
 
 
-def _eligible(request: Request) -> bool:
-    params = request.params
+def _eligible(job: Job) -> bool:
+    request, params = job.request, job.request.params
     return (
         not request.cold
-        and request.cached_tokens > 0
-        and request.sequences[0].finish_reason in ("stop", "length")
+        and job.cached_tokens > 0
+        and job.sequences[0].answer.finish_reason in ("stop", "length")
         and params.temperature == 0
-        and request.rules is None
         and request.grammar is None
+        and not (params.bad_words or params.logit_bias or params.allowed_token_ids)
         and params.prompt_logprobs is None
         and not params.presence_penalty
         and not params.frequency_penalty

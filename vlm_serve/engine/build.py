@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-import vlm_serve
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic, decide
-from vlm_serve.engine.listener import PoisonListener
+from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
@@ -22,8 +20,9 @@ from vlm_serve.engine.memory import (
     default_cache_memory,
     plan_memory,
 )
+from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.planning import SchedulerConfig
-from vlm_serve.engine.runner import ModelRunner
+from vlm_serve.engine.request import Language
 from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.step_paths import (
     compile_steps,
@@ -31,41 +30,20 @@ from vlm_serve.engine.step_paths import (
     find_backend,
     graphs_wanted,
 )
-from vlm_serve.engine.tier_loading import Tiers, make_tiers
-from vlm_serve.engine.tier_up import TierFetcher
+from vlm_serve.engine.tier_loading import make_tiers
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.models import Model, ModelSpec, load_model, read_spec, resolve_checkpoint
-from vlm_serve.models.weight_sizes import WeightBytes, weight_bytes
+from vlm_serve.models.weight_sizes import weight_bytes
 from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
 from vlm_serve.preprocess.tokenizer import read_json
 
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
+_DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 REPORTED_LOGITS_BYTES = 256 << 20
 """Logits of prompt tokens that one step may compute for requests that want to see them."""
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """Everything an Engine drives. `config` has its defaults filled in."""
-
-    name: str
-    config: EngineConfig
-    spec: ModelSpec
-    arithmetic: Arithmetic
-    weights: WeightBytes
-    memory: MemoryPlan
-    preprocessor: Preprocessor
-    scheduler: Scheduler
-    runner: ModelRunner
-    cache: PrefixCache
-    generation_config: dict[str, Any]
-    stop_tokens: frozenset[int]
-    max_model_len: int
-    tiers: Tiers | None = None
-    fetcher: TierFetcher | None = None
 
 
 def build(model: str, config: EngineConfig, *, poison: bool = False) -> EngineParts:
@@ -93,31 +71,31 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     loaded = load_model(path, types.weights, device, compute_dtype=types.compute, compiled=compiled)
     cache_memory = config.cache_memory_bytes or default_cache_memory(device)
     memory = plan_memory(layout, config, types, cache_memory)
-    preprocessor = _preprocessor(path, config, loaded, arithmetic)
     max_model_len = longest_context(config, spec, memory)
+    preprocessor = _preprocessor(path, config, loaded, arithmetic, max_model_len)
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
     caches = layout.allocate(memory.num_blocks, rows, memory.block_size, types.pools, device)
     graphs = decode_graphs(loaded, caches, config, max_model_len) if with_graphs else None
     if compiled:
         compile_steps(loaded, caches)
-    runner = ModelRunner(
+    executor = LocalExecutor(
         loaded,
         caches,
         block_size=config.block_size,
         deterministic=config.deterministic,
         graphs=graphs,
     )
-    listener = PoisonListener(runner) if poison else None
-    cache_config = _cache_config(config, memory, layout.has_state)
-    tiers = make_tiers(config, cache_config, caches, preprocessor.root_key(), listener)
-    cache = PrefixCache(cache_config, tiers.listener if tiers else listener)
-    fetcher = tiers.fetcher(cache) if tiers else None
+    cache = PrefixCache(_cache_config(config, memory, layout.has_state))
+    if poison:
+        cache.events.block_freed.subscribe(lambda block: executor.poison_freed((block,), ()))
+        cache.events.row_freed.subscribe(lambda row: executor.poison_freed((), (row,)))
+    tiers = make_tiers(config, cache, executor.pages, preprocessor.root_key())
+    fetcher = tiers.fetcher if tiers is not None else None
     media = MediaPlanner(
         EmbeddingCache(EMBEDDING_CACHE_BYTES),
         spec.hidden_size * types.vision.itemsize,
     )
     return EngineParts(
-        name=model,
         config=replace(
             config,
             device=str(device),
@@ -140,14 +118,18 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         ),
         memory=memory,
         preprocessor=preprocessor,
+        language=Language(
+            preprocessor.tokenizer,
+            preprocessor.tokenizer.eos_ids,
+            spec.vocab_size,
+            max_model_len,
+        ),
         scheduler=Scheduler(cache, media, _scheduler_config(config, spec), fetcher),
-        runner=runner,
+        executor=executor,
         cache=cache,
+        media=media,
         generation_config=read_json(path / "generation_config.json"),
-        stop_tokens=preprocessor.tokenizer.eos_ids,
-        max_model_len=max_model_len,
         tiers=tiers,
-        fetcher=fetcher,
     )
 
 
@@ -169,7 +151,7 @@ def longest_context(config: EngineConfig, model: ModelSpec, memory: MemoryPlan) 
 def find_checkpoint(model: str, *, configs_only: bool = False) -> Path:
     """The directory of a built-in or a named checkpoint; see `resolve_checkpoint`."""
     if model in DEMO_DIRECTORIES:
-        return Path(vlm_serve.__file__).parent / "demo" / DEMO_DIRECTORIES[model]
+        return _DEMO_FOLDER / DEMO_DIRECTORIES[model]
     return resolve_checkpoint(model, configs_only=configs_only)
 
 
@@ -182,7 +164,7 @@ def _device(name: str) -> torch.device:
 
 
 def _preprocessor(
-    path: Path, config: EngineConfig, model: Model, arithmetic: Arithmetic
+    path: Path, config: EngineConfig, model: Model, arithmetic: Arithmetic, max_tokens: int
 ) -> Preprocessor:
     assert config.block_size is not None
     names = arithmetic.types.names()
@@ -205,6 +187,7 @@ def _preprocessor(
         root_key=root,
         family=model.spec.family,
         limits=_media_limits(config),
+        max_tokens=max_tokens,
     )
 
 

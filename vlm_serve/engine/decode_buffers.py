@@ -126,7 +126,7 @@ class DecodeBuffers:
         for row, (table, length) in enumerate(zip(meta.block_tables, meta.kv_lens, strict=True)):
             # What stays behind them names blocks that exist, and nothing reads it.
             used = -(-length // self._limits.block_size)
-            narrow["block_tables"][row, :used] = torch.tensor(table[:used])
+            narrow["block_tables"][row].numpy()[:used] = table[:used]
         self._pad(count, meta.block_tables[0][0])
         self._wide.send()
         self._narrow.send()

@@ -7,17 +7,20 @@ import dataclasses
 import itertools
 import secrets
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import TreePage
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.auditing import Auditor
-from vlm_serve.engine.build import EngineParts, build
-from vlm_serve.engine.constraints import LogitRules
+from vlm_serve.engine.build import build
 from vlm_serve.engine.inspection import Inspector
 from vlm_serve.engine.loop import EngineLoop
 from vlm_serve.engine.outputs import CacheReport, Delta
-from vlm_serve.engine.sequence import Request, Sequence
+from vlm_serve.engine.parts import EngineParts
+from vlm_serve.engine.request import Request, find_bad_words
+from vlm_serve.engine.sequence import Job
 from vlm_serve.engine.validation import check_page, check_prompt, check_request, check_ttl
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.compiler import GrammarCompiler
@@ -42,27 +45,21 @@ class Engine:
         self.weights = parts.weights
         self.memory = parts.memory
         self.preprocessor: Preprocessor = parts.preprocessor
-        self.max_model_len = parts.max_model_len
-        parts.preprocessor.tokenizer.max_tokens = parts.max_model_len
+        language = parts.language
+        self.max_model_len = language.max_length
         self.generation_config = parts.generation_config
-        self._stop_tokens = parts.stop_tokens
-        self._vocabulary = parts.spec.vocab_size
         self.grammars = GrammarCompiler(
-            parts.preprocessor.tokenizer, self._vocabulary, parts.stop_tokens
+            parts.preprocessor.tokenizer, language.vocabulary, language.stop_tokens
         )
         self._scheduler = parts.scheduler
-        self._runner = parts.runner
         self._cache = parts.cache
+        self._media = parts.media
         self._auditor = Auditor(parts.config.cache_audit)
-        self._inspector = Inspector(parts.cache, parts.scheduler.media, parts.fetcher)
+        fetcher = parts.tiers.fetcher if parts.tiers is not None else None
+        self._inspector = Inspector(parts.cache, parts.media, fetcher)
         self._numbers = itertools.count()
-        self._loop = EngineLoop(
-            parts,
-            self._auditor,
-            self._inspector,
-            with_sequences=self._with_sequences,
-            on_end=parts.preprocessor.close,
-        )
+        self._job = partial(Job, numbers=self._numbers, language=language)
+        self._loop = EngineLoop(parts, self._auditor, self._inspector, job=self._job)
         self._loop.start()
 
     @classmethod
@@ -98,23 +95,20 @@ class Engine:
         """
         params = params.with_defaults(self.generation_config)
         check_request(prompt, params, self.spec, self.max_model_len)
-        rules = LogitRules.of(params, self.preprocessor.tokenizer, self._vocabulary)
         if grammar is None and params.structured_outputs is not None:
             grammar = self.grammars.compile(params.structured_outputs)
-        request = self._with_sequences(
-            Request(
-                request_id=request_id or f"req-{secrets.token_hex(8)}",
-                prompt=prompt,
-                params=params,
-                on_delta=on_delta,
-                priority=priority,
-                arrival=next(self._numbers),
-                rules=rules,
-                grammar=grammar,
-                vocabulary=self._vocabulary,
-            )
+        request = Request(
+            request_id=request_id or f"req-{secrets.token_hex(8)}",
+            prompt=prompt,
+            params=params,
+            on_delta=on_delta,
+            priority=priority,
+            arrival=next(self._numbers),
+            bad_words=find_bad_words(params.bad_words, self.preprocessor.tokenizer.encode_plain),
+            grammar=grammar,
         )
-        self._loop.post(lambda: self._loop.add(request))
+        job = self._job(request)
+        self._loop.post(lambda: self._loop.add(job))
         return request.request_id
 
     def abort(self, request_id: str) -> None:
@@ -132,7 +126,9 @@ class Engine:
 
     def flush(self) -> None:
         """Forgets everything that no running request holds: KV, state and vision embeddings."""
-        self.call(self._flush)
+        removed = self.call(self._flush)
+        if removed is not None:
+            removed.result()
 
     def stats(self) -> dict[str, Any]:
         """Counters of the scheduler and the cache (see docs)."""
@@ -144,12 +140,14 @@ class Engine:
         Raises InvalidRequestError for an empty prompt.
         """
         check_prompt(prompt)
-        return self.call(lambda: self._inspector.probe(prompt))
+        looking_up = self.call(lambda: self._inspector.look_up(prompt))
+        deeper = looking_up.result() if looking_up is not None else None
+        return self.call(lambda: self._inspector.probe(prompt, deeper))
 
     def tree(self, offset: int = 0, limit: int = 100) -> TreePage:
         """A page of the cache's trie. Raises InvalidRequestError for a page that cannot be."""
         check_page(offset, limit)
-        return self.call(lambda: self._inspector.tree(offset, limit))
+        return self.call(lambda: self._cache.tree(offset=offset, limit=limit))
 
     def pin(self, prompt: Prompt, ttl_seconds: float) -> int:
         """Keeps KV and state of the prompt's deepest usable prefix for that many seconds.
@@ -193,32 +191,18 @@ class Engine:
 
     # -- helpers of the above ----------------------------------------------------------------------
 
-    def _with_sequences(self, request: Request) -> Request:
-        request.sequences = [
-            Sequence(
-                next(self._numbers),
-                request,
-                index,
-                self.preprocessor.tokenizer,
-                self._stop_tokens,
-                self.max_model_len,
-            )
-            for index in range(request.params.n)
-        ]
-        return request
-
-    def _flush(self) -> None:
-        self._loop.tiers.flush(self._cache)
-        self._scheduler.media.cache.flush()
+    def _flush(self) -> Future[None] | None:
+        self._media.cache.flush()
+        return self._loop.tiers.flush()
 
     def _stats(self) -> dict[str, Any]:
         return {
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
-            "num_preemptions": self._scheduler.roster.num_preemptions,
+            "num_preemptions": self._scheduler.num_preemptions,
             "num_steps": self.num_steps,
             "step_times": self._loop.step_times.as_dict(),
-            "num_encoded_spans": self._scheduler.media.num_encoded_spans,
+            "num_encoded_spans": self._media.num_encoded_spans,
             "cache": self._cache.stats.as_dict(),
             "audit": dataclasses.asdict(self._auditor.counts),
             "usage": dataclasses.asdict(self._cache.usage),

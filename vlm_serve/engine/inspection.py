@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
-from vlm_serve.cache.listing import TreePage
 from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.cache.tiers.lookup import Deeper, Segment
+from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.admission import tokens_by_tier
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import CacheReport
-from vlm_serve.engine.tier_up import TierFetcher
 from vlm_serve.preprocess.prompt import Prompt
 
 
@@ -35,14 +36,21 @@ class Inspector:
         self._media = media
         self._fetcher = fetcher
 
-    def probe(self, prompt: Prompt) -> CacheReport:
+    def look_up(self, prompt: Prompt) -> Future[Deeper | None] | None:
+        """What the tiers could add, for `probe`. Another thread is to wait for it."""
+        if self._fetcher is None:
+            return None
+        limit = len(prompt) - 1
+        match = self._cache.match(prompt.keys, limit=limit)
+        return self._fetcher.look_up(prompt.keys, match, limit)
+
+    def probe(self, prompt: Prompt, deeper: Deeper | None = None) -> CacheReport:
         """The report that a request with this prompt would begin with now. Changes nothing."""
         limit = len(prompt) - 1
         match = self._cache.match(prompt.keys, limit=limit)
         boundary, reason = match.boundary, match.reason
-        segments: tuple[tuple[int, int, str], ...] = ()
-        deeper = self._fetcher.deeper(prompt.keys, match, limit) if self._fetcher else None
-        if deeper is not None:
+        segments: tuple[Segment, ...] = ()
+        if deeper is not None and deeper.boundary > boundary:
             boundary, segments = deeper.boundary, deeper.segments
             reason = "full" if boundary == prompt.keys.last_cut(limit) else reason
         decoded, encoded = self._media.forecast(prompt, boundary)
@@ -57,10 +65,6 @@ class Inspector:
             media_skipped=len(prompt.media) - encoded,
             reason=reason,
         )
-
-    def tree(self, offset: int, limit: int) -> TreePage:
-        """A page of the trie, parents before children."""
-        return self._cache.tree(offset=offset, limit=limit)
 
     def pin(self, prompt: Prompt, ttl_seconds: float) -> int:
         """Pins the deepest usable prefix; returns its tokens."""

@@ -12,12 +12,13 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from vlm_serve.engine.auditing import Auditor
-from vlm_serve.engine.build import EngineParts
 from vlm_serve.engine.inspection import Inspector
 from vlm_serve.engine.media_loading import MediaLoading
+from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.plan import StepPlan
+from vlm_serve.engine.request import Request
 from vlm_serve.engine.scheduler import Event
-from vlm_serve.engine.sequence import Request
+from vlm_serve.engine.sequence import Job
 from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.engine.tier_loading import TierLoading
 from vlm_serve.errors import EngineClosedError, EngineError, VlmServeError
@@ -36,8 +37,7 @@ class EngineLoop:
         parts: what is driven.
         auditor: chooses requests to run again, without the cache.
         inspector: whose pins expire between steps.
-        with_sequences: gives a request of the auditor its sequences.
-        on_end: called when no step will be made any more.
+        job: makes a request of the auditor one that can be run.
 
     Attributes:
         num_steps, last_step_time: steps made, and when the last one ended (monotonic seconds).
@@ -51,23 +51,21 @@ class EngineLoop:
         auditor: Auditor,
         inspector: Inspector,
         *,
-        with_sequences: Callable[[Request], Request],
-        on_end: Callable[[], None],
+        job: Callable[[Request], Job],
     ) -> None:
         self.num_steps = 0
         self.last_step_time = time.monotonic()
         self.step_times = StepTimes()
-        self.tiers = TierLoading(parts.tiers, parts.fetcher, self.post)
+        self.tiers = TierLoading(parts.cache, parts.tiers, self.post)
         self._max_num_seqs = parts.config.max_num_seqs
         self._scheduler = parts.scheduler
-        self._runner = parts.runner
-        self._cache = parts.cache
+        self._executor = parts.executor
         self._auditor = auditor
         self._inspector = inspector
-        self._with_sequences = with_sequences
-        self._on_end = on_end
-        self._media_loader = MediaLoading(parts.scheduler.media, self.post, self._fail_request)
-        self._requests: dict[str, Request] = {}
+        self._job = job
+        self._preprocessor = parts.preprocessor
+        self._media_loader = MediaLoading(parts.media, self.post, self._fail_request)
+        self._jobs: dict[str, Job] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
         self._stopping = False
@@ -122,16 +120,18 @@ class EngineLoop:
 
     # -- commands ----------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queues a request that has its sequences."""
-        self._requests[request.request_id] = request
-        self._scheduler.add(request)
+    def add(self, job: Job) -> None:
+        """Queues a request."""
+        self._jobs[job.request.request_id] = job
+        for sequence in job.sequences:
+            self._executor.register(sequence.info)
+        self._scheduler.add(job)
 
     def abort(self, request_id: str) -> None:
         """Ends a request. Ignores unknown ids."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._emit(self._scheduler.abort(request))
+        job = self._jobs.get(request_id)
+        if job is not None:
+            self._emit(self._scheduler.end(job))
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class EngineLoop:
             while self._handle_commands():
                 if self._scheduler.has_work and self._step():
                     now = time.perf_counter()
-                    self.step_times.record(now - self._step_began, self._runner.model_seconds)
+                    self.step_times.record(now - self._step_began, self._executor.model_seconds)
                     self._step_began = now
                 self._tend_audits()
         except BaseException:
@@ -191,7 +191,7 @@ class EngineLoop:
 
     def _run_plan(self, plan: StepPlan) -> list[Event]:
         try:
-            output = self._runner.run(plan)
+            output = self._executor.run(plan)
         except Exception as error:
             if not isinstance(error, VlmServeError):
                 _log.exception("a step failed; its sequences are retried one by one")
@@ -199,9 +199,12 @@ class EngineLoop:
         return self._scheduler.commit(plan, output)
 
     def _emit(self, events: list[Event]) -> None:
-        for request, delta in events:
-            if request.finished and self._requests.pop(request.request_id, None) is not None:
-                self._auditor.consider(request)
+        for job, delta in events:
+            request = job.request
+            if delta.finish_reason is not None:
+                self._executor.forget(job.sequences[delta.index].number)
+            if job.finished and self._jobs.pop(request.request_id, None) is not None:
+                self._auditor.consider(job)
             try:
                 request.on_delta(delta)
             except Exception:
@@ -216,26 +219,27 @@ class EngineLoop:
         if running is not None and full and waiting:
             self.abort(running.request_id)
         elif running is None and not full and not waiting:
-            task = auditor.start()
-            if task is not None:
-                self.add(self._with_sequences(task))
+            request = auditor.start()
+            if request is not None:
+                self.add(self._job(request))
 
-    def _fail_request(self, request: Request, error: VlmServeError) -> None:
-        self._emit(self._scheduler.end_request(request, error))
+    def _fail_request(self, job: Job, error: VlmServeError) -> None:
+        self._emit(self._scheduler.end(job, error))
 
     def _end_all(self) -> None:
         """Nobody is left waiting for an answer that will never come."""
         with self._lock:
             self._closed = True
         self._media_loader.close()
-        self._on_end()
+        self._preprocessor.close()
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._inbox.get_nowait()
                 if command is not None:
                     command()
         error = EngineError("the engine was closed while the request was running")
-        for request in list(self._requests.values()):
+        for job in list(self._jobs.values()):
             with contextlib.suppress(Exception):
-                self._emit(self._scheduler.end_request(request, error))
-        self.tiers.close(self._cache)
+                self._emit(self._scheduler.end(job, error))
+        self.tiers.close()
+        self._executor.close()

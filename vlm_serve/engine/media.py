@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.engine.plan import Encode
-from vlm_serve.engine.sequence import Request, Sequence
+from vlm_serve.engine.sequence import Job, Sequence
 from vlm_serve.preprocess.keys import embedding_key
 from vlm_serve.preprocess.prompt import MediaItem, MediaSpan, Prompt
 
@@ -32,7 +32,7 @@ class MediaPlanner:
 
     def __init__(self, cache: EmbeddingCache, bytes_per_token: int) -> None:
         self.cache = cache
-        self.loading: dict[MediaItem, Request] = {}
+        self.loading: dict[MediaItem, Job] = {}
         self._bytes_per_token = bytes_per_token
         self._pins: dict[int, dict[bytes, int]] = {}
         self._encodes: list[Encode] = []
@@ -58,7 +58,7 @@ class MediaPlanner:
             spent += span.end - span.start
             first = not self._encodes and spent == span.end - span.start
             if not item.ready:
-                self.loading.setdefault(item, sequence.request)
+                self.loading.setdefault(item, sequence.job)
             elif spent <= self._budget or first:
                 continue
             cuts = sequence.keys.cuts
@@ -81,8 +81,8 @@ class MediaPlanner:
                 self._budget -= length
                 self._new_keys.append(key)
                 item = sequence.prompt.media[span.item]
-                self._encodes.append(Encode(item=item, patch=span.patch, slot=slot))
-                sequence.request.encoded_items.add(span.item)
+                self._encodes.append(Encode(item.patches(span.patch), span.grid, slot))
+                sequence.job.encoded_items.add(span.item)
                 self.num_encoded_spans += 1
             pins[key] = pins.get(key, 0) + 1
             first, last = max(start, span.start), min(end, span.end)
@@ -130,16 +130,16 @@ class MediaPlanner:
         for span in sequence.prompt.spans:
             self.cache.invalidate(self._key(sequence, span))
 
-    def finish_report(self, request: Request) -> None:
+    def finish_report(self, job: Job) -> None:
         """Completes the cache report once the whole prompt has been computed."""
-        if request.report is None:
+        if job.report is None:
             return
-        items = request.prompt.media
-        request.report = replace(
-            request.report,
+        items, encoded = job.request.prompt.media, len(job.encoded_items)
+        job.report = replace(
+            job.report,
             media_decoded=sum(item.decoded for item in items),
-            media_encoded=len(request.encoded_items),
-            media_skipped=len(items) - len(request.encoded_items),
+            media_encoded=encoded,
+            media_skipped=len(items) - encoded,
         )
 
     def forecast(self, prompt: Prompt, start: int) -> tuple[int, int]:

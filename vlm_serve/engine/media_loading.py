@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from vlm_serve.engine.media import MediaPlanner
-from vlm_serve.engine.sequence import Request
+from vlm_serve.engine.sequence import Job
 from vlm_serve.errors import MediaError, VlmServeError
 from vlm_serve.preprocess.prompt import MediaItem
 
@@ -28,7 +28,7 @@ class MediaLoading:
         self,
         media: MediaPlanner,
         post: Callable[[Callable[[], None]], None],
-        fail: Callable[[Request, VlmServeError], None],
+        fail: Callable[[Job, VlmServeError], None],
     ) -> None:
         self._media = media
         self._post = post
@@ -42,15 +42,15 @@ class MediaLoading:
 
     def start(self) -> None:
         """Begins to load what has been asked for since the last call."""
-        for item, request in self._media.loading.items():
+        for item, job in self._media.loading.items():
             if item not in self._under_way:
                 self._under_way.add(item)
-                self._pool.submit(self._load, item, request)
+                self._pool.submit(self._load, item, job)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _load(self, item: MediaItem, request: Request) -> None:
+    def _load(self, item: MediaItem, job: Job) -> None:
         failure: VlmServeError | None = None
         try:
             item.load()
@@ -58,10 +58,10 @@ class MediaLoading:
             failure = error
         except Exception:
             failure = MediaError("a medium could not be decoded again")
-        self._post(lambda: self._done(item, request, failure))
+        self._post(lambda: self._done(item, job, failure))
 
-    def _done(self, item: MediaItem, request: Request, failure: VlmServeError | None) -> None:
+    def _done(self, item: MediaItem, job: Job, failure: VlmServeError | None) -> None:
         self._under_way.discard(item)
         self._media.loading.pop(item, None)
         if failure is not None:
-            self._fail(request, failure)
+            self._fail(job, failure)

@@ -1,21 +1,47 @@
-"""What the scheduler decides and the runner computes: frozen data without behaviour."""
+"""What passes between scheduler and executor: frozen data without behaviour or anything alive, so
+that it can cross a process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
 
 from vlm_serve.cache.experts import Rows
-from vlm_serve.engine.constraints import Constraint
-from vlm_serve.preprocess.prompt import MediaItem, Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Encode:
-    """One media span to run through the vision tower; its embedding is kept under `slot`."""
+class SequenceInfo:
+    """What an executor is told of a sequence once; afterwards only what is new travels, in slices.
 
-    item: MediaItem
-    patch: int
+    Attributes:
+        sequence: the scheduler's number for it.
+        token_ids: its prompt.
+        positions: int64 `[3, len(token_ids)]`, see `Prompt`.
+        rope_delta: see `Prompt`.
+        params: sampling options with the checkpoint's defaults filled in.
+        seed: of this choice's draws.
+    """
+
+    sequence: int
+    token_ids: tuple[int, ...]
+    positions: torch.Tensor
+    rope_delta: int
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """One media span to run through the vision tower; its embedding is kept under `slot`.
+
+    `pixels` are those of `MediaItem.patches`, `grid` is (1, h, w) in patches.
+    """
+
+    pixels: torch.Tensor
+    grid: tuple[int, int, int]
     slot: int
 
 
@@ -24,34 +50,29 @@ class SampleTask:
     """Sample one token from the last row of a slice for sequence `sequence`.
 
     Attributes:
-        params: sampling options with the checkpoint's defaults filled in.
-        history: token ids generated so far (penalties, min_tokens, the position of the draw).
-        prompt_token_ids: for the repetition penalty.
-        banned: token ids that may not be sampled at this step.
-        seed: seed of this choice's draws.
-        constraint: what else changes its logits.
+        position: number of tokens generated before it.
+        mask: what may come: bit `i % 8` of byte `i // 8` stands for token i; None: everything.
+        unbiased: logits are taken as they are, without biases and penalties.
     """
 
     sequence: int
-    params: SamplingParams
-    history: tuple[int, ...]
-    prompt_token_ids: tuple[int, ...]
-    banned: tuple[int, ...]
-    seed: int
-    constraint: Constraint | None = None
+    position: int
+    mask: bytes | None = None
+    unbiased: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Tokens `[start, end)` of one sequence in one step.
+    """Tokens `[start, end)` of one registered sequence in one step.
 
     Attributes:
-        sequence: the scheduler's number for the sequence.
-        prompt: the sequence's prompt (positions, rope delta).
-        token_ids: the ids of these tokens.
-        prefill: through the chunk kernel; else exactly one token through the recurrent step.
+        kind: "prefill": through the chunk kernel; "decode": exactly one token through the recurrent
+            step; "verify": drafted tokens.
+        token_ids: those of its tokens that are no part of the prompt. They replace what the
+            executor knows from there on.
         src_row, dst_row: state row to start from (-1: zero state) and to leave the state in.
-        block_table: physical KV blocks covering `end` tokens.
+        blocks: physical KV blocks, which replace the executor's table from entry `first_block` on;
+            together they cover `end` tokens.
         write_start: K and V of tokens below this position are shared and not written.
         chunk_ends: absolute positions at which GDN chunks end, ascending, the last one is `end`;
             empty for a decode token.
@@ -60,35 +81,25 @@ class Slice:
             tokens in this slice, absolute positions.
         samples: what to sample from the logits after the last token (several for forked choices);
             empty while prefill goes on.
-        experts: the routed experts of these tokens are wanted.
-        prompt_logprobs: how many rivals to report for each prompt token that follows one of these
-            tokens; None: no report.
+        reported_end: tokens `[start, reported_end)` are followed by a prompt token whose
+            log-probability is wanted.
     """
 
     sequence: int
-    prompt: Prompt
+    kind: Literal["prefill", "decode", "verify"]
     token_ids: tuple[int, ...]
     start: int
     end: int
-    prefill: bool
     src_row: int
     dst_row: int
-    block_table: tuple[int, ...]
+    first_block: int
+    blocks: tuple[int, ...]
     write_start: int
     chunk_ends: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
     embeddings: tuple[tuple[int, int, int, int], ...] = ()
     samples: tuple[SampleTask, ...] = ()
-    experts: bool = False
-    prompt_logprobs: int | None = None
-
-    @property
-    def reported_end(self) -> int:
-        """Tokens `[start, reported_end)` of the slice are followed by a prompt token whose
-        log-probability is wanted."""
-        if self.prompt_logprobs is None:
-            return self.start
-        return max(self.start, min(self.end, len(self.prompt) - 1))
+    reported_end: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +146,12 @@ class StepOutput:
     """What a step has computed, by sequence number.
 
     Attributes:
-        sampled: the token of every SampleTask of the plan.
-        experts: if any slice wants them, the routed experts of every slice: `[tokens, layers,
+        sampled: the tokens of a sequence's SampleTasks, in order.
+        experts: if any sequence wants them, the routed experts of every slice: `[tokens, layers,
             top_k]` expert ids, uint8 up to 256 experts, else uint16.
         prompt_logprobs: of the slices that want them, for the tokens `start + 1 ... reported_end`.
     """
 
-    sampled: dict[int, Sampled]
+    sampled: dict[int, tuple[Sampled, ...]]
     experts: dict[int, Rows] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[PromptLogprobs]] = field(default_factory=dict)

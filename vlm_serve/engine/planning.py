@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.admission import Admission
-from vlm_serve.engine.plan import SampleTask, Slice, StepPlan
+from vlm_serve.engine.plan import Slice, StepPlan
 from vlm_serve.engine.roster import Roster, order
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.slicing import chunk_ends, slice_end
-from vlm_serve.engine.tier_up import TierFetcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Planner:
             full = len(roster.running) >= self._config.max_num_seqs
             if budget <= 0 or full:
                 return
-            if not self._try(sequence, budget):
+            if not self._admission.admit(sequence, budget, alone=not roster.running):
                 if sequence.fetching:
                     continue  # others need not wait for what comes up for this one
                 return
@@ -94,9 +94,6 @@ class Planner:
                 budget -= self._grant_prefill(sequence, budget)
             else:
                 budget -= self._grant_decode(sequence)
-
-    def _try(self, sequence: Sequence, budget: int) -> bool:
-        return self._admission.admit(sequence, budget, alone=not self._roster.running)
 
     def _clear_the_way(self) -> None:
         """A suspect runs alone. The others wait for it anyway, so they may as well make room."""
@@ -120,7 +117,8 @@ class Planner:
             return 0
         config, cuts = self._config, sequence.keys.cuts
         start = sequence.num_computed
-        if sequence.reports_prompt:
+        reports = sequence.job.reports_prompt
+        if reports:
             budget = min(budget, self._reports_left)
         end = slice_end(cuts, start, sequence.prefill_target, budget)
         end = self._media.clip(sequence, start, end)
@@ -128,7 +126,7 @@ class Planner:
             return 0
         ends = chunk_ends(cuts, start, end, config.block_size, config.chunk_size)
         wanted = [p for p in sequence.snapshot_positions if start < p <= end]
-        if sequence.reports_prompt:
+        if reports:
             self._reports_left -= end - start
         embeddings = self._media.acquire(sequence, start, end)
         snapshots = self._reserve(sequence, wanted)
@@ -170,40 +168,26 @@ class Planner:
         ends: tuple[int, ...] = (),
         embeddings: tuple[tuple[int, int, int, int], ...] = (),
     ) -> Slice:
-        lease = sequence.lease
+        lease, known = sequence.lease, len(sequence.prompt)
         assert lease is not None
+        first_block = sequence.settled_blocks if lease.committed else 0
+        tasks = []
+        if end == sequence.num_tokens:
+            tasks = [each.sample_task() for each in (sequence, *sequence.unborn)]
         return Slice(
             sequence=sequence.number,
-            prompt=sequence.prompt,
-            token_ids=tuple(sequence.token_ids[start:end]),
+            kind="prefill" if ends else "decode",
+            token_ids=tuple(sequence.token_ids[max(start, known) : end]),
             start=start,
             end=end,
-            prefill=bool(ends),
             src_row=lease.src_row,
             dst_row=lease.row,
-            block_table=tuple(lease.blocks),
+            first_block=first_block,
+            blocks=tuple(lease.blocks[first_block:]),
             write_start=lease.shared_tokens,
             chunk_ends=ends,
             snapshots=snapshots,
             embeddings=embeddings,
-            samples=_sample_tasks(sequence) if end == sequence.num_tokens else (),
-            experts=sequence.experts is not None,
-            prompt_logprobs=sequence.request.params.prompt_logprobs
-            if sequence.reports_prompt
-            else None,
+            samples=tuple(tasks),
+            reported_end=min(end, known - 1) if sequence.job.reports_prompt else 0,
         )
-
-
-def _sample_tasks(sequence: Sequence) -> tuple[SampleTask, ...]:
-    return tuple(
-        SampleTask(
-            sequence=each.number,
-            params=each.request.params,
-            history=each.generated,
-            prompt_token_ids=each.prompt.token_ids,
-            banned=each.banned,
-            seed=each.seed,
-            constraint=each.constraint,
-        )
-        for each in (sequence, *sequence.unborn)
-    )

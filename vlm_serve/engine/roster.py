@@ -7,7 +7,7 @@ from bisect import insort
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.plan import Slice
-from vlm_serve.engine.sequence import Request, Sequence
+from vlm_serve.engine.sequence import Job, Sequence
 
 
 def order(sequence: Sequence) -> tuple[int, int, int]:
@@ -42,11 +42,11 @@ class Roster:
     def __getitem__(self, number: int) -> Sequence:
         return self._by_number[number]
 
-    def add(self, request: Request) -> None:
+    def add(self, job: Job) -> None:
         """Queues the first choice; the others fork from it when its prompt has been computed."""
-        for sequence in request.sequences:
+        for sequence in job.sequences:
             self._by_number[sequence.number] = sequence
-        self.wait(request.sequences[0])
+        self.wait(job.sequences[0])
 
     def wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=order)
@@ -138,6 +138,8 @@ class Roster:
             self.restart(child)
 
     def _leave(self, sequence: Sequence) -> None:
+        if sequence.lease is not None and sequence.lease.hit is not None:
+            sequence.job.report = None  # no step has succeeded: the next admission is the first
         sequence.lease = None
         self.running.remove(sequence)
         # A decode token may have been planned before a prefill of higher priority needed its room.

@@ -1,5 +1,5 @@
-"""From logits to tokens. Stateless: a draw depends on (seed, position) alone, so a request that is
-preempted, retried or batched differently draws the same tokens from the same logits."""
+"""From logits to tokens. A draw depends on (seed, position) alone, so a request that is preempted,
+retried or batched differently draws the same tokens from the same logits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from vlm_serve.engine.plan import PromptLogprobs, Sampled, SampleTask
+from vlm_serve.engine.plan import PromptLogprobs, Sampled, SampleTask, SequenceInfo
 
 _FEW_LOGITS = 1 << 17
 """So many are searched faster by one thread than by several, which torch would wake."""
@@ -17,21 +18,28 @@ _REPORTED_AT_ONCE = 32
 """Rows of prompt log-probabilities whose softmax is in memory at once."""
 
 
-def sample(logits: torch.Tensor, tasks: Sequence[SampleTask], rows: Sequence[int]) -> list[Sampled]:
+def sample(
+    logits: torch.Tensor,
+    tasks: Sequence[SampleTask],
+    choosers: Sequence[Chooser],
+    rows: Sequence[int],
+) -> list[Sampled]:
     """Samples one token per task.
 
     Args:
         logits: float32 `[R, vocab]`.
         tasks: what to sample.
+        choosers: for each task that of its sequence.
         rows: for each task its row of `logits` (several tasks may share one).
     """
-    plain = [_is_plain_greedy(task) for task in tasks]
+    plain = [
+        chooser.is_plain and task.mask is None and not task.unbiased
+        for task, chooser in zip(tasks, choosers, strict=True)
+    ]
     best = _best(logits) if any(plain) else []
-    if all(plain):
-        return [Sampled(best[row], {}) for row in rows]
     return [
-        Sampled(best[row], {}) if simple else _sample_one(logits[row], task)
-        for task, row, simple in zip(tasks, rows, plain, strict=True)
+        Sampled(best[row], {}) if simple else chooser.choose(logits[row], task)
+        for task, chooser, row, simple in zip(tasks, choosers, rows, plain, strict=True)
     ]
 
 
@@ -43,86 +51,103 @@ def _best(logits: torch.Tensor) -> list[int]:
     return torch.argmax(logits, dim=-1).tolist()
 
 
-def _is_plain_greedy(task: SampleTask) -> bool:
-    params = task.params
-    return (
-        params.temperature == 0
-        and params.logprobs is None
-        and not task.banned
-        and task.constraint is None
-        and not _has_penalties(task)
-    )
+class Chooser:
+    """Chooses the tokens of one sequence, and keeps what its penalties need of the generated ones:
+    tables over the vocabulary, so that a token costs the same wherever it comes.
 
+    Attributes:
+        is_plain: greedy, and nothing changes or reports its logits but a mask.
+    """
 
-def _has_penalties(task: SampleTask) -> bool:
-    params = task.params
-    return bool(
-        params.presence_penalty
-        or params.frequency_penalty
-        or (params.repetition_penalty is not None and params.repetition_penalty != 1.0)
-    )
+    def __init__(self, info: SequenceInfo) -> None:
+        params = info.params
+        self._params, self._seed = params, info.seed
+        self._repetition = params.repetition_penalty or 1.0
+        self._penalised = bool(
+            params.presence_penalty or params.frequency_penalty or self._repetition != 1.0
+        )
+        self._changes = self._penalised or bool(params.logit_bias)
+        self.is_plain = not self._changes and params.temperature == 0 and params.logprobs is None
+        self._prompt = frozenset(info.token_ids if self._penalised else ())
+        self._generated: list[int] = []
+        self._counts: Counter[int] = Counter()
+        self._tables: torch.Tensor | None = None
+        """float32 `[2, vocab]`: what presence and frequency take off each logit, and what positive
+        ones are divided and negative ones multiplied by. Made when the first token is chosen."""
 
+    def replace(self, first: int, token_ids: Sequence[int]) -> None:
+        """The generated tokens from the one with index `first` on are these."""
+        if not self._penalised:
+            return
+        assert first <= len(self._generated), "generated tokens are missing"
+        gone = self._generated[first:]
+        self._generated[first:] = token_ids
+        self._counts.subtract(gone)
+        self._counts.update(token_ids)
+        if self._tables is not None:
+            self._note(self._tables, {*gone, *token_ids})
 
-def _sample_one(raw: torch.Tensor, task: SampleTask) -> Sampled:
-    logits = raw
-    if task.banned or task.constraint is not None or _has_penalties(task):
-        logits = _changed(raw, task)
-    token = int(torch.argmax(logits)) if task.params.temperature == 0 else _draw(logits, task)
-    return Sampled(token, _top_logprobs(raw, token, task.params.logprobs))
+    def choose(self, raw: torch.Tensor, task: SampleTask) -> Sampled:
+        """One token from the model's logits, float32 `[vocab]`, which stay as they are."""
+        logits = self._changed(raw) if self._changes and not task.unbiased else raw
+        if task.mask is not None:
+            bits = np.frombuffer(task.mask, dtype=np.uint8)
+            allowed = np.unpackbits(bits, count=raw.shape[-1], bitorder="little").view(bool)
+            logits = logits.where(torch.from_numpy(allowed).to(raw.device), float("-inf"))
+        greedy = self._params.temperature == 0
+        token = int(torch.argmax(logits)) if greedy else self._draw(logits, task.position)
+        return Sampled(token, _top_logprobs(raw, token, self._params.logprobs))
 
-
-def _changed(raw: torch.Tensor, task: SampleTask) -> torch.Tensor:
-    """A row with all that the request changes in it; at least one token stays possible."""
-    logits, constraint = raw.clone(), task.constraint
-    if constraint is not None:
-        constraint.bias(logits)
-    _apply_penalties(logits, task)
-    if task.banned:
-        logits[list(task.banned)] = float("-inf")
-    if constraint is not None:
-        constraint.mask(logits, task.history)
-        if bool(logits.max() == float("-inf")):
+    def _changed(self, raw: torch.Tensor) -> torch.Tensor:
+        """A row with biases and penalties in it. Penalties as in OpenAI's API (presence, frequency:
+        generated tokens) and Keskar et al. 2019 (repetition: prompt and generated tokens)."""
+        params, logits = self._params, raw
+        if params.logit_bias:
+            values = [float(value) for value in params.logit_bias.values()]
             logits = raw.clone()
-            constraint.mask_at_least(logits)
-    return logits
+            logits[list(params.logit_bias)] += torch.tensor(values, device=raw.device)
+        if self._penalised and self._tables is None:
+            self._tables = torch.stack((torch.zeros_like(raw), torch.ones_like(raw)))
+            self._note(self._tables, {*self._prompt, *self._counts})
+        if self._tables is not None and self._repetition != 1.0:
+            # Each logit is divided or multiplied and then added to 0: exact, and without a branch.
+            factors = self._tables[1]
+            logits = (logits.clamp(min=0) / factors).add_(logits.clamp(max=0).mul_(factors))
+        if self._tables is not None and (params.presence_penalty or params.frequency_penalty):
+            logits = logits - self._tables[0]
+        return logits
 
-
-def _apply_penalties(logits: torch.Tensor, task: SampleTask) -> None:
-    """Penalties as in OpenAI's API (presence, frequency: generated tokens) and Keskar et al. 2019
-    (repetition: prompt and generated tokens)."""
-    params = task.params
-    repetition = params.repetition_penalty
-    if repetition is not None and repetition != 1.0:
-        seen = list({*task.prompt_token_ids, *task.history})
-        values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / repetition, values * repetition)
-    if (params.presence_penalty or params.frequency_penalty) and task.history:
-        counts = Counter(task.history)
-        weights = [
-            params.presence_penalty + params.frequency_penalty * count for count in counts.values()
+    def _note(self, tables: torch.Tensor, changed: set[int]) -> None:
+        """Brings the tables up to date where counts have changed."""
+        presence, frequency = self._params.presence_penalty, self._params.frequency_penalty
+        ids = list(changed)
+        counts = [self._counts[token] for token in ids]
+        weights = [(presence + frequency * count) * (count > 0) for count in counts]
+        factors = [
+            self._repetition if count > 0 or token in self._prompt else 1.0
+            for token, count in zip(ids, counts, strict=True)
         ]
-        logits[list(counts)] -= torch.tensor(weights, dtype=logits.dtype, device=logits.device)
+        tables[:, ids] = torch.tensor([weights, factors], device=tables.device)
 
-
-def _draw(logits: torch.Tensor, task: SampleTask) -> int:
-    params = task.params
-    assert params.temperature is not None
-    scaled = logits / params.temperature
-    if params.top_k is not None and 0 < params.top_k < scaled.numel():
-        kept, ids = torch.topk(scaled, params.top_k)
-    else:
-        kept, ids = torch.sort(scaled, descending=True)
-    probs = torch.softmax(kept.double(), dim=-1)
-    if params.top_p is not None and params.top_p < 1.0:
-        # A token stays while the mass before it is below top_p: the first one always does.
-        probs = torch.where(probs.cumsum(0) - probs < params.top_p, probs, 0.0)
-    if params.min_p > 0.0:
-        probs = torch.where(probs >= params.min_p * probs[0], probs, 0.0)
-    cumulative = probs.cumsum(0)
-    threshold = uniform(task.seed, len(task.history)) * float(cumulative[-1])
-    position = int(torch.searchsorted(cumulative, threshold, right=True))
-    last_possible = int(torch.count_nonzero(probs)) - 1
-    return int(ids[min(position, last_possible)])
+    def _draw(self, logits: torch.Tensor, position: int) -> int:
+        params = self._params
+        assert params.temperature is not None
+        scaled = logits / params.temperature
+        if params.top_k is not None and 0 < params.top_k < scaled.numel():
+            kept, ids = torch.topk(scaled, params.top_k)
+        else:
+            kept, ids = torch.sort(scaled, descending=True)
+        probs = torch.softmax(kept.double(), dim=-1)
+        if params.top_p is not None and params.top_p < 1.0:
+            # A token stays while the mass before it is below top_p: the first one always does.
+            probs = torch.where(probs.cumsum(0) - probs < params.top_p, probs, 0.0)
+        if params.min_p > 0.0:
+            probs = torch.where(probs >= params.min_p * probs[0], probs, 0.0)
+        cumulative = probs.cumsum(0)
+        threshold = uniform(self._seed, position) * float(cumulative[-1])
+        place = int(torch.searchsorted(cumulative, threshold, right=True))
+        last_possible = int(torch.count_nonzero(probs)) - 1
+        return int(ids[min(place, last_possible)])
 
 
 def uniform(seed: int, position: int) -> float:

@@ -7,16 +7,16 @@ a failed step back.
 from __future__ import annotations
 
 from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta, FinishReason
 from vlm_serve.engine.plan import StepOutput, StepPlan
 from vlm_serve.engine.planning import Planner, SchedulerConfig
 from vlm_serve.engine.roster import Roster
-from vlm_serve.engine.sequence import Request, Sequence
-from vlm_serve.engine.tier_up import TierFetcher
+from vlm_serve.engine.sequence import Job, Sequence
 from vlm_serve.errors import EngineError, InvalidRequestError, OverloadedError, VlmServeError
 
-Event = tuple[Request, Delta]
+Event = tuple[Job, Delta]
 
 
 class Scheduler:
@@ -27,6 +27,9 @@ class Scheduler:
         media: which spans need the vision tower, and where their embeddings are.
         config: limits.
         tiers: fetches from lower cache tiers; None: there are none.
+
+    Attributes:
+        running, waiting: not to be changed.
     """
 
     def __init__(
@@ -36,27 +39,24 @@ class Scheduler:
         config: SchedulerConfig,
         tiers: TierFetcher | None = None,
     ) -> None:
-        self.cache = cache
-        self.media = media
-        self.config = config
-        self.roster = Roster(cache, media)
-        self._planner = Planner(self.roster, config, tiers)
+        self._cache = cache
+        self._media = media
+        self._config = config
+        self._roster = Roster(cache, media)
+        self._planner = Planner(self._roster, config, tiers)
+        self.running, self.waiting = self._roster.running, self._roster.waiting
 
     @property
-    def running(self) -> list[Sequence]:
-        return self.roster.running
-
-    @property
-    def waiting(self) -> list[Sequence]:
-        return self.roster.waiting
+    def num_preemptions(self) -> int:
+        return self._roster.num_preemptions
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, request: Request) -> None:
+    def add(self, job: Job) -> None:
         """Queues a request."""
-        self.roster.add(request)
+        self._roster.add(job)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run."""
@@ -64,15 +64,16 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Event]:
         """Publishes what a successful step has computed and appends the sampled tokens."""
-        self.roster.forget_row_copies()
-        self.media.commit_step()
+        self._roster.forget_row_copies()
+        self._media.commit_step()
         events: list[Event] = []
         for item in plan.slices:
-            sequence = self.roster[item.sequence]
+            sequence = self._roster[item.sequence]
             assert sequence.lease is not None
             sequence.num_computed = item.end
+            sequence.settled_blocks = item.start // self._config.block_size
             rows = output.experts.get(item.sequence)
-            self.cache.commit(
+            self._cache.commit(
                 sequence.lease,
                 sequence.keys,
                 item.end,
@@ -83,8 +84,8 @@ class Scheduler:
                 sequence.experts.put(item.start, rows)
             reports = output.prompt_logprobs.get(item.sequence)
             if reports is not None:
-                sequence.report_prompt(item.start, reports)
-            self.media.release_until(sequence, item.end)
+                sequence.job.report_prompt(item.start, reports)
+            self._media.release_until(sequence, item.end)
             self._clear_suspect(sequence)
             if item.samples:
                 events += self._accept(sequence, output)
@@ -95,96 +96,89 @@ class Scheduler:
         """One request's grammar may not take up the time of all others."""
         events: list[Event] = []
         for sequence in list(self.running):
-            constraint = sequence.constraint
-            if constraint is not None and constraint.too_slow and not sequence.request.finished:
+            grammar = sequence.answer.grammar
+            if grammar is not None and grammar.too_slow and not sequence.job.finished:
                 failure = InvalidRequestError(
                     "following the grammar takes too long; one with less repetition inside of "
                     "repetitions is faster",
                     param="structured_outputs",
                     code="grammar_limit",
                 )
-                events += self.end_request(sequence.request, failure)
+                events += self.end(sequence.job, failure)
         return events
 
     def fail(self, plan: StepPlan, error: Exception) -> list[Event]:
         """Takes a failed step back. State rows are updated in place, so every sequence of the step
         starts again from the cache, alone; one that fails alone is ended with the error."""
-        self.media.abandon_step()
+        self._media.abandon_step()
         ends = {item.sequence: item.end for item in plan.slices}
-        first = self.roster[next(iter(ends))]
+        first = self._roster[next(iter(ends))]
         if len(ends) == 1 and first.suspect_until:
-            self.roster.forget_row_copies()
+            self._roster.forget_row_copies()
             return self._end_with_error(first, error)
         unborn_rows = {destination for _, destination in plan.row_copies}
         for sequence in list(self.running):
             assert sequence.lease is not None
             if sequence.number in ends:
                 sequence.suspect_until = max(ends[sequence.number], sequence.suspect_until)
-                if sequence not in self.roster.suspects:
-                    self.roster.suspects.append(sequence)
+                if sequence not in self._roster.suspects:
+                    self._roster.suspects.append(sequence)
             elif sequence.lease.row not in unborn_rows:
                 continue
-            self.roster.restart(sequence)
-        self.roster.forget_row_copies()
+            self._roster.restart(sequence)
+        self._roster.forget_row_copies()
         return []
 
-    def abort(self, request: Request) -> list[Event]:
-        """Ends a request at the caller's wish and frees everything at once."""
-        return self._end(request, "abort", None)
-
-    def end_request(self, request: Request, failure: VlmServeError) -> list[Event]:
-        """Ends every unfinished choice of a request with an error."""
-        return self._end(request, "error", failure)
+    def end(self, job: Job, failure: VlmServeError | None = None) -> list[Event]:
+        """Ends every unfinished choice of a request, at the caller's wish or with an error, and
+        frees everything at once."""
+        reason: FinishReason = "abort" if failure is None else "error"
+        events = []
+        for sequence in job.sequences:
+            if sequence.answer.finish_reason is not None:
+                continue
+            sequence.answer.finish_reason = reason
+            self._roster.remove(sequence)
+            ending = Delta(
+                index=sequence.index,
+                finish_reason=reason,
+                usage=job.usage,
+                cache_report=job.report,
+                error=failure,
+            )
+            events.append((job, ending))
+        return events
 
     def reject_head(self) -> list[Event]:
         """Ends the first waiting request: nothing runs, and even alone it does not fit."""
         failure = OverloadedError("the request does not fit into the cache memory that is left")
-        return self.end_request(self.waiting[0].request, failure)
+        return self.end(self.waiting[0].job, failure)
 
     def _accept(self, sequence: Sequence, output: StepOutput) -> list[Event]:
-        request = sequence.request
-        unborn = sequence.unborn
+        job, events = sequence.job, []
         if sequence.num_generated == 0:
-            self.media.finish_report(request)
-        events = [(request, sequence.accept(output.sampled[sequence.number]))]
-        for child in unborn:
-            if sequence.experts is not None:
-                child.experts = sequence.experts.copy()
-            events.append((request, child.accept(output.sampled[child.number])))
-            if child.finish_reason is None:
-                self.roster.fork(sequence, child, self.config.max_num_seqs)
-            else:
-                self.roster.remove(child)
-        if sequence.finish_reason is not None:
-            self.roster.remove(sequence)
+            self._media.finish_report(job)
+        for each in (sequence, *sequence.unborn):
+            if each is not sequence and sequence.experts is not None:
+                each.experts = sequence.experts.copy()
+            for sampled in output.sampled[each.number]:
+                if each.answer.finish_reason is None:
+                    events.append((job, each.accept(sampled)))
+            if each is not sequence and each.answer.finish_reason is None:
+                self._roster.fork(sequence, each, self._config.max_num_seqs)
+            elif each is not sequence:
+                self._roster.remove(each)
+        if sequence.answer.finish_reason is not None:
+            self._roster.remove(sequence)
         return events
 
     def _clear_suspect(self, sequence: Sequence) -> None:
         if sequence.suspect_until and sequence.num_computed >= sequence.suspect_until:
             sequence.suspect_until = 0
-            self.roster.suspects.remove(sequence)
+            self._roster.suspects.remove(sequence)
 
     def _end_with_error(self, culprit: Sequence, error: Exception) -> list[Event]:
         if isinstance(error, VlmServeError):
-            return self.end_request(culprit.request, error)
+            return self.end(culprit.job, error)
         message = f"request {culprit.request.request_id} made the model's step fail"
-        return self.end_request(culprit.request, EngineError(message))
-
-    def _end(
-        self, request: Request, reason: FinishReason, failure: VlmServeError | None
-    ) -> list[Event]:
-        events = []
-        for sequence in request.sequences:
-            if sequence.finish_reason is not None:
-                continue
-            sequence.finish_reason = reason
-            self.roster.remove(sequence)
-            ending = Delta(
-                index=sequence.index,
-                finish_reason=reason,
-                usage=request.usage,
-                cache_report=request.report,
-                error=failure,
-            )
-            events.append((request, ending))
-        return events
+        return self.end(culprit.job, EngineError(message))

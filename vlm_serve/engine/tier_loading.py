@@ -1,28 +1,27 @@
-"""The lower cache tiers of an engine: made from its options, read by a thread, saved at the end."""
+"""The lower cache tiers of an engine: made from options, asked between steps, saved at the end."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlm_serve.cache.config import CacheConfig
-from vlm_serve.cache.ledger import CacheListener, SilentListener
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tiers.disk import DiskStore
+from vlm_serve.cache.tiers.down import TierSaver
 from vlm_serve.cache.tiers.entry import Origin
+from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.stack import TierStack
+from vlm_serve.cache.tiers.store import Store
+from vlm_serve.cache.tiers.transfer import Transfer
+from vlm_serve.cache.tiers.up import Fetch, Reading, TierFetcher
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.tier_down import TierListener
-from vlm_serve.engine.tier_transfer import TensorTransfer
-from vlm_serve.engine.tier_up import Fetch, Reading, TierFetcher
 from vlm_serve.errors import ConfigError, EngineClosedError
-from vlm_serve.models.cache_layout import CacheTensors
 
 SHUTDOWN_SECONDS = 20.0
 """How long the end of an engine may take to save what the device holds."""
@@ -32,140 +31,114 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tiers:
-    """What `build` makes; `fetcher` needs the cache, which needs the listener."""
+    """What goes down, where to, and what comes up."""
 
     stack: TierStack
-    listener: TierListener
-    transfer: TensorTransfer
-
-    def fetcher(self, cache: PrefixCache) -> TierFetcher:
-        return TierFetcher(cache, self.stack, self.transfer)
+    saver: TierSaver
+    fetcher: TierFetcher
 
 
 def make_tiers(
-    config: EngineConfig,
-    cache_config: CacheConfig,
-    caches: CacheTensors,
-    model: bytes,
-    inner: CacheListener | None,
+    config: EngineConfig, cache: PrefixCache, transfer: Transfer, model: bytes
 ) -> Tiers | None:
-    """The tiers that the options ask for, if any.
-
-    Args:
-        config: options.
-        cache_config: of the cache above.
-        caches: the pools.
-        model: 32 bytes that identify weights, types and numerics.
-        inner: another listener of the cache.
-
-    Raises:
-        ConfigError: the folder of the disk tier cannot be written.
-    """
+    """The tiers that the options ask for, if any. `model`: 32 bytes that identify weights, types
+    and numerics. Raises ConfigError if the folder of the disk tier cannot be written."""
     host_bytes, disk_bytes = config.host_cache_memory, config.disk_cache_size
     assert isinstance(host_bytes, int) and isinstance(disk_bytes, int)
-    if not config.enable_prefix_caching or not (host_bytes or config.disk_cache_path):
-        return None
-    disk = None
-    if config.disk_cache_path is not None:
+    stores: list[Store] = [HostStore(host_bytes)] if host_bytes else []
+    if config.enable_prefix_caching and config.disk_cache_path is not None:
         try:
-            disk = DiskStore(Path(config.disk_cache_path).expanduser(), disk_bytes)
+            stores.append(DiskStore(Path(config.disk_cache_path).expanduser(), disk_bytes))
         except OSError as error:
             raise ConfigError(
                 f"disk_cache_path cannot be used: {error}", param="disk_cache_path"
             ) from error
-    stack = TierStack(Origin(model), host_bytes=host_bytes, disk=disk)
-    transfer = TensorTransfer(caches)
-    listener = TierListener(
-        stack,
-        transfer,
-        block_size=cache_config.block_size,
-        has_state=cache_config.has_state,
-        inner=inner or SilentListener(),
-    )
-    return Tiers(stack, listener, transfer)
+    if not stores or not config.enable_prefix_caching:
+        return None
+    stack = TierStack(Origin(model), stores)
+    saver = TierSaver(stack, transfer, cache.config)
+    saver.listen(cache.events)
+    return Tiers(stack, saver, TierFetcher(cache, stack, transfer))
 
 
 class TierLoading:
-    """Reads what waiting sequences ask for; does nothing in an engine without tiers.
+    """Starts what waiting sequences ask for; does nothing in an engine without tiers.
 
     Args:
+        cache: the tier above.
         tiers: None: there are none.
-        fetcher: says what is to be read.
         post: runs a function on the engine's thread.
     """
 
     def __init__(
         self,
+        cache: PrefixCache,
         tiers: Tiers | None,
-        fetcher: TierFetcher | None,
         post: Callable[[Callable[[], None]], None],
     ) -> None:
+        self._cache = cache
         self._tiers = tiers
-        self._fetcher = fetcher
         self._post = post
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vlm-serve-fetch")
 
     @property
     def busy(self) -> bool:
-        return self._fetcher is not None and self._fetcher.busy
+        return self._tiers is not None and self._tiers.fetcher.busy
 
     def start(self) -> None:
-        """Begins to read what has been asked for since the last call."""
-        if self._fetcher is None:
-            return
-        for fetch in self._fetcher.starting:
-            self._pool.submit(self._load, fetch, self._fetcher)
-        self._fetcher.starting.clear()
+        """Hands over what has been asked for since the last call."""
+        if self._tiers is not None:
+            fetcher = self._tiers.fetcher
+            starting, fetcher.starting = fetcher.starting, []
+            for fetch in starting:
+                self._tiers.stack.submit(self._load(fetcher, fetch))
 
-    def flush(self, cache: PrefixCache) -> None:
-        """Forgets everything that no running request holds, in every tier."""
-        if self._tiers is None or self._fetcher is None:
-            cache.flush()
-            return
-        with self._tiers.listener.silenced():
-            cache.flush()
-        self._fetcher.forget()
-        self._tiers.stack.clear()
+    def flush(self) -> Future[None] | None:
+        """Forgets everything that no running request holds, in every tier: at once; the future ends
+        when it is removed."""
+        if self._tiers is None:
+            self._cache.flush()
+            return None
+        with self._tiers.saver.silenced(self._cache.events):
+            self._cache.flush()
+        self._tiers.fetcher.forget()
+        return self._tiers.stack.clear()
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes of the tiers; empty without them."""
         if self._tiers is None:
             return {}
         stack = self._tiers.stack
-        stats: dict[str, Any] = {"counts": dict(stack.counts), "host_bytes": stack.host.num_bytes}
-        if stack.disk is not None:
-            disk = stack.disk
-            stats |= {
-                "disk_bytes": disk.num_bytes,
-                "disk_errors": disk.errors,
-                "disk_evictions": disk.evictions,
-            }
-        return stats
+        gauges = {
+            f"{store.name}_{name}": value
+            for store in stack.stores
+            for name, value in store.counters.items()
+        }
+        return {"counts": dict(stack.counts), **gauges}
 
-    def close(self, cache: PrefixCache) -> None:
-        """Saves what host memory and the device hold to the disk, if there is one; never raises."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    def close(self) -> None:
+        """Saves what host memory and the device hold to where it lasts, if that is anywhere; never
+        raises."""
         if self._tiers is None:
             return
-        stack, listener = self._tiers.stack, self._tiers.listener
+        stack = self._tiers.stack
         deadline = time.monotonic() + SHUTDOWN_SECONDS
         try:
-            if stack.disk is not None:
+            if stack.lasting:
                 stack.sink(lambda: time.monotonic() < deadline - SHUTDOWN_SECONDS / 2)
-                for node in cache.nodes():
+                for node in self._cache.nodes():
                     left = deadline - time.monotonic()
                     if left <= 0:
                         _log.warning("the disk tier is too slow to save all of the cache")
                         break
-                    listener.save(node, left)
+                    self._tiers.saver.save(node, left)
             stack.close(max(0.0, deadline - time.monotonic()))
         except Exception:
             _log.exception("the lower cache tiers could not be closed properly")
 
-    def _load(self, fetch: Fetch, fetcher: TierFetcher) -> None:
+    async def _load(self, fetcher: TierFetcher, fetch: Fetch) -> None:
         reading: Reading | None = None
         try:
-            reading = fetcher.read(fetch)
+            reading = await fetcher.read(fetch)
         except Exception:
             _log.exception("a lower cache tier could not be read")
         with suppress(EngineClosedError):

@@ -42,12 +42,12 @@ def check_request(
         )
     _check_experts(length, params, model)
     vocabulary = model.vocab_size
-    for token in params.stop_token_ids:
-        if token >= vocabulary:
-            raise InvalidRequestError(
-                f"stop_token_ids: {token} is outside the vocabulary of {vocabulary}",
-                param="stop_token_ids",
-            )
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for token in getattr(params, name) or ():
+            if token >= vocabulary:
+                raise InvalidRequestError(
+                    f"{name}: {token} is outside the vocabulary of {vocabulary}", param=name
+                )
 
 
 def _check_experts(length: int, params: SamplingParams, model: ModelSpec) -> None:

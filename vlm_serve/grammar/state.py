@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 THINK_END = b"</think>"
 FOLLOW_SECONDS = 1.0
@@ -76,11 +77,10 @@ class GrammarState:
         self._after = grammar.after
         self._time = grammar.follow_time
         self._token_bytes = token_bytes
-        self._vocabulary = vocabulary
         self._tail = b""
         self._lost = False
         self.waiting = bool(grammar.after)
-        self._bits = torch.zeros(1, (vocabulary + 31) // 32, dtype=torch.int32)
+        self._words = np.zeros((1, (vocabulary + 31) // 32), dtype=np.int32)
 
     @property
     def too_slow(self) -> bool:
@@ -115,15 +115,11 @@ class GrammarState:
         if rest and not self._matcher.accept_string(rest) and rest.strip():
             self._lost = True
 
-    def mask(self, logits: torch.Tensor) -> None:
-        """Sets tokens that the grammar does not allow next to -inf, in place; `[vocab]`."""
+    def allowed(self) -> npt.NDArray[np.uint8] | None:
+        """The tokens that may come next, packed: bit `i % 8` of byte `i // 8` stands for token i,
+        those beyond the vocabulary mean nothing. None: all. The next call overwrites it."""
         if self.waiting or self.finished or self.too_slow:
-            return
+            return None
         with self._time.measured():
-            restricts = self._matcher.fill_next_token_bitmask(self._bits)
-        if not restricts:
-            return
-        bits = self._bits[0].to(logits.device)
-        shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
-        allowed = ((bits[:, None] >> shifts) & 1).flatten()[: self._vocabulary].bool()
-        logits[: self._vocabulary].masked_fill_(~allowed, float("-inf"))
+            restricts = self._matcher.fill_next_token_bitmask(self._words)
+        return self._words.view(np.uint8)[0] if restricts else None

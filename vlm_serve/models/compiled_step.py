@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -119,7 +119,7 @@ class _Layout:
         self.src_rows.extend(src_rows)
         self.dst_rows.extend(dst_rows)
 
-    def _add_blocks(self, tables: Iterable[tuple[int, ...]]) -> None:
+    def _add_blocks(self, tables: Iterable[Sequence[int]]) -> None:
         for table in tables:
             self.first_block.append(len(self.blocks))
             self.blocks.extend(table)

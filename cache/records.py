@@ -1,0 +1,251 @@
+"""The records that point at each other: nodes, the blocks under them, snapshots and leases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy.typing as npt
+
+Rows = npt.NDArray[Any]
+"""Routed expert rows `[tokens, layers, top_k]`."""
+NO_MEDIA = -1
+
+
+class Branch:
+    """A root, or the part of a node that its children see.
+
+    Attributes:
+        key: the root key, or the node's chained 32-byte key.
+        children: full nodes and tails by key. Keys cover the number of tokens, so the two kinds
+            never collide.
+        depth: blocks on the path from the root, this one included.
+        end: position after the last token covered.
+    """
+
+    __slots__ = ("children", "depth", "end", "key")
+
+    def __init__(self, key: bytes, depth: int, end: int) -> None:
+        self.key = key
+        self.children: dict[bytes, Node] = {}
+        self.depth = depth
+        self.end = end
+
+
+class Node(Branch):
+    """The KV of one block (or of a block's first tokens: a tail, always a leaf).
+
+    Attributes:
+        parent: the node before it, or the root.
+        num_tokens: tokens covered; fewer than a block for a tail.
+        block: the physical block that holds the KV rows.
+        pins: running requests (and timed pins) that rely on the node.
+        parked: suspended requests that do.
+        snapshot: the state at exactly `end`, if there is one.
+        exact: the KV was made by prefill alone, on an exact prefix.
+        hits: requests that used the node.
+        last_used, credit: the counter and the policy's age when it was used last.
+        media_offset: offset in the block of the first media span that starts in it, or NO_MEDIA.
+        inside_span: `end` lies strictly inside a media span: no snapshot belongs here.
+        experts: routed expert rows `[num_tokens, layers, top_k]`, if known.
+    """
+
+    __slots__ = (
+        "block",
+        "credit",
+        "exact",
+        "experts",
+        "hits",
+        "inside_span",
+        "last_used",
+        "media_offset",
+        "num_tokens",
+        "parent",
+        "parked",
+        "pins",
+        "snapshot",
+    )
+
+    def __init__(self, key: bytes, parent: Branch, num_tokens: int, block: Block) -> None:
+        super().__init__(key, parent.depth + 1, parent.end + num_tokens)
+        self.parent = parent
+        self.num_tokens = num_tokens
+        self.block = block
+        self.pins = 0
+        self.parked = 0
+        self.snapshot: Snapshot | None = None
+        self.exact = True
+        self.hits = 0
+        self.last_used = 0
+        self.credit = 0.0
+        self.media_offset = NO_MEDIA
+        self.inside_span = False
+        self.experts: Rows | None = None
+
+
+class Block:
+    """One physical block.
+
+    A block may be held at once by running requests, by suspended ones and by several nodes: a full
+    node and the tails of the same tokens. All its nodes are siblings, because only the request that
+    wrote a block, or one that shares it through its path, publishes nodes on it.
+
+    Attributes:
+        hard: holds of running requests, plus the pins of the nodes on this block.
+        soft: the same of suspended requests, which eviction may take back.
+        nodes: the trie nodes on this block.
+        ticket: of its entry among the eviction candidates.
+    """
+
+    __slots__ = ("hard", "id", "nodes", "soft", "ticket")
+
+    def __init__(self, block_id: int) -> None:
+        self.id = block_id
+        self.hard = 0
+        self.soft = 0
+        self.nodes: tuple[Node, ...] = ()
+        self.ticket = 0
+
+
+class Snapshot:
+    """The state at one position of a path. Immutable once READY.
+
+    Attributes:
+        row: the state row.
+        position: tokens that the state contains.
+        kind: why it was taken (see placement).
+        node: the node it is attached to; None while reserved and after it has gone.
+        pins: requests about to read it.
+        exact: computed by prefill alone, on an exact prefix.
+        previous: the nearest snapshot before it on its path when it was attached.
+        hits, last_used, credit: as for nodes.
+        ticket: of its entry among the eviction candidates.
+    """
+
+    __slots__ = (
+        "credit",
+        "exact",
+        "hits",
+        "kind",
+        "last_used",
+        "node",
+        "pins",
+        "position",
+        "previous",
+        "row",
+        "ticket",
+    )
+
+    def __init__(self, row: int, position: int, kind: str) -> None:
+        self.row = row
+        self.position = position
+        self.kind = kind
+        self.node: Node | None = None
+        self.pins = 0
+        self.exact = True
+        self.previous: Snapshot | None = None
+        self.hits = 0
+        self.last_used = 0
+        self.credit = 0.0
+        self.ticket = 0
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens to recompute from the next shallower snapshot if this one were missing."""
+        before = self.previous
+        while before is not None and before.node is None:
+            before = before.previous
+        self.previous = before
+        return self.position - (before.position if before is not None else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What the cache gave a request, or why it gave nothing.
+
+    Attributes:
+        key: of the deepest node that was used; empty: none was.
+        prompt_tokens: length of the prompt.
+        kv_boundary, state_boundary: as of its match.
+        boundary: tokens that were taken from the cache.
+        reason: why there were not more of them.
+    """
+
+    key: bytes
+    prompt_tokens: int
+    kv_boundary: int
+    state_boundary: int
+    boundary: int
+    reason: str
+
+
+class LeaseState(Enum):
+    OPEN = "open"
+    SUSPENDED = "suspended"
+    CLOSED = "closed"
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """Blocks, state row and pins of one request. Only the cache changes it; the engine reads it.
+
+    Attributes:
+        blocks: the block table: the blocks of the path, then own ones.
+        row: live state row; -1 while it has none.
+        src_row: row to read the initial state from: the snapshot's before the first commit, the
+            live row from then on; -1: zero state.
+        boundary: tokens that were cached when the lease was opened.
+        length: tokens computed so far, cached ones included.
+        shared_tokens: a multiple of the block size, possibly beyond `boundary`. The blocks below
+            were full when the lease was opened: no KV is written there.
+        exact: everything this request reads was made by prefill.
+        copies: (source block, destination block, rows) to copy before the first step.
+        committed: a step has succeeded since the lease was opened.
+        private: nothing that it computes is ever published.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    row: int = -1
+    src_row: int = -1
+    boundary: int = 0
+    length: int = 0
+    shared_tokens: int = 0
+    exact: bool = True
+    copies: tuple[tuple[int, int, int], ...] = ()
+    committed: bool = False
+    private: bool = False
+    state: LeaseState = LeaseState.OPEN
+    # The cache's own:
+    num_shared: int = 0
+    """Leading entries of `blocks` that the path's pins hold, one per node; it holds the others."""
+    path: list[Node] = field(default_factory=list, repr=False)
+    """The pinned full nodes from the root on."""
+    tail: Node | None = field(default=None, repr=False)
+    snapshot: Snapshot | None = field(default=None, repr=False)
+    """What the request starts from: pinned until the first commit."""
+    copy_source: int = -1
+    """The block that a forked request copies its first rows from, held until the first commit."""
+    reserved: dict[int, Snapshot] = field(default_factory=dict, repr=False)
+    """Reserved snapshots by position."""
+    hit: Hit | None = field(default=None, repr=False)
+    """What is to be told of the request once its first step has succeeded."""
+    pending_key: bytes | None = field(default=None, repr=False)
+    """Key of the block that this request publishes next."""
+    expert_seed: Rows | None = field(default=None, repr=False)
+    """Expert rows between the last block boundary and `boundary`, where known."""
+    expert_rows: list[Rows] | None = field(default=None, repr=False)
+    """Expert rows of the block in progress, from its first token on; None: some are missing."""
+
+    @property
+    def own_blocks(self) -> list[int]:
+        """Blocks that this request holds itself."""
+        return self.blocks[self.num_shared :]
+
+    @property
+    def held_blocks(self) -> set[int]:
+        """Every block that this request keeps from being evicted."""
+        held = {*self.blocks, *((self.copy_source,) if self.copy_source >= 0 else ())}
+        if self.tail is not None:
+            held.add(self.tail.block.id)
+        return held

@@ -1,0 +1,285 @@
+"""Sealed entries in one SQLite file, bounded by bytes, least recently used first out.
+
+SQLite rather than a memory-mapped store: of 40 files with flipped bits or a missing end LMDB killed
+the process on 11 (SIGBUS), SQLite reported every one. Each batch is one transaction of the
+write-ahead log, so a process that is killed loses the batch under way and nothing else.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from vlm_serve.cache.tiers.entry import EntryId, Kind, Sealed
+
+FILE_NAME = "vlm-serve-cache.sqlite"
+PAGE_BYTES = 8192
+ROW_BYTES = 512
+"""What a row costs beside its content, rounded up."""
+
+_REFUSED = {
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_TOOBIG,
+}
+"""Errors for which the content of the file is not to blame."""
+_KINDS = {kind.value for kind in Kind}
+_DELETE = "DELETE FROM entries WHERE kind = ? AND key = ?"
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    number INTEGER PRIMARY KEY, kind INTEGER NOT NULL, key BLOB NOT NULL, size INTEGER NOT NULL,
+    header BLOB NOT NULL, payload BLOB NOT NULL, UNIQUE (kind, key))
+"""
+
+
+class DiskFile:
+    """All methods may be called from any thread; `known`, `in` and `use` never wait for the disk.
+
+    A failure of the disk is counted in `errors` and otherwise a miss. A damaged file is replaced by
+    an empty one.
+
+    Args:
+        folder: where the file is; made if it is missing. Another file's name is never touched.
+        max_bytes: most bytes of entries, counted in whole pages. The write-ahead log comes on top.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        assert max_bytes >= 0
+        self.max_bytes = max_bytes
+        self.errors = 0
+        self.evictions = 0
+        self._path = folder / FILE_NAME
+        self._io = threading.Lock()
+        self._books = threading.Lock()
+        self._sizes: dict[EntryId, int] = {}
+        self._num_bytes = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._connection = self._open()
+        except sqlite3.Error as error:
+            if _code(error) in _REFUSED:
+                raise OSError(f"{self._path}: {error}") from error
+            self.errors += 1
+            try:
+                self._start_anew()
+            except sqlite3.Error as again:
+                raise OSError(f"{self._path}: {again}") from again
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, entry_id: EntryId) -> bool:
+        return entry_id in self._sizes
+
+    def known(self) -> list[EntryId]:
+        """Ids of the entries on disk, least recently used first."""
+        return list(self._sizes)
+
+    def use(self, ids: Iterable[EntryId]) -> None:
+        """Marks entries as the most recently used ones."""
+        with self._books:
+            for entry_id in ids:
+                if entry_id in self._sizes:
+                    self._sizes[entry_id] = self._sizes.pop(entry_id)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of entries on disk, in whole pages."""
+        return self._num_bytes
+
+    def write(self, entries: Mapping[EntryId, Sealed]) -> set[EntryId]:
+        """Stores entries in one transaction, evicting the least recently used ones to make room.
+        Returns what is not on disk now: those, and what cannot fit, or all if the disk refused."""
+        sizes = {entry_id: _size_on_disk(sealed) for entry_id, sealed in entries.items()}
+        wanted = {i: s for i, s in entries.items() if sizes[i] <= self.max_bytes}
+        while sum(sizes[i] for i in wanted) > self.max_bytes:
+            del wanted[next(iter(wanted))]
+        if not wanted:
+            return set(entries)
+        with self._io:
+            victims = self._victims(sum(sizes[i] for i in wanted), set(wanted))
+            if not self._transaction(victims, wanted):
+                return set(entries)
+            with self._books:
+                for entry_id in (*victims, *wanted):
+                    self._forget(entry_id)
+                for entry_id in wanted:
+                    self._sizes[entry_id] = sizes[entry_id]
+                    self._num_bytes += sizes[entry_id]
+            self.evictions += len(victims)
+        return {*victims, *(entries.keys() - wanted.keys())}
+
+    def read(self, ids: Iterable[EntryId]) -> dict[EntryId, Sealed]:
+        """Entries as they were stored, without those that are gone or cannot be read."""
+        found = {}
+        with self._io:
+            for entry_id in ids:
+                try:
+                    row = self._connection.execute(
+                        "SELECT header, payload FROM entries WHERE kind = ? AND key = ?",
+                        _place(entry_id),
+                    ).fetchone()
+                except sqlite3.Error as error:
+                    self._failed(error)
+                    continue
+                if row is not None and all(isinstance(part, bytes) for part in row):
+                    found[entry_id] = Sealed(*row)
+        return found
+
+    def remove(self, ids: Collection[EntryId]) -> None:
+        """Removes entries, bad ones for example."""
+        with self._io:
+            if self._transaction(ids, {}):
+                with self._books:
+                    for entry_id in ids:
+                        self._forget(entry_id)
+
+    def remove_all(self) -> None:
+        """Removes everything."""
+        with self._io:
+            try:
+                self._connection.execute("DELETE FROM entries")
+                self._connection.executescript("PRAGMA incremental_vacuum")
+            except sqlite3.Error as error:
+                self._failed(error)
+                return
+            with self._books:
+                self._sizes.clear()
+                self._num_bytes = 0
+
+    def shut(self) -> None:
+        """Closes the file; nothing may be asked afterwards."""
+        with self._io, suppress(sqlite3.Error):
+            self._connection.close()
+
+    # Inside the locks
+
+    def _victims(self, num_bytes: int, replaced: set[EntryId]) -> list[EntryId]:
+        """The least recently used entries that must go for `num_bytes` more."""
+        with self._books:
+            excess = self._num_bytes + num_bytes - self.max_bytes
+            excess -= sum(self._sizes.get(entry_id, 0) for entry_id in replaced)
+            victims = []
+            for entry_id, size in self._sizes.items():
+                if excess <= 0:
+                    break
+                if entry_id not in replaced:
+                    victims.append(entry_id)
+                    excess -= size
+            return victims
+
+    def _transaction(self, removed: Iterable[EntryId], added: dict[EntryId, Sealed]) -> bool:
+        connection = self._connection
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany(_DELETE, map(_place, removed))
+            connection.executemany(
+                "INSERT OR REPLACE INTO entries (kind, key, size, header, payload)"
+                " VALUES (?, ?, ?, ?, ?)",
+                [(*_place(i), _size_on_disk(s), s.header, s.payload) for i, s in added.items()],
+            )
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._failed(error)
+            return False
+        return True
+
+    def _failed(self, error: sqlite3.Error) -> None:
+        """Counts a failure; a damaged file is of no further use."""
+        self.errors += 1
+        with suppress(sqlite3.Error):
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        if _code(error) and _code(error) not in _REFUSED:
+            with suppress(sqlite3.Error):
+                self._connection.close()
+            with suppress(sqlite3.Error, OSError):
+                self._start_anew()
+
+    def _start_anew(self) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            self._path.with_name(FILE_NAME + suffix).unlink(missing_ok=True)
+        with self._books:
+            self._sizes.clear()
+            self._num_bytes = 0
+        self._connection = self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self._path, timeout=10, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self._set_up(connection)
+        except sqlite3.Error:
+            connection.close()
+            raise
+        return connection
+
+    def _set_up(self, connection: sqlite3.Connection) -> None:
+        for setting in (
+            f"page_size = {PAGE_BYTES}",
+            "auto_vacuum = INCREMENTAL",
+            "journal_mode = WAL",
+            # Nothing committed is lost when the process dies; a power cut may cost the last batch.
+            "synchronous = NORMAL",
+            f"journal_size_limit = {64 << 20}",
+        ):
+            connection.execute(f"PRAGMA {setting}").fetchall()
+        connection.execute(_SCHEMA)
+        rows = connection.execute("SELECT kind, key, size FROM entries ORDER BY number").fetchall()
+        with self._books:
+            for kind, key, size in rows:
+                entry_id = _entry_id(kind, key)
+                if entry_id is not None and isinstance(size, int):
+                    self._sizes[entry_id] = size
+                    self._num_bytes += size
+        self._shrink(connection)
+
+    def _shrink(self, connection: sqlite3.Connection) -> None:
+        """The bound may be lower than it was. Shows at once whether the file can be written."""
+        victims = self._victims(0, set())
+        connection.execute("BEGIN IMMEDIATE")
+        connection.executemany(_DELETE, map(_place, victims))
+        connection.execute("COMMIT")
+        if victims:
+            connection.executescript("PRAGMA incremental_vacuum")
+        with self._books:
+            for entry_id in victims:
+                self._forget(entry_id)
+
+    def _forget(self, entry_id: EntryId) -> None:
+        self._num_bytes -= self._sizes.pop(entry_id, 0)
+
+
+def _place(entry_id: EntryId) -> tuple[int, bytes]:
+    """Kind and key in the file. The column of the kind has room for the part of a split model."""
+    return entry_id.kind | entry_id.rank << 8 | (entry_id.world - 1) << 24, entry_id.key
+
+
+def _entry_id(kind: object, key: object) -> EntryId | None:
+    """The reverse of `_place`; None for anything that was not written by us."""
+    if not isinstance(kind, int) or not isinstance(key, bytes) or kind & 0xFF not in _KINDS:
+        return None
+    return EntryId(Kind(kind & 0xFF), key, kind >> 8 & 0xFFFF, (kind >> 24) + 1)
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's primary result code; 0 for an error of Python's module."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _size_on_disk(sealed: Sealed) -> int:
+    return -(-(sealed.num_bytes + ROW_BYTES) // PAGE_BYTES) * PAGE_BYTES

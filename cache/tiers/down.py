@@ -1,0 +1,95 @@
+"""What the device evicts goes down to the lower tiers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vlm_serve.cache.config import CacheConfig
+from vlm_serve.cache.events import CacheEvents
+from vlm_serve.cache.records import Node, Snapshot
+from vlm_serve.cache.tiers.entry import Entry, Kind
+from vlm_serve.cache.tiers.stack import TierStack
+from vlm_serve.cache.tiers.transfer import Transfer, expert_layout
+
+_log = logging.getLogger(__name__)
+
+
+class TierSaver:
+    """Hands the content of evicted nodes and snapshots to the tiers.
+
+    Args:
+        stack: the tiers.
+        transfer: reads blocks and rows.
+        config: of the cache whose content it is.
+    """
+
+    def __init__(self, stack: TierStack, transfer: Transfer, config: CacheConfig) -> None:
+        self._stack = stack
+        self._transfer = transfer
+        self._config = config
+        self._wait_seconds = 0.0
+
+    def listen(self, events: CacheEvents) -> None:
+        """Saves what is evicted from now on."""
+        events.node_evicted.subscribe(self._put_node)
+        events.snapshot_evicted.subscribe(self._put_snapshot)
+
+    @contextmanager
+    def silenced(self, events: CacheEvents) -> Iterator[None]:
+        """What is evicted meanwhile is gone."""
+        events.node_evicted.unsubscribe(self._put_node)
+        events.snapshot_evicted.unsubscribe(self._put_snapshot)
+        try:
+            yield
+        finally:
+            self.listen(events)
+
+    def save(self, node: Node, wait_seconds: float) -> None:
+        """Shutdown: a copy of a node and its snapshot goes down. Never raises; waits for room."""
+        self._wait_seconds = wait_seconds
+        try:
+            if node.snapshot is not None:
+                self._put_snapshot(node.snapshot)
+            self._put_node(node)
+        except Exception:
+            self._stack.counts["failed"] += 1
+            _log.exception("content of the device could not be handed to the lower tiers")
+
+    def _put_node(self, node: Node) -> None:
+        tail = node.num_tokens < self._config.block_size
+        state = self._stack.origin.id(Kind.STATE, node.key)
+        if tail and self._config.has_state and not self._stack.holds(state):
+            return  # no request could ever start from it
+        if self._is_new(Kind.KV, node):
+            payload = self._transfer.read_kv(node.block.id, node.num_tokens)
+            layout = self._transfer.layout(Kind.KV, node.num_tokens)
+            self._put(Kind.KV, node, node.num_tokens, node.exact, layout, payload)
+        rows = node.experts
+        if rows is not None and self._is_new(Kind.EXPERTS, node):
+            layout = expert_layout(rows)
+            self._put(Kind.EXPERTS, node, node.num_tokens, node.exact, layout, rows.tobytes())
+
+    def _put_snapshot(self, snapshot: Snapshot) -> None:
+        node = snapshot.node
+        assert node is not None, "the snapshot has gone already"
+        if self._is_new(Kind.STATE, node):
+            payload = self._transfer.read_state(snapshot.row)
+            layout = self._transfer.layout(Kind.STATE, 0)
+            self._put(Kind.STATE, node, snapshot.position, snapshot.exact, layout, payload)
+
+    def _put(
+        self, kind: Kind, node: Node, num_tokens: int, exact: bool, layout: str, payload: bytes
+    ) -> None:
+        entry_id = self._stack.origin.id(kind, node.key)
+        entry = Entry(entry_id, num_tokens, exact, layout, payload)
+        self._stack.put(entry, self._wait_seconds)
+
+    def _is_new(self, kind: Kind, node: Node) -> bool:
+        """Whether no tier has it. One that does is reminded that it was in use until now."""
+        entry_id = self._stack.origin.id(kind, node.key)
+        if not self._stack.holds(entry_id):
+            return True
+        self._stack.touch(entry_id)
+        return False

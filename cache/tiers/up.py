@@ -1,0 +1,174 @@
+"""What a waiting request could reuse from a lower tier comes up before it is admitted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vlm_serve.cache.adopting import Arrival, Places
+from vlm_serve.cache.prefix_cache import Match, PrefixCache
+from vlm_serve.cache.records import Rows
+from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
+from vlm_serve.cache.tiers.lookup import Deeper, Question, Segment
+from vlm_serve.cache.tiers.stack import TierStack
+from vlm_serve.cache.tiers.transfer import Transfer, expert_rows
+
+if TYPE_CHECKING:
+    from vlm_serve.preprocess.keys import PromptKeys
+
+_log = logging.getLogger(__name__)
+
+Arrived = Callable[[tuple[Segment, ...], bool], None]
+"""Told what came up, and whether something that was there could not be read or taken in."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A sequence that waits for an answer of the tiers."""
+
+    question: Question
+    generation: int
+    arrived: Arrived
+
+
+@dataclass(frozen=True)
+class Content:
+    """What was read: all that is needed, and the expert rows there are."""
+
+    entries: dict[EntryId, Entry]
+    staged: dict[EntryId, Any]
+    experts: dict[bytes, Rows]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """`deeper`: what the tiers have, None: nothing of use. `content`: None if it is gone or bad."""
+
+    deeper: Deeper | None = None
+    content: Content | None = None
+
+
+class TierFetcher:
+    """Decides what comes up and takes it in. Coroutines run on the stack's thread, which alone
+    talks to the stores; all else on the engine's.
+
+    Attributes:
+        starting: fetches that nobody has begun to read.
+    """
+
+    def __init__(self, cache: PrefixCache, stack: TierStack, transfer: Transfer) -> None:
+        self.starting: list[Fetch] = []
+        self._cache = cache
+        self._stack = stack
+        self._transfer = transfer
+        self._num_waiting = 0
+        self._generation = 0
+        self._under_way: dict[EntryId, asyncio.Task[Reading]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Sequences wait for entries."""
+        return self._num_waiting > 0
+
+    def ask(self, keys: PromptKeys, match: Match, limit: int, arrived: Arrived) -> bool:
+        """True if the tiers are to be asked for more of a prompt than the match has, up to `limit`:
+        the sequence waits until `arrived` is called."""
+        question = self._question(keys, match, limit)
+        if question is None:
+            return False
+        self.starting.append(Fetch(question, self._generation, arrived))
+        self._num_waiting += 1
+        return True
+
+    def look_up(self, keys: PromptKeys, match: Match, limit: int) -> Future[Deeper | None] | None:
+        """What the tiers could add to a match. Changes nothing; whoever waits for the result is not
+        the engine's thread."""
+        question = self._question(keys, match, limit)
+        return self._stack.submit(self._choose(question)) if question is not None else None
+
+    def finish(self, fetch: Fetch, reading: Reading | None) -> None:
+        """Takes in what was read (None: reading raised) and lets the waiting sequence go on."""
+        self._num_waiting -= 1
+        deeper, content = (reading.deeper, reading.content) if reading is not None else (None, None)
+        failed = content is None and (reading is None or deeper is not None)
+        adopted = False
+        if deeper is not None and content is not None and fetch.generation == self._generation:
+            try:
+                adopted = self._adopt(fetch.question.keys, deeper, content)
+            except Exception:
+                failed = True
+                _log.exception("entries of a lower tier could not be taken in")
+        self._stack.counts["failed"] += failed
+        fetch.arrived(deeper.segments if deeper is not None and adopted else (), failed)
+
+    def forget(self) -> None:
+        """The cache is flushed: what is on its way is not taken in."""
+        self._generation += 1
+
+    async def read(self, fetch: Fetch) -> Reading:
+        """Looks up, chooses and reads. Sequences that wait for the same entries share one read."""
+        deeper = await self._choose(fetch.question)
+        if deeper is None:
+            return Reading()
+        last = deeper.needed[-1]
+        task = self._under_way.get(last)
+        if task is None:
+            task = self._under_way[last] = asyncio.create_task(self._read(deeper))
+            task.add_done_callback(lambda _: self._under_way.pop(last))
+        return await task
+
+    def _question(self, keys: PromptKeys, match: Match, limit: int) -> Question | None:
+        if match.reason == "experts_missing":
+            return None
+        return self._cache.question(keys, match, limit=limit, origin=self._stack.origin)
+
+    async def _choose(self, question: Question) -> Deeper | None:
+        return question.choose(await self._stack.locate(question.ids()))
+
+    async def _read(self, deeper: Deeper) -> Reading:
+        needed = deeper.needed
+        entries = await self._stack.get((*needed, *deeper.experts))
+        if any(entry_id not in entries for entry_id in needed):
+            return Reading(deeper)
+        staged = {entry_id: self._transfer.stage(entries[entry_id]) for entry_id in needed}
+        foreign = [entry_id for entry_id, each in staged.items() if each is None]
+        if foreign:
+            await self._stack.discard_bad(foreign)
+            return Reading(deeper)
+        rows = {each.key: expert_rows(entries[each]) for each in deeper.experts if each in entries}
+        experts = {key: each for key, each in rows.items() if each is not None}
+        return Reading(deeper, Content(entries, staged, experts))
+
+    def _adopt(self, keys: PromptKeys, deeper: Deeper, content: Content) -> bool:
+        kv = {each.key: content.staged[each] for each in deeper.needed if each.kind is Kind.KV}
+
+        def fill(places: Places) -> None:
+            for key, block in places.blocks.items():
+                self._transfer.write_kv(block, kv[key])
+            if places.row >= 0:
+                assert deeper.state is not None
+                self._transfer.write_state(places.row, content.staged[deeper.state])
+
+        arrival = Arrival(
+            boundary=deeper.boundary,
+            kv=frozenset(kv),
+            state=deeper.state is not None,
+            exact_until=_exact_until(deeper, content.entries, self._cache.config.block_size),
+            experts=content.experts,
+        )
+        return self._cache.adopt(keys, arrival, fill)
+
+
+def _exact_until(deeper: Deeper, entries: dict[EntryId, Entry], block_size: int) -> int:
+    """Everything up to there was made by prefill alone."""
+    first = deeper.boundary // block_size - len(deeper.blocks)
+    for index, entry_id in enumerate(deeper.blocks):
+        if not entries[entry_id].exact:
+            return (first + index) * block_size
+    ends = [each for each in (deeper.tail, deeper.state) if each is not None]
+    exact = all(entries[entry_id].exact for entry_id in ends)
+    return deeper.boundary if exact else deeper.boundary - 1

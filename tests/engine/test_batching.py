@@ -1,0 +1,57 @@
+"""What an executor keeps of a sequence, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from vlm_serve.engine.batching import KnownSequence
+from vlm_serve.engine.local_executor import LocalExecutor
+from vlm_serve.engine.plan import SequenceInfo, Slice, StepPlan
+from vlm_serve.models.cache_layout import CacheLayout
+from vlm_serve.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(temperature=0.0, presence_penalty=1.0)
+INFO = SequenceInfo(0, tuple(range(10)), torch.arange(30).view(3, 10), -4, PARAMS, 0)
+
+
+def piece(start: int, end: int, tokens: tuple[int, ...], first: int, *blocks: int) -> Slice:
+    return Slice(0, "prefill", tokens, start, end, -1, 0, first, blocks, 0)
+
+
+def test_taking_a_slice_twice_changes_nothing() -> None:
+    known = KnownSequence(INFO)
+    known.take(piece(0, 10, (), 0, 7, 8, 9))
+    item = piece(8, 12, (40, 41), 2, 5)
+    known.take(item)
+    for _ in range(2):
+        assert known.table.tolist() == [7, 8, 5]
+        assert known.chooser._generated == [40, 41]
+        assert known.token_ids(item) == (8, 9, 40, 41)
+        assert known.positions(8, 12).tolist() == [
+            [8, 9, 6, 7],
+            [18, 19, 6, 7],
+            [28, 29, 6, 7],
+        ]
+        known.take(item)
+    known.take(piece(11, 12, (50,), 0, 1))
+    assert known.table.tolist() == [1] and known.chooser._generated == [40, 50]
+
+
+def test_what_has_not_arrived_is_missed() -> None:
+    known = KnownSequence(INFO)
+    with pytest.raises(AssertionError, match="hole"):
+        known.take(piece(0, 10, (), 1, 7))
+    with pytest.raises(AssertionError, match="missing"):
+        known.take(piece(11, 12, (40,), 0, 7))
+
+
+def test_drafts_are_refused() -> None:
+    pool = torch.zeros(1, 1, 2, 4, 1, 8)
+    model: Any = None
+    executor = LocalExecutor(model, CacheLayout((), ()).allocate(2, 2, 4, {}), block_size=4)
+    executor.register(INFO)
+    with pytest.raises(AssertionError, match="verified"):
+        executor.run(StepPlan((Slice(0, "verify", (1, 2), 10, 12, 0, 0, 0, (0, 1, 2), 0),)))

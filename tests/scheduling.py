@@ -1,0 +1,70 @@
+"""A scheduler over a small cache and a symbolic executor, for tests that follow single steps."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from simulation import Letters
+from symbolic import END_OF_TURN, VOCABULARY, SymbolicExecutor, make_prompt
+
+from vlm_serve.cache.config import CacheConfig
+from vlm_serve.cache.embeddings import EmbeddingCache
+from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.engine.media import MediaPlanner
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.plan import StepPlan
+from vlm_serve.engine.planning import SchedulerConfig
+from vlm_serve.engine.request import Language, Request
+from vlm_serve.engine.scheduler import Scheduler
+from vlm_serve.engine.sequence import Job
+from vlm_serve.sampling_params import SamplingParams
+
+BLOCK = 8
+
+
+class World:
+    """Two seats, blocks of 8 tokens."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.cache = PrefixCache(
+            CacheConfig(
+                num_blocks=num_blocks, block_size=BLOCK, num_live_rows=2, num_snapshot_rows=0
+            )
+        )
+        config = SchedulerConfig(
+            max_num_seqs=2,
+            max_num_batched_tokens=100,
+            block_size=BLOCK,
+            chunk_size=BLOCK,
+            state_interval=BLOCK,
+            decode_state_interval=0,
+        )
+        self.scheduler = Scheduler(self.cache, MediaPlanner(EmbeddingCache(0), 4), config)
+        self.executor = SymbolicExecutor(num_blocks, 2, BLOCK, random.Random(0))
+        self._numbers = itertools.count()
+        self._language = Language(
+            Letters(), frozenset({END_OF_TURN}), VOCABULARY, (num_blocks - 1) * BLOCK
+        )
+
+    def submit(self, token: int, length: int, max_tokens: int, *, ignore_eos: bool = True) -> Job:
+        """A request whose prompt is one token repeated."""
+        request = Request(
+            f"r{token}",
+            make_prompt([(token,) * length], block_size=BLOCK),
+            SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos, seed=0),
+            lambda delta: None,
+            arrival=next(self._numbers),
+        )
+        job = Job(request, self._numbers, self._language)
+        self.executor.register(job.sequences[0].info)
+        self.scheduler.add(job)
+        return job
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.plan()
+        assert plan is not None
+        return plan
+
+    def run(self, plan: StepPlan) -> list[Delta]:
+        return [delta for _, delta in self.scheduler.commit(plan, self.executor.run(plan))]

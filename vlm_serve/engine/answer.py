@@ -1,0 +1,99 @@
+"""The answer of one choice: what may come next, its text, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vlm_serve.engine.detokenizer import Detokenizer
+from vlm_serve.engine.outputs import FinishReason
+from vlm_serve.engine.request import Language, Request
+from vlm_serve.grammar.state import GrammarState
+
+
+class Answer:
+    """Grows token by token. Only the engine's thread uses it.
+
+    Attributes:
+        grammar: the state of its grammar.
+        finish_reason: None while it goes on.
+        stop_reason: the stop string or stop token that has ended it; None for end of sequence.
+    """
+
+    def __init__(self, request: Request, language: Language) -> None:
+        params, tokenizer = request.params, language.tokenizer
+        self.grammar: GrammarState | None = None
+        if request.grammar is not None:
+            self.grammar = GrammarState(request.grammar, tokenizer.token_bytes, language.vocabulary)
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._stop_tokens = language.stop_tokens
+        self._ends = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else language.stop_tokens
+        )
+        self._min_tokens = params.min_tokens
+        room = language.max_length - len(request.prompt)
+        self._max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        self._detokenizer = Detokenizer(tokenizer, params.stop)
+        self._vocabulary = language.vocabulary
+        self._bad_words = request.bad_words
+        self._allowed: npt.NDArray[np.uint8] | None = None
+        if params.allowed_token_ids is not None:
+            flags = np.zeros(language.vocabulary, dtype=bool)
+            flags[list(params.allowed_token_ids)] = True
+            self._allowed = np.packbits(flags, bitorder="little")
+
+    def mask(self, token_ids: Sequence[int], count: int) -> tuple[bytes | None, bool]:
+        """(`SampleTask.mask`, `SampleTask.unbiased`) of the next token: where all rules together
+        leave nothing, the logits as they are under what remains in force, which is the grammar,
+        without one the allowed tokens. A grammar that has yet to begin bans what ends the answer.
+
+        Args:
+            token_ids: prompt and answer so far.
+            count: tokens of the answer.
+        """
+        grammar = self.grammar.allowed() if self.grammar is not None else None
+        banned = [
+            word[-1]
+            for word in self._bad_words
+            if len(word) <= count + 1 and _ends_with(token_ids, word[:-1])
+        ]
+        if count < self._min_tokens or (self.grammar is not None and self.grammar.waiting):
+            banned += self._ends
+        if not banned and self._allowed is None and grammar is None:
+            return None, False
+        flags = np.ones(self._vocabulary, dtype=bool)
+        flags[banned] = False
+        bits = np.packbits(flags, bitorder="little")
+        for part in (self._allowed, grammar):
+            if part is not None:
+                bits &= part[: len(bits)]
+        if bits.any():
+            return bits.tobytes(), False
+        remaining = self._allowed if self.grammar is None else grammar
+        return None if remaining is None else remaining.tobytes(), True
+
+    def accept(self, token: int, count: int) -> str:
+        """Takes in a token, the answer's `count`-th; returns the text that became certain."""
+        may_stop = count >= self._min_tokens
+        complete = False
+        if self.grammar is not None:
+            self.grammar.accept(token)
+            complete = self.grammar.finished
+        if (token in self._ends and may_stop) or complete:
+            self.finish_reason = "stop"
+            self.stop_reason = None if token in self._stop_tokens or complete else token
+            return self._detokenizer.finish()[0]
+        text, stop = self._detokenizer.push(token, check_stop=may_stop)
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+        elif count >= self._max_tokens:
+            self.finish_reason = "length"
+            text += self._detokenizer.finish()[0]
+        return text
+
+
+def _ends_with(token_ids: Sequence[int], ending: tuple[int, ...]) -> bool:
+    return tuple(token_ids[len(token_ids) - len(ending) :]) == ending

@@ -1,0 +1,143 @@
+"""Builds a step's batch from its slices and from what is known of their sequences."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from vlm_serve.engine.plan import SequenceInfo, Slice
+from vlm_serve.engine.sampler import Chooser
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.models.batch import ForwardBatch
+
+
+class KnownSequence:
+    """What was registered of a sequence, and what has come since.
+
+    Attributes:
+        table: physical KV blocks. Batches refer to it: it changes between steps only.
+        chooser: chooses its tokens.
+    """
+
+    def __init__(self, info: SequenceInfo) -> None:
+        self.info = info
+        self.table = array("i")
+        self.chooser = Chooser(info)
+
+    def take(self, item: Slice) -> None:
+        """Takes over what is new in a slice. Doing so twice changes nothing."""
+        assert item.first_block <= len(self.table), "a table with a hole"
+        del self.table[item.first_block :]
+        self.table.extend(item.blocks)
+        self.chooser.replace(max(0, item.start - len(self.info.token_ids)), item.token_ids)
+
+    def token_ids(self, item: Slice) -> tuple[int, ...]:
+        """All tokens of a slice."""
+        return self.info.token_ids[item.start : item.end] + item.token_ids
+
+    def positions(self, start: int, end: int) -> torch.Tensor:
+        """int64 `[3, end - start]` positions of prompt and generated tokens."""
+        info, known = self.info, len(self.info.token_ids)
+        prompt = info.positions[:, start:end]
+        if end <= known:
+            return prompt
+        first = max(start, known) + info.rope_delta
+        return torch.cat((prompt, torch.arange(first, end + info.rope_delta).expand(3, -1)), dim=1)
+
+
+Known = Mapping[int, KnownSequence]
+
+
+def make_batch(
+    packed: Sequence[Slice],
+    known: Known,
+    embeddings: Mapping[int, torch.Tensor],
+    block_size: int,
+) -> tuple[ForwardBatch, list[int]]:
+    """The step's batch, on the host, and for every sample its row of the logits.
+
+    Args:
+        packed: slices that their sequences have taken, those of decode steps first.
+        known: sequences by number.
+        embeddings: of media, by slot.
+        block_size: tokens per KV block.
+    """
+    token_ids: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
+    task_rows: list[int] = []
+    media: list[tuple[int, torch.Tensor]] = []
+    wants_experts = False
+    for item in packed:
+        sequence, offset = known[item.sequence], len(token_ids) - item.start
+        token_ids.extend(sequence.token_ids(item))
+        slots.extend(_slots(item, sequence.table, block_size))
+        for first, last, slot, row in item.embeddings:
+            media.append((offset + first, embeddings[slot][row : row + last - first]))
+        logit_rows.extend(range(offset + item.start, offset + item.reported_end))
+        if item.samples:
+            task_rows.extend([len(logit_rows)] * len(item.samples))
+            logit_rows.append(len(token_ids) - 1)
+        wants_experts |= sequence.info.params.return_routed_experts
+    decodes = [item for item in packed if item.kind == "decode"]
+    prefills = [item for item in packed if item.kind == "prefill"]
+    batch = ForwardBatch(
+        token_ids=torch.tensor(token_ids),
+        positions=_positions(decodes, prefills, known),
+        slots=torch.tensor(slots),
+        decode=_decode_meta(decodes, known) if decodes else None,
+        prefill=_prefill_meta(prefills, known) if prefills else None,
+        media=tuple(media),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        capture_experts=wants_experts,
+    )
+    return batch, task_rows
+
+
+def _slots(item: Slice, table: Sequence[int], size: int) -> list[int]:
+    unwritten = max(0, min(item.end, item.write_start) - item.start)
+    slots = [-1] * unwritten
+    for position in range(item.start + unwritten, item.end):
+        slots.append(table[position // size] * size + position % size)
+    return slots
+
+
+def _positions(decodes: list[Slice], prefills: list[Slice], known: Known) -> torch.Tensor:
+    parts = [known[item.sequence].positions(item.start, item.end) for item in prefills]
+    if decodes:
+        ahead = [item.start + known[item.sequence].info.rope_delta for item in decodes]
+        parts.insert(0, torch.tensor(ahead).expand(3, -1))
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+
+def _decode_meta(decodes: list[Slice], known: Known) -> DecodeMeta:
+    return DecodeMeta(
+        block_tables=tuple([known[item.sequence].table for item in decodes]),
+        kv_lens=tuple([item.end for item in decodes]),
+        src_rows=tuple([item.src_row for item in decodes]),
+        dst_rows=tuple([item.dst_row for item in decodes]),
+        snapshot_rows=tuple([item.snapshots[0][1] if item.snapshots else -1 for item in decodes]),
+    )
+
+
+def _prefill_meta(prefills: list[Slice], known: Known) -> PrefillMeta:
+    cu_seqlens = [0]
+    chunk_ends = []
+    snapshots: list[tuple[int, int, int]] = []
+    for index, item in enumerate(prefills):
+        offset = cu_seqlens[-1] - item.start
+        cu_seqlens.append(offset + item.end)
+        chunk_ends.append(tuple([end + offset for end in item.chunk_ends]))
+        chunk_of = {end: chunk for chunk, end in enumerate(item.chunk_ends)}
+        snapshots.extend((index, chunk_of[position], row) for position, row in item.snapshots)
+    return PrefillMeta(
+        cu_seqlens=tuple(cu_seqlens),
+        starts=tuple([item.start for item in prefills]),
+        block_tables=tuple([known[item.sequence].table for item in prefills]),
+        src_rows=tuple([item.src_row for item in prefills]),
+        dst_rows=tuple([item.dst_row for item in prefills]),
+        chunk_ends=tuple(chunk_ends),
+        snapshots=tuple(snapshots),
+    )

@@ -1,0 +1,34 @@
+"""Who computes what the scheduler planned, as the rest of the engine sees it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from vlm_serve.cache.tiers.transfer import Transfer
+from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
+
+
+class Executor(Protocol):
+    """Computes steps and decides nothing. All it is given and gives back can be pickled.
+
+    Attributes:
+        pages: reads and writes blocks and rows between steps.
+        model_seconds: how long the model itself worked in the last step (on a GPU: until its
+            launches were queued).
+    """
+
+    pages: Transfer
+    model_seconds: float
+
+    def register(self, info: SequenceInfo) -> None:
+        """Makes a sequence known, before the first plan that names it."""
+
+    def forget(self, sequence: int) -> None:
+        """No plan will name the sequence any more."""
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Executes one step. Raises whatever the model raises; a step that has raised may be
+        followed by any other."""
+
+    def close(self) -> None:
+        """No step follows."""

@@ -1,0 +1,156 @@
+"""Computes steps in this process, on one device: encode, copy, forward, sample."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from vlm_serve.cache.experts import Rows
+from vlm_serve.cache.tiers.transfer import Transfer
+from vlm_serve.engine.batching import KnownSequence, make_batch
+from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.plan import Encode, Sampled, SequenceInfo, Slice, StepOutput, StepPlan
+from vlm_serve.engine.sampler import prompt_logprobs, sample
+from vlm_serve.engine.tier_transfer import TensorTransfer
+from vlm_serve.kernels.dispatch import launching_on
+from vlm_serve.kernels.kv_write import copy_kv_rows
+from vlm_serve.kernels.state_copy import copy_rows
+from vlm_serve.models import Model
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
+from vlm_serve.models.cache_layout import CacheTensors
+
+
+class LocalExecutor:
+    """An `Executor` over one model and its pools.
+
+    Args:
+        model: the language model with its vision tower.
+        caches: KV and state pools.
+        block_size: tokens per KV block.
+        deterministic: see `ForwardBatch.deterministic`.
+        graphs: what runs the decode-only steps that it accepts, instead of the model's forward.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        caches: CacheTensors,
+        *,
+        block_size: int,
+        deterministic: bool = False,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        self.pages: Transfer = TensorTransfer(caches)
+        self.model_seconds = 0.0
+        self._model = model
+        self._caches = caches
+        self._block_size = block_size
+        self._deterministic = deterministic
+        self._graphs = graphs
+        self._known: dict[int, KnownSequence] = {}
+        self._embeddings: dict[int, torch.Tensor] = {}
+
+    def register(self, info: SequenceInfo) -> None:
+        self._known[info.sequence] = KnownSequence(info)
+
+    def forget(self, sequence: int) -> None:
+        del self._known[sequence]
+
+    def close(self) -> None:
+        self._known.clear()
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepOutput:
+        """See `Executor.run`."""
+        with launching_on(self._caches.device):
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepOutput:
+        self.model_seconds = 0.0
+        for item in plan.slices:
+            self._known[item.sequence].take(item)
+        for slot in plan.dropped_slots:
+            self._embeddings.pop(slot, None)
+        self._copy(plan)
+        self._encode(plan.encodes)
+        packed = sorted(plan.slices, key=lambda item: item.kind)  # those of decode steps first
+        assert packed[-1].kind != "verify", "drafts cannot be verified yet"
+        batch, rows = make_batch(packed, self._known, self._embeddings, self._block_size)
+        if self._deterministic and batch.prefill is not None:
+            batch = replace(batch, deterministic=True)
+        begin = time.perf_counter()
+        output = self._forward(batch)
+        self.model_seconds += time.perf_counter() - begin
+        return self._output(output, packed, rows)
+
+    def _forward(self, batch: ForwardBatch) -> ForwardOutput:
+        if self._graphs is not None and self._graphs.accepts(batch):
+            return self._graphs.run(batch)
+        return self._model.forward(batch.to(self._caches.device), self._caches)
+
+    def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
+        """Fills freed blocks and rows with NaN, so that a stale read shows in every result."""
+        caches = self._caches
+        for pools, freed in (
+            (caches.of_unit("block"), list(blocks)),
+            (caches.of_unit("row"), list(rows)),
+        ):
+            for pool in pools:
+                if freed and pool.dtype.is_floating_point:
+                    pool[freed] = float("nan")
+
+    def _copy(self, plan: StepPlan) -> None:
+        if plan.row_copies:
+            sources, destinations = zip(*plan.row_copies, strict=True)
+            copy_rows(self._caches.of_unit("row"), sources, destinations)
+        if plan.copies:
+            copy_kv_rows(self._caches["kv"], self._caches.tensors.get("kv_scales"), plan.copies)
+
+    def _encode(self, encodes: tuple[Encode, ...]) -> None:
+        if not encodes:
+            return
+        pixels = torch.cat([encode.pixels for encode in encodes])
+        begin = time.perf_counter()
+        embeddings = self._model.encode_media(
+            pixels, [encode.grid for encode in encodes], deterministic=self._deterministic
+        )
+        self.model_seconds += time.perf_counter() - begin
+        for encode, embedding in zip(encodes, embeddings, strict=True):
+            self._embeddings[encode.slot] = embedding
+
+    def _output(self, output: ForwardOutput, packed: list[Slice], rows: list[int]) -> StepOutput:
+        """Samples from the rows of the tasks and reports from those that the batch asked for."""
+        tasks = [task for item in packed for task in item.samples]
+        choosers = [self._known[task.sequence].chooser for task in tasks]
+        sampled: dict[int, tuple[Sampled, ...]] = {}
+        for task, one in zip(tasks, sample(output.logits, tasks, choosers, rows), strict=True):
+            sampled[task.sequence] = (*sampled.get(task.sequence, ()), one)
+        reports, row = {}, 0
+        for item in packed:
+            count = max(0, item.reported_end - item.start)
+            if count:
+                info = self._known[item.sequence].info
+                following = info.token_ids[item.start + 1 : item.reported_end + 1]
+                logits, rivals = output.logits[row : row + count], info.params.prompt_logprobs
+                reports[item.sequence] = prompt_logprobs(logits, following, rivals or 0)
+            row += count + bool(item.samples)
+        return StepOutput(sampled, _experts_by_sequence(output.experts, packed), reports)
+
+
+def _experts_by_sequence(experts: torch.Tensor | None, packed: Iterable[Slice]) -> dict[int, Rows]:
+    """Splits the rows of a step's packed tokens; one copy to the host for all of them."""
+    if experts is None:
+        return {}
+    rows: Rows = experts.cpu().numpy()
+    if rows.dtype == np.int16:
+        rows = rows.view(np.uint16)
+    split, first = {}, 0
+    for item in packed:
+        last = first + item.end - item.start
+        split[item.sequence] = rows[first:last]
+        first = last
+    return split

@@ -1,0 +1,38 @@
+"""What an engine consists of, assembled by `build`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.arithmetic import Arithmetic
+from vlm_serve.engine.executor import Executor
+from vlm_serve.engine.media import MediaPlanner
+from vlm_serve.engine.memory import MemoryPlan
+from vlm_serve.engine.request import Language
+from vlm_serve.engine.scheduler import Scheduler
+from vlm_serve.engine.tier_loading import Tiers
+from vlm_serve.models import ModelSpec
+from vlm_serve.models.weight_sizes import WeightBytes
+from vlm_serve.preprocess.prepare import Preprocessor
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Everything an Engine drives. `config` has its defaults filled in."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    arithmetic: Arithmetic
+    weights: WeightBytes
+    memory: MemoryPlan
+    preprocessor: Preprocessor
+    language: Language
+    scheduler: Scheduler
+    executor: Executor
+    cache: PrefixCache
+    media: MediaPlanner
+    generation_config: dict[str, Any]
+    tiers: Tiers | None = None
