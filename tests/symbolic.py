@@ -1,10 +1,10 @@
 """An executor that computes identities instead of numbers, and so notices every wrong reuse.
 
-Where the real executor would leave keys and values of a token, this one leaves a digest of the whole
-prefix up to that token (ids, media content, tenant); where the real one would leave a recurrent
-state, it leaves the digest of all tokens it has seen; the experts of a token follow from the digest
-of the prefix that ends with it. Before it computes a slice it demands that
-every block, row and embedding the plan tells it to read holds exactly what the prefix needs.
+Where the real executor would leave keys and values of a token, this one leaves a digest of the
+whole prefix up to that token (ids, media content, tenant); where the real one would leave a
+recurrent state, it leaves the digest of all tokens it has seen; the experts of a token follow from
+the digest of the prefix that ends with it. Before it computes a slice it demands that every block,
+row and embedding the plan tells it to read holds exactly what the prefix needs.
 
 It knows of a sequence what any executor does: the positions in a symbolic prompt are numbers that
 say to which root, medium and place in that medium a token belongs (`_place`).
