@@ -129,7 +129,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        return len(self.token_ids) - len(self.prompt)
+        return len(self.token_ids) - len(self.info.token_ids)
 
     @property
     def generated(self) -> tuple[int, ...]:
