@@ -31,25 +31,23 @@ class Op(Generic[P, R]):
 
     Args:
         torch: for CPU tensors; for those of every device if there is no Triton kernel.
-        compiled: for CPU tensors inside of a `compiled_kernels` block.
-        knows: whether the compiled implementation is for such arguments; None if it is for all.
+        compiled: for CPU tensors inside of a `compiled_kernels` block; it returns None, having done
+            nothing, for arguments that it does not know.
         triton: "module:function" for tensors of other devices. The module is imported at the first
             such call, so that a machine without Triton never imports it.
     """
 
-    __slots__ = ("_compiled", "_found", "_knows", "_torch", "triton")
+    __slots__ = ("_compiled", "_found", "_torch", "triton")
 
     def __init__(
         self,
         torch: Callable[P, R],
         *,
-        compiled: Callable[P, R] | None = None,
-        knows: Callable[P, bool] | None = None,
+        compiled: Callable[P, R | None] | None = None,
         triton: str | None = None,
     ) -> None:
         self._torch = torch
         self._compiled = compiled
-        self._knows = knows
         self.triton = triton
         self._found: Callable[P, R] | None = None
 
@@ -65,9 +63,10 @@ class Op(Generic[P, R]):
         on_cpu = device == _CPU or device.type == "cpu"
         if self.triton is not None and (not on_cpu or _triton_everywhere.get()):
             return (self._found or self.load_triton())(*args, **kwargs)
-        compiled = self._compiled if on_cpu and _compiled.get() else None
-        if compiled is not None and (self._knows is None or self._knows(*args, **kwargs)):
-            return compiled(*args, **kwargs)
+        if self._compiled is not None and on_cpu and _compiled.get():
+            result = self._compiled(*args, **kwargs)
+            if result is not None:
+                return result
         return self._torch(*args, **kwargs)
 
     def load_triton(self) -> Callable[P, R]:

@@ -23,13 +23,11 @@ _TRITON = "vlm_serve.kernels.causal_conv.triton"
 _prefill = Op(
     torch_cpu.causal_conv_prefill,
     compiled=compiled.causal_conv,
-    knows=compiled.knows,
     triton=f"{_TRITON}:causal_conv_prefill",
 )
 _decode = Op(
     torch_cpu.causal_conv_decode,
     compiled=compiled.causal_conv,
-    knows=compiled.knows,
     triton=f"{_TRITON}:causal_conv_decode",
 )
 

@@ -17,17 +17,12 @@ MOST_TAPS = constant("MOST_TAPS")
 _Convolution = struct("Convolution")
 
 
-def knows(
-    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta | DecodeMeta
-) -> bool:
-    """Whether `causal_conv` is for such inputs."""
-    return x.dtype in DTYPES and x.shape[1] % LANES == 0 and weight.shape[1] <= MOST_TAPS
-
-
 def causal_conv(
     x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta | DecodeMeta
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Prefill and decode alike: a decode token is a slice of one."""
+    if x.dtype not in DTYPES or x.shape[1] % LANES or weight.shape[1] > MOST_TAPS:
+        return None
     taps = derived(weight, "taps in rows", lambda w: w.float().T.contiguous())
     out = torch.empty(x.shape, dtype=x.dtype)
     job = _Convolution(

@@ -13,12 +13,8 @@ import torch
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.elementwise import compiled, torch_cpu
 
-_times_sigmoid = Op(
-    torch_cpu.times_sigmoid, compiled=compiled.times_sigmoid, knows=compiled.knows_times_sigmoid
-)
-_silu_times = Op(
-    torch_cpu.silu_times, compiled=compiled.silu_times, knows=compiled.knows_silu_times
-)
+_times_sigmoid = Op(torch_cpu.times_sigmoid, compiled=compiled.times_sigmoid)
+_silu_times = Op(torch_cpu.silu_times, compiled=compiled.silu_times)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

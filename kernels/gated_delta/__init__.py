@@ -27,16 +27,14 @@ _TRITON = "vlm_serve.kernels.gated_delta.triton"
 _chunk = Op(
     torch_cpu.chunk_gated_delta,
     compiled=compiled.gated_delta,
-    knows=compiled.knows,
     triton=f"{_TRITON}:chunk_gated_delta",
 )
 _recurrent = Op(
     torch_cpu.recurrent_gated_delta,
     compiled=compiled.gated_delta,
-    knows=compiled.knows,
     triton=f"{_TRITON}:recurrent_gated_delta",
 )
-_gates = Op(torch_cpu.gates, compiled=compiled.gates, knows=compiled.knows_gates)
+_gates = Op(torch_cpu.gates, compiled=compiled.gates)
 
 
 def chunk_gated_delta(

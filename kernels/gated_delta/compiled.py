@@ -19,24 +19,15 @@ _Delta = struct("Delta")
 _Gates = struct("Gates")
 
 
-def knows_gates(
-    raw: torch.Tensor,
-    neg_decay: torch.Tensor,
-    dt_bias: torch.Tensor,
-    *,
-    deterministic: bool,
-) -> bool:
-    """Whether `gates` is for such inputs."""
-    return raw.dtype in DTYPES
-
-
 def gates(
     raw: torch.Tensor,
     neg_decay: torch.Tensor,
     dt_bias: torch.Tensor,
     *,
     deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if raw.dtype not in DTYPES:
+        return None
     neg_decay, dt_bias = neg_decay.contiguous(), dt_bias.contiguous()
     tokens, heads = raw.shape[0], neg_decay.shape[0]
     beta, decay = torch.empty(tokens, heads), torch.empty(tokens, heads)
@@ -55,20 +46,6 @@ def gates(
     return beta, decay
 
 
-def knows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    meta: PrefillMeta | DecodeMeta,
-) -> bool:
-    """Whether `gated_delta` is for such inputs."""
-    whole = q.shape[2] % LANES == 0 and v.shape[2] % LANES == 0
-    return whole and q.dtype in DTYPES and state.dtype == torch.float32
-
-
 def gated_delta(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -77,8 +54,11 @@ def gated_delta(
     beta: torch.Tensor,
     state: torch.Tensor,
     meta: PrefillMeta | DecodeMeta,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Prefill and decode alike: a decode token is a slice of one."""
+    whole = q.shape[2] % LANES == 0 and v.shape[2] % LANES == 0
+    if not whole or q.dtype not in DTYPES or state.dtype != torch.float32:
+        return None
     out = torch.empty(v.shape, dtype=v.dtype)
     g, beta = g.contiguous(), beta.float().contiguous()
     job = _Delta(

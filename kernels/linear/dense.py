@@ -128,10 +128,8 @@ class PackedDense(Linear):
 
     def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
         gate, other = self(x), up(x)
-        # Compiled code takes rows of whole vectors.
-        if compiled.knows_silu_times(gate, other):
-            return compiled.silu_times(gate, other)
-        return torch_cpu.silu_times(gate, other)
+        out = compiled.silu_times(gate, other)
+        return torch_cpu.silu_times(gate, other) if out is None else out
 
     def record(self) -> ctypes.Structure:
         return self._record

@@ -16,13 +16,11 @@ _TRITON = "vlm_serve.kernels.norms.triton"
 _rms_norm = Op(
     torch_cpu.rms_norm,
     compiled=compiled.rms_norm,
-    knows=compiled.knows,
     triton=f"{_TRITON}:rms_norm",
 )
 _gated_rms_norm = Op(
     torch_cpu.gated_rms_norm,
     compiled=compiled.gated_rms_norm,
-    knows=compiled.knows_gated,
     triton=f"{_TRITON}:gated_rms_norm",
 )
 

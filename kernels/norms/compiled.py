@@ -11,25 +11,19 @@ from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import bits, knows_rows, rows
 
 
-def knows(x: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
-    """Whether `rms_norm` is for such inputs."""
-    return knows_rows(x)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+    if not knows_rows(x):
+        return None
     out = torch.empty(x.shape, dtype=x.dtype)
     call("vlm_rms_norm", ctypes.byref(rows(x, out)), centred(weight).data_ptr(), eps, bits(x))
     return out
 
 
-def knows_gated(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
-    """Whether `gated_rms_norm` is for such inputs."""
-    return knows_rows(x) and knows_rows(gate)
-
-
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+) -> torch.Tensor | None:
+    if not (knows_rows(x) and knows_rows(gate)):
+        return None
     out = torch.empty(x.shape, dtype=x.dtype)
     factors = derived(weight, "factors", lambda w: w.float().contiguous())
     call(

@@ -24,13 +24,11 @@ _TRITON = "vlm_serve.kernels.paged_attention.triton"
 _prefill = Op(
     torch_cpu.attention_prefill,
     compiled=compiled.attention,
-    knows=compiled.knows,
     triton=f"{_TRITON}:attention_prefill",
 )
 _decode = Op(
     torch_cpu.attention_decode,
     compiled=compiled.attention,
-    knows=compiled.knows,
     triton=f"{_TRITON}:attention_decode",
 )
 

@@ -16,19 +16,6 @@ from vlm_serve.kernels.native_records import DTYPES, LANES, bits, offsets
 _Attention = struct("Attention")
 
 
-def knows(
-    q: torch.Tensor,
-    kv: KVLayer,
-    meta: PrefillMeta | DecodeMeta,
-    *,
-    scale: float,
-    deterministic: bool = False,
-) -> bool:
-    """Whether `attention` is for such inputs: pages in the dtype of the queries."""
-    same = q.dtype == kv.k.dtype and kv.k.stride() == kv.v.stride()
-    return same and q.dtype in DTYPES and q.shape[2] % LANES == 0
-
-
 def attention(
     q: torch.Tensor,
     kv: KVLayer,
@@ -36,8 +23,12 @@ def attention(
     *,
     scale: float,
     deterministic: bool = False,
-) -> torch.Tensor:
-    """Prefill and decode alike: a decode token is a slice of one."""
+) -> torch.Tensor | None:
+    """Prefill and decode alike: a decode token is a slice of one. Pages are in the dtype of the
+    queries."""
+    same = q.dtype == kv.k.dtype and kv.k.stride() == kv.v.stride()
+    if not (same and q.dtype in DTYPES and q.shape[2] % LANES == 0):
+        return None
     out = torch.empty(q.shape, dtype=q.dtype)
     if "compiled attention" not in meta.plans:
         meta.plans["compiled attention"] = _arrays(meta)

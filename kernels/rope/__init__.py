@@ -20,7 +20,6 @@ _cos_sin = Op(torch_cpu.mrope_cos_sin, compiled=compiled.mrope_cos_sin)
 _norm_rope = Op(
     torch_cpu.qk_norm_rope,
     compiled=compiled.qk_norm_rope,
-    knows=compiled.knows,
     triton="vlm_serve.kernels.rope.triton:qk_norm_rope",
 )
 

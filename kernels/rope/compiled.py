@@ -46,19 +46,6 @@ def mrope_cos_sin(
     return cos, sin
 
 
-def knows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-) -> bool:
-    """Whether `qk_norm_rope` is for such heads."""
-    return knows_rows(q) and knows_rows(k) and q.shape[2] <= MOST_DIM
-
-
 def qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -67,7 +54,9 @@ def qk_norm_rope(
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if not (knows_rows(q) and knows_rows(k) and q.shape[2] <= MOST_DIM):
+        return None
     cos, sin = cos.contiguous(), sin.contiguous()
     return _norm_rope(q, q_weight, cos, sin, eps), _norm_rope(k, k_weight, cos, sin, eps)
 

@@ -49,7 +49,6 @@ def test_what_has_not_arrived_is_missed() -> None:
 
 
 def test_drafts_are_refused() -> None:
-    pool = torch.zeros(1, 1, 2, 4, 1, 8)
     model: Any = None
     executor = LocalExecutor(model, CacheLayout((), ()).allocate(2, 2, 4, {}), block_size=4)
     executor.register(INFO)

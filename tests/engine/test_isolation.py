@@ -15,6 +15,8 @@ from parity_cases import random_ids
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.plan import SampleTask
+from vlm_serve.engine.sequence import Sequence
 from vlm_serve.errors import EngineError
 from vlm_serve.models.parts.feed_forward import LoadedMlp
 from vlm_serve.pipeline import Pipeline
@@ -107,3 +109,29 @@ def test_only_the_culprit_fails(pipe: Pipeline, layer: int) -> None:
     assert [delta.finish_reason for delta in endings] == ["error"]
     pipe.engine.check()
     assert pipe.generate(good[0], greedy(12)).token_ids == expected[0]
+
+
+def test_what_cannot_be_planned_ends_alone(pipe: Pipeline) -> None:
+    """A grammar's mask, say: the others go on, and everything is given back."""
+    good = [random_ids(40 + index, seed=30 + index, vocabulary=290) for index in range(2)]
+    bad = [*random_ids(60, seed=40, vocabulary=290), POISON_TOKEN]
+    expected = [output.token_ids for output in pipe.generate_many(good, greedy(12))]
+    sample_task = Sequence.sample_task
+
+    def faulty(sequence: Sequence) -> SampleTask:
+        if sequence.num_generated == 3 and POISON_TOKEN in sequence.prompt.token_ids:
+            raise RuntimeError("injected")
+        return sample_task(sequence)
+
+    endings: list[Delta] = []
+    with patch.object(Sequence, "sample_task", faulty):
+        prompt = pipe.engine.preprocessor.prepare_tokens(bad)
+        pipe.engine.submit(prompt, greedy(12, n=2), endings.append)
+        outputs = pipe.generate_many(good, greedy(12))
+        with pytest.raises(EngineError, match="step fail"):
+            pipe.generate(bad, greedy(12))
+    assert [output.token_ids for output in outputs] == expected
+    assert [delta.finish_reason for delta in endings][-2:] == ["error", "error"]
+    assert pipe.engine.alive and pipe.engine.num_running == 0
+    assert pipe.engine.stats()["usage"]["rows"]["live"] == 0
+    pipe.engine.check()

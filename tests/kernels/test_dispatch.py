@@ -26,8 +26,8 @@ def compiled_path(size: int, *, twice: bool) -> str:
     return f"compiled {size} {twice}"
 
 
-def knows_small(size: int, *, twice: bool) -> bool:
-    return size < 10
+def compiled_if_small(size: int, *, twice: bool) -> str | None:
+    return f"compiled {size} {twice}" if size < 10 else None
 
 
 def triton_path(size: int, *, twice: bool) -> str:
@@ -44,7 +44,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_compiled_code_is_for_what_it_knows(triton: str) -> None:
-    op = Op(torch_path, compiled=compiled_path, knows=knows_small, triton=triton)
+    op = Op(torch_path, compiled=compiled_if_small, triton=triton)
     assert op(CPU, 1, twice=True) == "torch 1 True"
     with compiled_kernels():
         assert op(CPU, 1, twice=True) == "compiled 1 True"

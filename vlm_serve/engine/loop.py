@@ -174,9 +174,13 @@ class EngineLoop:
         """One step, if one can be made; False if there was only something to wait for."""
         self._inspector.expire()
         plan = self._scheduler.plan()
+        failures = self._scheduler.take_failures()
+        self._emit(failures)
         self._media_loader.start()
         self.tiers.start()
         if plan is None:
+            if failures:
+                return False
             if self.tiers.busy:
                 self._run_next_command(wait=True)
             elif not self._scheduler.running:

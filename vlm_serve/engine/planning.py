@@ -44,6 +44,7 @@ class Planner:
         self._media = roster.media
         self._config = config
         self._reports_left = 0
+        self.failures: list[tuple[Sequence, Exception]] = []
         self._admission = Admission(
             roster.cache,
             config.state_interval,
@@ -59,10 +60,8 @@ class Planner:
         self._reports_left = self._config.reported_tokens
         self._media.begin_step(budget)
         candidates = roster.suspects[:1] or roster.running
-        for sequence in sorted((s for s in candidates if not s.prefilling), key=order):
-            budget -= self._grant_decode(sequence)
-        for sequence in sorted((s for s in candidates if s.prefilling), key=order):
-            budget -= self._grant_prefill(sequence, budget)
+        for sequence in sorted(candidates, key=lambda each: (each.prefilling, order(each))):
+            budget -= self._grant(sequence, budget)
         self._admit(budget)
         if not roster.planned:
             return None
@@ -90,15 +89,25 @@ class Planner:
                     continue  # others need not wait for what comes up for this one
                 return
             roster.start(sequence)
-            if sequence.prefilling:
-                budget -= self._grant_prefill(sequence, budget)
-            else:
-                budget -= self._grant_decode(sequence)
+            budget -= self._grant(sequence, budget)
 
     def _clear_the_way(self) -> None:
         """A suspect runs alone. The others wait for it anyway, so they may as well make room."""
         for other in sorted(self._roster.running, key=order, reverse=True):
             self._roster.preempt(other)
+
+    def _grant(self, sequence: Sequence, budget: int) -> int:
+        """Plans what comes next for a sequence; returns the tokens planned. Pictures and grammars
+        are a request's own: where one of them fails, it is left out and noted in `failures`."""
+        try:
+            if sequence.prefilling:
+                return self._grant_prefill(sequence, budget)
+            return self._grant_decode(sequence)
+        except AssertionError:
+            raise
+        except Exception as error:
+            self.failures.append((sequence, error))
+            return 0
 
     def _grant_decode(self, sequence: Sequence) -> int:
         """Plans one decode token; returns the tokens planned."""

@@ -59,8 +59,13 @@ class Scheduler:
         self._roster.add(job)
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if nothing can run."""
+        """The next step, or None if nothing can run. Ask for `take_failures` then."""
         return self._planner.plan()
+
+    def take_failures(self) -> list[Event]:
+        """Ends the requests that could not be planned."""
+        failures, self._planner.failures = self._planner.failures, []
+        return [each for failure in failures for each in self._end_with_error(*failure)]
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Event]:
         """Publishes what a successful step has computed and appends the sampled tokens."""

@@ -130,12 +130,12 @@ class LoadedAttention(LoadedMixer):
     def _attend(self, q: torch.Tensor, cache: KVLayer, step: Step) -> torch.Tensor:
         scale, first, parts = self.sizes.head_dim**-0.5, step.num_decode, []
         if step.decode is not None:
-            decoding = q if step.prefill is None else q[:first]
-            parts.append(attention_decode(decoding, cache, step.decode, scale=scale))
+            parts.append(attention_decode(q[:first], cache, step.decode, scale=scale))
         if step.prefill is not None:
+            prefilling, deterministic = q[first:], step.deterministic
             parts.append(
                 attention_prefill(
-                    q[first:], cache, step.prefill, scale=scale, deterministic=step.deterministic
+                    prefilling, cache, step.prefill, scale=scale, deterministic=deterministic
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

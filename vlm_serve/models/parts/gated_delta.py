@@ -107,19 +107,16 @@ class LoadedGatedDelta(LoadedMixer):
         step: Step,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
-        sizes, deterministic, first = self.sizes, step.deterministic, step.num_decode
+        sizes, deterministic = self.sizes, step.deterministic
         widths = (sizes.channels, sizes.values, 2 * sizes.value_heads)
         qkv, z, raw = torch.split_with_sizes(
             self.in_proj(x, deterministic=deterministic), widths, 1
         )
         beta, decay = gates(raw, self.neg_decay, self.dt_bias, deterministic=deterministic)
-        parts = []
-        if step.decode is not None:
-            rows = slice(None) if step.prefill is None else slice(first)
-            parts.append(self._decode(qkv[rows], decay[rows], beta[rows], cache, step.decode))
-        if step.prefill is not None:
-            rows = slice(first, None)
-            parts.append(self._prefill(qkv[rows], decay[rows], beta[rows], cache, step.prefill))
+        first, parts = step.num_decode, []
+        for meta, rows in ((step.decode, slice(first)), (step.prefill, slice(first, None))):
+            if meta is not None:
+                parts.append(self._mix(qkv[rows], decay[rows], beta[rows], cache, meta))
         core = parts[0] if len(parts) == 1 else torch.cat(parts)
         z = z.view(-1, sizes.value_heads, sizes.value_dim)
         if keep is not None:
@@ -127,37 +124,26 @@ class LoadedGatedDelta(LoadedMixer):
         out = gated_rms_norm(core, z, self.norm, self.eps).flatten(1)
         return self.out_proj(out, plus=residual, deterministic=deterministic)
 
-    def _decode(
+    def _mix(
         self,
         qkv: torch.Tensor,
         decay: torch.Tensor,
         beta: torch.Tensor,
         cache: StateLayer,
-        meta: DecodeMeta,
+        meta: DecodeMeta | PrefillMeta,
     ) -> torch.Tensor:
-        q, k, v = self._heads(causal_conv_decode(qkv, self.conv, cache.conv, meta))
-        return recurrent_gated_delta(q, k, v, decay, beta, cache.recurrent, meta)
-
-    def _prefill(
-        self,
-        qkv: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        cache: StateLayer,
-        meta: PrefillMeta,
-    ) -> torch.Tensor:
+        if isinstance(meta, DecodeMeta):
+            q, k, v = self._heads(causal_conv_decode(qkv, self.conv, cache.conv, meta))
+            return recurrent_gated_delta(q, k, v, decay, beta, cache.recurrent, meta)
         q, k, v = self._heads(causal_conv_prefill(qkv, self.conv, cache.conv, meta))
         return chunk_gated_delta(q, k, v, decay, beta, cache.recurrent, meta)
 
     def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         sizes, tokens = self.sizes, qkv.shape[0]
+        keys, values = (sizes.key_heads, sizes.key_dim), (sizes.value_heads, sizes.value_dim)
         width = sizes.key_heads * sizes.key_dim
         q, k, v = torch.split_with_sizes(qkv, (width, width, sizes.values), 1)
-        return (
-            q.view(tokens, sizes.key_heads, sizes.key_dim),
-            k.view(tokens, sizes.key_heads, sizes.key_dim),
-            v.view(tokens, sizes.value_heads, sizes.value_dim),
-        )
+        return q.view(tokens, *keys), k.view(tokens, *keys), v.view(tokens, *values)
 
     def lower(self, program: Program, cache: StateLayer, *, last: bool) -> None:
         sizes = self.sizes
