@@ -1,4 +1,10 @@
-"""The same kernel cases at an earlier commit, in a child process that is told which to run when."""
+"""The same kernel cases at an earlier commit and at this one, in two child processes that are told
+which to run when.
+
+Neither is this process: what runs after another process, whose idle OpenMP workers spin for a
+while, is up to a quarter slower than what runs after something else, whatever it is. So the two
+commits are in the same place, and take turns at being the first.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,38 @@ SETTLE_SECONDS = 0.005
 
 
 class Before:
-    """The parent's side.
+    """Two children: of the earlier commit, and of this one.
+
+    Args:
+        folder: checkout of the earlier commit.
+        root: of this one.
+    """
+
+    def __init__(self, folder: Path, root: Path) -> None:
+        self._children = [_Child(folder), _Child(root)]
+        self._number = 0
+
+    def next(self) -> list[str]:
+        """Goes on to the next case; what can be run in it."""
+        runnable = [child.next() for child in self._children]
+        assert runnable[0] == runnable[1], "the commits have different cases"
+        return runnable[1]
+
+    def run(self, key: str, repeats: int = 1) -> tuple[float, float]:
+        """Seconds of one call before and now, as means over that many."""
+        self._number += 1
+        seconds = [0.0, 0.0]
+        for side in (0, 1) if self._number % 2 else (1, 0):
+            seconds[side] = self._children[side].run(key, repeats)
+        return seconds[0], seconds[1]
+
+    def close(self) -> None:
+        for child in self._children:
+            child.close()
+
+
+class _Child:
+    """The parent's side of one.
 
     Args:
         folder: the checkout that the child imports `vlm_serve` from; otherwise it runs the same

@@ -61,9 +61,8 @@ class Case:
             "ours": lambda: timed(self.ours),
             "theirs": lambda: timed(self.theirs),
         }
-        if before is not None:
-            (key,) = before.next()
-            sides["before"] = lambda: before.run(key)
+        pairs: list[tuple[float, float]] = []
+        key = before.next()[0] if before is not None else ""
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         names = list(sides)
         for round_number in range(-1, rounds):
@@ -72,18 +71,18 @@ class Case:
                 taken = sides[name]()
                 if round_number >= 0:
                     seconds[name].append(taken)
-        ratios = [
-            statistics.median(
-                other / own for other, own in zip(seconds[name], seconds["ours"], strict=True)
-            )
-            for name in names[1:]
-        ]
+            if before is not None:
+                pairs.append(before.run(key))
+        ratio = statistics.median(
+            other / own for other, own in zip(seconds["theirs"], seconds["ours"], strict=True)
+        )
         best = [1e3 * min(seconds[name]) for name in ("ours", "theirs")]
         goal = "" if self.goal is None else f">= {self.goal:.2f}"
-        earlier = f"{ratios[1]:.2f}" if before is not None else ""
+        # The first pair is warm-up.
+        earlier = statistics.median(one / other for one, other in pairs[1:]) if pairs else None
         return (
-            f"| {self.name} | {best[0]:.2f} | {best[1]:.2f} | {ratios[0]:.2f} | {goal} "
-            f"| {earlier} |"
+            f"| {self.name} | {best[0]:.2f} | {best[1]:.2f} | {ratio:.2f} | {goal} "
+            f"| {'' if earlier is None else f'{earlier:.2f}'} |"
         )
 
 
@@ -223,7 +222,7 @@ def main() -> None:
         return
     imported = Path(vlm_serve.__file__)
     assert imported.is_relative_to(ROOT), f"{imported} would be measured: set PYTHONPATH={ROOT}"
-    before = None if arguments.before is None else Before(arguments.before.resolve())
+    before = None if arguments.before is None else Before(arguments.before.resolve(), ROOT)
     print(describe(arguments.threads))
     print(f"torch {torch.__version__}, memory retained: {retained}")
     print(f"our kernels: {'torch' if arguments.torch else 'compiled'}", flush=True)

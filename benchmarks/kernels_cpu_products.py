@@ -163,14 +163,17 @@ def measure(case: Product, limits: Limits, rounds: int, before: Before | None) -
     }
     runs[PEAK, ""] = lambda: per_unit(limits.multiply_add)
     runs[READ, ""] = lambda: per_unit(lambda: limits.read(TOUCHED))
-    if before is not None:
-        runs |= {("before", dtype): before_run(before, dtype) for dtype in before.next()}
+    pairs = {} if before is None else {each: pair(before, each) for each in before.next()}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+    seconds |= {(side, dtype): [] for side in ("before", "now") for dtype in pairs}
     keys, number = list(runs), 0
     while number < rounds:
         begin, turn = time.perf_counter(), number % len(keys)
         for key in keys[turn:] + keys[:turn]:
             seconds[key].append(runs[key]())
+        for dtype, run in pairs.items():
+            for side, taken in zip(("before", "now"), run(), strict=True):
+                seconds[side, dtype].append(taken)
         if time.perf_counter() - begin > LONG_SECONDS:
             rounds = min(rounds, LONG_ROUNDS)
         number += 1
@@ -184,10 +187,10 @@ def repeated(function: Callable[[], object]) -> Callable[[], float]:
     return lambda: timed(function, repeats)
 
 
-def before_run(before: Before, key: str) -> Callable[[], float]:
-    """As `repeated`, in the process of the earlier commit."""
+def pair(before: Before, key: str) -> Callable[[], tuple[float, float]]:
+    """As `repeated`, in the processes of both commits."""
     before.run(key)
-    repeats = max(1, round(SAMPLE_SECONDS / before.run(key)))
+    repeats = max(1, round(SAMPLE_SECONDS / min(before.run(key))))
     return lambda: before.run(key, repeats)
 
 
@@ -244,7 +247,7 @@ def row(case: Product, dtype: str, seconds: Seconds, bar: float) -> str:
         f"{amount / statistics.median(at_best) / 1e9:.1f}",
         f"{paired(at_best, mine):.2f}",
         f">= {goal}" if goal else "",
-        "" if earlier is None else f"{paired(earlier, mine):.2f}",
+        "" if earlier is None else f"{paired(earlier, seconds['now', dtype]):.2f}",
     ]
     return f"| {' | '.join(cells)} |"
 
