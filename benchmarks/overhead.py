@@ -136,7 +136,7 @@ def along_an_answer(options: argparse.Namespace) -> tuple[float, float]:
     """CPU seconds a token of the engine, early and late in answers that are given at once."""
     config = EngineConfig(threads=1, cache_memory="1GiB", max_num_seqs=options.batch)
     engine = Engine.from_checkpoint(options.model, config)
-    logits = torch.zeros(options.batch, engine.model_config.text.vocab_size)
+    logits = torch.zeros(options.batch, engine.spec.vocab_size)
     model = model_of(engine)
     model.forward = (
         lambda batch, caches: ForwardOutput(  # type: ignore[method-assign]
