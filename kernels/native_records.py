@@ -41,6 +41,16 @@ def offsets(meta: PrefillMeta | DecodeMeta) -> Sequence[int]:
     return range(len(meta) + 1) if isinstance(meta, DecodeMeta) else meta.cu_seqlens
 
 
+def tables(meta: PrefillMeta | DecodeMeta) -> tuple[array[int], list[array[int]]]:
+    """The addresses of the sequences' block tables, and what lies there: the tables themselves
+    where they are arrays of int32, which nobody copies however long they are."""
+    own = [
+        each if isinstance(each, array) and each.typecode == "i" else array("i", each)
+        for each in meta.block_tables
+    ]
+    return array("q", [each.buffer_info()[0] for each in own]), own
+
+
 def _snapshot_rows(meta: PrefillMeta | DecodeMeta) -> Sequence[int]:
     """For every token the row that receives the state after it, -1 for none."""
     if isinstance(meta, DecodeMeta):

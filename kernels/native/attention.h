@@ -25,8 +25,8 @@ struct Attention {
     int64_t sequences, threads, heads, kv_heads, head_dim, q_stride, q_head;
     int64_t block_size, kv_block_stride, kv_token_stride, kv_head_stride;
     double scale;
-    const int64_t *offsets, *starts, *first_block;
-    const int32_t* blocks;
+    const int64_t *offsets, *starts;
+    const int32_t** tables;  // [sequences], a sequence's blocks in their order
     const void *q, *k, *v;
     void* out;  // [N, heads, head_dim], contiguous
 };

@@ -72,7 +72,7 @@ class QueryTile {
         const int64_t all_rows = (job_.offsets[item.sequence + 1] - begin) * shared_;
         first_ = item.tile * QUERIES;
         rows_ = std::min(QUERIES, all_rows - first_);
-        blocks_ = job_.blocks + job_.first_block[item.sequence];
+        blocks_ = job_.tables[item.sequence];
         keys_ = (const T*)job_.k + item.kv_head * job_.kv_head_stride;
         values_ = (const T*)job_.v + item.kv_head * job_.kv_head_stride;
         std::memset(queries_, 0, words() * QUERIES * sizeof(float));

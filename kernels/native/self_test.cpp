@@ -157,7 +157,8 @@ void attentions(Digest& digest) {
     std::vector<T> out(q.size());
     std::vector<int32_t> blocks(BLOCKS);
     for (int64_t i = 0; i < BLOCKS; ++i) blocks[i] = (int32_t)(i * 5 % BLOCKS);
-    const int64_t offsets[] = {0, TOKENS}, starts[] = {BLOCKS * BLOCK - TOKENS}, first[] = {0};
+    const int64_t offsets[] = {0, TOKENS}, starts[] = {BLOCKS * BLOCK - TOKENS};
+    const int32_t* tables[] = {blocks.data()};
     own_attention_room().of(attention_room(DIM));
     for (int64_t threads : {1, 64}) {
         Attention job{};
@@ -175,8 +176,7 @@ void attentions(Digest& digest) {
         job.scale = 0.17677669;
         job.offsets = offsets;
         job.starts = starts;
-        job.first_block = first;
-        job.blocks = blocks.data();
+        job.tables = tables;
         job.q = q.data();
         job.k = k.data();
         job.v = v.data();

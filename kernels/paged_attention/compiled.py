@@ -11,7 +11,7 @@ import torch
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.native_library import call
-from vlm_serve.kernels.native_records import DTYPES, LANES, bits, offsets
+from vlm_serve.kernels.native_records import DTYPES, LANES, bits, offsets, tables
 
 _Attention = struct("Attention")
 
@@ -49,8 +49,7 @@ def attention(
         scale=scale,
         offsets=addresses[0],
         starts=addresses[1],
-        first_block=addresses[2],
-        blocks=addresses[3],
+        tables=addresses[2],
         q=q.data_ptr(),
         k=kv.k.data_ptr(),
         v=kv.v.data_ptr(),
@@ -61,13 +60,10 @@ def attention(
 
 
 def _arrays(meta: PrefillMeta | DecodeMeta) -> tuple[array[int], ...]:
-    """Offsets, starts, where each table begins, and the tables."""
+    """Offsets, starts, where each table lies; then the tables, to be kept."""
     if isinstance(meta, DecodeMeta):
         starts = tuple(length - 1 for length in meta.kv_lens)
     else:
         starts = meta.starts
-    first_block, blocks = array("q"), array("i")
-    for table in meta.block_tables:
-        first_block.append(len(blocks))
-        blocks.extend(table)
-    return array("q", offsets(meta)), array("q", starts), first_block, blocks
+    places, own = tables(meta)
+    return array("q", offsets(meta)), array("q", starts), places, *own

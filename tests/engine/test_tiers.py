@@ -31,10 +31,16 @@ CACHED = 208
 """The deepest block boundary before the last token."""
 
 
-@pytest.fixture(scope="module", params=["dense", "moe"])
+SPECS = {
+    "dense": CheckpointSpec(),
+    "moe": CheckpointSpec(num_experts=8),
+    "no state": CheckpointSpec(full_attention_interval=1),
+}
+
+
+@pytest.fixture(scope="module", params=SPECS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = CheckpointSpec(num_experts=8 if request.param == "moe" else 0)
-    return make_checkpoint(tmp_path_factory.mktemp("tiers"), spec)
+    return make_checkpoint(tmp_path_factory.mktemp("tiers"), SPECS[request.param])
 
 
 def open_pipeline(checkpoint: Path, **options: object) -> Pipeline:

@@ -37,10 +37,11 @@ struct Paged {
     std::vector<T> run(const std::vector<Slice>& slices, int64_t threads) const {
         const std::vector<T> q = queries.of(slices);
         std::vector<T> out(q.size());
-        std::vector<int64_t> starts, first_block;
+        std::vector<int64_t> starts;
+        std::vector<const int32_t*> tables;
         for (const Slice& slice : slices) {
             starts.push_back(slice.first);
-            first_block.push_back(slice.sequence * own_blocks);
+            tables.push_back(blocks.data() + slice.sequence * own_blocks);
         }
         const std::vector<int64_t> begins = offsets(slices);
         const vlm::Attention job{.sequences = (int64_t)slices.size(),
@@ -57,8 +58,7 @@ struct Paged {
                                  .scale = 0.125,
                                  .offsets = begins.data(),
                                  .starts = starts.data(),
-                                 .first_block = first_block.data(),
-                                 .blocks = blocks.data(),
+                                 .tables = tables.data(),
                                  .q = q.data(),
                                  .k = keys.data(),
                                  .v = values.data(),

@@ -13,10 +13,11 @@ typename Tiny<T>::Result Tiny<T>::run(const vlm::Program& program, const std::ve
     const Sequences sequences(slices);
     const std::vector<T> x = x_.of(slices);
     const int64_t tokens = sequences.tokens(), count = (int64_t)slices.size();
-    std::vector<int64_t> positions(3 * tokens), slots, start, first_block, last;
+    std::vector<int64_t> positions(3 * tokens), slots, start, last;
+    std::vector<const int32_t*> tables;
     for (const Slice& slice : slices) {
         start.push_back(slice.first);
-        first_block.push_back(slice.sequence * BLOCKS);
+        tables.push_back(blocks_.data() + slice.sequence * BLOCKS);
         for (int64_t t = slice.first; t < slice.first + slice.count; ++t) {
             const int64_t own = (int64_t)slots.size(), table = slice.sequence * BLOCKS;
             for (int64_t axis = 0; axis < 3; ++axis)
@@ -38,8 +39,7 @@ typename Tiny<T>::Result Tiny<T>::run(const vlm::Program& program, const std::ve
                          .start = start.data(),
                          .src_rows = sequences.src.data(),
                          .dst_rows = sequences.dst.data(),
-                         .first_block = first_block.data(),
-                         .blocks = blocks_.data(),
+                         .tables = tables.data(),
                          .snapshot_rows = sequences.snapshots.data(),
                          .logit_rows = last.data(),
                          .logits = result.logits.data(),

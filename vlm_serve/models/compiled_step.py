@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Sequence
 
 import torch
 
 from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.native_library import call, load
+from vlm_serve.kernels.native_records import tables
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.program import Program
@@ -89,7 +90,8 @@ class _Layout:
         self.first_token, self.start = array("q", [0]), array("q")
         self.src_rows, self.dst_rows = array("q"), array("q")
         self.snapshot_rows = array("q", [-1]) * tokens
-        self.blocks, self.first_block = array("i"), array("q")
+        self.tables = array("q")
+        self._kept: list[array[int]] = []
         first = 0
         if decode is not None:
             first = len(decode)
@@ -97,9 +99,8 @@ class _Layout:
             check_block_tables(decode, decode.kv_lens, caches.num_blocks, caches.block_size)
             self.first_token.extend(range(1, first + 1))
             self.start.extend(length - 1 for length in decode.kv_lens)
-            self._add_rows(decode.src_rows, decode.dst_rows)
+            self._add(decode)
             self.snapshot_rows[:first] = array("q", decode.snapshot_rows)
-            self._add_blocks(decode.block_tables)
         if prefill is not None:
             check_prefill_meta(prefill, tokens - first, caches.num_rows)
             ends = prefill.cu_seqlens[1:]
@@ -110,20 +111,18 @@ class _Layout:
             check_block_tables(prefill, lengths, caches.num_blocks, caches.block_size)
             self.first_token.extend(first + end for end in ends)
             self.start.extend(prefill.starts)
-            self._add_rows(prefill.src_rows, prefill.dst_rows)
+            self._add(prefill)
             for sequence, chunk, row in prefill.snapshots:
                 self.snapshot_rows[first + prefill.chunk_ends[sequence][chunk] - 1] = row
-            self._add_blocks(prefill.block_tables)
 
-    def _add_rows(self, src_rows: Iterable[int], dst_rows: Iterable[int]) -> None:
-        self.src_rows.extend(src_rows)
-        self.dst_rows.extend(dst_rows)
-
-    def _add_blocks(self, tables: Iterable[Sequence[int]]) -> None:
-        for table in tables:
-            self.first_block.append(len(self.blocks))
-            self.blocks.extend(table)
+    def _add(self, meta: DecodeMeta | PrefillMeta) -> None:
+        self.src_rows.extend(meta.src_rows)
+        self.dst_rows.extend(meta.dst_rows)
+        places, kept = tables(meta)
+        self.tables += places
+        self._kept += kept
 
     def addresses(self) -> dict[str, int]:
         """Where the tables lie, by their names in `Step`."""
-        return {name: table.buffer_info()[0] for name, table in vars(self).items()}
+        named = vars(self).items()
+        return {name: each.buffer_info()[0] for name, each in named if isinstance(each, array)}

@@ -142,15 +142,14 @@ struct Program {
 // T tokens of S sequences, a sequence's tokens next to each other and in order.
 struct Step {
     int64_t tokens, sequences, rows, threads;
-    const void* x;               // [T, hidden] embeddings
-    const int64_t* positions;    // [3, T]
-    const int64_t* slots;        // [T], -1 for none
-    const int64_t* first_token;  // [S + 1]
-    const int64_t* start;        // [S] keys before the sequence's first token
-    const int64_t* src_rows;     // [S], -1 for the zero state
-    const int64_t* dst_rows;     // [S]
-    const int64_t* first_block;  // [S] where its table begins in `blocks`
-    const int32_t* blocks;
+    const void* x;                 // [T, hidden] embeddings
+    const int64_t* positions;      // [3, T]
+    const int64_t* slots;          // [T], -1 for none
+    const int64_t* first_token;    // [S + 1]
+    const int64_t* start;          // [S] keys before the sequence's first token
+    const int64_t* src_rows;       // [S], -1 for the zero state
+    const int64_t* dst_rows;       // [S]
+    const int32_t** tables;        // [S] its blocks in their order
     const int64_t* snapshot_rows;  // [T] row that receives the state after this token, -1 for none
     const int64_t* logit_rows;     // [R] tokens
     float* logits;                 // [R, vocab]
