@@ -109,13 +109,12 @@ class Model:
             BuildError: it can be neither found nor built here.
             UnsupportedError: it does not know this model, or pools like these.
         """
-        spec, program, last = self.spec, Program(self.dtype, self.spec.hidden_size), None
+        spec, program = self.spec, Program(self.dtype, self.spec.hidden_size)
         eps = spec.norm.eps
         program.rotate(self._inv_freq, axes(len(self._inv_freq), spec.rope.sections))
         for layer, cache in zip(self._decoder.layers, self._bind(caches), strict=True):
-            last = layer is self._decoder.layers[-1]
             program.norm(layer.input_norm, eps)
-            layer.mixer.lower(program, cache, last=last)
+            layer.mixer.lower(program, cache, last=layer is self._decoder.layers[-1])
             program.norm(layer.post_norm, eps)
             layer.feed_forward.lower(program)
         program.keep(program.normed, 0, reporting=True)
