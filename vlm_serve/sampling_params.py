@@ -151,7 +151,7 @@ class SamplingParams:
                 param="routed_experts_prompt_start",
             )
 
-    def with_defaults(self, generation_config: dict[str, Any]) -> SamplingParams:
+    def with_defaults(self, generation_config: Mapping[str, Any]) -> SamplingParams:
         """Fills every None from the checkpoint's generation config; explicit values win."""
         neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
         if not generation_config.get("do_sample", True):

@@ -38,7 +38,6 @@ from vlm_serve.models.weight_sizes import weight_bytes
 from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
-from vlm_serve.preprocess.tokenizer import read_json
 
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
@@ -128,7 +127,6 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         executor=executor,
         cache=cache,
         media=media,
-        generation_config=read_json(path / "generation_config.json"),
         tiers=tiers,
     )
 

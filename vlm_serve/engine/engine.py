@@ -47,7 +47,6 @@ class Engine:
         self.preprocessor: Preprocessor = parts.preprocessor
         language = parts.language
         self.max_model_len = language.max_length
-        self.generation_config = parts.generation_config
         self.grammars = GrammarCompiler(
             parts.preprocessor.tokenizer, language.vocabulary, language.stop_tokens
         )
@@ -93,7 +92,7 @@ class Engine:
             InvalidRequestError: an empty prompt or a parameter outside the vocabulary.
             EngineClosedError: the engine no longer runs.
         """
-        params = params.with_defaults(self.generation_config)
+        params = params.with_defaults(self.spec.generation)
         check_request(prompt, params, self.spec, self.max_model_len)
         if grammar is None and params.structured_outputs is not None:
             grammar = self.grammars.compile(params.structured_outputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import EngineConfig
@@ -34,5 +33,4 @@ class EngineParts:
     executor: Executor
     cache: PrefixCache
     media: MediaPlanner
-    generation_config: dict[str, Any]
     tiers: Tiers | None = None
