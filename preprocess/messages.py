@@ -80,10 +80,53 @@ class MediaPart:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages as plain data for the template, and their media in order of appearance."""
+    """Messages as plain data for the template, and their media in order of appearance.
 
-    messages: list[dict[str, Any]]
+    Every API's form of a conversation is read into this one.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
     media: list[MediaPart] = field(default_factory=list)
+
+    def add(self, message: Any, param: str) -> None:
+        """Checks a message in OpenAI's form and appends it.
+
+        Args:
+            param: where it stands in the request, for errors.
+
+        Raises InvalidRequestError that names the part and field at fault.
+        """
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(f"{param} must be an object", param=param)
+        self.messages.append(_read_message(message, param, self))
+
+    def add_turn(self, role: Any, content: Any, param: str, **others: str) -> None:
+        """Appends a message whose content is text or parts as `part` and `medium` return them.
+
+        Raises InvalidRequestError for an unknown role.
+        """
+        self.messages.append({"role": _read_role(role, param), "content": content, **others})
+
+    def add_answer(
+        self, text: str | None, reasoning: str | None, calls: list[dict[str, Any]]
+    ) -> None:
+        """Appends an earlier answer; the calls are as `read_tool_call` returns them."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if reasoning is not None:
+            message |= dict.fromkeys(_REASONING, reasoning)
+        if calls:
+            message["tool_calls"] = calls
+        self.messages.append(message)
+
+    def part(self, part: Any, param: str) -> dict[str, Any]:
+        """A part in OpenAI's form as templates read it; a medium is set aside. Raises as `add`."""
+        return _read_part(part, param, self)
+
+    def medium(self, medium: MediaPart) -> dict[str, Any]:
+        """Sets a medium aside; returns the part that stands for it."""
+        self.media.append(medium)
+        # Templates look for the type or for a key of that name; none looks at the value.
+        return {"type": medium.modality, medium.modality: medium.modality}
 
 
 def read_messages(messages: Any) -> Conversation:
@@ -95,26 +138,20 @@ def read_messages(messages: Any) -> Conversation:
         raise InvalidRequestError("messages must be a list", param="messages")
     if not messages:
         raise InvalidRequestError("messages must not be empty", param="messages")
-    conversation = Conversation([])
+    conversation = Conversation()
     for index, message in enumerate(messages):
-        param = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError(f"{param} must be an object", param=param)
-        conversation.messages.append(_read_message(message, param, conversation.media))
+        conversation.add(message, f"messages[{index}]")
     return conversation
 
 
-def _read_message(message: Mapping[str, Any], param: str, media: list[MediaPart]) -> dict[str, Any]:
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidRequestError(
-            f"{param}.role must be one of {', '.join(_ROLES)}, not {_shown(role)}",
-            param=f"{param}.role",
-        )
+def _read_message(
+    message: Mapping[str, Any], param: str, conversation: Conversation
+) -> dict[str, Any]:
+    role = _read_role(message.get("role"), param)
     others = {key: value for key, value in message.items() if key not in ("role", "content")}
     read: dict[str, Any] = {
-        "role": _ROLES[role],
-        "content": _read_content(message.get("content"), f"{param}.content", media),
+        "role": role,
+        "content": _read_content(message.get("content"), f"{param}.content", conversation),
     }
     if read["content"] is None and role != "assistant":
         raise InvalidRequestError(f"{param}.content is missing", param=f"{param}.content")
@@ -131,15 +168,24 @@ def _read_message(message: Mapping[str, Any], param: str, media: list[MediaPart]
     return read
 
 
-def _read_content(content: Any, param: str, media: list[MediaPart]) -> Any:
+def _read_role(role: Any, param: str) -> str:
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidRequestError(
+            f"{param}.role must be one of {', '.join(_ROLES)}, not {_shown(role)}",
+            param=f"{param}.role",
+        )
+    return _ROLES[role]
+
+
+def _read_content(content: Any, param: str, conversation: Conversation) -> Any:
     if content is None or isinstance(content, str):
         return None if content is None else str(content)
     if not isinstance(content, list | tuple):
         raise InvalidRequestError(f"{param} must be text or a list of parts", param=param)
-    return [_read_part(part, f"{param}[{index}]", media) for index, part in enumerate(content)]
+    return [conversation.part(part, f"{param}[{index}]") for index, part in enumerate(content)]
 
 
-def _read_part(part: Any, param: str, media: list[MediaPart]) -> dict[str, Any]:
+def _read_part(part: Any, param: str, conversation: Conversation) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise InvalidRequestError(f"{param} must be an object", param=param)
     kind = part.get("type")
@@ -153,10 +199,7 @@ def _read_part(part: Any, param: str, media: list[MediaPart]) -> dict[str, Any]:
         raise InvalidRequestError(
             f"{param}.type must be one of {known}, not {_shown(kind)}", param=f"{param}.type"
         )
-    read = _read_media(part, kind, param)
-    media.append(read)
-    # Templates look for the type or for a key of that name; none looks at the value.
-    return {"type": read.modality, read.modality: read.modality}
+    return conversation.medium(_read_media(part, kind, param))
 
 
 def _read_media(part: Mapping[str, Any], kind: str, param: str) -> MediaPart:
@@ -182,14 +225,22 @@ def _read_media(part: Mapping[str, Any], kind: str, param: str) -> MediaPart:
 def _read_tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise InvalidRequestError(f"{param} must be a list", param=param)
-    return [_read_tool_call(call, f"{param}[{index}]") for index, call in enumerate(calls)]
+    return [read_tool_call(call, f"{param}[{index}]") for index, call in enumerate(calls)]
 
 
-def _read_tool_call(call: Any, param: str) -> dict[str, Any]:
-    """OpenAI sends arguments as JSON text; templates want the object."""
+def read_tool_call(call: Any, param: str) -> dict[str, Any]:
+    """A call as templates read it: OpenAI sends arguments as JSON text, they want the object.
+
+    Args:
+        call: a function's name and arguments, or an object that has them as `function`.
+        param: where it stands in the request, for errors.
+
+    Raises InvalidRequestError.
+    """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"{param} must name a function", param=param)
+    place = f"{param}.function.arguments" if "function" in call else f"{param}.arguments"
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -199,10 +250,8 @@ def _read_tool_call(call: Any, param: str) -> dict[str, Any]:
     elif arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise InvalidRequestError(
-            f"{param}.function.arguments must be a JSON object", param=f"{param}.function.arguments"
-        )
-    function = function | {"arguments": plain_data(arguments, f"{param}.function.arguments")}
+        raise InvalidRequestError(f"{place} must be a JSON object", param=place)
+    function = function | {"arguments": plain_data(arguments, place)}
     return call | {"function": function} if "function" in call else function
 
 

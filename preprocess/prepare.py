@@ -29,7 +29,7 @@ from vlm_serve.preprocess.family import Family
 from vlm_serve.preprocess.keys import PromptKeys, RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_items import LoadedMedia, MediaLoader
-from vlm_serve.preprocess.messages import MediaPart, read_messages
+from vlm_serve.preprocess.messages import Conversation, MediaPart, read_messages
 from vlm_serve.preprocess.processors import fingerprint, image_config, video_config
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
@@ -180,7 +180,7 @@ class Preprocessor:
 
     def prepare(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]] | Conversation,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -194,6 +194,7 @@ class Preprocessor:
             messages: OpenAI's form; Python callers may also use `{"type": "image", "image": X}`
                 and `{"type": "video", "video": X, "fps": f}` with X a PIL image, uint8 frames, a
                 path, a URL or bytes. A server must not pass such parts on from its clients.
+                Or what `read_messages` has made of them.
             tools: function definitions for the template.
             add_generation_prompt: end with the beginning of an assistant's turn.
             continue_final_message: leave the last message open for the model to continue.
@@ -205,7 +206,7 @@ class Preprocessor:
         """
         root = self.root_key(cache_salt)
         request = ChatRequest(
-            read_messages(messages),
+            messages if isinstance(messages, Conversation) else read_messages(messages),
             tools,
             chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,

@@ -17,6 +17,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.errors import EngineClosedError, VlmServeError
+from vlm_serve.preprocess.messages import Conversation
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
@@ -37,8 +38,9 @@ class FakePreprocessor:
         self.generation_prompt = "assistant:"
         self.gate.set()
 
-    def prepare(self, messages: Sequence[dict[str, Any]], **options: Any) -> Prompt:
-        self.calls.append({"messages": messages, **options})
+    def prepare(self, conversation: Conversation, **options: Any) -> Prompt:
+        messages, media = conversation.messages, conversation.media
+        self.calls.append({"messages": messages, "media": media, **options})
         assert self.gate.wait(30)
         if self.error is not None:
             raise self.error

@@ -7,18 +7,14 @@ from pathlib import Path
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.options import markdown_table, options_of
+from vlm_serve.server.api.cache import PinRequest, ProbeRequest
+from vlm_serve.server.api.chat.request import ChatCompletionRequest
+from vlm_serve.server.api.completions.request import CompletionRequest
+from vlm_serve.server.api.messages.request import MESSAGES_REFUSED, MessagesRequest
+from vlm_serve.server.api.responses.request import RESPONSES_REFUSED, ResponsesRequest
+from vlm_serve.server.api.tokenization import DetokenizeRequest, TokenizeRequest
+from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.fields import UNIMPLEMENTED
-from vlm_serve.server.messages_input import MESSAGES_REFUSED, MessagesRequest
-from vlm_serve.server.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    PinRequest,
-    ProbeRequest,
-    TokenizeRequest,
-)
-from vlm_serve.server.responses_input import RESPONSES_REFUSED, ResponsesRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

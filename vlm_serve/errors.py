@@ -34,6 +34,23 @@ class InvalidRequestError(VlmServeError, ValueError):
     type = "invalid_request_error"
 
 
+class FieldError(InvalidRequestError):
+    """One field is at fault. Whoever knows it under another name can tell it `under` that one.
+
+    Args:
+        place: the field, or a place inside it, such as `structured_outputs.json`.
+        problem: what is wrong; the message is both in one sentence.
+    """
+
+    def __init__(self, place: str, problem: str, *, code: str | None = None) -> None:
+        super().__init__(f"{place} {problem}", param=place.split(".")[0], code=code)
+        self.problem = problem
+
+    def under(self, place: str) -> FieldError:
+        """The same error about a field of another name."""
+        return FieldError(place, self.problem, code=self.code)
+
+
 class ContextLengthError(InvalidRequestError):
     """The prompt (plus what was asked for) is longer than the model's context: HTTP 400."""
 

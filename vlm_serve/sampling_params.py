@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
@@ -185,10 +185,10 @@ def _check(
     if kind is float:
         number = number or isinstance(value, float)
     if not number:
-        raise InvalidRequestError(f"{name} must be a number, got {value!r}", param=name)
+        raise FieldError(name, f"must be a number, got {value!r}")
     assert isinstance(value, int | float)
     inside = (value > low if open_low else value >= low) and (high is None or value <= high)
     if not inside:  # also catches NaN
         bound = f"{'more than' if open_low else 'at least'} {low:g}"
         bound += "" if high is None else f" and at most {high:g}"
-        raise InvalidRequestError(f"{name} must be {bound}, got {value}", param=name)
+        raise FieldError(name, f"must be {bound}, got {value}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import FieldError, InvalidRequestError
 
 MAX_SOURCE_LENGTH = 1 << 16
 MAX_CHOICES = 1024
@@ -119,8 +119,8 @@ def _quoted(text: str) -> str:
     return '"' + "".join(f"\\U{ord(character):08x}" for character in text) + '"'
 
 
-def _refuse(name: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"structured_outputs.{name} {what}", param="structured_outputs")
+def _refuse(name: str, what: str) -> FieldError:
+    return FieldError(f"structured_outputs.{name}", what)
 
 
 def _check_length(name: str, text: str) -> None:

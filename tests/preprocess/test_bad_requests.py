@@ -58,7 +58,7 @@ from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
         (
             [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1"}]}],
-            "messages[0].tool_calls[0].function.arguments",
+            "messages[0].tool_calls[0].arguments",
         ),
         ([{"role": "assistant", "content": "x", "reasoning": 3}], "messages[0]"),
         ([say("x") | {"name": object()}], "messages[0].name"),

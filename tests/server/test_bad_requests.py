@@ -305,7 +305,7 @@ def test_clients_name_media_by_url_only(
     part = {"type": kind, kind: {"url": source} if wrapped else source}
     body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
     error = check_error(fake.post("/v1/chat/completions", body), 400)
-    assert error["param"] == f"messages[0].content[1].{kind}"
+    assert error["param"] == f"messages[0].content[1].{kind}" + (".url" if wrapped else "")
     assert not fake.engine.preprocessor.calls
 
 
@@ -314,4 +314,5 @@ def test_urls_of_known_schemes_pass_on_to_where_they_are_fetched(fake: RunningSe
         content = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}}]
         body = {"messages": [{"role": "user", "content": content}]}
         assert fake.post("/v1/chat/completions", body).status_code == 200
-        assert fake.engine.preprocessor.calls[-1]["messages"][0]["content"] == content
+        (medium,) = fake.engine.preprocessor.calls[-1]["media"]
+        assert (medium.source, medium.options) == (url, {"detail": "low"})

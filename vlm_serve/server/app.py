@@ -13,10 +13,31 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from vlm_serve.errors import VlmServeError
-from vlm_serve.server import cache_routes, status
+from vlm_serve.server import status
+from vlm_serve.server.api import cache
+from vlm_serve.server.api.bodies import CacheReportBody, ErrorBody
+from vlm_serve.server.api.chat.bodies import ChatCompletion
+from vlm_serve.server.api.chat.request import ChatCompletionRequest
+from vlm_serve.server.api.chat.route import chat_completions
+from vlm_serve.server.api.completions.bodies import Completion
+from vlm_serve.server.api.completions.request import CompletionRequest
+from vlm_serve.server.api.completions.route import completions
+from vlm_serve.server.api.fields import RequestModel
+from vlm_serve.server.api.messages.request import MessagesRequest
+from vlm_serve.server.api.messages.route import create_message
+from vlm_serve.server.api.messages.stream import MessageBody, MessagesErrorBody
+from vlm_serve.server.api.responses.request import ResponsesRequest
+from vlm_serve.server.api.responses.route import create_response
+from vlm_serve.server.api.responses.stream import ResponseBody
+from vlm_serve.server.api.tokenization import (
+    Detokenized,
+    DetokenizeRequest,
+    TokenizeRequest,
+    Tokens,
+    detokenize,
+    tokenize,
+)
 from vlm_serve.server.auth import Gate
-from vlm_serve.server.chat import chat_completions
-from vlm_serve.server.completions import completions
 from vlm_serve.server.errors import (
     MESSAGES_PATH,
     error_for,
@@ -24,38 +45,11 @@ from vlm_serve.server.errors import (
     on_http_exception,
     public_error,
 )
-from vlm_serve.server.messages_api import MessageBody, MessagesErrorBody, create_message
-from vlm_serve.server.messages_input import MessagesRequest
 from vlm_serve.server.openapi import DescribedApp
-from vlm_serve.server.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    FlushRequest,
-    PinRequest,
-    ProbeRequest,
-    RequestModel,
-    TokenizeRequest,
-)
 from vlm_serve.server.request_id import request_id_of
-from vlm_serve.server.responses import (
-    CacheReportBody,
-    CacheTree,
-    ChatCompletion,
-    Completion,
-    Detokenized,
-    ErrorBody,
-    Flushed,
-    ModelCard,
-    ModelList,
-    Pinned,
-    Tokens,
-)
-from vlm_serve.server.responses_api import ResponseBody, create_response
-from vlm_serve.server.responses_input import ResponsesRequest
 from vlm_serve.server.service import Service
+from vlm_serve.server.status import ModelCard, ModelList
 from vlm_serve.server.streaming import ClientGoneError
-from vlm_serve.server.tokenization import detokenize, tokenize
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
@@ -121,9 +115,9 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
         (MESSAGES_PATH, create_message, MessagesRequest, MessageBody),
         ("/tokenize", tokenize, TokenizeRequest, Tokens),
         ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
-        ("/v1/cache/probe", cache_routes.probe, ProbeRequest, CacheReportBody),
-        ("/v1/cache/pin", cache_routes.pin, PinRequest, Pinned),
-        ("/v1/cache/flush", cache_routes.flush, FlushRequest, Flushed),
+        ("/v1/cache/probe", cache.probe, cache.ProbeRequest, CacheReportBody),
+        ("/v1/cache/pin", cache.pin, cache.PinRequest, cache.Pinned),
+        ("/v1/cache/flush", cache.flush, cache.FlushRequest, cache.Flushed),
     ]
     for path, handler, body, answer in posts:
         streams = {"content": EVENT_STREAM} if "stream" in body.model_fields else {}
@@ -146,8 +140,8 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
 
 def _add_gets(app: FastAPI, service: Service) -> None:
     for name, handler, answer in (
-        ("stats", cache_routes.stats, dict[str, Any]),
-        ("tree", cache_routes.tree, CacheTree),
+        ("stats", cache.stats, dict[str, Any]),
+        ("tree", cache.tree, cache.CacheTree),
     ):
         app.add_api_route(
             f"/v1/cache/{name}",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import Request
@@ -10,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from vlm_serve.errors import InvalidRequestError, OverloadedError, VlmServeError
+from vlm_serve.errors import FieldError, InvalidRequestError, OverloadedError, VlmServeError
 from vlm_serve.server.request_id import request_id_of
 
 _log = logging.getLogger(__name__)
@@ -50,6 +52,21 @@ class RequestTimeoutError(VlmServeError):
 
 class DrainingError(OverloadedError):
     """The server has been told to stop and takes no new work: HTTP 503 with Retry-After."""
+
+
+@contextmanager
+def told_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about a field name the field of the client's request that it was made from."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        own = names.get(error.param or "")
+        if own is None:
+            raise
+        if isinstance(error, FieldError):
+            raise error.under(own) from None
+        error.param = own
+        raise
 
 
 def envelope(error: VlmServeError) -> dict[str, Any]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.plan import PromptLogprobs
-from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeError
+from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.state import THINK_END, Grammar
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.errors import RequestTimeoutError
+from vlm_serve.server.errors import RequestTimeoutError, told_as
 from vlm_serve.server.output_parser import THINK_START
 from vlm_serve.server.service import Service
 
@@ -32,7 +32,7 @@ class Task:
             may collide.
         arrival: monotonic seconds at which the request came in.
         reasoning: reasoning is split from the answer, whose grammar begins behind it.
-        form_field: the request's field that the answer's form comes from.
+        names: fields as they are called here -> as the client calls them, for errors.
     """
 
     prepare: Callable[[], Prompt]
@@ -41,7 +41,7 @@ class Task:
     arrival: float
     priority: int = 0
     reasoning: bool = False
-    form_field: str = "structured_outputs"
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 class Generation:
@@ -67,19 +67,14 @@ class Generation:
         self._metrics = service.metrics
         self._token_times: dict[int, float] = {}
 
-    def _named(self, error: VlmServeError) -> VlmServeError:
-        """Names the field that the client sent: the engine does not know where a form came from."""
-        if isinstance(error, InvalidRequestError) and error.param == "structured_outputs":
-            error.param = self.task.form_field
-        return error
-
     async def deltas(self) -> AsyncIterator[Delta]:
         """The deltas of all choices. Raises the error with which the engine ended the request."""
         while self.unfinished:
             delta = await self.queue.get()
             if delta.error is not None:
                 self.finish_reason = "error"
-                raise self._named(delta.error)
+                with told_as(self.task.names):
+                    raise delta.error
             if delta.finish_reason == "abort":
                 # The client is still here, so it was the engine that gave up.
                 raise EngineClosedError("the request was ended by the server", code="aborted")
@@ -119,19 +114,21 @@ async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
         deadline = None if limit is None else task.arrival - time.monotonic() + loop.time() + limit
         try:
             async with asyncio.timeout_at(deadline):
-                prompt = await service.in_pool(task.prepare)
-                grammar = await _grammar(service, task, prompt)
+                with told_as(task.names):
+                    prompt = await service.in_pool(task.prepare)
+                    grammar = await _grammar(service, task, prompt)
         except TimeoutError:
             raise _too_late(limit) from None
         generation = Generation(service, task, prompt)
         mailbox, queue = service.mailbox, generation.queue
-        engine_id = service.submit(
-            prompt,
-            task.params,
-            lambda delta: mailbox.post(queue, delta),
-            task.priority,
-            grammar,
-        )
+        with told_as(task.names):
+            engine_id = service.submit(
+                prompt,
+                task.params,
+                lambda delta: mailbox.post(queue, delta),
+                task.priority,
+                grammar,
+            )
         service.open_tokens += len(prompt)
         alarm = None
         if deadline is not None:
@@ -153,11 +150,7 @@ async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | No
     if form is None:
         return None
     thinks = task.reasoning and prompt.text.rstrip().endswith(THINK_START)
-    try:
-        return await service.compile(form, THINK_END if thinks else b"")
-    except InvalidRequestError as error:
-        error.param = task.form_field
-        raise
+    return await service.compile(form, THINK_END if thinks else b"")
 
 
 def _too_late(limit: float | None) -> RequestTimeoutError:

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import time
 from importlib.metadata import version
+from typing import Literal
 
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.responses import Response
 
-from vlm_serve.server.responses import ModelCard, ModelList
 from vlm_serve.server.service import Service
 
 STATS_TIMEOUT_SECONDS = 1.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "vlm-serve"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
 
 
 def model_cards(service: Service) -> list[ModelCard]:

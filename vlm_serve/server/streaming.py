@@ -12,8 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vlm_serve.server.errors import envelope, public_error
-
 _T = TypeVar("_T")
 
 DONE = b"data: [DONE]\n\n"
@@ -66,24 +64,16 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
         task.exception()  # looked at, so that asyncio does not report it as lost
 
 
-async def as_events(chunks: Chunks, request_id: str, *, named: bool = False) -> Events:
-    """The chunks as events. What goes wrong before the first one is raised; later it is an event
-    itself, since the status has been sent.
+async def as_events(chunks: Chunks, *, named: bool = False) -> Events:
+    """The chunks as events.
 
     Args:
         named: each event is called by its body's `type`, and the last one ends the stream; without
             names the end is `[DONE]`.
     """
-    started = False
-    try:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                yield event(chunk, chunk["type"] if named else None)
-                started = True
-    except Exception as error:
-        if not started:
-            raise
-        yield event(envelope(public_error(error, request_id)))
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            yield event(chunk, chunk["type"] if named else None)
     if not named:
         yield DONE
 
@@ -92,12 +82,11 @@ async def stream_response(
     request: Request,
     chunks: Chunks,
     headers: Mapping[str, str],
-    request_id: str,
     *,
     named: bool = False,
 ) -> Response:
     """Waits for the first chunk, so that errors up to there have a status of their own."""
-    events = as_events(chunks, request_id, named=named)
+    events = as_events(chunks, named=named)
     first = await until_disconnected(request, anext(events))
     return EventStream(first, events, headers)
 

@@ -1,0 +1,239 @@
+"""POST /v1/responses, driven by openai-python with its strictest parsing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from fake_engine import FakeEngine
+from openai.types.responses import Response, ResponseCompletedEvent, ResponseFunctionToolCall
+from serving import RunningServer, running
+from tool_texts import CALL, CITY_TOOL
+
+from vlm_serve.errors import ContextLengthError, OverloadedError
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.config import ServerConfig
+
+IMAGE = "data:image/png;base64,aGk="
+
+
+@pytest.fixture
+def client(fake: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{fake.url}/v1",
+        api_key="none",
+        max_retries=0,
+        _strict_response_validation=True,
+    ) as client:
+        yield client
+
+
+def sent(fake: RunningServer) -> list[dict[str, Any]]:
+    """The messages that the last request came to."""
+    messages: list[dict[str, Any]] = fake.engine.preprocessor.calls[-1]["messages"]
+    return messages
+
+
+def test_a_whole_response(fake: RunningServer, client: openai.OpenAI) -> None:
+    response = client.responses.create(
+        model="test-model", input="hi", instructions="Be brief", metadata={"run": "1"}
+    )
+    assert response.output_text == "Hello, world!"
+    assert (response.status, response.object) == ("completed", "response")
+    assert response.metadata == {"run": "1"}
+    assert sent(fake) == [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": "hi"},
+    ]
+    usage = response.usage
+    assert usage is not None
+    assert usage.input_tokens_details.cached_tokens == 3
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+
+
+def test_the_order_of_events(client: openai.OpenAI) -> None:
+    with client.responses.create(model="test-model", input="hi", stream=True) as stream:
+        events = list(stream)
+    names = [event.type.removeprefix("response.") for event in events]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert set(names[4:-4]) == {"output_text.delta"}
+    assert names[-4:] == [
+        "output_text.done", "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    last = events[-1]
+    assert isinstance(last, ResponseCompletedEvent)
+    assert last.response.output_text == text == "Hello, world!"
+    assert last.response.usage is not None
+
+
+def test_earlier_turns_come_as_items(fake: RunningServer, client: openai.OpenAI) -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"at": 1}'}
+    items: Any = [
+        {"role": "user", "content": [
+            {"type": "input_image", "image_url": IMAGE, "detail": "auto"},
+            {"type": "input_text", "text": "What is it?"},
+        ]},
+        {"type": "reasoning", "id": "r", "summary": [],
+         "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "message", "role": "assistant", "id": "m", "status": "completed",
+         "content": [{"type": "output_text", "text": "A cat.", "annotations": []}]},
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": "a dog"},
+        {"role": "developer", "content": "Be brief"},
+    ]  # fmt: skip
+    client.responses.create(model="test-model", input=items)
+    user, assistant, tool, developer = sent(fake)
+    assert [part["type"] for part in user["content"]] == ["image", "text"]
+    (image,) = fake.engine.preprocessor.calls[-1]["media"]
+    assert (image.source, image.options) == (IMAGE, {"detail": "auto"})
+    assert image.param == "input[0].content[0].image_url"
+    assert (assistant["content"], assistant["reasoning_content"]) == ("A cat.", "Hm")
+    function = {"name": "look", "arguments": {"at": 1}}
+    assert assistant["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
+    assert tool == {"role": "tool", "tool_call_id": "c1", "content": "a dog"}
+    assert developer == {"role": "system", "content": "Be brief"}
+
+
+def test_an_answer_can_be_sent_back(fake: RunningServer, client: openai.OpenAI) -> None:
+    fake.engine.answer = CALL
+    first = client.responses.create(model="test-model", input="hi", tools=[tool()])
+    items: Any = [item.model_dump(exclude_none=True) for item in first.output]
+    client.responses.create(model="test-model", input=items)
+    (message,) = sent(fake)
+    assert message["content"] == "Let me look."
+    assert message["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+def tool() -> Any:
+    return {"type": "function", **CITY_TOOL["function"]}
+
+
+def test_a_function_call_whole_and_streamed(fake: RunningServer, client: openai.OpenAI) -> None:
+    fake.engine.answer = CALL
+    whole = client.responses.create(model="test-model", input="hi", tools=[tool()])
+    with client.responses.create(
+        model="test-model", input="hi", tools=[tool()], stream=True
+    ) as stream:
+        events = list(stream)
+    streamed = events[-1].response  # type: ignore[union-attr]
+    for response in (whole, streamed):
+        message, call = response.output
+        assert message.type == "message"
+        assert isinstance(call, ResponseFunctionToolCall)
+        assert json.loads(call.arguments) == {"city": "Paris", "days": 3}
+        assert call.status == "completed"
+    deltas = [e for e in events if e.type == "response.function_call_arguments.delta"]
+    done = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert "".join(event.delta for event in deltas) == done[0].arguments
+    assert {event.output_index for event in deltas} == {1}
+    assert fake.engine.preprocessor.calls[-1]["tools"][0]["function"]["name"] == "get_weather"
+
+
+def test_a_cut_answer_is_incomplete(client: openai.OpenAI) -> None:
+    response = client.responses.create(model="test-model", input="hi", max_output_tokens=2)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
+
+
+def test_reasoning_is_an_item(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(tokenizer)
+    engine.answer = "<think>\nHm.\n</think>\n\nYes."
+    with running(engine, ServerConfig(port=0, reasoning_parser="qwen3")) as server:
+        body = server.post("/v1/responses", {"input": "hi"}).json()
+    response = Response.model_validate(body, strict=True)
+    thought, answer = response.output
+    assert thought.type == "reasoning"
+    assert thought.content is not None
+    assert thought.content[0].text == "Hm."
+    assert answer.type == "message"
+    assert response.usage is not None
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+
+
+def test_a_failure_in_the_middle(fake: RunningServer, client: openai.OpenAI) -> None:
+    fake.engine.fail_after = 1
+    with client.responses.create(model="test-model", input="hi", stream=True) as stream:
+        last = list(stream)[-1]
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert last.response.error.message == "the step failed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"n": 2}, "n"),
+        ({"messages": []}, "messages"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+         "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+         "input[0].content[0].file_id"),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "name": "x", "call_id": "c", "arguments": "["}]},
+         "input[0].arguments"),
+        ({"input": [{"role": "user", "content": [
+            {"type": "input_image", "image_url": "/etc/passwd"}]}]},
+         "input[0].content[0].image_url"),
+        ({"input": [{"role": "friend", "content": "x"}]}, "input[0].role"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
+        ({"input": [{"role": 5, "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "assistant", "content": [5]}]}, "input[0].content"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+        ({"text": {"format": 5}}, "text"),
+        ({"input": 5}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"reasoning": {"effort": 5}}, "reasoning"),
+        ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused(
+    fake: RunningServer, fields: dict[str, Any], param: str
+) -> None:
+    answer = fake.post("/v1/responses", {"input": "hi"} | fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert "response_format" not in error["message"]
+
+
+def test_what_has_no_effect_is_named(fake: RunningServer) -> None:
+    answer = fake.post("/v1/responses", {"input": "hi", "store": True, "user": "me"})
+    assert answer.headers["x-vlm-serve-ignored-fields"] == "store, user"
+
+
+def test_a_full_queue_and_an_unknown_model(fake: RunningServer, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="other", input="hi")
+    fake.engine.submit_error = OverloadedError("full", code="queue_full")
+    with pytest.raises(openai.InternalServerError) as raised:
+        client.responses.create(model="test-model", input="hi", stream=True)
+    assert raised.value.status_code == 503
+    assert "retry-after" in raised.value.response.headers
+
+
+def test_errors_of_later_stages_name_the_fields_of_this_api(
+    fake: RunningServer,
+) -> None:
+    too_long = ContextLengthError("too long", param="messages", code="context_length_exceeded")
+    fake.engine.submit_error = too_long
+    error = fake.post("/v1/responses", {"input": "hi"}).json()["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    error = fake.post("/v1/responses", {"input": "hi", "max_output_tokens": 0}).json()["error"]
+    assert error["message"] == "max_output_tokens must be at least 1, got 0"

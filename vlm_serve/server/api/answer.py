@@ -1,0 +1,153 @@
+"""From deltas to an answer: the one way that all APIs take, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.errors import VlmServeError
+from vlm_serve.server.errors import envelope, public_error
+from vlm_serve.server.generation import Generation, Task, answering
+from vlm_serve.server.service import Service
+from vlm_serve.server.streaming import Chunks, stream_response, until_disconnected
+
+Event = dict[str, Any]
+
+
+class AnswerStream(ABC):
+    """Turns the deltas of one request into the events of a stream.
+
+    A whole answer goes through the same steps and keeps their result only, so the two cannot
+    differ.
+    """
+
+    def start(self) -> list[Event]:
+        """What comes before the events of the first delta."""
+        return []
+
+    @abstractmethod
+    def push(self, prompt: int, delta: Delta) -> list[Event]:
+        """Adds a delta of the request's prompt of that number; returns the events it causes."""
+
+    def end(self) -> list[Event]:
+        """What comes after the last delta."""
+        return []
+
+    def failed(self, error: VlmServeError) -> list[Event]:
+        """The end of a stream that has begun and cannot go on."""
+        return [envelope(error)]
+
+    @abstractmethod
+    def whole(self) -> BaseModel:
+        """The answer after its last delta."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A validated request.
+
+    Attributes:
+        tasks: one per prompt.
+        stream_of: makes the stream of the tasks' generations.
+        stream: the answer is wanted as a stream.
+        headers: of the response.
+        named: the stream's events have names, see `streaming.as_events`.
+    """
+
+    tasks: Sequence[Task]
+    stream_of: Callable[[Sequence[Generation]], AnswerStream]
+    stream: bool
+    headers: Mapping[str, str]
+    named: bool = False
+
+
+async def respond(service: Service, request: Request, job: Job) -> Response:
+    """Answers a request.
+
+    Raises VlmServeError; ClientGoneError if nobody waits for the answer any more.
+    """
+    if job.stream:
+        return await stream_response(request, _events(service, job), job.headers, named=job.named)
+    answer = await until_disconnected(request, _whole(service, job))
+    return JSONResponse(answer.model_dump(), headers=dict(job.headers))
+
+
+async def _whole(service: Service, job: Job) -> BaseModel:
+    async with _submitted(service, job) as generations:
+        answer = job.stream_of(generations)
+        async with aclosing(_merged(generations)) as deltas:
+            async for prompt, delta in deltas:
+                answer.push(prompt, delta)
+        return answer.whole()
+
+
+async def _events(service: Service, job: Job) -> Chunks:
+    """What goes wrong before the first event is raised; later it is an event itself, since the
+    status has been sent."""
+    async with _submitted(service, job) as generations:
+        answer = job.stream_of(generations)
+        sent = False
+        try:
+            async with aclosing(_merged(generations)) as deltas:
+                async for prompt, delta in deltas:
+                    events = [] if sent else answer.start()
+                    events += answer.push(prompt, delta)
+                    for event in events:
+                        sent = True
+                        yield event
+        except Exception as error:
+            if not sent:
+                raise
+            for event in answer.failed(public_error(error, job.tasks[0].request_id)):
+                yield event
+            return
+        for event in answer.end():
+            yield event
+
+
+@asynccontextmanager
+async def _submitted(service: Service, job: Job) -> AsyncIterator[list[Generation]]:
+    """Submits all prompts. All or nothing: an error in one ends all."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(answering(service, task)) for task in job.tasks]
+
+
+async def _merged(
+    generations: Sequence[Generation],
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """The deltas of all generations as they come, each with its generation's number."""
+    if len(generations) == 1:
+        async for delta in generations[0].deltas():
+            yield 0, delta
+        return
+    waiting: dict[asyncio.Future[Delta], int] = {}
+    streams = [generation.deltas() for generation in generations]
+
+    def ask(number: int) -> None:
+        if generations[number].unfinished:
+            waiting[asyncio.ensure_future(anext(streams[number]))] = number
+
+    try:
+        for number in range(len(streams)):
+            ask(number)
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                number = waiting.pop(future)
+                yield number, future.result()
+                ask(number)
+    finally:
+        for future in waiting:
+            future.cancel()
+        # Results nobody looks at: asyncio would report their errors as lost.
+        await asyncio.gather(*waiting, return_exceptions=True)

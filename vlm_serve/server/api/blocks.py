@@ -1,0 +1,104 @@
+"""An answer as a sequence of blocks (reasoning, text, tool calls), the form that /v1/responses and
+/v1/messages share.
+
+A stream tells of every block that it opens, grows and closes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.server.api.answer import AnswerStream, Event
+from vlm_serve.server.output_parser import OutputParser, Piece
+
+
+@dataclass(slots=True)
+class Block:
+    """One block of an answer.
+
+    Attributes:
+        index: its place in the answer.
+        token: random letters for the block's ids.
+        name: of the function, in a call.
+        text: what it has so far; of a call the arguments.
+    """
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int
+    token: str
+    name: str = ""
+    text: str = ""
+
+
+class BlockStream(AnswerStream):
+    """Turns the deltas of one choice into the events of a stream.
+
+    Attributes:
+        blocks: all blocks so far; the last one may still be open.
+        finish_reason, stop_reason: of the choice, once it has ended.
+        reasoning_tokens: tokens up to the end of the reasoning.
+    """
+
+    def __init__(self, parser: OutputParser) -> None:
+        self.blocks: list[Block] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.reasoning_tokens = 0
+        self._num_tokens = 0
+        self._parser = parser
+        self._open: Block | None = None
+
+    def push(self, prompt: int, delta: Delta) -> list[Event]:
+        pieces = self._parser.feed(delta.text) if delta.text else []
+        self._num_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            pieces += self._parser.finish()
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        events = [event for piece in pieces for event in self._take(piece)]
+        if delta.finish_reason is not None:
+            if not self.blocks:  # an empty answer is an empty text, not nothing
+                events += self._switch("text")
+            events += self._close()
+        return events
+
+    @abstractmethod
+    def opened(self, block: Block) -> list[Event]: ...
+
+    @abstractmethod
+    def grown(self, block: Block, text: str) -> list[Event]: ...
+
+    @abstractmethod
+    def closed(self, block: Block) -> list[Event]: ...
+
+    def _take(self, piece: Piece) -> list[Event]:
+        if piece.kind == "tool_name":
+            return self._switch("call", piece.text)
+        events: list[Event] = []
+        if piece.kind == "tool_arguments":
+            assert self._open is not None and self._open.kind == "call"
+        elif piece.kind == "reasoning":
+            self.reasoning_tokens = self._num_tokens
+            events = self._switch("reasoning")
+        else:
+            events = self._switch("text")
+        block = self._open
+        assert block is not None
+        block.text += piece.text
+        return events + self.grown(block, piece.text)
+
+    def _switch(self, kind: Literal["reasoning", "text", "call"], name: str = "") -> list[Event]:
+        """Makes sure that a block of the kind is open. Every call has a block of its own."""
+        if self._open is not None and self._open.kind == kind and kind != "call":
+            return []
+        events = self._close()
+        self._open = Block(kind, len(self.blocks), secrets.token_hex(12), name)
+        self.blocks.append(self._open)
+        return events + self.opened(self._open)
+
+    def _close(self) -> list[Event]:
+        block, self._open = self._open, None
+        return [] if block is None else self.closed(block)

@@ -1,0 +1,80 @@
+"""What the response bodies of several APIs have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, Field
+
+T = TypeVar("T")
+
+# A field that the OpenAI API does not have, or has only where it applies: left out when it is null.
+Optional = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = 0
+    image_tokens: int = 0
+    video_tokens: int = 0
+
+
+class UsageBody(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CacheReportBody(BaseModel):
+    prompt_tokens: int
+    kv_boundary: int
+    state_boundary: int
+    boundary: int
+    tiers: dict[str, int]
+    media_decoded: int
+    media_encoded: int
+    media_skipped: int
+    reason: str
+    experts_missing: int
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob] | None
+    refusal: list[TokenLogprob] | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetails

@@ -1,0 +1,146 @@
+"""One choice of a chat completion, in parts for a stream and as a whole."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.api.bodies import ChatLogprobs, TokenLogprob
+from vlm_serve.server.api.chat.bodies import AssistantMessage, ChatChoice, FunctionCall, ToolCall
+from vlm_serve.server.api.logprobs import chat_logprobs
+from vlm_serve.server.api.reports import routed_experts_fields
+from vlm_serve.server.output_parser import OutputParser, Piece
+
+
+class ChatChoiceState:
+    """Gathers the deltas of one choice.
+
+    Args:
+        index: the choice.
+        parser: splits its text.
+        tokenizer: spells tokens in logprobs.
+        top_logprobs: rivals per token, None for no logprobs at all.
+        keep_token_ids: token ids were asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        parser: OutputParser,
+        tokenizer: Tokenizer,
+        top_logprobs: int | None,
+        keep_token_ids: bool,
+    ) -> None:
+        self._index = index
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._top_logprobs = top_logprobs
+        self._keep_token_ids = keep_token_ids
+        self._started = False
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._token_ids: list[int] = []
+        self._finish_reason = ""
+        self._stop_reason: int | str | None = None
+        self._experts: dict[str, Any] = {}
+
+    def push(self, delta: Delta) -> list[dict[str, Any]]:
+        """Adds a delta; returns the stream's parts that it gives, the role first of all."""
+        parts = []
+        if not self._started:
+            self._started = True
+            parts.append(self._part({"role": "assistant", "content": ""}))
+        pieces = self._parser.feed(delta.text) if delta.text else []
+        if delta.finish_reason is not None:
+            pieces += self._parser.finish()
+        fields = self._take(pieces)
+        logprobs = self._take_logprobs(delta)
+        if self._keep_token_ids:
+            self._token_ids += delta.token_ids
+        if fields or logprobs or (self._keep_token_ids and delta.token_ids):
+            part = self._part(fields or {"content": ""})
+            if logprobs:
+                part["logprobs"] = ChatLogprobs(content=logprobs).model_dump()
+            if self._keep_token_ids:
+                part["token_ids"] = list(delta.token_ids)
+            parts.append(part)
+        if delta.finish_reason is not None:
+            parts.append(self._finish(delta))
+        return parts
+
+    def _part(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return {"index": self._index, "delta": fields, "logprobs": None, "finish_reason": None}
+
+    def _take(self, pieces: Iterable[Piece]) -> dict[str, Any]:
+        """Keeps the pieces; returns them as the fields of a stream's `delta`."""
+        fields: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in pieces:
+            if piece.kind == "content":
+                self._content.append(piece.text)
+                fields["content"] = fields.get("content", "") + piece.text
+            elif piece.kind == "reasoning":
+                self._reasoning.append(piece.text)
+                for name in ("reasoning", "reasoning_content"):
+                    fields[name] = fields.get(name, "") + piece.text
+            elif piece.kind == "tool_name":
+                function = FunctionCall(name=piece.text, arguments="")
+                call = ToolCall(id=f"call_{secrets.token_hex(12)}", function=function)
+                self._calls.append(call)
+                calls[piece.call] = {"index": piece.call, **call.model_dump()}
+            else:
+                self._calls[piece.call].function.arguments += piece.text
+                entry = calls.setdefault(
+                    piece.call, {"index": piece.call, "function": {"arguments": ""}}
+                )
+                entry["function"]["arguments"] += piece.text
+        if calls:
+            fields["tool_calls"] = list(calls.values())
+        return fields
+
+    def _take_logprobs(self, delta: Delta) -> list[TokenLogprob]:
+        if self._top_logprobs is None or not delta.logprobs:
+            return []
+        entries = chat_logprobs(
+            self._tokenizer, delta.token_ids, delta.logprobs, self._top_logprobs
+        )
+        self._logprobs += entries
+        return entries
+
+    def _finish(self, delta: Delta) -> dict[str, Any]:
+        assert delta.finish_reason in ("stop", "length")
+        called = delta.finish_reason == "stop" and self._calls
+        self._finish_reason = "tool_calls" if called else delta.finish_reason
+        self._stop_reason = delta.stop_reason
+        part = self._part({})
+        part["finish_reason"] = self._finish_reason
+        if self._stop_reason is not None:
+            part["stop_reason"] = self._stop_reason
+        self._experts = routed_experts_fields(delta)
+        return part | self._experts
+
+    def whole(self) -> ChatChoice:
+        """The choice after its last delta."""
+        assert self._finish_reason, "the choice has not ended"
+        reasoning = "".join(self._reasoning) or None
+        content = "".join(self._content)
+        return ChatChoice(
+            index=self._index,
+            message=AssistantMessage(
+                content=content or (None if reasoning or self._calls else ""),
+                reasoning=reasoning,
+                reasoning_content=reasoning,
+                tool_calls=self._calls or None,
+            ),
+            logprobs=None if self._top_logprobs is None else ChatLogprobs(content=self._logprobs),
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+            token_ids=self._token_ids if self._keep_token_ids else None,
+            **self._experts,
+        )

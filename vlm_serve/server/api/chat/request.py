@@ -1,0 +1,116 @@
+"""The body of POST /v1/chat/completions, and what it asks for."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.messages import Conversation, read_messages
+from vlm_serve.sampling_params import MAX_LOGPROBS
+from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking
+from vlm_serve.server.api.fields import GenerationRequest, RequestModel
+from vlm_serve.server.api.structured import ToolChoice
+
+
+class ChatMessage(RequestModel):
+    role: str = Field(max_length=64)
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionDefinition(RequestModel):
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(RequestModel):
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class TemplateFields(RequestModel):
+    """What a chat prompt is made from besides its messages."""
+
+    tools: list[Tool] | None = Field(None, max_length=256)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat_input(self, messages: list[ChatMessage]) -> ChatInput:
+        """Raises InvalidRequestError for options that exclude each other."""
+
+        def read() -> Conversation:
+            return read_messages([message.model_dump(exclude_unset=True) for message in messages])
+
+        continues = bool(self.continue_final_message)
+        if continues and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="continue_final_message",
+            )
+        add_prompt = self.add_generation_prompt
+        return ChatInput(
+            read=read,
+            tools=[
+                {"type": "function"} | tool.model_dump(exclude_unset=True)
+                for tool in self.tools or []
+            ],
+            add_generation_prompt=not continues if add_prompt is None else add_prompt,
+            continue_final_message=continues,
+            template_kwargs=self.chat_template_kwargs,
+        )
+
+
+class ChatCompletionRequest(TemplateFields, GenerationRequest):
+    messages: list[ChatMessage] = Field(max_length=4096)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+
+    def asked(self) -> Asked:
+        """What the request asks for. Raises InvalidRequestError that names the field at fault."""
+        given = self.chat_input(self.messages)
+        limit = self.max_completion_tokens
+        return Asked(
+            input=with_thinking(given, self.reasoning_effort),
+            params=self.all_sampling(
+                self.max_tokens if limit is None else limit, self._top_logprobs()
+            ),
+            choice=self._tool_choice(given.function_names),
+            form_field=self.form_field,
+        )
+
+    def _top_logprobs(self) -> int | None:
+        """Rivals per token, None for no logprobs at all."""
+        top = self.top_logprobs
+        if top is not None and not 0 <= top <= MAX_LOGPROBS:
+            raise InvalidRequestError(
+                f"top_logprobs must be at least 0 and at most {MAX_LOGPROBS}, got {top}",
+                param="top_logprobs",
+            )
+        if top and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        return (top or 0) if self.logprobs else None
+
+    def _tool_choice(self, names: list[str]) -> ToolChoice:
+        choice = self.tool_choice
+        if not isinstance(choice, dict):
+            return ToolChoice.of(choice, names, self.parallel_tool_calls)
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if choice.get("type") != "function" or not isinstance(name, str):
+            raise InvalidRequestError(
+                'a tool_choice object must be {"type": "function", "function": {"name": ...}}',
+                param="tool_choice",
+            )
+        return ToolChoice.function(name, names)

@@ -1,0 +1,56 @@
+"""The route: from a request to the job that answers it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from fastapi import Request
+from starlette.responses import Response
+
+from vlm_serve.server.api.answer import Job, respond
+from vlm_serve.server.api.completions.request import CompletionRequest
+from vlm_serve.server.api.completions.stream import CompletionStream
+from vlm_serve.server.api.prompts import prepare_tokens
+from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.body import read_json
+from vlm_serve.server.generation import Generation, Task
+from vlm_serve.server.request_id import request_id_of
+from vlm_serve.server.service import Service
+from vlm_serve.server.tenants import salt_of
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """Continues one or several prompts. Raises as `respond`."""
+    arrival = time.monotonic()
+    body = await read_json(request, CompletionRequest, service.config.max_body_bytes)
+    headers = ignored_header(ignored_fields(body.model_extra or {}))
+    params = body.sampling_params()
+    request_id = body.request_id or request_id_of(request.scope)
+    salt = salt_of(request.scope, body.cache_salt)
+    model, created = service.resolve_model(body.model), int(time.time())
+    names = {"messages": "prompt", "structured_outputs": body.form_field}
+
+    def stream_of(generations: Sequence[Generation]) -> CompletionStream:
+        return CompletionStream(
+            body,
+            service.tokenizer,
+            generations,
+            response_id=f"cmpl-{request_id}",
+            model=model,
+            created=created,
+        )
+
+    tasks = [
+        Task(
+            partial(prepare_tokens, service, prompt, salt),
+            params,
+            request_id,
+            arrival,
+            body.priority or 0,
+            names=names,
+        )
+        for prompt in body.prompts()
+    ]
+    return await respond(service, request, Job(tasks, stream_of, bool(body.stream), headers))

@@ -1,0 +1,160 @@
+"""A request for an answer to one conversation, in no API's form: all of them are read into it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.types import Scope
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.messages import Conversation
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.api.fields import AnswerRequest
+from vlm_serve.server.api.media_sources import check_media_sources
+from vlm_serve.server.api.structured import ToolChoice, with_tools
+from vlm_serve.server.generation import Generation, Task
+from vlm_serve.server.output_parser import THINK_START, OutputParser
+from vlm_serve.server.request_id import request_id_of
+from vlm_serve.server.service import Service
+from vlm_serve.server.tenants import salt_of
+
+
+@dataclass(frozen=True, slots=True)
+class ChatInput:
+    """What a chat prompt is made from.
+
+    Attributes:
+        read: reads the conversation, which may be long: preparation threads call it.
+        tools: as templates see them, `{"type": "function", "function": {...}}`.
+        add_generation_prompt, continue_final_message, template_kwargs: see `Preprocessor.prepare`.
+    """
+
+    read: Callable[[], Conversation]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def function_names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.tools]
+
+    @property
+    def schemas(self) -> dict[str, Any]:
+        """Of the parameters, by function name."""
+        functions = [tool["function"] for tool in self.tools]
+        return {function["name"]: function.get("parameters") for function in functions}
+
+
+def with_thinking(given: ChatInput, effort: str | None) -> ChatInput:
+    """Qwen's templates know thinking as on or off: effort "none" is off, any other is on."""
+    if effort is None:
+        return given
+    kwargs = {"enable_thinking": effort != "none"} | (given.template_kwargs or {})
+    return dataclasses.replace(given, template_kwargs=kwargs)
+
+
+def prepare(service: Service, given: ChatInput, cache_salt: str) -> Prompt:
+    """The prompt; to be called on a preparation thread.
+
+    Raises InvalidRequestError for a conversation that makes no prompt, or media that a client may
+    not name.
+    """
+    conversation = given.read()
+    check_media_sources(conversation)
+    prompt: Prompt = service.engine.preprocessor.prepare(
+        conversation,
+        tools=given.tools or None,
+        add_generation_prompt=given.add_generation_prompt,
+        continue_final_message=given.continue_final_message,
+        chat_template_kwargs=given.template_kwargs,
+        cache_salt=cache_salt,
+    )
+    return prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for.
+
+    Attributes:
+        params: with the form that the answer's text must have.
+        choice: which functions may or must be called.
+        form_field: the request's field that the form comes from, if it has to have one.
+        names: fields as they are called here -> as the request calls them, for errors.
+    """
+
+    input: ChatInput
+    params: SamplingParams
+    choice: ToolChoice
+    form_field: str = "structured_outputs"
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationTask:
+    """A validated request.
+
+    Attributes:
+        tools: parameter schemas by function, None if tool calls are not to be parsed.
+        created: Unix time in seconds.
+    """
+
+    task: Task
+    model: str
+    tools: Mapping[str, Any] | None
+    created: int
+
+    def parser(self, generation: Generation) -> OutputParser:
+        """A new parser for one choice of the answer."""
+        reasoning = None
+        if self.task.reasoning:
+            reasoning = generation.prompt.text.rstrip().endswith(THINK_START)
+        return OutputParser(reasoning=reasoning, tools=self.tools)
+
+
+def conversation_task(
+    service: Service, scope: Scope, body: AnswerRequest, asked: Asked, arrival: float
+) -> ConversationTask:
+    """How to answer a request.
+
+    Raises VlmServeError for what the server refuses before any work is done.
+    """
+    choice = _enforceable(service, asked.choice)
+    schemas = asked.input.schemas
+    plain = asked.params.structured_outputs
+    form = with_tools(plain, choice, schemas, asked.form_field)
+    form_field = asked.form_field if form is plain else "tools"
+    salt = salt_of(scope, body.cache_salt)
+    return ConversationTask(
+        task=Task(
+            prepare=partial(prepare, service, asked.input, salt),
+            params=dataclasses.replace(asked.params, structured_outputs=form),
+            request_id=body.request_id or request_id_of(scope),
+            arrival=arrival,
+            priority=body.priority or 0,
+            reasoning=service.config.reasoning_parser != "none",
+            names={**asked.names, "structured_outputs": form_field},
+        ),
+        model=service.resolve_model(body.model),
+        tools=None
+        if choice.mode == "none"
+        else {name: schema or {} for name, schema in schemas.items()},
+        created=int(time.time()),
+    )
+
+
+def _enforceable(service: Service, choice: ToolChoice) -> ToolChoice:
+    if service.config.tool_call_parser != "none":
+        return choice
+    if choice.mode == "required":
+        raise InvalidRequestError(
+            "tool_choice: this server runs without a tool call parser", param="tool_choice"
+        )
+    return ToolChoice("none", (), parallel=True)

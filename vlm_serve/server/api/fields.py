@@ -1,0 +1,143 @@
+"""What the request bodies of several APIs have in common.
+
+Types are checked strictly ("5" is no number); ranges are checked where the value is used, so that
+Python and HTTP refuse the same things with the same words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.api.structured import form_of
+
+MAX_SALT_LENGTH = 128
+SALT_PATTERN = r"^[A-Za-z0-9._:=+/@-]*$"
+MAX_PRIORITY = 1 << 31
+
+
+class RequestModel(BaseModel):
+    """Unknown fields are kept aside (`model_extra`), see `unknown_fields.py`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class AnswerRequest(RequestModel):
+    """What every request for an answer has, in whichever API's form."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
+    cache_report: bool | None = None
+    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+
+    def sampling(self, **others: Any) -> SamplingParams:
+        """The sampling options, those given included. Raises InvalidRequestError that names the
+        field which is out of range."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            **others,
+        )
+
+
+def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+class GenerationRequest(AnswerRequest):
+    """What chat and plain completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    min_p: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    n: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_prompt_start: int | None = None
+
+    @property
+    def form_field(self) -> str:
+        """The field that the answer's form comes from, if it has to have one."""
+        asks = self.response_format is not None and self.response_format.get("type") != "text"
+        return "response_format" if asks else "structured_outputs"
+
+    def stream_option(self, name: str) -> bool:
+        return self.stream_options is not None and bool(getattr(self.stream_options, name))
+
+    def _check_stream_options(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options is only allowed when stream is true", param="stream_options"
+            )
+
+    def _logit_bias(self) -> dict[int, float] | None:
+        """JSON has no other keys than texts."""
+        bias = self.logit_bias or {}
+        for token in bias:
+            if not (token.isascii() and token.isdigit() and len(token) < 10):
+                raise InvalidRequestError(
+                    f"logit_bias: {token[:32]!r} is no token id", param="logit_bias"
+                )
+        return {int(token): value for token, value in bias.items()} or None
+
+    def _check_prompt_logprobs(self) -> None:
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs is not available in a stream", param="prompt_logprobs"
+            )
+
+    def all_sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Raises as `sampling`."""
+        self._check_stream_options()
+        self._check_prompt_logprobs()
+        return self.sampling(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            min_p=self.min_p or 0.0,
+            stop=stop_texts(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            logit_bias=self._logit_bias(),
+            allowed_token_ids=None
+            if self.allowed_token_ids is None
+            else tuple(self.allowed_token_ids),
+            bad_words=tuple(self.bad_words or ()),
+            structured_outputs=form_of(self.response_format, self.structured_outputs),
+            n=1 if self.n is None else self.n,
+            return_routed_experts=bool(self.return_routed_experts),
+            routed_experts_prompt_start=self.routed_experts_prompt_start or 0,
+        )

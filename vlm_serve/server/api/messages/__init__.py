@@ -1,0 +1,1 @@
+"""POST /v1/messages: a chat request in Anthropic's form."""

@@ -1,0 +1,104 @@
+"""`system` and `messages` of a message request, read into a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.messages import Conversation, MediaPart, read_tool_call
+from vlm_serve.server.api.parts import object_of, text_of, unsupported
+
+Content = str | list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message."""
+
+    role: str
+    content: Content
+
+
+def read_blocks(system: Content | None, messages: Sequence[Said]) -> Conversation:
+    """Raises InvalidRequestError that names the block or field at fault."""
+    if not messages:
+        raise InvalidRequestError("messages must not be empty", param="messages")
+    conversation = Conversation()
+    if system:
+        conversation.add_turn("system", _content(system, "system", conversation), "system")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        place = f"{where}.content"
+        if isinstance(message.content, str) or message.role == "system":
+            content = _content(message.content, place, conversation)
+            conversation.add_turn(message.role, content, where)
+        elif message.role == "assistant":
+            _read_answer(message.content, place, conversation)
+        else:
+            _read_user(message.content, place, conversation)
+    return conversation
+
+
+def _read_user(blocks: list[dict[str, Any]], where: str, conversation: Conversation) -> None:
+    """A user's turn: each result of a tool is a message of its own, in order."""
+    parts: list[dict[str, Any]] | None = None
+    for index, block in enumerate(blocks):
+        place = f"{where}[{index}]"
+        if block.get("type") == "tool_result":
+            parts = None
+            call_id = text_of(block, "tool_use_id", place)
+            content = _content(block.get("content") or "", f"{place}.content", conversation)
+            conversation.add_turn("tool", content, place, tool_call_id=call_id)
+            continue
+        if parts is None:
+            parts = []
+            conversation.add_turn("user", parts, where)
+        parts.append(_part(block, place, conversation))
+    if not blocks:
+        conversation.add_turn("user", "", where)
+
+
+def _read_answer(blocks: list[dict[str, Any]], where: str, conversation: Conversation) -> None:
+    texts: dict[str, list[str]] = {"text": [], "thinking": []}
+    calls = []
+    for index, block in enumerate(blocks):
+        place, kind = f"{where}[{index}]", block.get("type")
+        if kind in texts:
+            texts[kind].append(text_of(block, kind, place))
+        elif kind == "tool_use":
+            given = object_of(block.get("input") or {}, f"{place}.input")
+            function = {"name": text_of(block, "name", place), "arguments": given}
+            call = {"id": text_of(block, "id", place), "type": "function"}
+            calls.append(call | {"function": read_tool_call(function, place)})
+        else:
+            raise unsupported(f"{place}.type", kind)
+    text, thinking = "".join(texts["text"]), "".join(texts["thinking"])
+    conversation.add_answer(text or None, thinking or None, calls)
+
+
+def _content(content: Any, where: str, conversation: Conversation) -> Content:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where} must be text or a list of blocks", param=where)
+    return [_part(block, f"{where}[{index}]", conversation) for index, block in enumerate(content)]
+
+
+def _part(block: Any, where: str, conversation: Conversation) -> dict[str, Any]:
+    kind = object_of(block, where).get("type")
+    if kind == "text":
+        return {"type": "text", "text": text_of(block, "text", where)}
+    if kind != "image":
+        raise unsupported(f"{where}.type", kind)
+    place = f"{where}.source"
+    source = object_of(block.get("source"), place)
+    if source.get("type") == "base64":
+        form, data = text_of(source, "media_type", place), text_of(source, "data", place)
+        url, place = f"data:{form};base64,{data}", f"{place}.data"
+    elif source.get("type") == "url":
+        url, place = text_of(source, "url", place), f"{place}.url"
+    else:
+        raise unsupported(f"{place}.type", source.get("type"))
+    return conversation.medium(MediaPart("image", url, {}, place, url_only=True))

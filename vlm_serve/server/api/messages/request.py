@@ -1,0 +1,96 @@
+"""The body of POST /v1/messages, and what it asks for."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking
+from vlm_serve.server.api.fields import AnswerRequest, RequestModel
+from vlm_serve.server.api.messages.blocks import Said, read_blocks
+from vlm_serve.server.api.parts import text_of, unsupported
+from vlm_serve.server.api.structured import ToolChoice
+from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
+from vlm_serve.server.errors import told_as
+
+MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "context_management": ({},),
+    "mcp_servers": ([],),
+    "output_config": ({},),
+    "output_format": (),
+}
+MESSAGES_UNIMPLEMENTED = UNIMPLEMENTED | CHAT_ONLY | MESSAGES_REFUSED
+
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NAMES = {"stop": "stop_sequences"}
+
+
+class MessageParam(RequestModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class MessagesTool(RequestModel):
+    type: Literal["custom"] | None = None
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class MessagesRequest(AnswerRequest):
+    messages: list[MessageParam] = Field(max_length=4096)
+    max_tokens: int
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[MessagesTool] | None = Field(None, max_length=256)
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def asked(self) -> Asked:
+        """What the request asks for. Raises InvalidRequestError that names the field at fault."""
+        continues = bool(self.messages) and self.messages[-1].role == "assistant"
+        said = [Said(message.role, message.content) for message in self.messages]
+        given = ChatInput(
+            read=lambda: read_blocks(self.system, said),
+            tools=[_function(tool) for tool in self.tools or []],
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            template_kwargs=self.chat_template_kwargs,
+        )
+        effort = None
+        if self.thinking is not None:
+            effort = "none" if self.thinking.get("type") == "disabled" else "medium"
+        with told_as(_NAMES):
+            params = self.sampling(
+                max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ())
+            )
+        return Asked(
+            input=with_thinking(given, effort),
+            params=params,
+            choice=self._tool_choice(given.function_names),
+            names=_NAMES,
+        )
+
+    def _tool_choice(self, names: list[str]) -> ToolChoice:
+        choice = self.tool_choice or {}
+        kind = choice.get("type")
+        parallel = False if choice.get("disable_parallel_tool_use") else None
+        if self.tool_choice is None:
+            return ToolChoice.of(None, names, parallel)
+        if kind == "tool":
+            return ToolChoice.function(text_of(choice, "name", "tool_choice"), names)
+        if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
+            raise unsupported("tool_choice.type", kind)
+        return ToolChoice.of(_TOOL_CHOICES[kind], names, parallel)
+
+
+def _function(tool: MessagesTool) -> dict[str, Any]:
+    # In the order of chat's fields: templates print it, and equal tools should give equal prompts.
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = tool.input_schema or {}
+    return {"type": "function", "function": function}

@@ -1,0 +1,133 @@
+"""The answer to a message request, whole and as a stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from vlm_serve.errors import VlmServeError
+from vlm_serve.server.api.answer import Event
+from vlm_serve.server.api.blocks import Block, BlockStream
+from vlm_serve.server.api.bodies import CacheReportBody, Optional
+from vlm_serve.server.api.conversation import ConversationTask
+from vlm_serve.server.api.messages.request import MessagesRequest
+from vlm_serve.server.api.reports import cache_report_body
+from vlm_serve.server.errors import messages_envelope
+from vlm_serve.server.generation import Generation
+
+
+class MessageBody(BaseModel):
+    """The answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: dict[str, int]
+    cache_report: Optional[CacheReportBody] = None
+
+
+class MessagesErrorDetails(BaseModel):
+    type: str
+    message: str
+
+
+class MessagesErrorBody(BaseModel):
+    type: Literal["error"]
+    error: MessagesErrorDetails
+    request_id: str
+
+
+class MessageStream(BlockStream):
+    """The events of one message."""
+
+    def __init__(
+        self, body: MessagesRequest, chat: ConversationTask, generation: Generation
+    ) -> None:
+        super().__init__(chat.parser(generation))
+        self._asked = body
+        self._chat = chat
+        self._generation = generation
+
+    def start(self) -> list[Event]:
+        body = self._body([])
+        body.usage["output_tokens"] = 0
+        return [{"type": "message_start", "message": body.model_dump()}]
+
+    def opened(self, block: Block) -> list[Event]:
+        empty = Block(block.kind, block.index, block.token, block.name)
+        start = {"type": "content_block_start", "index": block.index}
+        return [start | {"content_block": _content(empty)}]
+
+    def grown(self, block: Block, text: str) -> list[Event]:
+        kind, name = {
+            "text": ("text_delta", "text"),
+            "reasoning": ("thinking_delta", "thinking"),
+            "call": ("input_json_delta", "partial_json"),
+        }[block.kind]
+        delta = {"type": kind, name: text}
+        return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
+
+    def closed(self, block: Block) -> list[Event]:
+        return [{"type": "content_block_stop", "index": block.index}]
+
+    def end(self) -> list[Event]:
+        body = self.whole()
+        delta = {"stop_reason": body.stop_reason, "stop_sequence": body.stop_sequence}
+        last: Event = {"type": "message_delta", "delta": delta, "usage": body.usage}
+        if body.cache_report is not None:
+            last["cache_report"] = body.cache_report.model_dump()
+        return [last, {"type": "message_stop"}]
+
+    def failed(self, error: VlmServeError) -> list[Event]:
+        return [messages_envelope(error, self._chat.task.request_id)]
+
+    def whole(self) -> MessageBody:
+        body = self._body([_content(block) for block in self.blocks])
+        if self.finish_reason == "length":
+            body.stop_reason = "max_tokens"
+        elif isinstance(self.stop_reason, str):
+            body.stop_reason, body.stop_sequence = "stop_sequence", self.stop_reason
+        elif any(block.kind == "call" for block in self.blocks):
+            body.stop_reason = "tool_use"
+        else:
+            body.stop_reason = "end_turn"
+        if self._asked.cache_report:
+            body.cache_report = cache_report_body(self._generation.cache_report)
+        return body
+
+    def _body(self, content: list[dict[str, Any]]) -> MessageBody:
+        usage = self._generation.usage
+        return MessageBody(
+            id=f"msg_{self._chat.task.request_id}",
+            model=self._chat.model,
+            content=content,
+            stop_reason=None,
+            stop_sequence=None,
+            usage={
+                # In this API the tokens that were read from the cache are counted apart.
+                "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+                "cache_read_input_tokens": usage.cached_tokens,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": usage.completion_tokens,
+            },
+        )
+
+
+def _content(block: Block) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    arguments = json.loads(block.text or "{}")
+    return {
+        "type": "tool_use",
+        "id": f"toolu_{block.token}",
+        "name": block.name,
+        "input": arguments,
+    }

@@ -1,0 +1,34 @@
+"""Checks that the parts of a conversation need in every API's form but chat's, which preprocess
+reads itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.server.errors import UnsupportedFieldError
+
+
+def text_of(item: Mapping[str, Any], name: str, where: str) -> str:
+    """A field that must be text. Raises InvalidRequestError that names it."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{where}.{name} must be text", param=f"{where}.{name}")
+    return value
+
+
+def object_of(part: Any, where: str) -> dict[str, Any]:
+    """A part that must be an object. Raises InvalidRequestError that names its place."""
+    if not isinstance(part, dict):
+        raise InvalidRequestError(f"{where} must be an object", param=where)
+    return part
+
+
+def unsupported(where: str, value: Any) -> UnsupportedFieldError:
+    """The refusal of a value that the server does not implement."""
+    return UnsupportedFieldError(
+        f"{where}: {repr(value)[:40]} is not implemented by this server",
+        param=where,
+        code="unsupported_field",
+    )

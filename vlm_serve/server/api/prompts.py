@@ -1,0 +1,48 @@
+"""A prompt as chat or as plain completions would make it, for routes that answer neither."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.server.api.chat.request import ChatMessage, TemplateFields
+from vlm_serve.server.api.conversation import ChatInput, prepare
+
+if TYPE_CHECKING:
+    from vlm_serve.server.service import Service
+
+
+class EitherPrompt(TemplateFields):
+    """Has `messages`, or `prompt`, which is declared below this."""
+
+    model: str | None = None
+    messages: list[ChatMessage] | None = Field(None, max_length=4096)
+
+    def chat_or_none(self, prompt: object) -> ChatInput | None:
+        """The chat prompt, None if `prompt` was given.
+
+        Raises InvalidRequestError for both or none.
+        """
+        if (prompt is None) == (self.messages is None):
+            raise InvalidRequestError("give either prompt or messages", param="prompt")
+        return None if self.messages is None else self.chat_input(self.messages)
+
+
+async def prepared_chat(service: Service, given: ChatInput, cache_salt: str = "") -> Prompt:
+    """The prompt. Raises what preparation raises."""
+    return await service.in_pool(partial(prepare, service, given, cache_salt))
+
+
+def prepare_tokens(service: Service, prompt: str | list[int], cache_salt: str) -> Prompt:
+    """The prompt of a text or of token ids; to be called on a preparation thread.
+
+    Raises InvalidRequestError for ids that are out of the vocabulary.
+    """
+    preprocessor = service.engine.preprocessor
+    ids = preprocessor.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    made: Prompt = preprocessor.prepare_tokens(ids, cache_salt=cache_salt)
+    return made

@@ -1,0 +1,55 @@
+"""Usage and cache report in the form in which responses carry them."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+from typing import Any
+
+import numpy as np
+
+from vlm_serve.engine.outputs import CacheReport, Delta, Usage
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.server.api.bodies import CacheReportBody, PromptTokensDetails, UsageBody
+
+
+def usage_body(usage: Usage, *prompts: Prompt) -> UsageBody:
+    """Token counts; placeholder tokens of the prompts' media are counted by modality."""
+    spans = [span for prompt in prompts for span in prompt.spans]
+    return UsageBody(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=usage.cached_tokens,
+            image_tokens=sum(span.end - span.start for span in spans if span.modality == "image"),
+            video_tokens=sum(span.end - span.start for span in spans if span.modality == "video"),
+        ),
+    )
+
+
+def add_usage(parts: list[Usage]) -> Usage:
+    """The usage of several prompts that one request carried."""
+    return Usage(
+        sum(part.prompt_tokens for part in parts),
+        sum(part.completion_tokens for part in parts),
+        sum(part.cached_tokens for part in parts),
+    )
+
+
+def routed_experts_fields(delta: Delta) -> dict[str, Any]:
+    """What the end of a choice adds to it: the rows as the base64 text of an `.npy` file, and where
+    they have gaps. Nothing if they were not asked for."""
+    if delta.routed_experts is None:
+        return {}
+    file = io.BytesIO()
+    np.save(file, delta.routed_experts, allow_pickle=False)
+    fields: dict[str, Any] = {"routed_experts": base64.b64encode(file.getvalue()).decode()}
+    if delta.routed_experts_gaps:
+        fields["routed_experts_gaps"] = list(delta.routed_experts_gaps)
+    return fields
+
+
+def cache_report_body(report: CacheReport | None) -> CacheReportBody | None:
+    return None if report is None else CacheReportBody(**dataclasses.asdict(report))

@@ -1,0 +1,105 @@
+"""`input` of a response request, read into a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.messages import Conversation, read_tool_call
+from vlm_serve.server.api.parts import object_of, text_of, unsupported
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+
+
+def read_input(instructions: str | None, given: str | list[dict[str, Any]]) -> Conversation:
+    """Raises InvalidRequestError that names the item or field at fault."""
+    conversation = Conversation()
+    if instructions:
+        conversation.add_turn("system", instructions, "instructions")
+    if isinstance(given, str):
+        conversation.add_turn("user", given, "input")
+        return conversation
+    answer = _Answer(conversation)
+    for index, item in enumerate(given):
+        _read_item(answer, item, f"input[{index}]")
+    answer.end()
+    if not conversation.messages:
+        raise InvalidRequestError("input must not be empty", param="input")
+    return conversation
+
+
+class _Answer:
+    """Gathers the items of one answer (reasoning, text, calls), which are one message."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation = conversation
+        self.text: str | None = None
+        self.reasoning: str | None = None
+        self.calls: list[dict[str, Any]] = []
+
+    def end(self) -> None:
+        if self.text is not None or self.reasoning is not None or self.calls:
+            self.conversation.add_answer(self.text, self.reasoning, self.calls)
+        self.text, self.reasoning, self.calls = None, None, []
+
+
+def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
+    kind = item.get("type", "message")
+    conversation = answer.conversation
+    if kind == "function_call":
+        function = {name: text_of(item, name, where) for name in ("name", "arguments")}
+        call = {"id": text_of(item, "call_id", where), "type": "function"}
+        answer.calls.append(call | {"function": read_tool_call(function, where)})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        answer.reasoning = _joined(parts, f"{where}.content")
+    elif kind == "function_call_output":
+        answer.end()
+        content = _content(item.get("output"), f"{where}.output", conversation)
+        call_id = text_of(item, "call_id", where)
+        conversation.add_turn("tool", content, where, tool_call_id=call_id)
+    elif kind != "message":
+        raise unsupported(f"{where}.type", kind)
+    elif item.get("role") == "assistant":
+        if answer.text is not None:
+            answer.end()
+        answer.text = _joined(item.get("content"), f"{where}.content")
+    else:
+        answer.end()
+        content = _content(item.get("content"), f"{where}.content", conversation)
+        conversation.add_turn(item.get("role"), content, where)
+
+
+def _content(content: Any, where: str, conversation: Conversation) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where} must be text or a list of parts", param=where)
+    return [_part(part, f"{where}[{index}]", conversation) for index, part in enumerate(content)]
+
+
+def _part(part: Any, where: str, conversation: Conversation) -> dict[str, Any]:
+    kind = object_of(part, where).get("type")
+    if kind in _TEXT_PARTS:
+        return {"type": "text", "text": text_of(part, "text", where)}
+    if kind not in ("input_image", "image_url", "video_url"):
+        raise unsupported(f"{where}.type", kind)
+    if part.get("file_id") is not None:
+        raise unsupported(f"{where}.file_id", part["file_id"])
+    return conversation.part(part, where)
+
+
+def _joined(content: Any, where: str) -> str:
+    """The text of parts that may be nothing else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where} must be text or a list of parts", param=where)
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict):
+            raise InvalidRequestError(f"{where}[{index}] must be an object", param=where)
+        name = "refusal" if part.get("type") == "refusal" else "text"
+        texts.append(text_of(part, name, f"{where}[{index}]"))
+    return "".join(texts)

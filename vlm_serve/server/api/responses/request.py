@@ -1,0 +1,110 @@
+"""The body of POST /v1/responses, and what it asks for."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vlm_serve.errors import FieldError, InvalidRequestError
+from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking
+from vlm_serve.server.api.fields import AnswerRequest, RequestModel, stop_texts
+from vlm_serve.server.api.parts import text_of, unsupported
+from vlm_serve.server.api.responses.items import read_input
+from vlm_serve.server.api.structured import ToolChoice, json_schema_form, simple_form
+from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
+from vlm_serve.server.errors import told_as
+from vlm_serve.structured_outputs import StructuredOutputs
+
+# Nothing is stored between requests: earlier turns come as items of `input`.
+RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "max_tool_calls": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+RESPONSES_UNIMPLEMENTED = UNIMPLEMENTED | CHAT_ONLY | RESPONSES_REFUSED
+
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
+
+
+class ResponsesTool(RequestModel):
+    type: Literal["function"]
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponsesRequest(AnswerRequest):
+    input: str | list[dict[str, Any]] = Field(max_length=1 << 26)
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    min_p: float | None = None
+    stop: str | list[str] | None = None
+    tools: list[ResponsesTool] | None = Field(None, max_length=256)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def asked(self) -> Asked:
+        """What the request asks for. Raises InvalidRequestError that names the field at fault."""
+        given = ChatInput(
+            read=lambda: read_input(self.instructions, self.input),
+            tools=[_function(tool) for tool in self.tools or []],
+            template_kwargs=self.chat_template_kwargs,
+        )
+        with told_as(_NAMES):
+            params = self.sampling(
+                max_tokens=self.max_output_tokens,
+                min_p=self.min_p or 0.0,
+                stop=stop_texts(self.stop),
+                structured_outputs=self._form(),
+            )
+        return Asked(
+            input=with_thinking(given, self._effort()),
+            params=params,
+            choice=self._tool_choice(given.function_names),
+            form_field="text",
+            names=_NAMES,
+        )
+
+    def _effort(self) -> str | None:
+        effort = (self.reasoning or {}).get("effort")
+        if effort is not None and not isinstance(effort, str):
+            raise FieldError("reasoning.effort", "must be text")
+        return effort
+
+    def _tool_choice(self, names: list[str]) -> ToolChoice:
+        choice = self.tool_choice
+        if not isinstance(choice, dict):
+            return ToolChoice.of(choice, names, self.parallel_tool_calls)
+        if choice.get("type") != "function":
+            raise unsupported("tool_choice.type", choice.get("type"))
+        return ToolChoice.function(text_of(choice, "name", "tool_choice"), names)
+
+    def _form(self) -> StructuredOutputs | None:
+        """The form that `text` asks for, None if it asks for none."""
+        text = self.text or {}
+        if text.get("verbosity") not in (None, "medium"):
+            raise unsupported("text.verbosity", text["verbosity"])
+        form = text.get("format")
+        if form is None:
+            return None
+        if not isinstance(form, dict):
+            raise InvalidRequestError("text.format must be an object", param="text")
+        if form.get("type") == "json_schema":
+            return json_schema_form(form, "text.format")
+        return simple_form(form, "text.format")
+
+
+def _function(tool: ResponsesTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}

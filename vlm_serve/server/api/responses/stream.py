@@ -1,0 +1,180 @@
+"""The answer to a response request, whole and as a stream."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from vlm_serve.errors import VlmServeError
+from vlm_serve.server.api.answer import Event
+from vlm_serve.server.api.blocks import Block, BlockStream
+from vlm_serve.server.api.bodies import CacheReportBody, Optional
+from vlm_serve.server.api.conversation import ConversationTask
+from vlm_serve.server.api.reports import cache_report_body, usage_body
+from vlm_serve.server.api.responses.request import ResponsesRequest
+from vlm_serve.server.generation import Generation
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class ResponseBody(BaseModel):
+    """The answer of /v1/responses, also in the events of its stream."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, Any] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    store: Literal[False] = False
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: Literal["disabled"] = "disabled"
+    usage: dict[str, Any] | None = None
+    cache_report: Optional[CacheReportBody] = None
+
+
+class ResponseStream(BlockStream):
+    """The events of one response."""
+
+    def __init__(
+        self, body: ResponsesRequest, chat: ConversationTask, generation: Generation
+    ) -> None:
+        super().__init__(chat.parser(generation))
+        self._chat = chat
+        self._asked = body
+        self._generation = generation
+        self._number = 0
+        self._items: list[dict[str, Any]] = []
+
+    def start(self) -> list[Event]:
+        return [
+            self._event(f"response.{name}", response=self._body("in_progress").model_dump())
+            for name in ("created", "in_progress")
+        ]
+
+    def opened(self, block: Block) -> list[Event]:
+        events = [self._item_event("added", block, _item(block, "in_progress"))]
+        if block.kind != "call":
+            events.append(self._part_event("added", block))
+        return events
+
+    def grown(self, block: Block, text: str) -> list[Event]:
+        return [self._text_event("delta", block, delta=text)]
+
+    def closed(self, block: Block) -> list[Event]:
+        item = _item(block, "incomplete" if self.finish_reason == "length" else "completed")
+        self._items.append(item)
+        if block.kind == "call":
+            done = {"arguments": block.text, "name": block.name}
+            return [
+                self._text_event("done", block, **done),
+                self._item_event("done", block, item),
+            ]
+        return [
+            self._text_event("done", block, text=block.text),
+            self._part_event("done", block),
+            self._item_event("done", block, item),
+        ]
+
+    def end(self) -> list[Event]:
+        body = self.whole()
+        return [self._event(f"response.{body.status}", response=body.model_dump())]
+
+    def failed(self, error: VlmServeError) -> list[Event]:
+        body = self._body("failed")
+        body.error = {"code": "server_error", "message": error.message}
+        return [self._event("response.failed", response=body.model_dump())]
+
+    def whole(self) -> ResponseBody:
+        generation = self._generation
+        cut = self.finish_reason == "length"
+        body = self._body("incomplete" if cut else "completed")
+        body.incomplete_details = {"reason": "max_output_tokens"} if cut else None
+        counts = usage_body(generation.usage, generation.prompt)
+        cached = counts.prompt_tokens_details.model_dump()
+        body.usage = {
+            "input_tokens": counts.prompt_tokens,
+            "input_tokens_details": cached | {"cache_write_tokens": 0},
+            "output_tokens": counts.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": counts.total_tokens,
+        }
+        if self._asked.cache_report:
+            body.cache_report = cache_report_body(generation.cache_report)
+        return body
+
+    def _body(self, status: Status) -> ResponseBody:
+        asked = self._asked
+        return ResponseBody(
+            id=f"resp_{self._chat.task.request_id}",
+            created_at=self._chat.created,
+            status=status,
+            instructions=asked.instructions,
+            max_output_tokens=asked.max_output_tokens,
+            metadata=asked.metadata or {},
+            model=self._chat.model,
+            output=list(self._items),
+            parallel_tool_calls=asked.parallel_tool_calls is not False,
+            temperature=asked.temperature,
+            text={"format": (asked.text or {}).get("format") or {"type": "text"}},
+            tool_choice=asked.tool_choice or "auto",
+            tools=[
+                {"parameters": None, "strict": None} | tool.model_dump(exclude_unset=True)
+                for tool in asked.tools or []
+            ],
+            top_p=asked.top_p,
+        )
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+    def _item_event(self, name: str, block: Block, item: dict[str, Any]) -> Event:
+        return self._event(f"response.output_item.{name}", output_index=block.index, item=item)
+
+    def _part_event(self, name: str, block: Block) -> Event:
+        place = {"item_id": _item_id(block), "output_index": block.index, "content_index": 0}
+        return self._event(f"response.content_part.{name}", **place, part=_part(block))
+
+    def _text_event(self, step: str, block: Block, **fields: Any) -> Event:
+        place: dict[str, Any] = {"item_id": _item_id(block), "output_index": block.index}
+        if block.kind != "call":
+            place["content_index"] = 0
+        if block.kind == "text":
+            place["logprobs"] = []
+        kind = {"text": "output_text", "reasoning": "reasoning_text"}.get(block.kind)
+        kind = kind or "function_call_arguments"
+        return self._event(f"response.{kind}.{step}", **place, **fields)
+
+
+def _item_id(block: Block) -> str:
+    return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.token
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _item(block: Block, status: str) -> dict[str, Any]:
+    item: dict[str, Any] = {"id": _item_id(block), "status": status}
+    if block.kind == "call":
+        call = {"call_id": f"call_{block.token}", "name": block.name, "arguments": block.text}
+        return item | {"type": "function_call"} | call
+    parts = [] if status == "in_progress" else [_part(block)]
+    if block.kind == "reasoning":
+        return item | {"type": "reasoning", "summary": [], "content": parts}
+    return item | {"type": "message", "role": "assistant", "content": parts}

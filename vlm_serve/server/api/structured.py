@@ -1,0 +1,225 @@
+"""What form an answer must have, from the fields of a request: response_format, structured_outputs
+and tool_choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vlm_serve.errors import FieldError, InvalidRequestError
+from vlm_serve.grammar.schema import check_schema
+from vlm_serve.structured_outputs import StructuredOutputs
+
+_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+_KINDS = tuple(each.name for each in fields(StructuredOutputs) if each.name != "strict")
+
+
+def form_of(
+    response_format: Mapping[str, Any] | None, structured_outputs: Mapping[str, Any] | None
+) -> StructuredOutputs | None:
+    """The form that the two fields ask for, None if neither asks for one.
+
+    Raises InvalidRequestError that names the field.
+    """
+    asked = _from_format(response_format or {"type": "text"})
+    given = {name: value for name, value in (structured_outputs or {}).items() if value is not None}
+    if not given:
+        return asked
+    if asked is not None:
+        raise InvalidRequestError(
+            "response_format and structured_outputs exclude each other", param="structured_outputs"
+        )
+    unknown = [name for name in given if name not in _KINDS]
+    if unknown:
+        raise InvalidRequestError(
+            f"structured_outputs has an unknown field {unknown[0][:64]!r}; it may have one of "
+            + ", ".join(_KINDS),
+            param="structured_outputs",
+        )
+    if not isinstance(given.get("json_object", False), bool):
+        raise FieldError("structured_outputs.json_object", "must be true or false")
+    return StructuredOutputs(**given)
+
+
+def _from_format(value: Mapping[str, Any]) -> StructuredOutputs | None:
+    if value.get("type") == "json_schema":
+        schema = value.get("json_schema")
+        return json_schema_form(schema, "response_format.json_schema")
+    if value.get("type") == "structural_tag":
+        try:
+            return StructuredOutputs(structural_tag=dict(value))
+        except FieldError as error:
+            raise error.under("response_format") from None
+    return simple_form(value, "response_format")
+
+
+def simple_form(value: Mapping[str, Any], place: str) -> StructuredOutputs | None:
+    """The form of a format that has no more than a type.
+
+    Args:
+        place: of the format in the request.
+
+    Raises FieldError for another type.
+    """
+    kind = value.get("type")
+    if kind not in _FORMATS:
+        raise FieldError(f"{place}.type", "must be one of " + ", ".join(_FORMATS))
+    return None if kind == "text" else StructuredOutputs(json_object=True)
+
+
+def json_schema_form(value: Any, place: str) -> StructuredOutputs:
+    """The form of an object with a `schema` and perhaps `strict`.
+
+    Args:
+        place: of the object in the request.
+
+    Raises FieldError for one that cannot be enforced.
+    """
+    if not isinstance(value, Mapping) or not isinstance(value.get("schema"), Mapping | bool):
+        raise FieldError(f"{place}.schema", "must be an object")
+    strict = value.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise FieldError(f"{place}.strict", "must be true or false")
+    try:
+        return StructuredOutputs(json=value["schema"], strict=bool(strict))
+    except FieldError as error:
+        raise error.under(place) from None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What `tool_choice` and `parallel_tool_calls` allow.
+
+    Attributes:
+        mode: "none", "auto" or "required".
+        names: the functions that may be called.
+        parallel: several calls are allowed.
+    """
+
+    mode: str
+    names: tuple[str, ...]
+    parallel: bool
+
+    @classmethod
+    def of(cls, mode: str | None, names: Sequence[str], parallel: bool | None) -> ToolChoice:
+        """The choice among all functions; None leaves the mode to whether there are any.
+
+        Raises InvalidRequestError for an unknown mode, or for one without tools that needs some.
+        """
+        if mode is None:
+            mode = "auto" if names else "none"
+        if mode not in ("none", "auto", "required"):
+            raise InvalidRequestError(
+                'tool_choice must be "none", "auto", "required" or a function', param="tool_choice"
+            )
+        if mode != "none" and not names:
+            raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
+        return cls(mode, tuple(names), parallel is not False)
+
+    @classmethod
+    def function(cls, name: str, names: Sequence[str]) -> ToolChoice:
+        """A call of one function. Raises InvalidRequestError if it is not among the tools."""
+        if name not in names:
+            raise InvalidRequestError(
+                f"tool_choice names the function {name[:64]!r}, which is not among the tools",
+                param="tool_choice",
+            )
+        return cls("required", (name,), parallel=False)
+
+
+def with_tools(
+    form: StructuredOutputs | None,
+    choice: ToolChoice,
+    schemas: Mapping[str, Any],
+    form_field: str,
+) -> StructuredOutputs | None:
+    """The form of an answer that may or must call tools.
+
+    Args:
+        form: what its text must be, where it is no call.
+        schemas: of the parameters, by function name.
+        form_field: the request's field that `form` comes from.
+
+    Raises InvalidRequestError that names the field, as far as one form does not hide the other.
+    """
+    if choice.mode == "none":
+        return form
+    if choice.mode == "auto" and form is None and choice.parallel:
+        return None
+    if form is not None and form.json is not None:
+        check_schema(form.json, form_field, strict=form.strict)
+    tags = [_tag(name, schemas[name]) for name in choice.names]
+    calls: dict[str, Any] = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": not choice.parallel,
+    }
+    if choice.mode == "auto":
+        calls = _auto(form, calls, tags)
+    return _structural(calls)
+
+
+def _auto(
+    form: StructuredOutputs | None, calls: dict[str, Any], tags: list[dict[str, Any]]
+) -> dict[str, Any]:
+    if form is None:
+        # Only reached where one call is allowed: text up to it, and nothing behind it.
+        return {
+            "type": "triggered_tags",
+            "triggers": ["<tool_call>"],
+            "tags": tags,
+            "stop_after_first": True,
+        }
+    return {"type": "or", "elements": [_element(form), calls]}
+
+
+def _element(form: StructuredOutputs) -> dict[str, Any]:
+    """A form as a part of a structural tag."""
+    kind, source = form.source
+    if form.json is not None:
+        return {"type": "json_schema", "json_schema": form.json, "max_whitespace_cnt": 1}
+    if form.json_object:
+        schema = {"type": "object", "additionalProperties": True}
+        return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+    if kind == "regex":
+        return {"type": "regex", "pattern": source}
+    if kind == "grammar":
+        return {"type": "grammar", "grammar": source}
+    tag = form.structural_tag
+    if not isinstance(tag, Mapping) or not isinstance(tag.get("format"), Mapping):
+        raise InvalidRequestError(
+            "a structural tag next to tools must have a format", param="response_format"
+        )
+    return dict(tag["format"])
+
+
+def _tag(name: str, schema: Any) -> dict[str, Any]:
+    """One call in Qwen3.5's form, see `output_parser`."""
+    if not name.replace("_", "").replace("-", "").replace(".", "").isalnum():
+        raise InvalidRequestError(
+            f"the function name {name[:64]!r} must consist of letters, digits, '_', '-' and '.' "
+            "where tool calls are enforced",
+            param="tools",
+        )
+    parameters = dict(schema) if schema else {"type": "object", "properties": {}}
+    return {
+        "type": "tag",
+        "begin": f"<tool_call>\n<function={name}>\n",
+        "content": {
+            "type": "json_schema",
+            "json_schema": {"type": "object", **parameters},
+            "style": "qwen_xml",
+            "max_whitespace_cnt": 1,
+        },
+        "end": "\n</function>\n</tool_call>",
+    }
+
+
+def _structural(content: dict[str, Any]) -> StructuredOutputs:
+    try:
+        return StructuredOutputs(structural_tag={"type": "structural_tag", "format": content})
+    except FieldError as error:
+        raise error.under("tools") from None
