@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vlm_serve.cache.ledger import Ledger, is_unit
+from vlm_serve.cache.logprobs import check_rows
 from vlm_serve.cache.records import NO_MEDIA, Block, Lease, LeaseState, Node, Snapshot
 from vlm_serve.cache.rows import RowState
 from vlm_serve.cache.suspension import Suspended
@@ -243,3 +244,4 @@ def _check_memory(books: Books, nodes: list[Node]) -> None:
             assert len(node.experts) == node.num_tokens, "expert rows do not cover their node"
             num_bytes += node.experts.nbytes
     assert ledger.expert_bytes == num_bytes, "bytes of expert rows are wrong"
+    check_rows(ledger.logprobs, nodes)

@@ -21,6 +21,7 @@ class CacheConfig:
         min_snapshot_gain: blocks that a junction snapshot must save.
         policy: which unpinned entries go first: "value" or "lru".
         block_bytes, snapshot_bytes: size of one KV block and one state row, for the value policy.
+        logprob_bytes: most bytes of kept prompt log-probabilities, which come on top of the pools.
         ghost_entries: evicted keys that are remembered to explain misses; None: one per block.
     """
 
@@ -34,6 +35,7 @@ class CacheConfig:
     policy: Literal["value", "lru"] = "value"
     block_bytes: int = 1
     snapshot_bytes: int = 1
+    logprob_bytes: int = 64 << 20
     ghost_entries: int | None = None
 
     def __post_init__(self) -> None:
@@ -45,6 +47,7 @@ class CacheConfig:
         assert self.policy in ("value", "lru"), f"unknown policy {self.policy!r}"
         assert self.block_bytes > 0, "sizes must be positive"
         assert self.snapshot_bytes > 0 or not self.has_state, "sizes must be positive"
+        assert self.logprob_bytes >= 0, "sizes must not be negative"
         assert self.ghost_entries is None or self.ghost_entries >= 0
 
     @property

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vlm_serve.cache.eviction import Evictor
 from vlm_serve.cache.experts import record, seed
+from vlm_serve.cache.logprobs import RowPiece, keep
 from vlm_serve.cache.publishing import Publisher
 from vlm_serve.cache.records import Lease, LeaseState, Rows, Snapshot
 from vlm_serve.cache.rows import RowState
@@ -139,6 +140,7 @@ class Leasing:
         *,
         exact_until: int,
         experts: Rows | None = None,
+        logprobs: RowPiece | None = None,
     ) -> None:
         """Tokens `[0, length)` are computed now: publishes them and the snapshots up to there.
 
@@ -146,7 +148,8 @@ class Leasing:
         first step. Committing the same length again changes nothing.
 
         `experts` are the routed expert rows `[n, layers, top_k]` of the n tokens computed since the
-        last commit; nodes without rows get them, whoever made the nodes.
+        last commit; nodes without rows get them, whoever made the nodes. `logprobs` are all prompt
+        log-probabilities that the request knows, for the nodes that were passed and know less.
         """
         assert lease.state is LeaseState.OPEN
         assert lease.length <= length <= len(keys), "a commit goes forward, within its tokens"
@@ -162,6 +165,8 @@ class Leasing:
         if self.config.enabled and not lease.private:
             Publisher(self._ledger, lease, keys, length, exact_until).publish()
             record(self._ledger, lease, keys, length, experts)
+            if logprobs is not None:
+                keep(self._ledger, lease, keys, length, logprobs)
             depth = len(lease.path)
             missing = depth < len(keys.block_keys)
             self._expect(lease, keys.block_keys[depth] if missing else None)

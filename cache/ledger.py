@@ -12,6 +12,7 @@ from vlm_serve.cache.blocks import BlockPool
 from vlm_serve.cache.events import CacheEvents
 from vlm_serve.cache.ghosts import GhostMemory
 from vlm_serve.cache.lazy_heap import LazyHeap, Priority
+from vlm_serve.cache.logprobs import RowKeeper
 from vlm_serve.cache.policy import Use, make_policy
 from vlm_serve.cache.records import Block, Node, Snapshot
 from vlm_serve.cache.rows import RowPool, RowState
@@ -31,6 +32,7 @@ class Ledger:
         units: blocks whose nodes are all unpinned leaves: evicting one frees it.
         spare_snapshots: READY and unpinned snapshots.
         expert_bytes: size of all routed expert rows.
+        logprobs: which nodes hold prompt log-probabilities.
         version: number of removals so far; an older match is stale.
         additions: number of nodes and snapshots published so far.
     """
@@ -50,6 +52,7 @@ class Ledger:
         self.evicted_snapshots = GhostMemory(ghosts)
         self.pending: dict[bytes, int] = {}
         self.expert_bytes = 0
+        self.logprobs = RowKeeper(config.logprob_bytes)
         self.version = 0
         self.additions = 0
         self._counter = 0
@@ -60,11 +63,13 @@ class Ledger:
         node.pins += 1
         self.blocks.harden(node.block)
         self.units.discard(node.block)
+        self.logprobs.spare.discard(node)
 
     def unpin(self, node: Node) -> None:
         assert node.pins > 0, "a node was unpinned twice"
         node.pins -= 1
         self.let_go(node.block)
+        self.logprobs.refresh(node)
 
     def let_go(self, block: Block) -> None:
         """A running request releases its hold on a block."""
@@ -76,11 +81,13 @@ class Ledger:
         node.pins -= 1
         node.parked += 1
         self.blocks.park(node.block)
+        self.logprobs.refresh(node)
 
     def unpark(self, node: Node) -> None:
         node.parked -= 1
         node.pins += 1
         self.blocks.unpark(node.block)
+        self.logprobs.spare.discard(node)
 
     def drop_parked(self, node: Node) -> None:
         node.parked -= 1
@@ -139,6 +146,7 @@ class Ledger:
         self.evicted_nodes.add(node.key)
         if node.experts is not None:
             self.expert_bytes -= node.experts.nbytes
+        self.logprobs.drop(node)
         self.trie.remove(node)
         self.blocks.detach(node.block, node)
         self.refresh_unit(node.block)

@@ -23,7 +23,8 @@ class CacheUsage:
         cached_blocks: blocks that eviction can free; the rest belongs to running requests.
         nodes: trie nodes, tails included.
         rows: state rows by state ("free", "live", "reserved", "ready", "private").
-        expert_bytes: size of the routed expert rows.
+        expert_bytes, logprob_bytes: size of the routed expert rows, and of the kept prompt
+            log-probabilities.
     """
 
     blocks: int
@@ -32,6 +33,7 @@ class CacheUsage:
     nodes: int
     rows: dict[str, int]
     expert_bytes: int
+    logprob_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class NodeInfo:
         media: a media span starts in it.
         snapshot: kind of the snapshot at its end, or None.
         snapshot_hits: requests that started from that snapshot.
-        num_bytes: of its share of the block, the snapshot and the expert rows.
+        num_bytes: of its share of the block, the snapshot, the expert rows and the
+            log-probabilities.
     """
 
     key: str
@@ -84,6 +87,7 @@ def usage(ledger: Ledger) -> CacheUsage:
         nodes=ledger.trie.num_nodes,
         rows={state.value: states[state] for state in RowState},
         expert_bytes=ledger.expert_bytes,
+        logprob_bytes=ledger.logprobs.num_bytes,
     )
 
 
@@ -96,7 +100,8 @@ def _describe(ledger: Ledger, node: Node) -> NodeInfo:
     config, snapshot = ledger.config, node.snapshot
     num_bytes = config.block_bytes * node.num_tokens // config.block_size
     num_bytes += config.snapshot_bytes if snapshot is not None else 0
-    num_bytes += node.experts.nbytes if node.experts is not None else 0
+    for rows in (node.experts, node.logprobs):
+        num_bytes += rows.nbytes if rows is not None else 0
     return NodeInfo(
         key=node.key.hex(),
         parent=node.parent.key.hex(),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vlm_serve.cache.logprobs import RowPiece
     from vlm_serve.cache.records import Branch, Node, Snapshot
     from vlm_serve.cache.trie import Trie
     from vlm_serve.preprocess.keys import PromptKeys
@@ -27,6 +28,8 @@ class Match:
         reason: why the boundary is not deeper (design, section 9); "full" if it cannot be.
         blocks: physical ids of the matched full blocks.
         junction: KV goes so much deeper than state that a snapshot at `kv_boundary` pays.
+        limit: how deep it might have gone.
+        logprobs: the kept ones of the prompt log-probabilities that were wanted, without a hole.
     """
 
     boundary: int = 0
@@ -38,6 +41,8 @@ class Match:
     reason: str = "cold"
     blocks: tuple[int, ...] = ()
     junction: bool = False
+    limit: int = 0
+    logprobs: tuple[RowPiece, ...] = field(default=(), repr=False)
     nodes: tuple[Node, ...] = field(default=(), repr=False)
     tail: Node | None = field(default=None, repr=False)
     """The tail that ends at `boundary`, if a tail does."""

@@ -34,14 +34,16 @@ def plan_snapshots(
     junction: int,
     interval: int,
     min_gain: int,
+    first_row: int | None = None,
     max_new: int = MAX_NEW_SNAPSHOTS,
 ) -> tuple[tuple[int, str], ...]:
     """The positions to snapshot, most important first, each with its kind.
 
-    In order: the end of the last media item, the junction, the prompt's end, the stable end; the
-    ends of earlier media items, deepest first; the system message and the last two messages; the
-    regular points. Of the media ends only the last comes before the other places, so that a prompt
-    with many pictures still leaves a snapshot at its own end.
+    In order: the end of the last media item, the junction, the prompt's end and, if its
+    log-probabilities are reported, where those of another continuation can start; the stable end;
+    the ends of earlier media items, deepest first; the system message and the last two messages;
+    the regular points. Of the media ends only the last comes before the other places, so that a
+    prompt with many pictures still leaves a snapshot at its own end.
 
     Args:
         prompt: marks and keys of the whole prompt.
@@ -50,11 +52,13 @@ def plan_snapshots(
         interval: tokens between regular points; a point inside a span moves down. If there are more
             points than room, they spread evenly.
         min_gain: tokens by which a message or regular point must lie past the snapshot before it.
+        first_row: the first token whose log-probability is reported; None: no token's is.
         max_new: most positions to return.
 
     Returns:
         (position, kind) with `start < position < len(prompt)`, each a cut point outside spans;
-        kinds are "media", "junction", "prompt_end", "stable_end", "message" and "interval".
+        kinds are "media", "junction", "prompt_end", "logprobs", "stable_end", "message" and
+        "interval".
     """
     assert interval > 0 and max_new >= 0
     keys = prompt.keys
@@ -64,6 +68,9 @@ def plan_snapshots(
     plan.add(prompt.media_ends[-1:], "media")
     plan.add([junction], "junction")
     plan.add([end], "prompt_end")
+    if first_row is not None:
+        # Without the first token that differs the row before it cannot be computed: one cut less.
+        plan.add([keys.last_cut((first_row if first_row > 1 else end) - 1)], "logprobs")
     if stable // keys.block_size != end // keys.block_size:
         plan.add([stable], "stable_end")
     plan.add(reversed(prompt.media_ends[:-1]), "media")

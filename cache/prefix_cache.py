@@ -16,6 +16,7 @@ from vlm_serve.cache.experts import ExpertPiece, cached_rows
 from vlm_serve.cache.leasing import Leasing
 from vlm_serve.cache.ledger import Ledger
 from vlm_serve.cache.listing import CacheUsage, TreePage, tree_page, usage
+from vlm_serve.cache.logprobs import RowPiece, WantedRows, kept_rows
 from vlm_serve.cache.matching import Boundaries, Match, find_boundaries, walk
 from vlm_serve.cache.reasons import Evidence, miss_reason
 from vlm_serve.cache.records import Hit, Lease, Node
@@ -54,20 +55,34 @@ class PrefixCache(Leasing):
 
     # Matching
 
-    def match(self, keys: PromptKeys, *, limit: int, complete_experts: bool = False) -> Match:
+    def match(
+        self,
+        keys: PromptKeys,
+        *,
+        limit: int,
+        complete_experts: bool = False,
+        logprobs: WantedRows | None = None,
+    ) -> Match:
         """The deepest boundary <= `limit` that a request with these keys can start from. Pure.
 
         `limit` is at most the number of tokens less one: one token is always computed.
         With `complete_experts` the boundary is clamped to where routed expert rows are complete.
+        With `logprobs` it is clamped so that the first of those rows that is not kept is computed:
+        the one of token i comes out of the token before it.
         """
         assert limit < max(1, len(keys)), "at least one token is always computed"
         if not self.config.enabled:
             return Match(reason="disabled")
         ledger = self._ledger
         path, found = self._find(keys, limit, complete_experts=complete_experts)
-        evidence = Evidence(
-            ledger.trie, ledger.evicted_nodes, ledger.evicted_snapshots, ledger.pending
-        )
+        reason = self._reason(keys, limit, path, found)
+        kept: tuple[RowPiece, ...] = ()
+        if logprobs is not None:
+            kept = kept_rows(ledger.trie.root(keys.root), path, keys, logprobs)
+            limit = min(limit, (kept[-1].end if kept else logprobs.first) - 1)
+            free = found.usable
+            found = self._boundaries(path, keys, limit, complete_experts=complete_experts)
+            reason = "prompt_logprobs" if found.usable < free else reason
         used = [*path, found.tail] if found.tail is not None else path
         exact = found.snapshot is None or found.snapshot.exact
         gain = self.config.min_snapshot_gain * self.config.block_size
@@ -79,9 +94,11 @@ class PrefixCache(Leasing):
             state_boundary=found.state,
             snapshot=found.snapshot,
             exact=exact and all(node.exact for node in used),
-            reason=miss_reason(evidence, keys, limit, path, found),
+            reason=reason,
             blocks=tuple([node.block.id for node in path]),
             junction=self.config.has_state and found.kv - found.state >= gain,
+            limit=limit,
+            logprobs=kept,
             nodes=tuple(path),
             tail=found.tail,
             pending_key=keys.block_keys[len(path)] if missing else None,
@@ -180,6 +197,7 @@ class PrefixCache(Leasing):
             ledger.version,
             ledger.additions,
             ledger.expert_bytes,
+            ledger.logprobs.additions,
             self.available_block_count,
             rows.num_free,
             rows.num_live,
@@ -241,10 +259,24 @@ class PrefixCache(Leasing):
         self, keys: PromptKeys, limit: int, *, complete_experts: bool
     ) -> tuple[list[Node], Boundaries]:
         """The matched full nodes and the boundaries along them."""
-        trie = self._ledger.trie
-        path = walk(trie.root(keys.root), keys)
-        has_state = self.config.has_state
-        found = find_boundaries(
-            trie, path, keys, limit, has_state=has_state, complete_experts=complete_experts
+        path = walk(self._ledger.trie.root(keys.root), keys)
+        return path, self._boundaries(path, keys, limit, complete_experts=complete_experts)
+
+    def _boundaries(
+        self, path: list[Node], keys: PromptKeys, limit: int, *, complete_experts: bool
+    ) -> Boundaries:
+        return find_boundaries(
+            self._ledger.trie,
+            path,
+            keys,
+            limit,
+            has_state=self.config.has_state,
+            complete_experts=complete_experts,
         )
-        return path, found
+
+    def _reason(self, keys: PromptKeys, limit: int, path: list[Node], found: Boundaries) -> str:
+        ledger = self._ledger
+        evidence = Evidence(
+            ledger.trie, ledger.evicted_nodes, ledger.evicted_snapshots, ledger.pending
+        )
+        return miss_reason(evidence, keys, limit, path, found)

@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 Rows = npt.NDArray[Any]
 """Routed expert rows `[tokens, layers, top_k]`."""
+LogprobRows = npt.NDArray[Any]
+"""Rows `[tokens]` of prompt log-probabilities, see `logprobs.row_type`."""
 NO_MEDIA = -1
 
 
@@ -49,6 +51,8 @@ class Node(Branch):
         media_offset: offset in the block of the first media span that starts in it, or NO_MEDIA.
         inside_span: `end` lies strictly inside a media span: no snapshot belongs here.
         experts: routed expert rows `[num_tokens, layers, top_k]`, if known.
+        logprobs: a row for each token, the prompt's first one excepted, if known.
+        ticket: of its entry among the nodes that may lose those.
     """
 
     __slots__ = (
@@ -59,12 +63,14 @@ class Node(Branch):
         "hits",
         "inside_span",
         "last_used",
+        "logprobs",
         "media_offset",
         "num_tokens",
         "parent",
         "parked",
         "pins",
         "snapshot",
+        "ticket",
     )
 
     def __init__(self, key: bytes, parent: Branch, num_tokens: int, block: Block) -> None:
@@ -82,6 +88,8 @@ class Node(Branch):
         self.media_offset = NO_MEDIA
         self.inside_span = False
         self.experts: Rows | None = None
+        self.logprobs: LogprobRows | None = None
+        self.ticket = 0
 
 
 class Block:

@@ -9,7 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from vlm_serve.cache.records import Rows
+from vlm_serve.cache.logprobs import row_type
+from vlm_serve.cache.records import LogprobRows, Rows
 from vlm_serve.preprocess.keys import PromptKeys
 
 END_OF_TURN = 1
@@ -99,3 +100,13 @@ class Text:
         """Expert rows `[end - start, 1, 2]` that name their prefixes."""
         prefixes = self.digests[start + 1 : end + 1]
         return np.stack([np.frombuffer(digest[:4], np.uint16) for digest in prefixes])[:, None, :]
+
+    def logprobs(self, start: int, end: int, top: int) -> LogprobRows:
+        """Rows of tokens `[start, end)`: the likely ones name the prefix, all else the token."""
+        rows = np.empty(end - start, row_type(top))
+        for row, position in zip(rows, range(start, end), strict=True):
+            before, after = self.digests[position], self.digests[position + 1]
+            row["rank"], row["logprob"] = after[0], -float(after[1])
+            row["ids"] = np.frombuffer(before, np.uint16)[:top]
+            row["logprobs"] = -np.arange(top) - before[31]
+        return rows

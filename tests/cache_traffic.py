@@ -8,6 +8,7 @@ from cache_texts import END_OF_TURN, Image, Segment, Text
 from cache_world import World
 
 from vlm_serve.cache.config import CacheConfig
+from vlm_serve.cache.logprobs import WantedRows
 
 SEGMENTS: list[Segment] = [
     [5],
@@ -35,6 +36,7 @@ def random_world(seed: int) -> World:
             min_snapshot_gain=2,
             policy=rng.choice(["lru", "value"]),
             ghost_entries=rng.choice([None, 0, 5]),
+            logprob_bytes=rng.choice([0, 1000, 1 << 20]),
         )
     )
 
@@ -75,6 +77,9 @@ def _start(world: World, rng: random.Random) -> None:
         cold=rng.random() < 0.1,
         complete=rng.random() < 0.1,
         capture=rng.random() < 0.7,
+        wants=WantedRows(rng.choice([1, 1, 1, len(text)]), rng.choice([0, 2, 5]))
+        if rng.random() < 0.3
+        else None,
     )
 
 

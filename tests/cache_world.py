@@ -16,6 +16,7 @@ import numpy as np
 from cache_texts import Text
 
 from vlm_serve.cache.config import CacheConfig
+from vlm_serve.cache.logprobs import RowPiece, WantedRows, top_of
 from vlm_serve.cache.prefix_cache import Lease, Match, PrefixCache, Suspended
 from vlm_serve.cache.reasons import key_at
 from vlm_serve.cache.records import Node, Snapshot
@@ -25,12 +26,15 @@ POISON = b"poison"
 
 @dataclass(eq=False)
 class Run:
-    """A request that runs. `exact_until` separates prefill from decode tokens."""
+    """A request that runs. `exact_until` separates prefill from decode tokens; it `wants` the
+    log-probabilities of its prompt and knows them up to token `next_row`."""
 
     text: Text
     lease: Lease
     exact_until: int
     capture: bool = True
+    wants: WantedRows | None = None
+    next_row: int = 0
 
 
 @dataclass
@@ -44,6 +48,8 @@ class World:
     nodes: dict[bytes, bytes] = field(default_factory=dict)
     """Keys of the KV that must be found -> digest of the prefix."""
     snapshots: dict[bytes, bytes] = field(default_factory=dict)
+    texts: dict[bytes, Text] = field(default_factory=dict)
+    """Of whoever gave a node its log-probabilities."""
 
     def __post_init__(self) -> None:
         size = self.config.block_size
@@ -75,10 +81,21 @@ class World:
 
     # Requests
 
-    def match(self, text: Text, limit: int | None = None, *, complete: bool = False) -> Match:
+    def match(
+        self,
+        text: Text,
+        limit: int | None = None,
+        *,
+        complete: bool = False,
+        wants: WantedRows | None = None,
+    ) -> Match:
         """The cache's match, compared with the model's."""
         limit = len(text) - 1 if limit is None else limit
-        match = self.cache.match(text.keys, limit=limit, complete_experts=complete)
+        match = self.cache.match(text.keys, limit=limit, complete_experts=complete, logprobs=wants)
+        if wants is not None and self.config.enabled:
+            limit = min(limit, self.first_missing(text, wants) - 1)
+            assert match.limit == limit
+            self.check_kept(text, match, wants)
         kv_tokens, kv_boundary, state_boundary = self.expected(text, limit)
         found = (match.kv_tokens, match.kv_boundary, match.state_boundary)
         assert found == (kv_tokens, kv_boundary, state_boundary), (
@@ -111,9 +128,10 @@ class World:
         cold: bool = False,
         complete: bool = False,
         capture: bool = True,
+        wants: WantedRows | None = None,
     ) -> Run | None:
         """Admits a request whose first slice ends at `first`; None if it was rolled back."""
-        match = None if cold else self.match(text, complete=complete)
+        match = None if cold else self.match(text, complete=complete, wants=wants)
         before = self.fingerprint()
         lease = self.cache.open(match)
         if complete:
@@ -126,7 +144,11 @@ class World:
             self.cache.close(lease)
             return None
         self.check_experts(text, lease)
-        run = Run(text, lease, exact_until=len(text), capture=capture)
+        run = Run(text, lease, exact_until=len(text), capture=capture, wants=wants)
+        if wants is not None:
+            kept = match.logprobs if match is not None else ()
+            run.next_row = kept[-1].end if kept else wants.first
+            assert lease.boundary < run.next_row, "a row that nobody can compute any more"
         self.runs.append(run)
         return run
 
@@ -162,9 +184,26 @@ class World:
                     self.nodes.setdefault(key, text.digests[cut])
             for cut in reserved:
                 self.snapshots.setdefault(key_at(text.keys, cut), text.digests[cut])
-        self.cache.commit(lease, text.keys, end, exact_until=run.exact_until, experts=experts)
+        self.cache.commit(
+            lease,
+            text.keys,
+            end,
+            exact_until=run.exact_until,
+            experts=experts,
+            logprobs=self._known_rows(run, end),
+        )
         assert not lease.copies and lease.length == end
         return True
+
+    def _known_rows(self, run: Run, end: int) -> RowPiece | None:
+        """What a request knows of its prompt's log-probabilities after a step up to `end`."""
+        wants, text = run.wants, run.text
+        if wants is None:
+            return None
+        run.next_row = max(run.next_row, min(end + 1, run.exact_until))
+        for key in (*text.keys.block_keys, *text.keys.tails.values()):
+            self.texts.setdefault(key, text)
+        return RowPiece(wants.first, text.logprobs(wants.first, run.next_row, wants.top))
 
     def serve(self, text: Text, snapshots: Callable[[int], bool] = lambda position: True) -> Match:
         """A whole request in one slice; returns what it matched."""
@@ -263,6 +302,38 @@ class World:
                 assert np.array_equal(piece.rows, text.experts(piece.start, piece.end))
         assert end == lease.boundary
 
+    def first_missing(self, text: Text, wants: WantedRows) -> int:
+        """The first wanted token that no node of the prompt which contains it has a row of."""
+        held = {
+            node.key
+            for node in self.cache.nodes()
+            if node.logprobs is not None and top_of(node.logprobs) >= wants.top
+        }
+        size, token = self.config.block_size, wants.first
+        while token < len(text) and any(
+            key_at(text.keys, cut) in held
+            for cut in text.keys.cuts
+            if token < cut <= token // size * size + size
+        ):
+            token += 1
+        return token
+
+    def check_kept(self, text: Text, match: Match, wants: WantedRows) -> None:
+        end = wants.first
+        for piece in match.logprobs:
+            assert piece.start == end < piece.end
+            end = piece.end
+            assert np.array_equal(piece.rows, text.logprobs(piece.start, end, wants.top))
+        assert end == self.first_missing(text, wants)
+
+    def check_logprobs(self) -> None:
+        """Every node's rows are those of its own tokens."""
+        for node in self.cache.nodes():
+            if node.logprobs is not None:
+                first = max(1, node.end - node.num_tokens)
+                rows = self.texts[node.key].logprobs(first, node.end, top_of(node.logprobs))
+                assert np.array_equal(node.logprobs, rows), "rows of another prefix"
+
     def fingerprint(self) -> tuple[object, object]:
         """(everything about blocks and nodes, everything about rows and counters)."""
         ledger = self.cache._ledger
@@ -278,6 +349,7 @@ class World:
     def check(self) -> None:
         """The cache's own check, and that memory holds what the model says."""
         self.cache.check()
+        self.check_logprobs()
         assert not self.cache.events.failures, "see the log: something was evicted wrongly"
         found_nodes, found_snapshots = {}, {}
         for node in self.cache._ledger.trie.walk():

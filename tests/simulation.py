@@ -28,6 +28,7 @@ from symbolic import (
     chain,
     expert_rows,
     extended,
+    logprob_rows,
     make_prompt,
     next_token,
 )
@@ -40,7 +41,7 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.records import NO_MEDIA
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.plan import StepOutput, StepPlan
+from vlm_serve.engine.plan import PromptLogprobs, StepOutput, StepPlan
 from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.scheduler import Event, Scheduler
@@ -83,6 +84,11 @@ class Client:
         assert (delta.routed_experts is not None) == (answered and wanted)
         if delta.routed_experts is not None:
             self._verify_experts(delta, delta.routed_experts)
+        first = len(self.tokens[delta.index]) == len(delta.token_ids) == 1
+        wanted = self.job.request.params.prompt_logprobs is not None
+        assert (delta.prompt_logprobs is not None) == (first and wanted)
+        if delta.prompt_logprobs is not None:
+            self._verify_logprobs(delta.prompt_logprobs)
 
     def _verify_experts(self, delta: Delta, rows: npt.NDArray[Any]) -> None:
         """Every row outside of the gaps is that of the prefix; gaps lie in what was cached."""
@@ -97,6 +103,18 @@ class Client:
             expected[first - start : last - start] = 0
             self.expert_gaps += 1
         assert np.array_equal(rows, expected), "rows of another prefix"
+
+    def _verify_logprobs(self, reports: tuple[PromptLogprobs, ...]) -> None:
+        """Each is what the model says cold to the same prefix."""
+        prompt, params = self.job.request.prompt, self.job.request.params
+        digests = chain(prompt.positions, prompt.token_ids)
+        first = max(1, params.prompt_logprobs_start)
+        rows = logprob_rows(digests, first, len(prompt), params.prompt_logprobs or 0)
+        assert len(reports) == len(rows)
+        for token, report, row in zip(prompt.token_ids[first:], reports, rows, strict=True):
+            others = dict(zip(row["ids"].tolist(), row["logprobs"].tolist(), strict=True))
+            assert report.rank == row["rank"]
+            assert report.logprobs == {token: float(row["logprob"])} | others
 
     def verify(self) -> None:
         """What was received is a prefix of (or, if it ended by itself, exactly) the cold answer."""
@@ -191,6 +209,7 @@ class Simulation:
     def __init__(self, seed: int, *, check_every: int = 1) -> None:
         self.rng = random.Random(seed)
         rng = self.rng
+        self._reports = random.Random(f"reports {seed}")
         self.check_every = check_every
         self.block_size = rng.choice([4, 8, 16])
         max_num_seqs = rng.choice([1, 2, 3, 6])
@@ -207,6 +226,7 @@ class Simulation:
             enabled=rng.random() < 0.95,
             min_snapshot_gain=rng.choice([1, 4]),
             policy=rng.choice(["value", "lru"]),
+            logprob_bytes=self._reports.choice([0, 2_000, 1 << 20]),
         )
         self.cache = PrefixCache(config)
         self.mirror = Mirror(self.cache, limit=100)
@@ -219,6 +239,7 @@ class Simulation:
             chunk_size=min(8, self.block_size),
             state_interval=self.block_size * rng.choice([1, 4, 1000]),
             decode_state_interval=self.block_size * rng.choice([0, 0, 1, 2]),
+            reported_tokens=self.block_size * self._reports.choice([1, 3, 1000]),
             complete_experts=rng.random() < 0.5,
         )
         self.scheduler = Scheduler(
@@ -237,6 +258,7 @@ class Simulation:
             self.cache.events.row_freed.subscribe(partial(_poison_row, executor))
         self.tiers.transfer.executors = (self.executor, self.twin)
         self._expert_share = rng.choice([0.0, 0.3, 1.0])
+        self._logprob_share = self._reports.choice([0.0, 0.2, 0.6])
         self.clients: dict[str, Client] = {}
         self.counts: Counter[str] = Counter()
         self._numbers = itertools.count()
@@ -276,12 +298,17 @@ class Simulation:
         prompt = self._prompt()
         number = next(self._numbers)
         with_experts = rng.random() < self._expert_share
+        with_logprobs = self._reports.random() < self._logprob_share
         params = SamplingParams(
             max_tokens=rng.randint(1, max(1, min(12, self.max_model_len - len(prompt)))),
             temperature=0.0,
             ignore_eos=rng.random() < 0.5,
             seed=rng.randint(0, 3),
             n=rng.choice([1, 1, 1, 2, 3]),
+            prompt_logprobs=self._reports.choice([0, 1, 4]) if with_logprobs else None,
+            prompt_logprobs_start=self._reports.choice([0, 0, len(prompt) // 2])
+            if with_logprobs
+            else 0,
             return_routed_experts=with_experts,
             routed_experts_prompt_start=rng.choice([0, len(prompt) // 2]) if with_experts else 0,
         )
@@ -394,6 +421,9 @@ class Simulation:
             raise
         other = pickle.loads(pickle.dumps(self.twin.run(pickle.loads(pickle.dumps(plan)))))
         assert other.sampled == output.sampled
+        assert other.prompt_logprobs.keys() == output.prompt_logprobs.keys()
+        for number, rows in output.prompt_logprobs.items():
+            assert np.array_equal(other.prompt_logprobs[number], rows)
         assert other.experts.keys() == output.experts.keys()
         for number, rows in output.experts.items():
             assert np.array_equal(other.experts[number], rows)
@@ -419,6 +449,8 @@ class Simulation:
                 self.counts["most hits"] += not request.cold
                 assert not (request.cold and job.cached_tokens)
                 self.counts["expert gaps"] += client.expert_gaps
+                log = job.prompt_log
+                self.counts["rows reused"] += log.num_reused if log is not None else 0
                 self.counts["expert answers"] += request.params.return_routed_experts
                 if delta.finish_reason == "error" and not client.poisonous:
                     # Struck once in company and once alone: bad luck, but only by injection.
@@ -445,6 +477,7 @@ class Simulation:
         self.counts["hit_tokens"] += self.cache.stats.hit_tokens
         self.counts["query_tokens"] += self.cache.stats.query_tokens
         self.counts["computed_tokens"] += self.executor.tokens_computed
+        self.counts["rows computed"] += self.executor.rows_computed
         self.counts["came up"] += self.tiers.counts["hit_host"]
         self.counts["tier errors"] += self.tiers.counts["failed"]
         self.counts["mirror read again"] += self.mirror.times_read

@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vlm_serve.cache.logprobs import row_type
+from vlm_serve.cache.records import LogprobRows
 from vlm_serve.engine.plan import Sampled, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.preprocess.keys import PromptKeys
 from vlm_serve.preprocess.prompt import MediaSpan, Modality, Prompt
@@ -157,6 +159,18 @@ def expert_rows(digests: Sequence[bytes], start: int, end: int) -> npt.NDArray[n
     return np.frombuffer(packed, dtype=np.uint8).reshape(end - start, MOE_LAYERS, TOP_K)
 
 
+def logprob_rows(digests: Sequence[bytes], start: int, end: int, top: int) -> LogprobRows:
+    """The log-probabilities of tokens `[start, end)` of a chain: what is likely follows from the
+    prefix, the token's own from the token too."""
+    rows = np.empty(end - start, row_type(top))
+    for row, position in zip(rows, range(start, end), strict=True):
+        before, after = digests[position], digests[position + 1]
+        row["rank"], row["logprob"] = 1 + after[0], -float(after[1])
+        row["ids"] = (before[0] + np.arange(top)) % VOCABULARY
+        row["logprobs"] = -np.arange(top) - before[1]
+    return rows
+
+
 class _Known:
     """What has reached an executor of a sequence: tokens as digests of their prefixes."""
 
@@ -217,6 +231,7 @@ class SymbolicExecutor:
         self.fail_next = False
         self.poisonous: set[int] = set()
         self.tokens_computed = 0
+        self.rows_computed = 0
         self._rng = rng
         self._known: dict[int, _Known] = {}
 
@@ -261,7 +276,21 @@ class SymbolicExecutor:
             self.fail_next = False
             raise InjectedFailure
         self.tokens_computed += plan.num_tokens
-        return StepOutput(sampled, self._experts(plan))
+        return StepOutput(sampled, self._experts(plan), self._logprobs(plan))
+
+    def _logprobs(self, plan: StepPlan) -> dict[int, LogprobRows]:
+        reports = {}
+        for item in plan.slices:
+            if item.reported_end > item.reported_start:
+                assert item.start <= item.reported_start and item.reported_end <= item.end
+                known = self._known[item.sequence]
+                top = known.info.params.prompt_logprobs
+                assert top is not None, "rows that nobody wants"
+                reports[item.sequence] = logprob_rows(
+                    known.digests, item.reported_start + 1, item.reported_end + 1, top
+                )
+                self.rows_computed += len(reports[item.sequence])
+        return reports
 
     def _experts(self, plan: StepPlan) -> dict[int, npt.NDArray[np.uint8]]:
         """As the real executor: nobody's rows, or those of the whole step."""

@@ -54,7 +54,8 @@ class Output:
             to 256 experts, else uint16.
         routed_experts_gaps: (first, last + 1) positions of cached tokens whose rows nobody has
             recorded; the rows there are zero.
-        prompt_logprobs: of the prompt's tokens from the second on, or None if not asked for.
+        prompt_logprobs: of the prompt's tokens from `prompt_logprobs_start` on, the first one
+            excepted, or None if not asked for.
     """
 
     text: str

@@ -14,6 +14,7 @@ from vlm_serve.engine.arithmetic import Arithmetic, decide
 from vlm_serve.engine.build import find_checkpoint, longest_context, with_block_size
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
+    LOGPROB_CACHE_BYTES,
     MemoryPlan,
     default_cache_memory,
     plan_memory,
@@ -167,11 +168,12 @@ def _buckets(plan: Plan) -> list[str]:
         _bucket("live state rows", memory.num_live_rows, memory.snapshot_bytes),
     ]
     if model.vision is not None:
-        lines.append(f"{'vision embeddings':<18}{'up to':>7}{'':>18}{_mib(EMBEDDING_CACHE_BYTES)}")
+        lines.append(_bound("vision embeddings", EMBEDDING_CACHE_BYTES))
     if model.routing is not None:
         per_block = memory.block_size * model.expert_layers * model.routing.top_k
         per_block *= 1 if model.routing.num_experts <= 256 else 2
         lines.append(_bucket("expert rows", memory.num_blocks, per_block))
+    lines.append(_bound("prompt logprobs", LOGPROB_CACHE_BYTES))
     return lines
 
 
@@ -187,6 +189,10 @@ def _tiers(config: EngineConfig) -> list[tuple[str, str]]:
 
 def _bucket(name: str, count: int, each: int) -> str:
     return f"{name:<18}{count:>7}{each:>18}{_mib(count * each)}"
+
+
+def _bound(name: str, most: int) -> str:
+    return f"{name:<18}{'up to':>7}{'':>18}{_mib(most)}"
 
 
 def _mib(size: int) -> str:

@@ -38,7 +38,9 @@ class SamplingParams:
         logprobs: how many of the most likely tokens to report per generated token (the sampled one
             is always included); None reports none.
         prompt_logprobs: how many of the most likely tokens to report per prompt token (the prompt's
-            own is always included). The prompt is computed without the cache.
+            own is always included). No sampling option changes them.
+        prompt_logprobs_start: the first prompt token to report; less than the prompt's length, and
+            only with prompt_logprobs. What comes before it is reused from the cache as ever.
         logit_bias: token id -> what is added to its logit, in [-100, 100].
         allowed_token_ids: nothing else is sampled.
         bad_words: texts that are not generated.
@@ -65,6 +67,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
@@ -90,6 +93,11 @@ class SamplingParams:
         _check("repetition_penalty", self.repetition_penalty, float, 0.0, 100.0, open_low=True)
         _check("logprobs", self.logprobs, int, 0, MAX_LOGPROBS)
         _check("prompt_logprobs", self.prompt_logprobs, int, 0, MAX_LOGPROBS)
+        _check("prompt_logprobs_start", self.prompt_logprobs_start, int, 0)
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise InvalidRequestError(
+                "prompt_logprobs_start needs prompt_logprobs", param="prompt_logprobs_start"
+            )
         _check("n", self.n, int, 1, MAX_CHOICES)
         self._check_logit_rules()
         self._check_experts()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vlm_serve.cache.config import CacheConfig
+from vlm_serve.cache.logprobs import WantedRows
 
 MAX_RUNS = 3
 # Conversations that share prefixes: the same picture, another one, the same one at another offset.
@@ -31,6 +32,7 @@ configs = st.builds(
     min_snapshot_gain=st.just(2),
     policy=st.sampled_from(["value", "lru"]),
     ghost_entries=st.sampled_from([0, 4, None]),
+    logprob_bytes=st.sampled_from([0, 700, 1 << 20]),
 )
 texts = st.builds(
     lambda base, turns, question, salt: Text(*base[:turns], question, salt=salt),
@@ -41,6 +43,7 @@ texts = st.builds(
 )
 pick = st.integers(0, MAX_RUNS - 1)
 share = st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0])
+wishes = st.none() | st.builds(WantedRows, st.sampled_from([1, 1, 6]), st.sampled_from([0, 2, 5]))
 offsets = st.sampled_from([{0, 1, 2, 3}, {0, 1, 2, 3}, {0}, {1, 2, 3}, set[int]()])
 rarely = st.sampled_from([False, False, False, False, True])
 
@@ -61,16 +64,28 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return self.world.step(run, end, lambda position: position % 4 in snapshots)
 
     @precondition(lambda self: len(self.world.runs) < MAX_RUNS)
-    @rule(text=texts, first=share, cold=rarely, complete=rarely, capture=st.booleans())
-    def start(self, text: Text, first: float, cold: bool, complete: bool, capture: bool) -> None:
+    @rule(text=texts, first=share, cold=rarely, complete=rarely, wants=wishes)
+    def start(
+        self, text: Text, first: float, cold: bool, complete: bool, wants: WantedRows | None
+    ) -> None:
         end = 1 + int(first * (len(text) - 1))
-        self.world.start(text, first=end, cold=cold, complete=complete, capture=capture)
+        capture = first < 0.5
+        self.world.start(
+            text, first=end, cold=cold, complete=complete, capture=capture, wants=wants
+        )
 
     @precondition(lambda self: len(self.world.runs) < MAX_RUNS)
-    @rule(text=texts, snapshots=offsets, capture=st.booleans(), stays=rarely)
-    def serve(self, text: Text, snapshots: set[int], capture: bool, stays: bool) -> None:
+    @rule(text=texts, snapshots=offsets, capture=st.booleans(), stays=rarely, wants=wishes)
+    def serve(
+        self,
+        text: Text,
+        snapshots: set[int],
+        capture: bool,
+        stays: bool,
+        wants: WantedRows | None,
+    ) -> None:
         """A whole request in one slice."""
-        run = self.world.start(text, capture=capture)
+        run = self.world.start(text, capture=capture, wants=wants)
         if run is not None:
             assert self.advance(run, 1.0, snapshots), "the blocks of the first slice were granted"
             if not stays:

@@ -10,18 +10,20 @@ from collections.abc import Callable
 from typing import Any
 
 import cache_texts
+import numpy as np
 import pytest
 from cache_traffic import drive
 
-from vlm_serve.cache import eviction, leasing, ledger, matching
+from vlm_serve.cache import eviction, leasing, ledger, logprobs, matching
 from vlm_serve.cache.blocks import BlockPool
 from vlm_serve.cache.ledger import Ledger
+from vlm_serve.cache.logprobs import RowKeeper, RowPiece
 from vlm_serve.cache.records import Block, Lease, Node, Snapshot
 from vlm_serve.cache.rows import RowPool, RowState
 from vlm_serve.cache.suspension import Suspensions
 from vlm_serve.preprocess.keys import PromptKeys
 
-SEEDS = range(12)
+SEEDS = range(40)
 STEPS = 150
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -169,6 +171,40 @@ def miscount_what_can_be_freed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(eviction.Evictor, "make_blocks", make_blocks)
 
 
+def keep_a_row_under_the_token_before(patch: pytest.MonkeyPatch) -> None:
+    """As if a row belonged to the token that it was computed from."""
+    keep = logprobs.keep
+
+    def shifted(books: Any, lease: Any, keys: Any, end: int, known: RowPiece) -> None:
+        keep(books, lease, keys, end, RowPiece(known.start, np.roll(known.rows, -1)))
+
+    patch.setattr(leasing, "keep", shifted)
+
+
+def compute_nothing_before_a_missing_row(patch: pytest.MonkeyPatch) -> None:
+    """The hit reaches the token whose row is missing: the one before it is not computed."""
+    kept_rows = logprobs.kept_rows
+
+    def eager(root: Any, path: Any, keys: Any, wanted: Any) -> Any:
+        pieces = kept_rows(root, path, keys, wanted)
+        last = pieces[-1] if pieces else None
+        return pieces if last is None else (*pieces, RowPiece(last.end, last.rows[-1:]))
+
+    patch.setattr("vlm_serve.cache.prefix_cache.kept_rows", eager)
+
+
+def let_rows_grow_without_a_bound(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowKeeper, "_make_room", lambda self, size: True)
+
+
+def lose_count_of_dropped_rows(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: RowKeeper, node: Node) -> None:
+        node.logprobs = None
+        self.refresh(node)
+
+    patch.setattr(RowKeeper, "drop", drop)
+
+
 PLANTS: list[Plant] = [
     leak_a_block,
     free_a_block_twice,
@@ -186,6 +222,10 @@ PLANTS: list[Plant] = [
     hash_another_medium_alike,
     resume_what_was_evicted,
     miscount_what_can_be_freed,
+    keep_a_row_under_the_token_before,
+    compute_nothing_before_a_missing_row,
+    let_rows_grow_without_a_bound,
+    lose_count_of_dropped_rows,
 ]
 
 

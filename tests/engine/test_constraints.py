@@ -16,7 +16,7 @@ from symbolic import make_prompt
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.plan import SampleTask
 from vlm_serve.engine.request import Language, Request
-from vlm_serve.engine.sampler import Chooser, prompt_logprobs, sample
+from vlm_serve.engine.sampler import Chooser, sample
 from vlm_serve.engine.sequence import Job
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar import state
@@ -76,15 +76,6 @@ def test_what_is_allowed_wins_where_nothing_would_remain() -> None:
     assert pick((2,), banned=(1,), allowed_token_ids=(1, 2), **against) == 2
 
 
-def test_prompt_tokens_are_reported_with_their_rank() -> None:
-    rows = LOGITS.repeat(40, 1)
-    reports = prompt_logprobs(rows, [3, 0] * 20, 2)
-    expected = torch.log_softmax(LOGITS[0], dim=-1).tolist()
-    assert [report.rank for report in reports] == [1, 4] * 20
-    assert reports[0].logprobs == pytest.approx({3: expected[3], 2: expected[2]})
-    assert reports[39].logprobs == pytest.approx({0: expected[0], 3: expected[3], 2: expected[2]})
-
-
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[Pipeline]:
     # Room for about one and a half of the requests below: they preempt each other.
@@ -122,16 +113,6 @@ def test_grammars_survive_preemption(pipeline: Pipeline) -> None:
         assert len(json.loads(output.text)) == 20
     assert [output.text for output in together] == alone
     assert pipeline.engine.stats()["num_preemptions"] > 0
-
-
-def test_prompt_logprobs_in_python(pipeline: Pipeline) -> None:
-    ids = pipeline.engine.preprocessor.tokenizer.encode("The red circle is at the top. " * 10)
-    output = pipeline.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=0))
-    assert output.prompt_logprobs is not None
-    reported = [next(iter(each.logprobs)) for each in output.prompt_logprobs]
-    assert reported == ids[1:]
-    again = pipeline.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=0))
-    assert again.prompt_logprobs == output.prompt_logprobs
 
 
 def test_a_form_needs_exactly_one_kind() -> None:

@@ -28,5 +28,14 @@ def test_the_traffic_was_worth_its_name() -> None:
     if not TOTALS:
         TOTALS.update(Simulation(0).run(STEPS))
         TOTALS.update(Simulation(34).run(STEPS))
-    for what in ("hit_tokens", "aborts", "failures", "length", "stop", "expert answers", "came up"):
+    for what in (
+        "hit_tokens",
+        "aborts",
+        "failures",
+        "length",
+        "stop",
+        "expert answers",
+        "came up",
+        "rows reused",
+    ):
         assert TOTALS[what] > 0, f"no {what}"

@@ -70,12 +70,12 @@ class Admission:
             return self._start(sequence, None, budget)
         match = self._cache.match(
             sequence.keys,
-            limit=sequence.match_limit,
+            limit=sequence.num_tokens - 1,
             complete_experts=self._complete_experts and sequence.experts is not None,
+            logprobs=sequence.job.wanted_rows,
         )
-        # What made a step fail is computed anew, and so is what has to report its logits.
-        trusted = not sequence.suspect_until and not sequence.job.reports_prompt
-        if trusted and self._ask_tiers(sequence, match):
+        # What made a step fail is computed anew.
+        if not sequence.suspect_until and self._ask_tiers(sequence, match):
             return False
         if self._start(sequence, match, budget):
             self._account(sequence, match)
@@ -94,8 +94,7 @@ class Admission:
             sequence.fetching = False
             sequence.fetched = Fetched(segments, failed)
 
-        limit = sequence.num_tokens - 1
-        sequence.fetching = self._tiers.ask(sequence.keys, match, limit, arrived)
+        sequence.fetching = self._tiers.ask(sequence.keys, match, match.limit, arrived)
         return sequence.fetching
 
     def _start(self, sequence: Sequence, match: Match | None, budget: int) -> bool:
@@ -109,6 +108,9 @@ class Admission:
         sequence.lease = lease
         if sequence.experts is not None:
             sequence.experts.replay(self._cache.cached_experts(lease))
+        log = sequence.job.prompt_log
+        if log is not None and match is not None:
+            log.replay(match.logprobs)
         sequence.num_cached = sequence.num_computed = start
         sequence.prefill_target = target
         sequence.snapshot_positions = dict(
@@ -118,6 +120,7 @@ class Admission:
                 junction=match.kv_boundary if match is not None and match.junction else 0,
                 interval=self._state_interval,
                 min_gain=self._cache.config.min_snapshot_gain * self._cache.config.block_size,
+                first_row=log.first if log is not None else None,
             )
         )
         return True
@@ -135,6 +138,7 @@ class Admission:
         )
         if replay:
             return
+        log = job.prompt_log
         job.cached_tokens = boundary
         job.report = CacheReport(
             prompt_tokens=len(sequence.prompt),
@@ -144,6 +148,7 @@ class Admission:
             tiers=tokens_by_tier(boundary, fetched.segments if fetched is not None else ()),
             reason=match.reason,
             experts_missing=0 if experts is None else experts.num_unknown(boundary),
+            logprobs_reused=0 if log is None else log.num_reused,
         )
 
 

@@ -76,7 +76,7 @@ def make_batch(
         slots.extend(_slots(item, sequence.table, block_size))
         for first, last, slot, row in item.embeddings:
             media.append((offset + first, embeddings[slot][row : row + last - first]))
-        logit_rows.extend(range(offset + item.start, offset + item.reported_end))
+        logit_rows.extend(range(offset + item.reported_start, offset + item.reported_end))
         if item.samples:
             task_rows.extend([len(logit_rows)] * len(item.samples))
             logit_rows.append(len(token_ids) - 1)

@@ -16,6 +16,7 @@ from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
+    LOGPROB_CACHE_BYTES,
     MemoryPlan,
     default_cache_memory,
     plan_memory,
@@ -213,6 +214,7 @@ def _cache_config(config: EngineConfig, memory: MemoryPlan, has_state: bool) -> 
         has_state=has_state,
         block_bytes=memory.block_bytes,
         snapshot_bytes=memory.snapshot_bytes,
+        logprob_bytes=LOGPROB_CACHE_BYTES,
     )
 
 

@@ -14,7 +14,8 @@ from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
 from vlm_serve.engine.decode_graphs import DecodeGraphs
 from vlm_serve.engine.plan import Encode, Sampled, SequenceInfo, Slice, StepOutput, StepPlan
-from vlm_serve.engine.sampler import prompt_logprobs, sample
+from vlm_serve.engine.prompt_rows import logprob_rows
+from vlm_serve.engine.sampler import sample
 from vlm_serve.engine.tier_transfer import TensorTransfer
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.kv_write import copy_kv_rows
@@ -131,12 +132,12 @@ class LocalExecutor:
             sampled[task.sequence] = (*sampled.get(task.sequence, ()), one)
         reports, row = {}, 0
         for item in packed:
-            count = max(0, item.reported_end - item.start)
+            count = max(0, item.reported_end - item.reported_start)
             if count:
                 info = self._known[item.sequence].info
-                following = info.token_ids[item.start + 1 : item.reported_end + 1]
+                following = info.token_ids[item.reported_start + 1 : item.reported_end + 1]
                 logits, rivals = output.logits[row : row + count], info.params.prompt_logprobs
-                reports[item.sequence] = prompt_logprobs(logits, following, rivals or 0)
+                reports[item.sequence] = logprob_rows(logits, following, rivals or 0)
             row += count + bool(item.samples)
         return StepOutput(sampled, _experts_by_sequence(output.experts, packed), reports)
 

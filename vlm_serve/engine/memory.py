@@ -13,6 +13,7 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.models.cache_layout import CacheLayout
 
 EMBEDDING_CACHE_BYTES = 256 << 20
+LOGPROB_CACHE_BYTES = 64 << 20
 CPU_SHARE = 4
 """On a CPU the cache takes one part in this many of the memory that is free at start-up."""
 CPU_CEILING = 4 << 30
@@ -22,7 +23,8 @@ MIN_BLOCKS = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How the cache memory is spent. `live_rows`, embeddings and expert rows come on top."""
+    """How the cache memory is spent. `live_rows`, embeddings, expert rows and kept
+    prompt log-probabilities come on top."""
 
     cache_memory: int
     block_size: int

@@ -41,6 +41,7 @@ class CacheReport:
         reason: why the boundary is not deeper; "full" when nothing more could be reused.
         experts_missing: reused tokens whose routed experts nobody has recorded; 0 if they were not
             asked for.
+        logprobs_reused: prompt tokens whose log-probabilities came from the cache.
     """
 
     prompt_tokens: int
@@ -53,6 +54,7 @@ class CacheReport:
     media_skipped: int = 0
     reason: str = "cold"
     experts_missing: int = 0
+    logprobs_reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,8 @@ class Delta:
             tokens but the last, from `routed_experts_prompt_start` on; uint8 up to 256 experts,
             else uint16. Zero in the gaps.
         routed_experts_gaps: (first, last + 1) positions of the tokens whose rows are unknown.
-        prompt_logprobs: on the first delta, if asked for: of the prompt's tokens, the first one
-            excepted.
+        prompt_logprobs: on the first delta, if asked for: of the prompt's tokens from
+            `prompt_logprobs_start` on, the first one excepted.
         error: set (with finish_reason "error") when the request failed.
     """
 

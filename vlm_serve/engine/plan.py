@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from vlm_serve.cache.experts import Rows
+from vlm_serve.cache.records import LogprobRows
 from vlm_serve.sampling_params import SamplingParams
 
 
@@ -81,8 +82,8 @@ class Slice:
             tokens in this slice, absolute positions.
         samples: what to sample from the logits after the last token (several for forked choices);
             empty while prefill goes on.
-        reported_end: tokens `[start, reported_end)` are followed by a prompt token whose
-            log-probability is wanted.
+        reported_start, reported_end: tokens `[reported_start, reported_end)` are followed by a
+            prompt token whose log-probability is wanted; none if the end is not beyond the start.
     """
 
     sequence: int
@@ -99,6 +100,7 @@ class Slice:
     snapshots: tuple[tuple[int, int], ...] = ()
     embeddings: tuple[tuple[int, int, int, int], ...] = ()
     samples: tuple[SampleTask, ...] = ()
+    reported_start: int = 0
     reported_end: int = 0
 
 
@@ -149,9 +151,10 @@ class StepOutput:
         sampled: the tokens of a sequence's SampleTasks, in order.
         experts: if any sequence wants them, the routed experts of every slice: `[tokens, layers,
             top_k]` expert ids, uint8 up to 256 experts, else uint16.
-        prompt_logprobs: of the slices that want them, for the tokens `start + 1 ... reported_end`.
+        prompt_logprobs: of the slices that want them, a row (`cache.logprobs.row_type`) for each
+            of the tokens `reported_start + 1 ... reported_end`.
     """
 
     sampled: dict[int, tuple[Sampled, ...]]
     experts: dict[int, Rows] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[PromptLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)

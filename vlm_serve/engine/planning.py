@@ -126,21 +126,23 @@ class Planner:
             return 0
         config, cuts = self._config, sequence.keys.cuts
         start = sequence.num_computed
-        reports = sequence.job.reports_prompt
-        if reports:
-            budget = min(budget, self._reports_left)
+        log = sequence.job.prompt_log if sequence.job.wanted_rows is not None else None
+        if log is not None:
+            budget = min(budget, log.next - 1 - start + self._reports_left)
         end = slice_end(cuts, start, sequence.prefill_target, budget)
         end = self._media.clip(sequence, start, end)
         if end <= start or not self._make_room(sequence, end):
             return 0
         ends = chunk_ends(cuts, start, end, config.block_size, config.chunk_size)
         wanted = [p for p in sequence.snapshot_positions if start < p <= end]
-        if reports:
-            self._reports_left -= end - start
+        reported = log.to_report(start, end) if log is not None else (0, 0)
+        self._reports_left -= max(0, reported[1] - reported[0])
         embeddings = self._media.acquire(sequence, start, end)
         snapshots = self._reserve(sequence, wanted)
         self._roster.planned.append(
-            self._slice(sequence, start, end, snapshots, ends=ends, embeddings=embeddings)
+            self._slice(
+                sequence, start, end, snapshots, ends=ends, embeddings=embeddings, reported=reported
+            )
         )
         return end - start
 
@@ -176,6 +178,7 @@ class Planner:
         *,
         ends: tuple[int, ...] = (),
         embeddings: tuple[tuple[int, int, int, int], ...] = (),
+        reported: tuple[int, int] = (0, 0),
     ) -> Slice:
         lease, known = sequence.lease, len(sequence.prompt)
         assert lease is not None
@@ -198,5 +201,6 @@ class Planner:
             snapshots=snapshots,
             embeddings=embeddings,
             samples=tuple(tasks),
-            reported_end=min(end, known - 1) if sequence.job.reports_prompt else 0,
+            reported_start=reported[0],
+            reported_end=reported[1],
         )

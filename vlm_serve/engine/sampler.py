@@ -10,12 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vlm_serve.engine.plan import PromptLogprobs, Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo
 
 _FEW_LOGITS = 1 << 17
 """So many are searched faster by one thread than by several, which torch would wake."""
-_REPORTED_AT_ONCE = 32
-"""Rows of prompt log-probabilities whose softmax is in memory at once."""
 
 
 def sample(
@@ -167,29 +165,3 @@ def _top_logprobs(raw: torch.Tensor, token: int, count: int | None) -> dict[int,
         for token_id, value in zip(ids.tolist(), values.tolist(), strict=True):
             result.setdefault(token_id, value)
     return result
-
-
-def prompt_logprobs(
-    logits: torch.Tensor, token_ids: Sequence[int], count: int
-) -> list[PromptLogprobs]:
-    """Reports prompt tokens.
-
-    Args:
-        logits: float32 `[R, vocab]`, each given everything before the token of its row.
-        token_ids: the R tokens.
-        count: how many of the most likely tokens to report besides.
-    """
-    reports: list[PromptLogprobs] = []
-    for first in range(0, len(token_ids), _REPORTED_AT_ONCE):
-        own = list(token_ids[first : first + _REPORTED_AT_ONCE])
-        rows = torch.log_softmax(logits[first : first + len(own)].float(), dim=-1)
-        chosen = rows.gather(1, torch.tensor(own, device=rows.device)[:, None])
-        ranks = ((rows > chosen).sum(dim=-1) + 1).tolist()
-        values, ids = torch.topk(rows, min(count, rows.shape[1]), dim=-1)
-        columns = zip(own, chosen[:, 0].tolist(), ranks, ids.tolist(), values.tolist(), strict=True)
-        for token, value, rank, others, theirs in columns:
-            found = {token: value}
-            for other, its in zip(others, theirs, strict=True):
-                found.setdefault(other, its)
-            reports.append(PromptLogprobs(found, rank))
-    return reports

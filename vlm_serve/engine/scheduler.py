@@ -77,19 +77,20 @@ class Scheduler:
             assert sequence.lease is not None
             sequence.num_computed = item.end
             sequence.settled_blocks = item.start // self._config.block_size
-            rows = output.experts.get(item.sequence)
+            rows, log = output.experts.get(item.sequence), sequence.job.prompt_log
+            reports = output.prompt_logprobs.get(item.sequence)
+            if log is not None and reports is not None:
+                log.put(item.reported_start + 1, reports)
             self._cache.commit(
                 sequence.lease,
                 sequence.keys,
                 item.end,
                 exact_until=sequence.prefill_target,
                 experts=rows,
+                logprobs=log.known if log is not None else None,
             )
             if sequence.experts is not None and rows is not None:
                 sequence.experts.put(item.start, rows)
-            reports = output.prompt_logprobs.get(item.sequence)
-            if reports is not None:
-                sequence.job.report_prompt(item.start, reports)
             self._media.release_until(sequence, item.end)
             self._clear_suspect(sequence)
             if item.samples:

@@ -11,10 +11,12 @@ from vlm_serve.engine.answer import Answer
 from vlm_serve.engine.expert_log import ExpertLog, Gaps, Rows
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.plan import PromptLogprobs, Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.prompt_rows import PromptLog
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.preprocess.keys import KEY_BYTES
 
 if TYPE_CHECKING:
+    from vlm_serve.cache.logprobs import WantedRows
     from vlm_serve.cache.records import Lease
     from vlm_serve.cache.suspension import Suspended
 
@@ -31,7 +33,7 @@ class Job:
         sequences: its choices.
         report, cached_tokens: of its first admission.
         encoded_items: media of which a part went through the vision tower for it.
-        prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed.
+        prompt_log: log-probabilities of the prompt's tokens, None if they were not asked for.
     """
 
     def __init__(self, request: Request, numbers: Iterator[int], language: Language) -> None:
@@ -39,7 +41,12 @@ class Job:
         self.report: CacheReport | None = None
         self.cached_tokens = 0
         self.encoded_items: set[int] = set()
-        self.prompt_logprobs: list[PromptLogprobs] = []
+        params = request.params
+        self.prompt_log = (
+            PromptLog(params.prompt_logprobs_start, len(request.prompt), params.prompt_logprobs)
+            if params.prompt_logprobs is not None
+            else None
+        )
         self.sequences = [
             Sequence(next(numbers), self, index, Answer(request, language))
             for index in range(request.params.n)
@@ -55,14 +62,9 @@ class Job:
         return all(sequence.answer.finish_reason is not None for sequence in self.sequences)
 
     @property
-    def reports_prompt(self) -> bool:
-        """Log-probabilities of the prompt are wanted and have yet to be computed."""
-        missing = len(self.prompt_logprobs) < len(self.request.prompt) - 1
-        return self.request.params.prompt_logprobs is not None and missing
-
-    def report_prompt(self, start: int, reports: list[PromptLogprobs]) -> None:
-        """Keeps the reports of the tokens from `start + 1` on; known ones were computed again."""
-        self.prompt_logprobs.extend(reports[len(self.prompt_logprobs) - start :])
+    def wanted_rows(self) -> WantedRows | None:
+        """Log-probabilities of the prompt that are wanted and missing."""
+        return self.prompt_log.wanted if self.prompt_log is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +118,6 @@ class Sequence:
         self.fetching = False
         self.fetched: Fetched | None = None
         self.experts = ExpertLog() if params.return_routed_experts else None
-
-    @property
-    def match_limit(self) -> int:
-        """How many tokens may come from the cache. The last token is always computed, and all are
-        while log-probabilities of the prompt are missing."""
-        return 0 if self.job.reports_prompt else self.num_tokens - 1
 
     @property
     def num_tokens(self) -> int:
@@ -178,9 +174,10 @@ class Sequence:
 
     def _first_report(self) -> tuple[PromptLogprobs, ...] | None:
         """The prompt's log-probabilities, on a choice's first delta."""
-        if self.request.params.prompt_logprobs is None or self.num_generated != 1:
+        log = self.job.prompt_log
+        if log is None or self.num_generated != 1:
             return None
-        return tuple(self.job.prompt_logprobs)
+        return log.report(self.prompt.token_ids)
 
     def _routed_experts(self) -> tuple[Rows | None, Gaps]:
         """Of a choice that has ended: the rows that were asked for."""

@@ -40,6 +40,11 @@ def check_request(
         raise InvalidRequestError(
             f"stop strings may have at most {MAX_STOP_CHARACTERS} characters", param="stop"
         )
+    if params.prompt_logprobs_start >= length:
+        raise InvalidRequestError(
+            f"prompt_logprobs_start must be less than the prompt's {length} tokens",
+            param="prompt_logprobs_start",
+        )
     _check_experts(length, params, model)
     vocabulary = model.vocab_size
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):

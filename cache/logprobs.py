@@ -1,0 +1,208 @@
+"""Rows of prompt log-probabilities, kept with the KV of the tokens that they are about.
+
+The row of a token says how likely the model found it after everything before it, and which tokens
+it found likelier. So it belongs to the node that contains the token itself, not to the one before:
+two prompts that part at a token share every row but that one. Rows are no part of a node's
+identity; a node made without them gets them from whoever computes its tokens with them.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlm_serve.cache.lazy_heap import LazyHeap
+from vlm_serve.cache.records import Branch, Lease, LogprobRows, Node
+
+if TYPE_CHECKING:
+    from vlm_serve.cache.ledger import Ledger
+    from vlm_serve.preprocess.keys import PromptKeys
+
+
+def row_type(top: int) -> np.dtype[Any]:
+    """Of one token's row.
+
+    Fields: `logprob` of the token itself (natural log, float32) and its `rank` (1: the likeliest);
+    `ids` and `logprobs` of the `top` likeliest tokens, best first, of equals the lower id first.
+    """
+    return np.dtype(
+        [
+            ("logprob", np.float32),
+            ("rank", np.int32),
+            ("ids", np.int32, (top,)),
+            ("logprobs", np.float32, (top,)),
+        ]
+    )
+
+
+def top_of(rows: LogprobRows) -> int:
+    """How many of the likeliest tokens each row names."""
+    count: int = rows.dtype["ids"].shape[0]
+    return count
+
+
+def narrowed(rows: LogprobRows, top: int) -> LogprobRows:
+    """A copy that names the `top` likeliest tokens; the rows name at least as many."""
+    assert top <= top_of(rows), "what nobody computed cannot be told"
+    copy = np.empty(len(rows), row_type(top))
+    for name in ("logprob", "rank"):
+        copy[name] = rows[name]
+    for name in ("ids", "logprobs"):
+        copy[name] = rows[name][:, :top]
+    return copy
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRows:
+    """What a request has yet to know of its prompt: the rows of the tokens from `first` (at least
+    1) on, with the `top` likeliest tokens."""
+
+    first: int
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowPiece:
+    """Rows of the tokens from `start` on."""
+
+    start: int
+    rows: LogprobRows
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.rows)
+
+
+class RowKeeper:
+    """Which nodes hold rows, within a bound. Rows of nodes that a running request pins stay.
+
+    Args:
+        limit: most bytes of all rows.
+
+    Attributes:
+        num_bytes: of all rows.
+        additions: how often a node was given rows.
+        spare: unpinned nodes with rows, least recently used first, the deepest of a path before
+            the others: rows are of use from the first one on.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_bytes = 0
+        self.additions = 0
+        self.spare: LazyHeap[Node] = LazyHeap()
+
+    def refresh(self, node: Node) -> None:
+        """Enters or withdraws a node with rows as one that may lose them."""
+        if node.logprobs is not None and not node.pins:
+            self.spare.push(node, (0, node.last_used, -node.end))
+        else:
+            self.spare.discard(node)
+
+    def give(self, node: Node, rows: LogprobRows) -> None:
+        """Stores a copy of the rows; drops rows of others for it, or does nothing without room."""
+        kept = rows.copy()
+        kept.flags.writeable = False
+        self.spare.discard(node)
+        old = sys.getsizeof(node.logprobs) if node.logprobs is not None else 0
+        if self._make_room(sys.getsizeof(kept) - old):
+            node.logprobs = kept
+            self.num_bytes += sys.getsizeof(kept) - old
+            self.additions += 1
+        self.refresh(node)
+
+    def drop(self, node: Node) -> None:
+        """The node has no rows any more."""
+        if node.logprobs is not None:
+            self.num_bytes -= sys.getsizeof(node.logprobs)
+            node.logprobs = None
+            self.refresh(node)
+
+    def _make_room(self, size: int) -> bool:
+        while self.num_bytes + size > self.limit:
+            found = self.spare.peek()
+            if found is None:
+                return False
+            self.drop(found[1])
+        return True
+
+
+def kept_rows(
+    root: Branch | None, path: list[Node], keys: PromptKeys, wanted: WantedRows
+) -> tuple[RowPiece, ...]:
+    """The kept ones of the wanted rows, from the first on and without a hole, in the form wanted.
+
+    Args:
+        root: of the prompt, if it has any node.
+        path: the matched full nodes from the root on.
+    """
+    pieces: list[RowPiece] = []
+    position, size = wanted.first, keys.block_size
+    for index in range(position // size, len(path) + 1):
+        branch = path[index - 1] if index else root
+        node = _deepest_with_rows(path[index : index + 1], branch, keys, index, wanted.top)
+        if node is None or node.end <= position:
+            break
+        assert node.logprobs is not None
+        rows = node.logprobs[len(node.logprobs) - (node.end - position) :]
+        pieces.append(RowPiece(position, narrowed(rows, wanted.top)))
+        position = node.end
+        if node.num_tokens < size:
+            break
+    return tuple(pieces)
+
+
+def _deepest_with_rows(
+    full: list[Node], branch: Branch | None, keys: PromptKeys, index: int, top: int
+) -> Node | None:
+    """The full node of a block if it knows enough, else the longest of its tails that does."""
+    if branch is None:
+        return None
+    start = index * keys.block_size
+    first = bisect_right(keys.cuts, start)
+    last = bisect_left(keys.cuts, start + keys.block_size)
+    tails = [branch.children.get(keys.tails[cut]) for cut in reversed(keys.cuts[first:last])]
+    for node in (*full, *tails):
+        if node is not None and node.logprobs is not None and top_of(node.logprobs) >= top:
+            return node
+    return None
+
+
+def keep(ledger: Ledger, lease: Lease, keys: PromptKeys, end: int, known: RowPiece) -> None:
+    """Stores what a request knows with the nodes that end in `(lease.length, end]`, where they know
+    less. To be called when those are published and before the lease's length moves on."""
+    size = keys.block_size
+    cuts = keys.cuts[bisect_right(keys.cuts, lease.length) : bisect_right(keys.cuts, end)]
+    for cut in cuts:
+        index = (cut - 1) // size
+        first = max(1, index * size)
+        if not known.start <= first < cut <= known.end:
+            continue
+        parent = lease.path[index - 1] if index else ledger.trie.root(keys.root)
+        assert parent is not None, "the nodes up to there are published"
+        node = lease.path[index] if cut % size == 0 else parent.children.get(keys.tails[cut])
+        if node is None:
+            continue
+        if node.logprobs is None or top_of(node.logprobs) < top_of(known.rows):
+            ledger.logprobs.give(node, known.rows[first - known.start : cut - known.start])
+
+
+def check_rows(keeper: RowKeeper, nodes: list[Node]) -> None:
+    """AssertionError unless the books agree with the nodes."""
+    holders = [node for node in nodes if node.logprobs is not None]
+    for node in holders:
+        assert node.logprobs is not None
+        count = node.num_tokens - (node.num_tokens == node.end)  # the first token has no row
+        assert len(node.logprobs) == count, "logprob rows do not cover their node"
+    num_bytes = sum(sys.getsizeof(node.logprobs) for node in holders)
+    assert keeper.num_bytes == num_bytes <= keeper.limit, "bytes of logprob rows are wrong"
+    spare = {id(node): priority for priority, node in keeper.spare.items().values()}
+    expected = {id(node): node for node in holders if not node.pins}
+    assert spare.keys() == expected.keys(), "candidates among logprob rows are wrong"
+    assert len(keeper.spare) == len(spare), "count of candidates among logprob rows is wrong"
+    for key, node in expected.items():
+        assert spare[key][1] == node.last_used, "a use of logprob rows was not noted"

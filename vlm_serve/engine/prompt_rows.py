@@ -1,0 +1,126 @@
+"""Log-probabilities of a prompt's tokens: out of logits, and gathered for a request from whatever
+computed each of them, this request or one before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from vlm_serve.cache.logprobs import RowPiece, WantedRows, row_type
+from vlm_serve.cache.records import LogprobRows
+from vlm_serve.engine.plan import PromptLogprobs
+
+_ROWS_AT_ONCE = 32
+"""Rows whose softmax is in memory at once."""
+
+
+def logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> LogprobRows:
+    """Rows of tokens, see `row_type`; each depends on nothing but its own logits.
+
+    Args:
+        logits: float32 `[R, vocab]`, each given everything before the token of its row.
+        token_ids: the R tokens.
+        top: how many of the most likely tokens to name.
+    """
+    rows = np.empty(len(token_ids), row_type(top))
+    for first in range(0, len(token_ids), _ROWS_AT_ONCE):
+        part = rows[first : first + _ROWS_AT_ONCE]
+        logprobs = torch.log_softmax(logits[first : first + len(part)].float(), dim=-1)
+        own = torch.tensor(token_ids[first : first + len(part)], device=logprobs.device)
+        chosen = logprobs.gather(1, own[:, None])
+        part["logprob"] = chosen[:, 0].cpu().numpy()
+        part["rank"] = ((logprobs > chosen).sum(dim=-1) + 1).cpu().numpy()
+        if top:
+            _name_likeliest(part, logprobs)
+    return rows
+
+
+def _name_likeliest(part: LogprobRows, logprobs: torch.Tensor) -> None:
+    """Fills in the likeliest tokens, of equals those of lower ids: the first k of more than k are
+    then what asking for k gives."""
+    top = part["ids"].shape[1]
+    values, ids = (
+        each.cpu().numpy() for each in torch.topk(logprobs, min(top + 1, logprobs.shape[1]))
+    )
+    for row in np.flatnonzero(values[:, top - 1] == values[:, -1]) if values.shape[1] > top else ():
+        level = float(values[row, -1])  # shared by the last one named and the first one that is not
+        equals = torch.nonzero(logprobs[row] == level)[:, 0].cpu().numpy()
+        better = int((values[row] > level).sum())
+        ids[row, better:top] = equals[: top - better]
+    order = np.lexsort((ids[:, :top], -values[:, :top]))
+    part["ids"] = np.take_along_axis(ids[:, :top], order, axis=1)
+    part["logprobs"] = np.take_along_axis(values[:, :top], order, axis=1)
+
+
+class PromptLog:
+    """What a request knows of the rows it asked for: all up to some token, and none beyond.
+
+    Args:
+        first: the first token that is asked for; the prompt's first one has no row.
+        end: number of tokens of the prompt.
+        top: how many of the most likely tokens each row names.
+
+    Attributes:
+        first: the first token whose row is wanted.
+        next: the first token whose row is missing.
+        num_reused: rows that came from the cache.
+    """
+
+    def __init__(self, first: int, end: int, top: int) -> None:
+        self.first = self.next = max(1, first)
+        self.num_reused = 0
+        self._end = end
+        self._rows = np.empty(max(0, end - self.first), row_type(top))
+        self._top = top
+        self._report: tuple[PromptLogprobs, ...] | None = None
+
+    @property
+    def wanted(self) -> WantedRows | None:
+        """What is missing, if anything is."""
+        return WantedRows(self.next, self._top) if self.next < self._end else None
+
+    @property
+    def known(self) -> RowPiece:
+        return RowPiece(self.first, self._rows[: self.next - self.first])
+
+    def to_report(self, start: int, end: int) -> tuple[int, int]:
+        """Of the tokens `[start, end)` those after which a missing row comes: (first, last + 1)."""
+        assert self.next == self._end or start < self.next, "rows would be skipped"
+        return max(start, self.next - 1), min(end, self._end - 1)
+
+    def put(self, start: int, rows: LogprobRows) -> None:
+        """Rows of the tokens from `start` on. What is known already stays."""
+        assert start <= self.next, "rows with a hole before them"
+        new = rows[self.next - start :]
+        place = self.next - self.first
+        self._rows[place : place + len(new)] = new
+        self.next += len(new)
+
+    def replay(self, pieces: Iterable[RowPiece]) -> None:
+        """Takes over kept rows, in order."""
+        before = self.next
+        for piece in pieces:
+            self.put(piece.start, piece.rows)
+        self.num_reused += self.next - before
+
+    def report(self, token_ids: Sequence[int]) -> tuple[PromptLogprobs, ...]:
+        """All rows in the form in which callers get them.
+
+        Args:
+            token_ids: of the prompt.
+        """
+        assert self.wanted is None, "rows are missing"
+        if self._report is None:
+            rows = self._rows
+            columns = zip(
+                token_ids[self.first :],
+                *(rows[name].tolist() for name in ("logprob", "rank", "ids", "logprobs")),
+                strict=True,
+            )
+            self._report = tuple(
+                PromptLogprobs({token: logprob, **dict(zip(ids, logprobs, strict=True))}, rank)
+                for token, logprob, rank, ids, logprobs in columns
+            )
+        return self._report
