@@ -1,29 +1,21 @@
-"""Reading a JSON body that nobody can knock the server over with: size, depth and number of values
-are bounded before anything is parsed."""
+"""Reading a JSON body of bounded size."""
 
 from __future__ import annotations
 
-import json
-import re
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.errors import BodyTooLargeError, MediaTypeError
-
-MAX_JSON_DEPTH = 64
-MAX_JSON_VALUES = 2_000_000
-MAX_ERRORS_NAMED = 5
-
-_STRING = re.compile(rb'"[^"]*"')
-_BRACES = bytes.maketrans(b"{}", b"[]")
-_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+from vlm_serve.server.json_body import SMALL_BYTES, max_cost, parse_json, validate
+from vlm_serve.server.service import Service
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -42,93 +34,37 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-async def read_json(request: Request, model: type[M], max_bytes: int) -> M:
-    """The request's body as a validated model.
+async def read_json(service: Service, request: Request, model: type[M]) -> M:
+    """The request's body as a validated model. Raises as `read_request`."""
+    return await read_request(service, request, model, lambda body: body)
 
-    Raises:
+
+async def read_request(
+    service: Service, request: Request, model: type[M], use: Callable[[M], T]
+) -> T:
+    """What `use` makes of the request's body, once that is a validated model.
+
+    Args:
+        use: may take as long as the body is long: like parsing, it is not called on the event loop
+            unless the body is small.
+
+    Raises what `use` raises, and:
         MediaTypeError: the body is not declared as JSON. (A browser asks for permission before it
             sends that type to another site's server; other types it would just send.)
         BodyTooLargeError: over the size limit.
-        InvalidRequestError: not JSON, too deep, too many values, or not what the model describes;
-            the message names the field.
+        InvalidRequestError: not JSON in UTF-8, too deep, too many values, or not what the model
+            describes; the message names the field.
     """
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         raise MediaTypeError("the body must be sent with Content-Type: application/json")
     try:
-        body = await read_body(request, max_bytes)
+        body = await read_body(request, service.config.max_body_bytes)
     except ClientDisconnect:
         raise InvalidRequestError("the client went away before its body was complete") from None
-    return validate(parse_json(body), model)
+    limit = max_cost(service.engine.max_model_len)
 
+    def read() -> T:
+        return use(validate(parse_json(body, limit), model))
 
-def parse_json(body: bytes) -> Any:
-    """Parses bounded JSON: at most MAX_JSON_DEPTH levels and MAX_JSON_VALUES values, finite
-    numbers, valid Unicode. Raises InvalidRequestError."""
-    _check_structure(body)
-    try:
-        value = json.loads(body, parse_constant=_refuse_constant)
-        if _SURROGATE.search(body):
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError("the body has half a surrogate pair in a string") from None
-    except json.JSONDecodeError as error:
-        raise InvalidRequestError(
-            f"the body is not valid JSON: {error.msg} at character {error.pos}", code="invalid_json"
-        ) from None
-    except (ValueError, RecursionError):  # bytes that are no UTF-8, numbers of absurd length
-        raise InvalidRequestError("the body is not valid JSON", code="invalid_json") from None
-    return value
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(name)
-
-
-def _check_structure(body: bytes) -> None:
-    """Counts on the raw bytes: every pass below runs at the speed of memory, whatever the body."""
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    plain = _STRING.sub(b"", plain)
-    if plain.count(b",") + plain.count(b"[") + plain.count(b"{") > MAX_JSON_VALUES:
-        raise InvalidRequestError(f"the body has more than {MAX_JSON_VALUES} JSON values")
-    brackets = plain.translate(_BRACES, _NOT_BRACKETS)
-    for _ in range(MAX_JSON_DEPTH):
-        if not brackets:
-            return
-        brackets = brackets.replace(b"[]", b"")
-    if brackets:
-        raise InvalidRequestError(
-            f"the body is nested deeper than {MAX_JSON_DEPTH} levels, or its brackets do not match",
-            code="invalid_json",
-        )
-
-
-def validate(value: Any, model: type[M]) -> M:
-    """Checks a parsed body against its model. Raises InvalidRequestError that names the fields."""
-    if not isinstance(value, dict):
-        raise InvalidRequestError("the body must be a JSON object")
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-    lines = []
-    for item in found[:MAX_ERRORS_NAMED]:
-        line = f"{_location(item['loc'])}: {item['msg']}"
-        if line not in lines:
-            lines.append(line)
-    raise InvalidRequestError("; ".join(lines), param=_field(found[0]["loc"]))
-
-
-def _location(path: tuple[int | str, ...]) -> str:
-    """`messages[0].content`; parts that only name an alternative of a union are left out."""
-    text = ""
-    for part in path:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "list", "dict"):
-            text += f".{part[:64]}" if text else part[:64]
-    return text or "body"
-
-
-def _field(path: tuple[int | str, ...]) -> str | None:
-    return str(path[0])[:64] if path else None
+    return read() if len(body) <= SMALL_BYTES else await service.parsing(read)

@@ -62,6 +62,7 @@ class Service:
         self.check_failed = False
         self.metrics = Metrics(model_names[0], engine)
         self._pool = ThreadPoolExecutor(config.preprocess_threads, thread_name_prefix="prepare")
+        self._parsing = ThreadPoolExecutor(1, thread_name_prefix="json")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._queued_grammars = 0
         self.tracer: RequestTracer | None = None
@@ -178,6 +179,11 @@ class Service:
         number: whoever stops waiting leaves it to finish unseen."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
+    async def parsing(self, work: Callable[[], _T]) -> _T:
+        """Runs work that holds the interpreter's lock for long. One at a time: several would take
+        turns, and everyone else would wait for all of them."""
+        return await asyncio.get_running_loop().run_in_executor(self._parsing, work)
+
     def _became_idle(self) -> None:
         self._all_done.set()
         if self.config.idle_check and self._idle_check is None and self.engine.alive:
@@ -225,6 +231,7 @@ class Service:
         if self._idle_check is not None:
             self._idle_check.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._parsing.shutdown(wait=False, cancel_futures=True)
         self._compiling.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.engine.close)
         if self.tracer is not None:

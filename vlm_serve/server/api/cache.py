@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
@@ -15,10 +15,11 @@ from starlette.responses import Response
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prompt import Prompt
-from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel
-from vlm_serve.server.api.prompts import EitherPrompt, prepare_tokens, prepared_chat
+from vlm_serve.server.api.conversation import prepare
+from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
+from vlm_serve.server.api.prompts import EitherPrompt, prepare_tokens
 from vlm_serve.server.api.reports import cache_report_body
-from vlm_serve.server.body import read_json
+from vlm_serve.server.body import read_json, read_request
 from vlm_serve.server.service import Service
 from vlm_serve.server.tenants import refuse_tenants, salt_of
 
@@ -31,7 +32,7 @@ class CachePrompt(EitherPrompt):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    prompt: str | list[int] | None = None
+    prompt: str | Tokens | None = None
     cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
 
 
@@ -82,9 +83,9 @@ class CacheTree(BaseModel):
 
 async def probe(service: Service, request: Request) -> Response:
     """POST /v1/cache/probe: what a request would find. Nothing runs. Raises InvalidRequestError."""
-    body = await read_json(request, ProbeRequest, service.config.max_body_bytes)
+    asked = await read_request(service, request, ProbeRequest, partial(_asked, service, request))
     with service.admitted():
-        prompt = await _prepared(service, body, salt_of(request.scope, body.cache_salt))
+        prompt = await service.in_pool(asked)
         report = cache_report_body(await asyncio.to_thread(service.engine.probe, prompt))
     assert report is not None
     return JSONResponse(report.model_dump())
@@ -92,9 +93,11 @@ async def probe(service: Service, request: Request) -> Response:
 
 async def pin(service: Service, request: Request) -> Response:
     """POST /v1/cache/pin: keeps a prompt's KV and state for a while. Raises InvalidRequestError."""
-    body = await read_json(request, PinRequest, service.config.max_body_bytes)
+    body, asked = await read_request(
+        service, request, PinRequest, lambda body: (body, _asked(service, request, body))
+    )
     with service.admitted():
-        prompt = await _prepared(service, body, salt_of(request.scope, body.cache_salt))
+        prompt = await service.in_pool(asked)
         pinned = await asyncio.to_thread(service.engine.pin, prompt, body.ttl_seconds)
     answer = Pinned(prompt_tokens=len(prompt), pinned_tokens=pinned)
     return JSONResponse(answer.model_dump())
@@ -103,7 +106,7 @@ async def pin(service: Service, request: Request) -> Response:
 async def flush(service: Service, request: Request) -> Response:
     """POST /v1/cache/flush: forgets everything that no running request holds."""
     refuse_tenants(request.scope)
-    await read_json(request, FlushRequest, service.config.max_body_bytes)
+    await read_json(service, request, FlushRequest)
     await asyncio.to_thread(service.engine.flush)
     return JSONResponse(Flushed().model_dump())
 
@@ -126,15 +129,19 @@ async def tree(service: Service, request: Request) -> Response:
     return JSONResponse(CacheTree(**dataclasses.asdict(page)).model_dump())
 
 
-async def _prepared(service: Service, body: CachePrompt, salt: str) -> Prompt:
-    """The prompt that the body describes. Raises what preparation raises."""
+def _asked(service: Service, request: Request, body: CachePrompt) -> Callable[[], Prompt]:
+    """What makes the prompt that the body describes; to be called on a preparation thread.
+
+    Raises InvalidRequestError, here or there.
+    """
     service.resolve_model(body.model)
+    salt = salt_of(request.scope, body.cache_salt)
     chat = body.chat_or_none(body.prompt)
     if chat is not None:
-        return await prepared_chat(service, chat, salt)
+        return partial(prepare, service, chat, salt)
     if not body.prompt:
         raise InvalidRequestError("prompt must not be empty", param="prompt")
-    return await service.in_pool(partial(prepare_tokens, service, body.prompt, salt))
+    return partial(prepare_tokens, service, body.prompt, salt)
 
 
 def _refuse_unknown(query: Mapping[str, str], known: tuple[str, ...]) -> None:

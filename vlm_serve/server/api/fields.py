@@ -6,9 +6,10 @@ Python and HTTP refuse the same things with the same words.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.sampling_params import SamplingParams
@@ -17,12 +18,48 @@ from vlm_serve.server.api.structured import form_of
 MAX_SALT_LENGTH = 128
 SALT_PATTERN = r"^[A-Za-z0-9._:=+/@-]*$"
 MAX_PRIORITY = 1 << 31
+MAX_FIELDS = 256
+MAX_ENTRIES = 1024
+MAX_ITEMS = 1 << 16
+MAX_TOKENS = 1 << 24
+MAX_MESSAGES = 4096
+MAX_TOOLS = 256
+
+T = TypeVar("T")
+
+
+def _few_keys(value: Any) -> Any:
+    """Pydantic counts an object's entries only after it has looked at all of them."""
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise PydanticCustomError(
+            "too_long", "should have at most {most} entries", {"most": MAX_ENTRIES}
+        )
+    return value
+
+
+Items = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
+"""A list of bounded length, of which the first bad item is told: every list of a request is one."""
+
+Tokens = Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]
+"""Ids of a prompt; the context bounds them more narrowly."""
+
+Table = Annotated[dict[str, T], Field(max_length=MAX_ENTRIES), BeforeValidator(_few_keys)]
+"""An object of a bounded number of entries: every one in a request that has no model."""
 
 
 class RequestModel(BaseModel):
     """Unknown fields are kept aside (`model_extra`), see `unknown_fields.py`."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise PydanticCustomError(
+                "too_long", "should have at most {most} fields", {"most": MAX_FIELDS}
+            )
+        return value
 
 
 class StreamOptions(RequestModel):
@@ -67,19 +104,19 @@ class GenerationRequest(AnswerRequest):
     max_tokens: int | None = None
     min_tokens: int | None = None
     min_p: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     n: int | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Table[float] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
     prompt_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    response_format: Table[Any] | None = None
+    structured_outputs: Table[Any] | None = None
     return_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     routed_experts_prompt_start: int | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -10,7 +9,8 @@ from pydantic import Field
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.server.api.chat.request import ChatMessage, TemplateFields
-from vlm_serve.server.api.conversation import ChatInput, prepare
+from vlm_serve.server.api.conversation import ChatInput
+from vlm_serve.server.api.fields import MAX_MESSAGES, Items
 
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service
@@ -20,7 +20,7 @@ class EitherPrompt(TemplateFields):
     """Has `messages`, or `prompt`, which is declared below this."""
 
     model: str | None = None
-    messages: list[ChatMessage] | None = Field(None, max_length=4096)
+    messages: Items[ChatMessage] | None = Field(None, max_length=MAX_MESSAGES)
 
     def chat_or_none(self, prompt: object) -> ChatInput | None:
         """The chat prompt, None if `prompt` was given.
@@ -30,11 +30,6 @@ class EitherPrompt(TemplateFields):
         if (prompt is None) == (self.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         return None if self.messages is None else self.chat_input(self.messages)
-
-
-async def prepared_chat(service: Service, given: ChatInput, cache_salt: str = "") -> Prompt:
-    """The prompt. Raises what preparation raises."""
-    return await service.in_pool(partial(prepare, service, given, cache_salt))
 
 
 def prepare_tokens(service: Service, prompt: str | list[int], cache_salt: str) -> Prompt:

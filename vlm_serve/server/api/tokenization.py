@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
@@ -9,11 +12,13 @@ from starlette.responses import Response
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.api.bodies import Optional
+from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import RequestModel
+from vlm_serve.server.api.fields import Tokens as TokenIds
 from vlm_serve.server.api.logprobs import token_text
-from vlm_serve.server.api.prompts import EitherPrompt, prepared_chat
+from vlm_serve.server.api.prompts import EitherPrompt
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.body import read_json
+from vlm_serve.server.body import read_request
 from vlm_serve.server.service import Service
 
 
@@ -24,7 +29,7 @@ class TokenizeRequest(EitherPrompt):
 
 class DetokenizeRequest(RequestModel):
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 class Tokens(BaseModel):
@@ -41,29 +46,42 @@ class Detokenized(BaseModel):
 async def tokenize(service: Service, request: Request) -> Response:
     """Token ids of a text, or of a conversation as the model would see it (placeholders of media
     expanded). Raises InvalidRequestError."""
-    body = await read_json(request, TokenizeRequest, service.config.max_body_bytes)
+    work = await read_request(service, request, TokenizeRequest, partial(_tokenizing, service))
+    with service.admitted():
+        return await service.in_pool(work)
+
+
+def _tokenizing(service: Service, body: TokenizeRequest) -> Callable[[], Response]:
     headers = ignored_header(ignored_fields(body.model_extra or {}))
     service.resolve_model(body.model)
     chat = body.chat_or_none(body.prompt)
-    with service.admitted():
+
+    def work() -> Response:
         if chat is None:
-            text = body.prompt or ""
-            ids = await service.in_pool(lambda: service.tokenizer.encode(text))
+            ids = service.tokenizer.encode(body.prompt or "")
         else:
-            ids = list((await prepared_chat(service, chat)).token_ids)
-    texts = [token_text(service.tokenizer, token) for token in ids]
-    answer = Tokens(
-        count=len(ids),
-        max_model_len=service.engine.max_model_len,
-        tokens=ids,
-        token_strs=texts if body.return_token_strs else None,
-    )
-    return JSONResponse(answer.model_dump(), headers=headers)
+            ids = list(prepare(service, chat, "").token_ids)
+        texts = None
+        if body.return_token_strs:
+            texts = [token_text(service.tokenizer, token) for token in ids]
+        answer = Tokens(
+            count=len(ids),
+            max_model_len=service.engine.max_model_len,
+            tokens=ids,
+            token_strs=texts,
+        )
+        return JSONResponse(answer.model_dump(), headers=headers)
+
+    return work
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Text of token ids, special tokens included. Raises InvalidRequestError."""
-    body = await read_json(request, DetokenizeRequest, service.config.max_body_bytes)
+    work = await read_request(service, request, DetokenizeRequest, partial(_detokenizing, service))
+    return await service.in_pool(work)
+
+
+def _detokenizing(service: Service, body: DetokenizeRequest) -> Callable[[], Response]:
     headers = ignored_header(ignored_fields(body.model_extra or {}))
     service.resolve_model(body.model)
     size = service.tokenizer.vocab_size
@@ -72,7 +90,9 @@ async def detokenize(service: Service, request: Request) -> Response:
         raise InvalidRequestError(
             f"token {bad} is outside the vocabulary of {size}", param="tokens"
         )
-    text = await service.in_pool(
-        lambda: service.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    )
-    return JSONResponse(Detokenized(prompt=text).model_dump(), headers=headers)
+
+    def work() -> Response:
+        text = service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return JSONResponse(Detokenized(prompt=text).model_dump(), headers=headers)
+
+    return work

@@ -10,24 +10,31 @@ from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.messages import Conversation, read_messages
 from vlm_serve.sampling_params import MAX_LOGPROBS
 from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking
-from vlm_serve.server.api.fields import GenerationRequest, RequestModel
+from vlm_serve.server.api.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    GenerationRequest,
+    Items,
+    RequestModel,
+    Table,
+)
 from vlm_serve.server.api.structured import ToolChoice
 
 
 class ChatMessage(RequestModel):
     role: str = Field(max_length=64)
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Items[Table[Any]] | None = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Items[Table[Any]] | None = None
     tool_call_id: str | None = None
 
 
 class FunctionDefinition(RequestModel):
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Table[Any] | None = None
 
 
 class Tool(RequestModel):
@@ -38,10 +45,10 @@ class Tool(RequestModel):
 class TemplateFields(RequestModel):
     """What a chat prompt is made from besides its messages."""
 
-    tools: list[Tool] | None = Field(None, max_length=256)
+    tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Table[Any] | None = None
 
     def chat_input(self, messages: list[ChatMessage]) -> ChatInput:
         """Raises InvalidRequestError for options that exclude each other."""
@@ -69,11 +76,11 @@ class TemplateFields(RequestModel):
 
 
 class ChatCompletionRequest(TemplateFields, GenerationRequest):
-    messages: list[ChatMessage] = Field(max_length=4096)
+    messages: Items[ChatMessage] = Field(max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | Table[Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
 

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from vlm_serve.server.api.answer import Job, respond
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.chat.stream import ChatStream
 from vlm_serve.server.api.conversation import conversation_task
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.body import read_json
+from vlm_serve.server.body import read_request
 from vlm_serve.server.generation import Generation
 from vlm_serve.server.service import Service
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """Answers one conversation. Raises as `respond`."""
-    arrival = time.monotonic()
-    body = await read_json(request, ChatCompletionRequest, service.config.max_body_bytes)
+    job = partial(_job, service, request.scope, time.monotonic())
+    return await respond(
+        service, request, await read_request(service, request, ChatCompletionRequest, job)
+    )
+
+
+def _job(service: Service, scope: Scope, arrival: float, body: ChatCompletionRequest) -> Job:
     headers = ignored_header(ignored_fields(body.model_extra or {}))
-    chat = conversation_task(service, request.scope, body, body.asked(), arrival)
+    chat = conversation_task(service, scope, body, body.asked(), arrival)
 
     def stream_of(generations: Sequence[Generation]) -> ChatStream:
         return ChatStream(body, chat, service.tokenizer, generations[0])
 
-    return await respond(service, request, Job([chat.task], stream_of, bool(body.stream), headers))
+    return Job([chat.task], stream_of, bool(body.stream), headers)

@@ -7,14 +7,14 @@ from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.api.fields import GenerationRequest
+from vlm_serve.server.api.fields import GenerationRequest, Items, Tokens
 
 MAX_PROMPTS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Tokens | Items[Tokens]
     logprobs: int | None = None
     echo: bool | None = None
 

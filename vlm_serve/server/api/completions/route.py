@@ -8,13 +8,14 @@ from functools import partial
 
 from fastapi import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from vlm_serve.server.api.answer import Job, respond
 from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.completions.stream import CompletionStream
 from vlm_serve.server.api.prompts import prepare_tokens
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.body import read_json
+from vlm_serve.server.body import read_request
 from vlm_serve.server.generation import Generation, Task
 from vlm_serve.server.request_id import request_id_of
 from vlm_serve.server.service import Service
@@ -23,12 +24,17 @@ from vlm_serve.server.tenants import salt_of
 
 async def completions(service: Service, request: Request) -> Response:
     """Continues one or several prompts. Raises as `respond`."""
-    arrival = time.monotonic()
-    body = await read_json(request, CompletionRequest, service.config.max_body_bytes)
+    job = partial(_job, service, request.scope, time.monotonic())
+    return await respond(
+        service, request, await read_request(service, request, CompletionRequest, job)
+    )
+
+
+def _job(service: Service, scope: Scope, arrival: float, body: CompletionRequest) -> Job:
     headers = ignored_header(ignored_fields(body.model_extra or {}))
     params = body.sampling_params()
-    request_id = body.request_id or request_id_of(request.scope)
-    salt = salt_of(request.scope, body.cache_salt)
+    request_id = body.request_id or request_id_of(scope)
+    salt = salt_of(scope, body.cache_salt)
     model, created = service.resolve_model(body.model), int(time.time())
     names = {"messages": "prompt", "structured_outputs": body.form_field}
 
@@ -53,4 +59,4 @@ async def completions(service: Service, request: Request) -> Response:
         )
         for prompt in body.prompts()
     ]
-    return await respond(service, request, Job(tasks, stream_of, bool(body.stream), headers))
+    return Job(tasks, stream_of, bool(body.stream), headers)

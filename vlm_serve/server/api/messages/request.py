@@ -7,7 +7,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking
-from vlm_serve.server.api.fields import AnswerRequest, RequestModel
+from vlm_serve.server.api.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    AnswerRequest,
+    Items,
+    RequestModel,
+    Table,
+)
 from vlm_serve.server.api.messages.blocks import Said, read_blocks
 from vlm_serve.server.api.parts import text_of, unsupported
 from vlm_serve.server.api.structured import ToolChoice
@@ -29,25 +36,25 @@ _NAMES = {"stop": "stop_sequences"}
 
 class MessageParam(RequestModel):
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Items[Table[Any]]
 
 
 class MessagesTool(RequestModel):
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Table[Any] | None = None
 
 
 class MessagesRequest(AnswerRequest):
-    messages: list[MessageParam] = Field(max_length=4096)
+    messages: Items[MessageParam] = Field(max_length=MAX_MESSAGES)
     max_tokens: int
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
-    tools: list[MessagesTool] | None = Field(None, max_length=256)
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    system: str | Items[Table[Any]] | None = None
+    stop_sequences: Items[str] | None = None
+    tools: Items[MessagesTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Table[Any] | None = None
+    thinking: Table[Any] | None = None
+    chat_template_kwargs: Table[Any] | None = None
 
     def asked(self) -> Asked:
         """What the request asks for. Raises InvalidRequestError that names the field at fault."""

@@ -8,7 +8,14 @@ from pydantic import Field
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking
-from vlm_serve.server.api.fields import AnswerRequest, RequestModel, stop_texts
+from vlm_serve.server.api.fields import (
+    MAX_TOOLS,
+    AnswerRequest,
+    Items,
+    RequestModel,
+    Table,
+    stop_texts,
+)
 from vlm_serve.server.api.parts import text_of, unsupported
 from vlm_serve.server.api.responses.items import read_input
 from vlm_serve.server.api.structured import ToolChoice, json_schema_form, simple_form
@@ -37,23 +44,23 @@ class ResponsesTool(RequestModel):
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Table[Any] | None = None
     strict: bool | None = None
 
 
 class ResponsesRequest(AnswerRequest):
-    input: str | list[dict[str, Any]] = Field(max_length=1 << 26)
+    input: str | Items[Table[Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     min_p: float | None = None
-    stop: str | list[str] | None = None
-    tools: list[ResponsesTool] | None = Field(None, max_length=256)
-    tool_choice: str | dict[str, Any] | None = None
+    stop: str | Items[str] | None = None
+    tools: Items[ResponsesTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: str | Table[Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16)
-    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: Table[Any] | None = None
+    text: Table[Any] | None = None
+    metadata: Table[str] | None = Field(None, max_length=16)
+    chat_template_kwargs: Table[Any] | None = None
 
     def asked(self) -> Asked:
         """What the request asks for. Raises InvalidRequestError that names the field at fault."""

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from vlm_serve.server.api.answer import Job, respond
 from vlm_serve.server.api.conversation import conversation_task
 from vlm_serve.server.api.responses.request import RESPONSES_UNIMPLEMENTED, ResponsesRequest
 from vlm_serve.server.api.responses.stream import ResponseStream
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.body import read_json
+from vlm_serve.server.body import read_request
 from vlm_serve.server.generation import Generation
 from vlm_serve.server.service import Service
 
 
 async def create_response(service: Service, request: Request) -> Response:
     """Answers one conversation. Raises as `respond`."""
-    arrival = time.monotonic()
-    body = await read_json(request, ResponsesRequest, service.config.max_body_bytes)
+    job = partial(_job, service, request.scope, time.monotonic())
+    return await respond(
+        service, request, await read_request(service, request, ResponsesRequest, job)
+    )
+
+
+def _job(service: Service, scope: Scope, arrival: float, body: ResponsesRequest) -> Job:
     headers = ignored_header(ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED))
-    chat = conversation_task(service, request.scope, body, body.asked(), arrival)
+    chat = conversation_task(service, scope, body, body.asked(), arrival)
 
     def stream_of(generations: Sequence[Generation]) -> ResponseStream:
         return ResponseStream(body, chat, generations[0])
 
-    job = Job([chat.task], stream_of, bool(body.stream), headers, named=True)
-    return await respond(service, request, job)
+    return Job([chat.task], stream_of, bool(body.stream), headers, named=True)
