@@ -189,7 +189,7 @@ def _read_part(part: Any, param: str, conversation: Conversation) -> dict[str, A
     if not isinstance(part, Mapping):
         raise InvalidRequestError(f"{param} must be an object", param=param)
     kind = part.get("type")
-    if kind in _TEXT_PARTS:
+    if isinstance(kind, str) and kind in _TEXT_PARTS:
         text = part.get("text")
         if not isinstance(text, str):
             raise InvalidRequestError(f"{param}.text must be text", param=f"{param}.text")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -194,6 +195,65 @@ def test_a_surrogate_pair_is_a_character(fake: RunningServer) -> None:
     response = fake.client.post("/v1/chat/completions", content=body, headers=JSON)
     assert response.status_code == 200
     assert fake.engine.preprocessor.calls[-1]["messages"][0]["content"] == "\U0001f600"
+
+
+ODD = [[], {}, ["text"], {"a": 1}, 5, True, None]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+@pytest.mark.parametrize(
+    ("path", "made"),
+    [
+        ("chat/completions", lambda odd: {"messages": [
+            {"role": "user", "content": [{"type": odd, "text": "x"}]}]}),
+        ("chat/completions", lambda odd: {"messages": [
+            {"role": "assistant", "tool_calls": [{"type": odd, "function": odd}]}]}),
+        ("responses", lambda odd: {"input": [{"role": "user", "content": [{"type": odd}]}]}),
+        ("responses", lambda odd: {"input": [{"role": "assistant", "content": [{"type": odd}]}]}),
+        ("responses", lambda odd: {"input": [{"type": odd or 1, "role": "user", "content": "x"}]}),
+        ("responses", lambda odd: {"input": "x", "text": {"format": {"type": odd}}}),
+        ("responses", lambda odd: {"input": "x", "tool_choice": {"type": odd}}),
+        ("messages", lambda odd: {"messages": [
+            {"role": "user", "content": [{"type": odd}]}], "max_tokens": 5}),
+        ("messages", lambda odd: {"messages": [
+            {"role": "assistant", "content": [{"type": odd}]}], "max_tokens": 5}),
+        ("messages", lambda odd: {"messages": [{"role": "user", "content": [
+            {"type": "image", "source": {"type": odd}}]}], "max_tokens": 5}),
+        ("messages", lambda odd: {"messages": [{"role": "user", "content": "x"}],
+                                  "tool_choice": {"type": odd}, "max_tokens": 5}),
+        ("chat/completions", lambda odd: chat_body() | {"response_format": {"type": odd}}),
+        ("chat/completions", lambda odd: chat_body() | {"tool_choice": {"type": odd}}),
+    ],
+)  # fmt: skip
+def test_a_type_that_is_no_text_is_refused(
+    fake: RunningServer, path: str, made: Callable[[Any], Any], odd: Any
+) -> None:
+    answer = fake.post(f"/v1/{path}", made(odd))
+    assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", b'{"prompt": "SURROGATE"}'),
+        ("/v1/completions", b'{"prompt": "SURROGATE"}'),
+        ("/v1/completions", b'{"prompt": "x", "bad_words": ["SURROGATE"]}'),
+        ("/v1/responses", b'{"input": "x", "metadata": {"a": "SURROGATE"}}'),
+        ("/v1/responses", b'{"input": "x", "SURROGATE": "a"}'),
+    ],
+)
+@pytest.mark.parametrize("surrogate", [b"\xed\xa0\x80", b"\\ud800"])
+def test_half_a_character_is_refused_everywhere(
+    fake: RunningServer, path: str, body: bytes, surrogate: bytes
+) -> None:
+    content = body.replace(b"SURROGATE", surrogate)
+    check_error(fake.client.post(path, content=content, headers=JSON), 400)
+
+
+def test_another_encoding_than_utf8_is_refused(fake: RunningServer) -> None:
+    for name in ("utf-16", "utf-16-le", "utf-32"):
+        content = json.dumps(chat_body()).encode(name)
+        check_error(fake.client.post("/v1/chat/completions", content=content, headers=JSON), 400)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])

@@ -65,7 +65,7 @@ def _read_answer(blocks: list[dict[str, Any]], where: str, conversation: Convers
     calls = []
     for index, block in enumerate(blocks):
         place, kind = f"{where}[{index}]", block.get("type")
-        if kind in texts:
+        if isinstance(kind, str) and kind in texts:
             texts[kind].append(text_of(block, kind, place))
         elif kind == "tool_use":
             given = object_of(block.get("input") or {}, f"{place}.input")
