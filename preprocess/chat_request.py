@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
@@ -47,6 +48,10 @@ class ChatRequest:
             )
         self._add_generation_prompt = add_generation_prompt
         self._continues = continue_final_message
+
+    def tools_text(self) -> str:
+        """About what a template says of the tools."""
+        return json.dumps(self.tools, ensure_ascii=False) if self.tools else ""
 
     def render(self, template: ChatTemplate, typed: TypedText) -> str:
         """The prompt's text, user text hidden in `typed`'s way."""

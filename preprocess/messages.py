@@ -56,6 +56,8 @@ _REFUSED = frozenset(
         "total_pixels",
     }
 )
+MAX_ARGUMENTS_CHARACTERS = 1 << 20
+"""Of one tool call that comes as JSON text."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -243,6 +245,10 @@ def read_tool_call(call: Any, param: str) -> dict[str, Any]:
     place = f"{param}.function.arguments" if "function" in call else f"{param}.arguments"
     arguments = function.get("arguments")
     if isinstance(arguments, str):
+        if len(arguments) > MAX_ARGUMENTS_CHARACTERS:  # parsing it would hold everyone up
+            raise InvalidRequestError(
+                f"{place} must have at most {MAX_ARGUMENTS_CHARACTERS} characters", param=place
+            )
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):

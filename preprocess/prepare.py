@@ -215,6 +215,7 @@ class Preprocessor:
         self._loader.check_count(request.media)
         self._template.check_kwargs(request.kwargs)
         self.tokenizer.check_length(_texts(request.messages))
+        self.tokenizer.check_length([request.tools_text()], "tools")
         typed = TypedText(
             [request.messages, request.tools, request.kwargs],
             tuple(self.tokenizer.special_tokens),
@@ -222,6 +223,7 @@ class Preprocessor:
         )
         text = request.render(self._template, typed)
         pieces = tuple(split_pieces(text, self.tokenizer.special_pattern))
+        self.tokenizer.check_length(piece.text for piece in pieces if not piece.is_special)
         media = self._load_media(request.media, cache_salt)
         expansion = self._expander.expand(pieces, typed, media)
         if not expansion.token_ids:

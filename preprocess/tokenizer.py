@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from vlm_serve.preprocess.family import Family, family_of
 
 # Longer texts are counted in pieces of this size before they are encoded as a whole.
 _PIECE_CHARACTERS = 1 << 14
+# Composing characters (NFC) leaves at least a third of a text's bytes.
+_NORMALISED = 3
 # Cutting a word in two makes it a few tokens more; a text is refused only well beyond the limit.
 _MARGIN = 1.25
 
@@ -113,6 +116,7 @@ class Tokenizer:
 
         Raises ContextLengthError for a text far beyond the context.
         """
+        self._check_specials(text)
         self.check_length(self.special_pattern.split(text))
         ids: list[int] = []
         at = 0
@@ -122,26 +126,59 @@ class Tokenizer:
             at = match.end()
         return ids + self.encode_plain(text[at:])
 
-    def check_length(self, texts: Iterable[str]) -> None:
-        """Raises ContextLengthError if the texts have far more tokens than the context, which takes
-        no longer than encoding about as many as fit."""
-        if self._max_tokens is None:
+    def check_length(self, texts: Iterable[str], param: str = "messages") -> None:
+        """Raises ContextLengthError if the texts have far more tokens than the context. That takes
+        no longer than encoding about as many as fit, or no time if their size alone shows it.
+
+        Args:
+            param: the request's field that the texts come from.
+        """
+        limit = self._limit
+        if limit is None:
             return
-        limit = int(self._max_tokens * _MARGIN) + 256
         texts = list(texts)
-        if sum(map(len, texts)) <= limit:
+        characters = sum(map(len, texts))
+        if characters <= limit:
             return
+        if characters > limit * self.longest_token * _NORMALISED:
+            raise self._too_long(limit, param)
         count = 0
         for text in texts:
             for at in range(0, len(text), _PIECE_CHARACTERS):
                 count += len(self.encode_plain(text[at : at + _PIECE_CHARACTERS]))
                 if count > limit:
-                    raise ContextLengthError(
-                        f"this model's context is {self._max_tokens} tokens, but the text has more "
-                        f"than {limit}",
-                        param="messages",
-                        code="context_length_exceeded",
-                    )
+                    raise self._too_long(limit, param)
+
+    @property
+    def _limit(self) -> int | None:
+        """Tokens that are far more than the context, None for no bound."""
+        return None if self._max_tokens is None else int(self._max_tokens * _MARGIN) + 256
+
+    def _too_long(self, limit: int, param: str) -> ContextLengthError:
+        return ContextLengthError(
+            f"this model's context is {self._max_tokens} tokens, but the text has more than "
+            f"{limit}",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+    def _check_specials(self, text: str) -> None:
+        """Raises ContextLengthError if the special tokens alone are far more than the context."""
+        limit = self._limit
+        if limit is None or len(text) <= limit:
+            return
+        if len(text) > limit * self.longest_token * _NORMALISED or next(
+            islice(self.special_pattern.finditer(text), limit, None), None
+        ):
+            raise self._too_long(limit, "messages")
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token. One character of a byte-level token is one byte."""
+        return max(
+            max(map(len, self._backend.get_vocab(with_added_tokens=False)), default=1),
+            max((len(text.encode()) for text in self._added_text.values()), default=1),
+        )
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of text in which special tokens are characters like any others."""

@@ -60,6 +60,17 @@ from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
             [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1"}]}],
             "messages[0].tool_calls[0].arguments",
         ),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"function": {"name": "f", "arguments": "{" + " " * (1 << 20) + "}"}}
+                    ],
+                }
+            ],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ([{"role": "assistant", "content": "x", "reasoning": 3}], "messages[0]"),
         ([say("x") | {"name": object()}], "messages[0].name"),
         ([say("\ud800")], "messages"),
