@@ -100,10 +100,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "calls": [("get_weather", {"city": "Paris", "days": 3})],
         },
     ),
-    (  # the limit came in the middle of a parameter: what is whole is kept
-        CALL[: CALL.index("\n</parameter>\n</function>")],
+    (  # only the end of the block is missing
+        CALL[: CALL.index("\n</tool_call>")],
         {"tools": TOOLS},
-        {"content": "", "reasoning": "", "calls": [("get_weather", {"city": "Paris"})]},
+        {"content": "", "reasoning": "", "calls": [("get_weather", {"city": "Paris", "days": 3})]},
     ),
     (  # an unknown function is no call
         "<tool_call>\n<function=rm>\n</function>\n</tool_call>",

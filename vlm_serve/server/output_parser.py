@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
-from vlm_serve.server.tool_values import read
+from vlm_serve.server.tool_values import is_no_text, read
 
 THINK_START = "<think>"
 THINK_END = "</think>"
@@ -32,6 +32,9 @@ TOOL_END = "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]{1,256})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>(.*?)</parameter>", re.DOTALL)
 _PARAMETER_END = "</parameter>"
+_FUNCTION_END = "</function>"
+_OPEN_PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})(?:>(.*))?\Z", re.DOTALL)
+_NAMELESS = re.compile(r"\s*(?:<[^>]{0,265})?")
 
 Kind = Literal["content", "reasoning", "tool_name", "tool_arguments"]
 
@@ -51,6 +54,12 @@ class _State(Enum):
     TOOL = "tool"
 
 
+def _begun(text: str, marker: str) -> int:
+    """How many characters of the marker the text ends with, less than all of it."""
+    sizes = range(min(len(marker) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(marker[:size])), 0)
+
+
 class OutputParser:
     """Parser of one choice.
 
@@ -68,6 +77,7 @@ class OutputParser:
         self._may_think = reasoning is False
         self._skip_space = reasoning is not None
         self._call: _ToolCallParser | None = None
+        self._cut = False
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Piece]:
@@ -75,8 +85,14 @@ class OutputParser:
         self._buffer += text
         return list(self._advance(final=False))
 
-    def finish(self) -> list[Piece]:
-        """The rest, once no more text can come."""
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        """The rest, once no more text can come. A call that is open stays so: its arguments are
+        what the model wrote of them, as JSON that does not end.
+
+        Args:
+            cut: the answer did not end by itself, so the beginning of a marker is one, and no text.
+        """
+        self._cut = cut
         return list(self._advance(final=True))
 
     def _advance(self, *, final: bool) -> Iterator[Piece]:
@@ -114,9 +130,12 @@ class OutputParser:
             self._buffer, self._state, self._skip_space = rest, then, True
             return
         length = len(self._buffer)
+        begun = _begun(self._buffer, end)
         if not final:  # hold back what may be the marker's beginning, and white space before it
-            partial = (n for n in range(len(end) - 1, 0, -1) if self._buffer.endswith(end[:n]))
-            length = len(self._buffer[: length - next(partial, 0)].rstrip())
+            length = len(self._buffer[: length - begun].rstrip())
+        elif self._cut and begun:
+            self._buffer = self._buffer[: length - begun].rstrip()
+            length = len(self._buffer)
         yield from self._emit(kind, length)
 
     def _emit(self, kind: Kind, length: int) -> Iterator[Piece]:
@@ -139,8 +158,9 @@ class OutputParser:
         if end < 0 and not final:
             return
         if self._call.named:
-            yield from self._call.close()
-        else:  # it was no tool call after all
+            yield from self._call.rest(whole) if end < 0 else self._call.close()
+        elif end >= 0 or not self._cut or not _NAMELESS.fullmatch(whole):
+            # It was no tool call after all.
             yield Piece("content", TOOL_START + whole + (TOOL_END if end >= 0 else ""))
         self._skip_space = bool(self._call.named)
         self._buffer = "" if end < 0 else self._buffer[end + len(TOOL_END) :]
@@ -191,3 +211,26 @@ class _ToolCallParser:
 
     def close(self) -> list[Piece]:
         return [Piece("tool_arguments", "}" if self._keys else "{}", self.index)]
+
+    def rest(self, block: str) -> list[Piece]:
+        """The end of a block that has none."""
+        rest = block[self._position :].lstrip()
+        if rest.startswith(_FUNCTION_END):
+            return self.close()
+        opening = ", " if self._keys else "{"
+        found = _OPEN_PARAMETER.match(rest)
+        if found is None or found.group(1).strip() in self._keys:
+            return [] if self._keys else self._said("{")
+        key, value = found.group(1).strip(), found.group(2)
+        if value is None:
+            return self._said(opening + json.dumps(key, ensure_ascii=False)[:-1])
+        value = value.removeprefix("\n")
+        value = value[: len(value) - _begun(value, "\n" + _PARAMETER_END)]
+        value = value[: len(value) - _begun(value, _PARAMETER_END)]
+        text = json.dumps(value, ensure_ascii=False)[:-1]
+        if is_no_text(self._parameter(key), self._schema):
+            text = value.strip()
+        return self._said(f"{opening}{json.dumps(key)}: {text}")
+
+    def _said(self, text: str) -> list[Piece]:
+        return [Piece("tool_arguments", text, self.index)]

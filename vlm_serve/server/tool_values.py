@@ -43,6 +43,12 @@ def read(text: str, schema: Any, root: Mapping[str, Any] | None = None) -> Any:
     return plain
 
 
+def is_no_text(schema: Any, root: Mapping[str, Any]) -> bool:
+    """True for a parameter that its schema gives types, none of which is text."""
+    kinds = [_kinds(leaf) for leaf in _alternatives(schema, root)]
+    return all(each and "string" not in each for each in kinds)
+
+
 def _readings(text: str) -> Iterator[str]:
     """The text with the white space left out that may not be the value's, most of it first."""
     for start in [text[1:], text] if text.startswith(_SPACE) else [text]:

@@ -56,7 +56,7 @@ class BlockStream(AnswerStream):
         pieces = self._parser.feed(delta.text) if delta.text else []
         self._num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            pieces += self._parser.finish()
+            pieces += self._parser.finish(cut=delta.finish_reason == "length")
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         events = [event for piece in pieces for event in self._take(piece)]
         if delta.finish_reason is not None:

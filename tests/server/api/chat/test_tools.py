@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
+from pydantic_core import from_json
 from serving import RunningServer, running
 from tool_texts import CALL
 from tool_texts import CITY_TOOL as TOOL
@@ -71,13 +72,36 @@ def test_without_tools_the_text_stays_as_it_is(fake: RunningServer, fields: dict
     assert choice["finish_reason"] == "stop"
 
 
-def test_an_answer_cut_off_inside_a_call_says_length(fake: RunningServer) -> None:
+def test_a_call_that_the_limit_cuts_is_sent_unfinished(fake: RunningServer) -> None:
     fake.engine.answer = CALL
-    whole = fake.chat().json()["usage"]["completion_tokens"]
-    choice = fake.chat(tools=[TOOL], max_tokens=whole - 3).json()["choices"][0]
-    assert choice["finish_reason"] == "length"
-    arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
-    assert json.loads(arguments)["city"] == "Paris"
+    tokenizer = fake.engine.preprocessor.tokenizer
+    tokens = tokenizer.encode_plain(CALL)
+    seen = set()
+    for limit in range(1, len(tokens)):
+        written = tokenizer.decode(tokens[:limit])
+        choice = fake.chat(tools=[TOOL], max_tokens=limit).json()["choices"][0]
+        chunks = fake.stream_chat(tools=[TOOL], max_tokens=limit)
+        assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "length"
+        message = choice["message"]
+        streamed = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+        assert streamed == (message["content"] or "")
+        assert "<" not in streamed
+        calls = message.get("tool_calls") or []
+        assert [call["text"] for call in streamed_calls(chunks)] == [
+            call["function"]["arguments"] for call in calls
+        ]
+        assert len(calls) == ("<function=get_weather>" in written)
+        for call in calls:
+            arguments = call["function"]["arguments"]
+            seen.add(arguments)
+            assert "{" in arguments
+            if "</function>" in written:
+                assert json.loads(arguments) == {"city": "Paris", "days": 3}
+            else:
+                with pytest.raises(json.JSONDecodeError):
+                    json.loads(arguments)
+                assert from_json(arguments, allow_partial=True).keys() <= {"city", "days"}
+    assert '{"city": "Paris", "days": 3' in seen
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,30 @@ def test_the_client_puts_a_stream_with_a_call_together(
         assert message.stop_reason == "tool_use"
     (told,) = fake.engine.preprocessor.calls[-1]["tools"]
     assert told == CITY_TOOL
+
+
+def test_a_call_that_the_limit_cuts_is_sent_unfinished(
+    fake: RunningServer, client: anthropic.Anthropic
+) -> None:
+    fake.engine.answer = CALL
+    tokenizer = fake.engine.preprocessor.tokenizer
+    for end, told in (("<parameter=city>", {}), ("3\n</parameter>", {"city": "Paris"})):
+        limit = len(tokenizer.encode_plain(CALL[: CALL.index(end)]))
+        options: Any = {"model": "test-model", "max_tokens": limit, "messages": HI}
+        with client.messages.stream(tools=[TOOL], **options) as stream:
+            events = list(stream)
+            streamed = stream.get_final_message()
+        parts = [e.delta.partial_json for e in events if e.type == "content_block_delta"
+                 and e.delta.type == "input_json_delta"]  # fmt: skip
+        with pytest.raises(json.JSONDecodeError):
+            json.loads("".join(parts))
+        for message in (streamed, ask(client, tools=[TOOL], max_tokens=limit)):
+            text, call = message.content
+            assert text.type == "text"
+            assert text.text == "Let me look."
+            assert isinstance(call, ToolUseBlock)
+            assert call.input == told
+            assert message.stop_reason == "max_tokens"
 
 
 def test_blocks_become_chat_messages(fake: RunningServer, client: anthropic.Anthropic) -> None:

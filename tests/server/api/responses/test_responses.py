@@ -142,6 +142,27 @@ def test_a_cut_answer_is_incomplete(client: openai.OpenAI) -> None:
     assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
 
 
+def test_a_call_that_the_limit_cuts_is_sent_unfinished(
+    fake: RunningServer, client: openai.OpenAI
+) -> None:
+    fake.engine.answer = CALL
+    tokens = fake.engine.preprocessor.tokenizer.encode_plain(CALL[: CALL.index("ris")])
+    options: Any = {"model": "test-model", "input": "hi", "tools": [tool()]}
+    whole = client.responses.create(max_output_tokens=len(tokens), **options)
+    with client.responses.create(max_output_tokens=len(tokens), stream=True, **options) as stream:
+        last = list(stream)[-1]
+    assert last.type == "response.incomplete"
+    for response in (whole, last.response):
+        message, call = response.output
+        assert isinstance(call, ResponseFunctionToolCall)
+        assert (response.status, call.status) == ("incomplete", "incomplete")
+        assert call.arguments.startswith('{"city": "')
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(call.arguments)
+        assert message.type == "message"
+        assert response.output_text == "Let me look."
+
+
 def test_reasoning_is_an_item(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(tokenizer)
     engine.answer = "<think>\nHm.\n</think>\n\nYes."

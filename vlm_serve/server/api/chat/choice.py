@@ -58,7 +58,7 @@ class ChatChoiceState:
             parts.append(self._part({"role": "assistant", "content": ""}))
         pieces = self._parser.feed(delta.text) if delta.text else []
         if delta.finish_reason is not None:
-            pieces += self._parser.finish()
+            pieces += self._parser.finish(cut=delta.finish_reason == "length")
         fields = self._take(pieces)
         logprobs = self._take_logprobs(delta)
         if self._keep_token_ids:

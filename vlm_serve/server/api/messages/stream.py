@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
 from pydantic import BaseModel
+from pydantic_core import from_json
 
 from vlm_serve.errors import VlmServeError
 from vlm_serve.server.api.answer import Event
@@ -124,7 +124,8 @@ def _content(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    arguments = json.loads(block.text or "{}")
+    # Of a call that the limit has cut: what is whole, as clients put a stream of it together.
+    arguments = from_json(block.text or "{}", allow_partial=True)
     return {
         "type": "tool_use",
         "id": f"toolu_{block.token}",
