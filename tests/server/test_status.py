@@ -144,3 +144,20 @@ def test_the_openapi_document_knows_what_streams(fake: RunningServer) -> None:
     streams = {path for path, content in answers.items() if "text/event-stream" in content}
     assert all("application/json" in content for content in answers.values())
     assert streams == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/health", "/ready", "/load", "/version", "/metrics", "/v1/models", "/v1/models/test-model",
+     "/v1/models/other", "/v1/cache/stats", "/openapi.json"],
+)  # fmt: skip
+def test_head_is_get_without_a_body(fake: RunningServer, path: str) -> None:
+    got, head = fake.client.get(path), fake.client.head(path)
+    assert head.status_code == got.status_code
+    assert head.content == b""
+    assert head.headers["content-type"] == got.headers["content-type"]
+    assert fake.client.get(path).status_code == got.status_code
+
+
+def test_head_does_not_reach_what_is_only_posted(fake: RunningServer) -> None:
+    assert fake.client.head("/v1/chat/completions").status_code == 405

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
+import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from serving import RunningServer, wait_for
+from serving import RunningServer, chat_body, wait_for
 
 from vlm_serve.server.tracing import RequestTracer
 
@@ -42,6 +44,37 @@ def test_a_span_tells_about_its_request(fake: RunningServer) -> None:
     attributes = dict(bad.attributes or {})
     assert attributes["gen_ai.response.finish_reason"] == "error"
     assert "gen_ai.latency.time_to_first_token" not in attributes
+
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat_body()),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", chat_body(max_tokens=5)),
+    ],
+)
+def test_the_callers_trace_goes_on(fake: RunningServer, path: str, body: dict[str, Any]) -> None:
+    exporter = InMemorySpanExporter()
+    fake.service.tracer = RequestTracer(SimpleSpanProcessor(exporter), "test-model")
+    try:
+        for given in (f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00", "00-nonsense", None):
+            headers = {} if given is None else {"traceparent": given, "tracestate": "a=b"}
+            assert fake.post(path, body, headers=headers).status_code == 200
+        wait_for(lambda: len(exporter.get_finished_spans()) == 3)
+    finally:
+        fake.service.tracer = None
+    followed, *others = exporter.get_finished_spans()  # who does not sample wants no span of ours
+    assert followed.context is not None
+    assert followed.parent is not None
+    assert f"{followed.context.trace_id:032x}" == TRACE
+    assert f"{followed.parent.span_id:016x}" == PARENT
+    assert followed.context.trace_state.get("a") == "b"
+    assert all(span.parent is None for span in others)
 
 
 def test_nothing_is_imported_when_traces_are_off() -> None:

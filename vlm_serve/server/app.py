@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlm_serve.errors import VlmServeError
 from vlm_serve.server import status
@@ -83,13 +83,25 @@ def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> AS
         title="vlm-serve",
         version=version("vlm-serve"),
         lifespan=lifespan,
+        redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
     )
     app.add_exception_handler(HTTPException, on_http_exception)
     _add_posts(app, service)
     _add_gets(app, service)
-    return Gate(app, service.config.api_key, tenants)
+    return Gate(_head_as_get(app), service.config.api_key, tenants)
+
+
+def _head_as_get(app: ASGIApp) -> ASGIApp:
+    """HEAD is answered as GET; the HTTP protocol below leaves the body out."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await app(scope, receive, send)
+
+    return answer
 
 
 def _guarded(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:

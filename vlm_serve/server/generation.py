@@ -32,6 +32,7 @@ class Task:
             may collide.
         arrival: monotonic seconds at which the request came in.
         reasoning: reasoning is split from the answer, whose grammar begins behind it.
+        trace: headers of the trace that the request continues.
         names: fields as they are called here -> as the client calls them, for errors.
     """
 
@@ -41,6 +42,7 @@ class Task:
     arrival: float
     priority: int = 0
     reasoning: bool = False
+    trace: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -1,4 +1,5 @@
-"""The name under which one HTTP request appears in responses, headers and logs."""
+"""The name under which one HTTP request appears in responses, headers and logs, and the trace that
+it is a part of."""
 
 from __future__ import annotations
 
@@ -27,3 +28,12 @@ def request_id_of(scope: Any) -> str:
         text = given.decode("latin-1")
         state["request_id"] = text if is_plain_id(text) else new_request_id()
     return str(state["request_id"])
+
+
+def trace_context_of(scope: Any) -> dict[str, str]:
+    """The headers that say which trace the request with this ASGI scope continues (W3C)."""
+    return {
+        name.decode(): value.decode("latin-1")
+        for name, value in scope.get("headers", ())
+        if name in (b"traceparent", b"tracestate")
+    }

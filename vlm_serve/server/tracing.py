@@ -8,6 +8,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from vlm_serve.server.generation import Generation
 
@@ -39,6 +40,7 @@ class RequestTracer:
         end, now = time.time_ns(), time.monotonic()
         span = self._tracer.start_span(
             "llm_request",
+            context=TraceContextTextMapPropagator().extract(task.trace),
             kind=SpanKind.SERVER,
             start_time=end - round((now - task.arrival) * 1e9),
             attributes={

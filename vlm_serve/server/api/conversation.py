@@ -20,7 +20,7 @@ from vlm_serve.server.api.media_sources import check_media_sources
 from vlm_serve.server.api.structured import ToolChoice, with_tools
 from vlm_serve.server.generation import Generation, Task
 from vlm_serve.server.output_parser import THINK_START, OutputParser
-from vlm_serve.server.request_id import request_id_of
+from vlm_serve.server.request_id import request_id_of, trace_context_of
 from vlm_serve.server.service import Service
 from vlm_serve.server.tenants import salt_of
 
@@ -140,6 +140,7 @@ def conversation_task(
             arrival=arrival,
             priority=body.priority or 0,
             reasoning=service.config.reasoning_parser != "none",
+            trace=trace_context_of(scope),
             names={**asked.names, "structured_outputs": form_field},
         ),
         model=service.resolve_model(body.model),

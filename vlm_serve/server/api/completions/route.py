@@ -17,7 +17,7 @@ from vlm_serve.server.api.prompts import prepare_tokens
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.body import read_request
 from vlm_serve.server.generation import Generation, Task
-from vlm_serve.server.request_id import request_id_of
+from vlm_serve.server.request_id import request_id_of, trace_context_of
 from vlm_serve.server.service import Service
 from vlm_serve.server.tenants import salt_of
 
@@ -55,6 +55,7 @@ def _job(service: Service, scope: Scope, arrival: float, body: CompletionRequest
             request_id,
             arrival,
             body.priority or 0,
+            trace=trace_context_of(scope),
             names=names,
         )
         for prompt in body.prompts()
