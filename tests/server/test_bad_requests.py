@@ -85,6 +85,25 @@ def check_error(response: Any, status: int, param: str | None = None) -> dict[st
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "perhaps"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        *[
+            (
+                {
+                    "tools": [{"type": "function", "function": {"name": "f"}}],
+                    "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed},
+                },
+                "tool_choice",
+            )
+            for allowed in (
+                None,
+                {},
+                {"mode": "auto", "tools": []},
+                {"mode": "none", "tools": [{"type": "function", "function": {"name": "f"}}]},
+                {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]},
+                {"mode": "auto", "tools": [{"type": "function", "function": {"name": {}}}]},
+                {"mode": "auto", "tools": [{"type": "mcp"}]},
+                {"mode": "auto", "tools": [5]},
+            )
+        ],
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {str(token): 0 for token in range(1025)}}, "logit_bias"),

@@ -27,7 +27,11 @@ from vlm_serve.server.api.messages.request import MessagesRequest
 from vlm_serve.server.api.messages.route import create_message
 from vlm_serve.server.api.messages.stream import MessageBody, MessagesErrorBody
 from vlm_serve.server.api.responses.request import ResponsesRequest
-from vlm_serve.server.api.responses.route import create_response
+from vlm_serve.server.api.responses.route import (
+    InputTokens,
+    count_input_tokens,
+    create_response,
+)
 from vlm_serve.server.api.responses.stream import ResponseBody
 from vlm_serve.server.api.tokenization import (
     Detokenized,
@@ -124,6 +128,7 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
         ("/v1/chat/completions", chat_completions, ChatCompletionRequest, ChatCompletion),
         ("/v1/completions", completions, CompletionRequest, Completion),
         ("/v1/responses", create_response, ResponsesRequest, ResponseBody),
+        ("/v1/responses/input_tokens", count_input_tokens, ResponsesRequest, InputTokens),
         (MESSAGES_PATH, create_message, MessagesRequest, MessageBody),
         ("/tokenize", tokenize, TokenizeRequest, Tokens),
         ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
@@ -132,7 +137,8 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
         ("/v1/cache/flush", cache.flush, cache.FlushRequest, cache.Flushed),
     ]
     for path, handler, body, answer in posts:
-        streams = {"content": EVENT_STREAM} if "stream" in body.model_fields else {}
+        can_stream = "stream" in body.model_fields and answer is not InputTokens
+        streams = {"content": EVENT_STREAM} if can_stream else {}
         error: type[Any] = MessagesErrorBody if path == MESSAGES_PATH else ErrorBody
         errors: dict[int | str, dict[str, Any]] = {
             "4XX": {"model": error},

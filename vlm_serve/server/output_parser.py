@@ -80,6 +80,11 @@ class OutputParser:
         self._cut = False
         self.num_calls = 0
 
+    @property
+    def in_content(self) -> bool:
+        """What comes next is content, as far as one knows."""
+        return self._state is _State.CONTENT
+
     def feed(self, text: str) -> list[Piece]:
         """The pieces that became certain with this text."""
         self._buffer += text

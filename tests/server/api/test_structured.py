@@ -137,6 +137,26 @@ def test_a_call_is_enforced(server: RunningServer, fields: dict[str, Any], names
                 assert 0 <= arguments["days"] <= 9
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("parallel", [None, False])
+def test_only_allowed_tools_are_called(server: RunningServer, parallel: bool | None) -> None:
+    fields = {"tools": [WEATHER, STOP], "parallel_tool_calls": parallel}
+    start = server.engine.preprocessor.tokenizer.encode("<tool_call>")
+    push = {str(token): 100 for token in start[:1]} if len(start) == 1 else {}
+    for mode, bias in (("required", {}), ("auto", push)):
+        choice = allowed(mode, "stop")
+        answer = ask(server, tool_choice=choice, logit_bias=bias, n=3, seed=2, **fields)
+        if mode == "auto" and not push:
+            continue  # nothing makes this model begin a call
+        called = [call["function"]["name"] for each in answer["choices"]
+                  for call in each["message"].get("tool_calls") or []]  # fmt: skip
+        assert set(called) == {"stop"}
+
+
 PAINT: dict[str, Any] = {
     "type": "function",
     "function": {

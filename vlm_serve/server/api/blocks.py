@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.server.api.answer import AnswerStream, Event
@@ -25,6 +25,7 @@ class Block:
         token: random letters for the block's ids.
         name: of the function, in a call.
         text: what it has so far; of a call the arguments.
+        logprobs: of the tokens of a text, if they are wanted.
     """
 
     kind: Literal["reasoning", "text", "call"]
@@ -32,6 +33,7 @@ class Block:
     token: str
     name: str = ""
     text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
 class BlockStream(AnswerStream):
@@ -50,10 +52,15 @@ class BlockStream(AnswerStream):
         self.reasoning_tokens = 0
         self._num_tokens = 0
         self._parser = parser
+        self._logprobs: list[dict[str, Any]] = []
         self._open: Block | None = None
 
     def push(self, prompt: int, delta: Delta) -> list[Event]:
+        in_text = self._parser.in_content
         pieces = self._parser.feed(delta.text) if delta.text else []
+        self._logprobs += self.logprobs_of(delta)
+        if not pieces and not (in_text and self._parser.in_content):
+            self._logprobs = []  # of a marker between two blocks
         self._num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             pieces += self._parser.finish(cut=delta.finish_reason == "length")
@@ -65,11 +72,16 @@ class BlockStream(AnswerStream):
             events += self._close()
         return events
 
+    def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
+        """The entries of a delta's tokens, if they are wanted."""
+        return []
+
     @abstractmethod
     def opened(self, block: Block) -> list[Event]: ...
 
     @abstractmethod
-    def grown(self, block: Block, text: str) -> list[Event]: ...
+    def grown(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+        """The block has got more text, from tokens with these entries."""
 
     @abstractmethod
     def closed(self, block: Block) -> list[Event]: ...
@@ -88,7 +100,10 @@ class BlockStream(AnswerStream):
         block = self._open
         assert block is not None
         block.text += piece.text
-        return events + self.grown(block, piece.text)
+        logprobs, self._logprobs = self._logprobs, []
+        if block.kind == "text":
+            block.logprobs += logprobs
+        return events + self.grown(block, piece.text, logprobs)
 
     def _switch(self, kind: Literal["reasoning", "text", "call"], name: str = "") -> list[Event]:
         """Makes sure that a block of the kind is open. Every call has a block of its own."""

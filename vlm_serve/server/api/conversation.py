@@ -18,6 +18,7 @@ from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.api.fields import AnswerRequest
 from vlm_serve.server.api.media_sources import check_media_sources
 from vlm_serve.server.api.structured import ToolChoice, with_tools
+from vlm_serve.server.errors import told_as
 from vlm_serve.server.generation import Generation, Task
 from vlm_serve.server.output_parser import THINK_START, OutputParser
 from vlm_serve.server.request_id import request_id_of, trace_context_of
@@ -95,6 +96,12 @@ class Asked:
     choice: ToolChoice
     form_field: str = "structured_outputs"
     names: Mapping[str, str] = field(default_factory=dict)
+
+
+async def count_tokens(service: Service, asked: Asked, cache_salt: str) -> int:
+    """Tokens of the prompt, media included; nothing runs. Raises what preparation raises."""
+    with service.admitted(), told_as(asked.names):
+        return len(await service.in_pool(partial(prepare, service, asked.input, cache_salt)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.server.errors import UnsupportedFieldError
 
 
@@ -32,3 +32,14 @@ def unsupported(where: str, value: Any) -> UnsupportedFieldError:
         param=where,
         code="unsupported_field",
     )
+
+
+def allowed_tools(choice: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The tools that a choice allows. Raises InvalidRequestError for what are no objects."""
+    tools = choice.get("tools")
+    if not isinstance(tools, list):
+        raise FieldError(where, "must be a list")
+    for tool in tools:
+        if not isinstance(tool, dict):
+            raise FieldError(where, "must be objects")
+    return tools

@@ -118,11 +118,29 @@ class ToolChoice:
         return cls(mode, tuple(names), parallel is not False)
 
     @classmethod
-    def function(cls, name: str, names: Sequence[str]) -> ToolChoice:
+    def allowed(
+        cls, mode: Any, only: Sequence[Any], names: Sequence[str], parallel: bool | None
+    ) -> ToolChoice:
+        """The choice among some of the functions; the prompt shows all, so that it stays the same.
+
+        Raises InvalidRequestError for an unknown mode, no function, or one that is no tool.
+        """
+        if mode not in ("auto", "required"):
+            raise InvalidRequestError(
+                'the mode of allowed tools must be "auto" or "required"', param="tool_choice"
+            )
+        if not only:
+            raise InvalidRequestError("no tool is allowed", param="tool_choice")
+        for name in only:
+            cls.function(name, names)
+        return cls(mode, tuple(dict.fromkeys(only)), parallel is not False)
+
+    @classmethod
+    def function(cls, name: Any, names: Sequence[str]) -> ToolChoice:
         """A call of one function. Raises InvalidRequestError if it is not among the tools."""
         if name not in names:
             raise InvalidRequestError(
-                f"tool_choice names the function {name[:64]!r}, which is not among the tools",
+                f"tool_choice names the function {str(name)[:64]!r}, which is not among the tools",
                 param="tool_choice",
             )
         return cls("required", (name,), parallel=False)
@@ -145,7 +163,8 @@ def with_tools(
     """
     if choice.mode == "none":
         return form
-    if choice.mode == "auto" and form is None and choice.parallel:
+    every = set(choice.names) == set(schemas)
+    if choice.mode == "auto" and form is None and choice.parallel and every:
         return None
     if form is not None and form.json is not None:
         check_schema(form.json, form_field, strict=form.strict)
@@ -158,20 +177,22 @@ def with_tools(
         "stop_after_first": not choice.parallel,
     }
     if choice.mode == "auto":
-        calls = _auto(form, calls, tags)
+        calls = _auto(form, calls, tags, choice)
     return _structural(calls)
 
 
 def _auto(
-    form: StructuredOutputs | None, calls: dict[str, Any], tags: list[dict[str, Any]]
+    form: StructuredOutputs | None,
+    calls: dict[str, Any],
+    tags: list[dict[str, Any]],
+    choice: ToolChoice,
 ) -> dict[str, Any]:
-    if form is None:
-        # Only reached where one call is allowed: text up to it, and nothing behind it.
+    if form is None:  # text, and calls in it; where one call is allowed, nothing is behind it
         return {
             "type": "triggered_tags",
             "triggers": ["<tool_call>"],
             "tags": tags,
-            "stop_after_first": True,
+            "stop_after_first": not choice.parallel,
         }
     return {"type": "or", "elements": [_element(form), calls]}
 

@@ -197,7 +197,10 @@ def test_a_failure_in_the_middle(fake: RunningServer, client: openai.OpenAI) -> 
         ({"messages": []}, "messages"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": [[]]}, "include"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
          "input[0].content[0].type"),
@@ -234,6 +237,42 @@ def test_what_cannot_be_done_is_refused(
     assert "response_format" not in error["message"]
 
 
+def test_logprobs_of_the_text(fake: RunningServer, client: openai.OpenAI) -> None:
+    fake.engine.answer = CALL
+    options: Any = {"model": "test-model", "input": "hi", "tools": [tool()], "top_logprobs": 2,
+                    "include": ["message.output_text.logprobs"]}  # fmt: skip
+    whole = client.responses.create(**options)
+    with client.responses.create(stream=True, **options) as stream:
+        events = list(stream)
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    (done,) = [e for e in events if e.type == "response.output_text.done"]
+    entries = [entry.model_dump() for event in deltas for entry in event.logprobs]
+    assert entries == [entry.model_dump() for entry in done.logprobs]
+    for response in (whole, events[-1].response):
+        assert response.top_logprobs == 2
+        message = response.output[0]
+        assert message.type == "message"
+        (part,) = message.content
+        assert part.type == "output_text"
+        assert part.logprobs is not None
+        assert [entry.token for entry in part.logprobs] == [entry["token"] for entry in entries]
+        assert "".join(entry.token for entry in part.logprobs).strip() == "Let me look."
+        assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
+    plain = fake.post("/v1/responses", {"input": "hi", "include": []}).json()["output"][-1]
+    assert plain["content"][0]["logprobs"] == []
+
+
+def test_logprobs_begin_behind_the_reasoning(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(tokenizer)
+    engine.answer = "<think>\nHm.\n</think>\n\nYes."
+    asked = {"input": "hi", "include": ["message.output_text.logprobs"]}
+    with running(engine, ServerConfig(port=0, reasoning_parser="qwen3")) as server:
+        body = server.post("/v1/responses", asked).json()
+    (part,) = body["output"][1]["content"]
+    said = "".join(entry["token"] for entry in part["logprobs"])
+    assert said.strip() == "Yes."
+
+
 def test_what_has_no_effect_is_named(fake: RunningServer) -> None:
     answer = fake.post("/v1/responses", {"input": "hi", "store": True, "user": "me"})
     assert answer.headers["x-vlm-serve-ignored-fields"] == "store, user"
@@ -258,3 +297,17 @@ def test_errors_of_later_stages_name_the_fields_of_this_api(
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
     error = fake.post("/v1/responses", {"input": "hi", "max_output_tokens": 0}).json()["error"]
     assert error["message"] == "max_output_tokens must be at least 1, got 0"
+
+
+def test_the_tokens_of_a_prompt_are_counted(fake: RunningServer, client: openai.OpenAI) -> None:
+    asked: Any = {"model": "test-model", "input": "How long is this?", "instructions": "Be brief"}
+    before = fake.engine.num_submitted
+    counted = client.responses.input_tokens.count(**asked)
+    assert fake.engine.num_submitted == before
+    usage = client.responses.create(**asked).usage
+    assert usage is not None
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", usage.input_tokens)
+    answer = fake.post("/v1/responses/input_tokens", {"input": [{"role": "x", "content": "y"}]})
+    assert answer.json()["error"]["param"] == "input[0].role"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_tokens.count(**asked | {"model": "other"})

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.messages import Conversation, read_messages
 from vlm_serve.sampling_params import MAX_LOGPROBS
 from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking
@@ -18,6 +18,7 @@ from vlm_serve.server.api.fields import (
     RequestModel,
     Table,
 )
+from vlm_serve.server.api.parts import allowed_tools
 from vlm_serve.server.api.structured import ToolChoice
 
 
@@ -113,11 +114,25 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
         choice = self.tool_choice
         if not isinstance(choice, dict):
             return ToolChoice.of(choice, names, self.parallel_tool_calls)
+        if choice.get("type") == "allowed_tools":
+            allowed = choice.get("allowed_tools")
+            if not isinstance(allowed, dict):
+                raise FieldError("tool_choice.allowed_tools", "must be an object")
+            tools = allowed_tools(allowed, "tool_choice.allowed_tools.tools")
+            only = [each["function"].get("name") for each in tools if _has_function(each)]
+            if len(only) < len(tools):
+                raise FieldError("tool_choice.allowed_tools.tools", "must be functions")
+            return ToolChoice.allowed(allowed.get("mode"), only, names, self.parallel_tool_calls)
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if choice.get("type") != "function" or not isinstance(name, str):
             raise InvalidRequestError(
-                'a tool_choice object must be {"type": "function", "function": {"name": ...}}',
+                'a tool_choice object must be {"type": "function", "function": {"name": ...}}, or '
+                'have the type "allowed_tools"',
                 param="tool_choice",
             )
         return ToolChoice.function(name, names)
+
+
+def _has_function(tool: dict[str, Any]) -> bool:
+    return tool.get("type") == "function" and isinstance(tool.get("function"), dict)

@@ -64,7 +64,7 @@ class MessageStream(BlockStream):
         start = {"type": "content_block_start", "index": block.index}
         return [start | {"content_block": _content(empty)}]
 
-    def grown(self, block: Block, text: str) -> list[Event]:
+    def grown(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
         kind, name = {
             "text": ("text_delta", "text"),
             "reasoning": ("thinking_delta", "thinking"),

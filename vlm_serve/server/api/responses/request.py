@@ -16,7 +16,7 @@ from vlm_serve.server.api.fields import (
     Table,
     stop_texts,
 )
-from vlm_serve.server.api.parts import text_of, unsupported
+from vlm_serve.server.api.parts import allowed_tools, text_of, unsupported
 from vlm_serve.server.api.responses.items import read_input
 from vlm_serve.server.api.structured import ToolChoice, json_schema_form, simple_form
 from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
@@ -28,16 +28,20 @@ RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
-    "include": ([], ["reasoning.encrypted_content"]),
     "max_tool_calls": (),
     "previous_response_id": (),
     "prompt": (),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 RESPONSES_UNIMPLEMENTED = UNIMPLEMENTED | CHAT_ONLY | RESPONSES_REFUSED
 
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+}
+_LOGPROBS = "message.output_text.logprobs"
+_NOTHING_TO_INCLUDE = ("reasoning.encrypted_content",)
 
 
 class ResponsesTool(RequestModel):
@@ -60,6 +64,8 @@ class ResponsesRequest(AnswerRequest):
     reasoning: Table[Any] | None = None
     text: Table[Any] | None = None
     metadata: Table[str] | None = Field(None, max_length=16)
+    include: Items[str] | None = None
+    top_logprobs: int | None = None
     chat_template_kwargs: Table[Any] | None = None
 
     def asked(self) -> Asked:
@@ -74,6 +80,7 @@ class ResponsesRequest(AnswerRequest):
                 max_tokens=self.max_output_tokens,
                 min_p=self.min_p or 0.0,
                 stop=stop_texts(self.stop),
+                logprobs=self.logprobs,
                 structured_outputs=self._form(),
             )
         return Asked(
@@ -83,6 +90,17 @@ class ResponsesRequest(AnswerRequest):
             form_field="text",
             names=_NAMES,
         )
+
+    @property
+    def logprobs(self) -> int | None:
+        """Rivals per token of the answer's text, None for no logprobs at all."""
+        for name in self.include or ():
+            if name not in (_LOGPROBS, *_NOTHING_TO_INCLUDE):
+                raise unsupported("include", name)
+        asked = _LOGPROBS in (self.include or ())
+        if self.top_logprobs and not asked:
+            raise FieldError("top_logprobs", f"needs {_LOGPROBS} in include")
+        return (self.top_logprobs or 0) if asked else None
 
     def _effort(self) -> str | None:
         effort = (self.reasoning or {}).get("effort")
@@ -94,6 +112,13 @@ class ResponsesRequest(AnswerRequest):
         choice = self.tool_choice
         if not isinstance(choice, dict):
             return ToolChoice.of(choice, names, self.parallel_tool_calls)
+        if choice.get("type") == "allowed_tools":
+            tools = allowed_tools(choice, "tool_choice.tools")
+            for index, tool in enumerate(tools):
+                if tool.get("type") != "function":
+                    raise unsupported(f"tool_choice.tools[{index}].type", tool.get("type"))
+            only = [tool.get("name") for tool in tools]
+            return ToolChoice.allowed(choice.get("mode"), only, names, self.parallel_tool_calls)
         if choice.get("type") != "function":
             raise unsupported("tool_choice.type", choice.get("type"))
         return ToolChoice.function(text_of(choice, "name", "tool_choice"), names)

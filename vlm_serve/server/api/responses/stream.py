@@ -6,11 +6,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import VlmServeError
+from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.api.answer import Event
 from vlm_serve.server.api.blocks import Block, BlockStream
-from vlm_serve.server.api.bodies import CacheReportBody, Optional
+from vlm_serve.server.api.bodies import CacheReportBody, Optional, TokenLogprob
 from vlm_serve.server.api.conversation import ConversationTask
+from vlm_serve.server.api.logprobs import chat_logprobs
 from vlm_serve.server.api.reports import cache_report_body, usage_body
 from vlm_serve.server.api.responses.request import ResponsesRequest
 from vlm_serve.server.generation import Generation
@@ -36,6 +39,7 @@ class ResponseBody(BaseModel):
     previous_response_id: None = None
     store: Literal[False] = False
     temperature: float | None
+    top_logprobs: int = 0
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
@@ -49,10 +53,15 @@ class ResponseStream(BlockStream):
     """The events of one response."""
 
     def __init__(
-        self, body: ResponsesRequest, chat: ConversationTask, generation: Generation
+        self,
+        body: ResponsesRequest,
+        chat: ConversationTask,
+        tokenizer: Tokenizer,
+        generation: Generation,
     ) -> None:
         super().__init__(chat.parser(generation))
         self._chat = chat
+        self._tokenizer = tokenizer
         self._asked = body
         self._generation = generation
         self._number = 0
@@ -70,8 +79,15 @@ class ResponseStream(BlockStream):
             events.append(self._part_event("added", block))
         return events
 
-    def grown(self, block: Block, text: str) -> list[Event]:
-        return [self._text_event("delta", block, delta=text)]
+    def grown(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+        return [self._text_event("delta", block, logprobs, delta=text)]
+
+    def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
+        top = self._chat.task.params.logprobs
+        if top is None:
+            return []
+        entries = chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs, top)
+        return [_logprob(entry) for entry in entries]
 
     def closed(self, block: Block) -> list[Event]:
         item = _item(block, "incomplete" if self.finish_reason == "length" else "completed")
@@ -79,11 +95,11 @@ class ResponseStream(BlockStream):
         if block.kind == "call":
             done = {"arguments": block.text, "name": block.name}
             return [
-                self._text_event("done", block, **done),
+                self._text_event("done", block, [], **done),
                 self._item_event("done", block, item),
             ]
         return [
-            self._text_event("done", block, text=block.text),
+            self._text_event("done", block, block.logprobs, text=block.text),
             self._part_event("done", block),
             self._item_event("done", block, item),
         ]
@@ -128,6 +144,7 @@ class ResponseStream(BlockStream):
             output=list(self._items),
             parallel_tool_calls=asked.parallel_tool_calls is not False,
             temperature=asked.temperature,
+            top_logprobs=asked.top_logprobs or 0,
             text={"format": (asked.text or {}).get("format") or {"type": "text"}},
             tool_choice=asked.tool_choice or "auto",
             tools=[
@@ -148,12 +165,14 @@ class ResponseStream(BlockStream):
         place = {"item_id": _item_id(block), "output_index": block.index, "content_index": 0}
         return self._event(f"response.content_part.{name}", **place, part=_part(block))
 
-    def _text_event(self, step: str, block: Block, **fields: Any) -> Event:
+    def _text_event(
+        self, step: str, block: Block, logprobs: list[dict[str, Any]], **fields: Any
+    ) -> Event:
         place: dict[str, Any] = {"item_id": _item_id(block), "output_index": block.index}
         if block.kind != "call":
             place["content_index"] = 0
         if block.kind == "text":
-            place["logprobs"] = []
+            place["logprobs"] = logprobs
         kind = {"text": "output_text", "reasoning": "reasoning_text"}.get(block.kind)
         kind = kind or "function_call_arguments"
         return self._event(f"response.{kind}.{step}", **place, **fields)
@@ -163,10 +182,19 @@ def _item_id(block: Block) -> str:
     return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.token
 
 
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    """In this API a token without text has no bytes, not null."""
+    made = entry.model_dump()
+    for each in (made, *made["top_logprobs"]):
+        each["bytes"] = each["bytes"] or []
+    return made
+
+
 def _part(block: Block) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    part = {"type": "output_text", "text": block.text, "annotations": []}
+    return part | {"logprobs": list(block.logprobs)}
 
 
 def _item(block: Block, status: str) -> dict[str, Any]:
