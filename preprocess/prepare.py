@@ -120,6 +120,11 @@ class Preprocessor:
             vision_end=find("vision_end_token_id", family.vision_end),
         )
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The names that the chat template reads: others change nothing."""
+        return self._template.variables
+
     def close(self) -> None:
         """Ends the media threads. Nothing can be prepared any more."""
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -154,6 +155,9 @@ class ChatTemplate:
         special_names: "eos_token" and the like, visible to the template.
         max_output_characters, max_seconds: bounds of one rendering.
 
+    Attributes:
+        variables: the names that the template reads and does not set.
+
     Raises CheckpointError if the source does not compile.
     """
 
@@ -172,8 +176,10 @@ class ChatTemplate:
         self.source = source
         try:
             self._template = self._environment.from_string(source)
+            tree = self._environment.parse(source)
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from None
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Raises InvalidRequestError for names that would replace what is not the client's."""

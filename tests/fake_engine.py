@@ -35,6 +35,7 @@ class FakePreprocessor:
     def reset(self) -> None:
         self.calls: list[dict[str, Any]] = []
         self.error: Exception | None = None
+        self.template_variables = frozenset({"messages", "enable_thinking"})
         self.generation_prompt = "assistant:"
         self.gate.set()
 

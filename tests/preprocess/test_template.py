@@ -227,3 +227,8 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 def test_any_text_passes_through(text: str) -> None:
     found = ChatTemplate("{{ messages[0].content }}").render([{"content": text}])
     assert found == text
+
+
+def test_the_variables_that_a_template_reads() -> None:
+    source = "{% set own = 1 %}{{ own }}{% if verbosity is defined %}{{ messages[0] }}{% endif %}"
+    assert ChatTemplate(source).variables == {"verbosity", "messages"}

@@ -18,6 +18,7 @@ from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.api.fields import AnswerRequest
 from vlm_serve.server.api.media_sources import check_media_sources
 from vlm_serve.server.api.structured import ToolChoice, with_tools
+from vlm_serve.server.api.truncation import prepare_what_fits
 from vlm_serve.server.errors import told_as
 from vlm_serve.server.generation import Generation, Task
 from vlm_serve.server.output_parser import THINK_START, OutputParser
@@ -34,6 +35,8 @@ class ChatInput:
         read: reads the conversation, which may be long: preparation threads call it.
         tools: as templates see them, `{"type": "function", "function": {...}}`.
         add_generation_prompt, continue_final_message, template_kwargs: see `Preprocessor.prepare`.
+        answer_tokens: with this room for the answer the oldest turns are left out of a conversation
+            that is too long; None: it is refused.
     """
 
     read: Callable[[], Conversation]
@@ -41,6 +44,7 @@ class ChatInput:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] | None = None
+    answer_tokens: int | None = None
 
     @property
     def function_names(self) -> list[str]:
@@ -61,6 +65,20 @@ def with_thinking(given: ChatInput, effort: str | None) -> ChatInput:
     return dataclasses.replace(given, template_kwargs=kwargs)
 
 
+def with_verbosity(given: ChatInput, verbosity: str | None) -> ChatInput:
+    """Verbosity is a variable of the template."""
+    if verbosity is None:
+        return given
+    kwargs = {"verbosity": verbosity} | (given.template_kwargs or {})
+    return dataclasses.replace(given, template_kwargs=kwargs)
+
+
+def unheard(service: Service, verbosity: str | None) -> bool:
+    """True if the wish changes nothing, since the checkpoint's template does not know it."""
+    known = service.engine.preprocessor.template_variables
+    return verbosity not in (None, "medium") and "verbosity" not in known
+
+
 def prepare(service: Service, given: ChatInput, cache_salt: str) -> Prompt:
     """The prompt; to be called on a preparation thread.
 
@@ -69,15 +87,18 @@ def prepare(service: Service, given: ChatInput, cache_salt: str) -> Prompt:
     """
     conversation = given.read()
     check_media_sources(conversation)
-    prompt: Prompt = service.engine.preprocessor.prepare(
-        conversation,
+    prompt_of: Callable[[Conversation], Prompt] = partial(
+        service.engine.preprocessor.prepare,
         tools=given.tools or None,
         add_generation_prompt=given.add_generation_prompt,
         continue_final_message=given.continue_final_message,
         chat_template_kwargs=given.template_kwargs,
         cache_salt=cache_salt,
     )
-    return prompt
+    if given.answer_tokens is None:
+        return prompt_of(conversation)
+    room = service.engine.max_model_len - max(given.answer_tokens, 1)
+    return prepare_what_fits(conversation, prompt_of, room)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Python and HTTP refuse the same things with the same words.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -45,6 +45,9 @@ Tokens = Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 Table = Annotated[dict[str, T], Field(max_length=MAX_ENTRIES), BeforeValidator(_few_keys)]
 """An object of a bounded number of entries: every one in a request that has no model."""
+
+
+Verbosity = Literal["low", "medium", "high"]
 
 
 class RequestModel(BaseModel):

@@ -53,7 +53,6 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "typical_p": (1, 1.0),
     "use_beam_search": (False,),
-    "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "web_search_options": (),
 }

@@ -162,6 +162,23 @@ def test_options_of_the_prompt_reach_the_preprocessor(fake: RunningServer) -> No
     assert fake.engine.preprocessor.calls[-1]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+def test_verbosity_is_for_templates_that_know_it(fake: RunningServer) -> None:
+    response = fake.chat(verbosity="low")
+    assert response.headers["x-vlm-serve-ignored-fields"] == "verbosity"
+    response = fake.post("/v1/responses", {"input": "x", "text": {"verbosity": "high"}})
+    assert response.headers["x-vlm-serve-ignored-fields"] == "text.verbosity"
+    assert response.json()["text"]["verbosity"] == "high"
+    assert "x-vlm-serve-ignored-fields" not in fake.chat(verbosity="medium").headers
+    fake.engine.preprocessor.template_variables |= {"verbosity"}
+    response = fake.chat(verbosity="low")
+    assert "x-vlm-serve-ignored-fields" not in response.headers
+    assert fake.engine.preprocessor.calls[-1]["chat_template_kwargs"] == {"verbosity": "low"}
+    for odd in ("none", 5, []):
+        assert fake.chat(verbosity=odd).status_code == 400
+        body = {"input": "x", "text": {"verbosity": odd}}
+        assert fake.post("/v1/responses", body).status_code == 400
+
+
 def test_messages_reach_the_preprocessor_with_all_that_templates_may_want(
     fake: RunningServer,
 ) -> None:

@@ -196,7 +196,7 @@ def test_a_failure_in_the_middle(fake: RunningServer, client: openai.OpenAI) -> 
         ({"n": 2}, "n"),
         ({"messages": []}, "messages"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "some"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"include": [[]]}, "include"),
         ({"top_logprobs": 3}, "top_logprobs"),

@@ -9,7 +9,7 @@ from pydantic import Field
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.messages import Conversation, read_messages
 from vlm_serve.sampling_params import MAX_LOGPROBS
-from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking
+from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking, with_verbosity
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -17,6 +17,7 @@ from vlm_serve.server.api.fields import (
     Items,
     RequestModel,
     Table,
+    Verbosity,
 )
 from vlm_serve.server.api.parts import allowed_tools
 from vlm_serve.server.api.structured import ToolChoice
@@ -84,13 +85,14 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
     tool_choice: str | Table[Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    verbosity: Verbosity | None = None
 
     def asked(self) -> Asked:
         """What the request asks for. Raises InvalidRequestError that names the field at fault."""
         given = self.chat_input(self.messages)
         limit = self.max_completion_tokens
         return Asked(
-            input=with_thinking(given, self.reasoning_effort),
+            input=with_verbosity(with_thinking(given, self.reasoning_effort), self.verbosity),
             params=self.all_sampling(
                 self.max_tokens if limit is None else limit, self._top_logprobs()
             ),

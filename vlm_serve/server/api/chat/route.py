@@ -13,7 +13,7 @@ from starlette.types import Scope
 from vlm_serve.server.api.answer import Job, respond
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.chat.stream import ChatStream
-from vlm_serve.server.api.conversation import conversation_task
+from vlm_serve.server.api.conversation import conversation_task, unheard
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.body import read_request
 from vlm_serve.server.generation import Generation
@@ -29,7 +29,8 @@ async def chat_completions(service: Service, request: Request) -> Response:
 
 
 def _job(service: Service, scope: Scope, arrival: float, body: ChatCompletionRequest) -> Job:
-    headers = ignored_header(ignored_fields(body.model_extra or {}))
+    ignored = ignored_fields(body.model_extra or {})
+    headers = ignored_header(ignored + ["verbosity"] * unheard(service, body.verbosity))
     chat = conversation_task(service, scope, body, body.asked(), arrival)
 
     def stream_of(generations: Sequence[Generation]) -> ChatStream:

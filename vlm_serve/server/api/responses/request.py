@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
 from vlm_serve.errors import FieldError, InvalidRequestError
-from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking
+from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking, with_verbosity
 from vlm_serve.server.api.fields import (
     MAX_TOOLS,
     AnswerRequest,
     Items,
     RequestModel,
     Table,
+    Verbosity,
     stop_texts,
 )
 from vlm_serve.server.api.parts import allowed_tools, text_of, unsupported
@@ -31,7 +32,6 @@ RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "previous_response_id": (),
     "prompt": (),
-    "truncation": ("disabled",),
 }
 RESPONSES_UNIMPLEMENTED = UNIMPLEMENTED | CHAT_ONLY | RESPONSES_REFUSED
 
@@ -65,6 +65,7 @@ class ResponsesRequest(AnswerRequest):
     text: Table[Any] | None = None
     metadata: Table[str] | None = Field(None, max_length=16)
     include: Items[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: Table[Any] | None = None
 
@@ -74,6 +75,7 @@ class ResponsesRequest(AnswerRequest):
             read=lambda: read_input(self.instructions, self.input),
             tools=[_function(tool) for tool in self.tools or []],
             template_kwargs=self.chat_template_kwargs,
+            answer_tokens=(self.max_output_tokens or 0) if self.truncation == "auto" else None,
         )
         with told_as(_NAMES):
             params = self.sampling(
@@ -84,7 +86,7 @@ class ResponsesRequest(AnswerRequest):
                 structured_outputs=self._form(),
             )
         return Asked(
-            input=with_thinking(given, self._effort()),
+            input=with_verbosity(with_thinking(given, self._effort()), self.verbosity),
             params=params,
             choice=self._tool_choice(given.function_names),
             form_field="text",
@@ -101,6 +103,13 @@ class ResponsesRequest(AnswerRequest):
         if self.top_logprobs and not asked:
             raise FieldError("top_logprobs", f"needs {_LOGPROBS} in include")
         return (self.top_logprobs or 0) if asked else None
+
+    @property
+    def verbosity(self) -> str | None:
+        given = (self.text or {}).get("verbosity")
+        if given not in (None, *get_args(Verbosity)):
+            raise FieldError("text.verbosity", "must be one of " + ", ".join(get_args(Verbosity)))
+        return given
 
     def _effort(self) -> str | None:
         effort = (self.reasoning or {}).get("effort")
@@ -125,10 +134,7 @@ class ResponsesRequest(AnswerRequest):
 
     def _form(self) -> StructuredOutputs | None:
         """The form that `text` asks for, None if it asks for none."""
-        text = self.text or {}
-        if text.get("verbosity") not in (None, "medium"):
-            raise unsupported("text.verbosity", text["verbosity"])
-        form = text.get("format")
+        form = (self.text or {}).get("format")
         if form is None:
             return None
         if not isinstance(form, dict):

@@ -14,7 +14,12 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from vlm_serve.server.api.answer import Job, respond
-from vlm_serve.server.api.conversation import Asked, conversation_task, count_tokens
+from vlm_serve.server.api.conversation import (
+    Asked,
+    conversation_task,
+    count_tokens,
+    unheard,
+)
 from vlm_serve.server.api.responses.request import RESPONSES_UNIMPLEMENTED, ResponsesRequest
 from vlm_serve.server.api.responses.stream import ResponseStream
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
@@ -54,7 +59,8 @@ async def create_response(service: Service, request: Request) -> Response:
 
 
 def _job(service: Service, scope: Scope, arrival: float, body: ResponsesRequest) -> Job:
-    headers = ignored_header(ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED))
+    ignored = ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED)
+    headers = ignored_header(ignored + ["text.verbosity"] * unheard(service, body.verbosity))
     chat = conversation_task(service, scope, body, body.asked(), arrival)
 
     def stream_of(generations: Sequence[Generation]) -> ResponseStream:

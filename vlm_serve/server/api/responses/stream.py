@@ -44,7 +44,7 @@ class ResponseBody(BaseModel):
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float | None
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"]
     usage: dict[str, Any] | None = None
     cache_report: Optional[CacheReportBody] = None
 
@@ -145,13 +145,17 @@ class ResponseStream(BlockStream):
             parallel_tool_calls=asked.parallel_tool_calls is not False,
             temperature=asked.temperature,
             top_logprobs=asked.top_logprobs or 0,
-            text={"format": (asked.text or {}).get("format") or {"type": "text"}},
+            text={
+                "format": (asked.text or {}).get("format") or {"type": "text"},
+                "verbosity": asked.verbosity or "medium",
+            },
             tool_choice=asked.tool_choice or "auto",
             tools=[
                 {"parameters": None, "strict": None} | tool.model_dump(exclude_unset=True)
                 for tool in asked.tools or []
             ],
             top_p=asked.top_p,
+            truncation=asked.truncation or "disabled",
         )
 
     def _event(self, kind: str, **fields: Any) -> Event:

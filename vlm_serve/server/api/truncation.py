@@ -1,0 +1,73 @@
+"""`truncation: "auto"`: the oldest turns of a conversation that is longer than the context are left
+out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vlm_serve.errors import ContextLengthError
+from vlm_serve.preprocess.messages import Conversation
+from vlm_serve.preprocess.prompt import Prompt
+
+
+def prepare_what_fits(
+    conversation: Conversation, prepare: Callable[[Conversation], Prompt], room: int
+) -> Prompt:
+    """The prompt of the conversation without as many of its oldest turns as it takes.
+
+    A turn is what follows a message of the user, up to the next one; system messages at the
+    beginning stay. Turns are left out in steps that grow with the conversation: where the kept part
+    begins then stays the same for several turns, and the cache has its prefix.
+
+    Args:
+        room: the most tokens that the prompt may have.
+
+    Raises ContextLengthError if not even the last turn fits, and what `prepare` raises.
+    """
+
+    def tried(dropped: int) -> Prompt | None:
+        try:
+            prompt = prepare(without(conversation, starts, dropped))
+        except ContextLengthError:
+            return None
+        return prompt if len(prompt) <= room else None
+
+    starts = turn_starts(conversation)
+    last = max(len(starts) - 1, 0)
+    whole = tried(0)
+    if whole is not None:
+        return whole
+    low, high = 0, last  # `low` is too long; `high` is all that may be left out
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if tried(middle) is not None else (middle, high)
+    step = 1 << max((last + 1 - high) // 4, 1).bit_length() - 1
+    dropped = min(-(-high // step) * step, last)
+    return prepare(without(conversation, starts, dropped))
+
+
+def turn_starts(conversation: Conversation) -> list[int]:
+    """The messages with which turns begin; what the system says first belongs to none."""
+    starts = []
+    for index, message in enumerate(conversation.messages):
+        before = conversation.messages[index - 1]["role"] if index else "system"
+        if message["role"] == "user" and before != "user":
+            starts.append(index)
+    return starts
+
+
+def without(conversation: Conversation, starts: list[int], dropped: int) -> Conversation:
+    """The conversation without its first `dropped` turns, and their media."""
+    if not dropped:
+        return conversation
+    messages, first, end = conversation.messages, starts[0], starts[dropped]
+    before, gone = (sum(map(_num_media, part)) for part in (messages[:first], messages[first:end]))
+    return Conversation(
+        messages[:first] + messages[end:],
+        conversation.media[:before] + conversation.media[before + gone :],
+    )
+
+
+def _num_media(message: dict[str, object]) -> int:
+    content = message["content"]
+    return sum(part["type"] != "text" for part in content) if isinstance(content, list) else 0
