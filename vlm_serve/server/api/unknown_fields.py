@@ -76,6 +76,7 @@ CHAT_ONLY: dict[str, tuple[Any, ...]] = {
     "return_routed_experts": (False,),
     "stop": ([],),
     "stop_token_ids": ([],),
+    "verbosity": ("medium",),
 }
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)

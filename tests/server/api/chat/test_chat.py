@@ -173,7 +173,8 @@ def test_verbosity_is_for_templates_that_know_it(fake: RunningServer) -> None:
     response = fake.chat(verbosity="low")
     assert "x-vlm-serve-ignored-fields" not in response.headers
     assert fake.engine.preprocessor.calls[-1]["chat_template_kwargs"] == {"verbosity": "low"}
-    for odd in ("none", 5, []):
+    odds: tuple[Any, ...] = ("none", 5, [])
+    for odd in odds:
         assert fake.chat(verbosity=odd).status_code == 400
         body = {"input": "x", "text": {"verbosity": odd}}
         assert fake.post("/v1/responses", body).status_code == 400
