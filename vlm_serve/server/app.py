@@ -23,8 +23,8 @@ from vlm_serve.server.api.completions.bodies import Completion
 from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.completions.route import completions
 from vlm_serve.server.api.fields import RequestModel
-from vlm_serve.server.api.messages.request import MessagesRequest
-from vlm_serve.server.api.messages.route import create_message
+from vlm_serve.server.api.messages.request import MessagesPrompt, MessagesRequest
+from vlm_serve.server.api.messages.route import CountedTokens, count_message_tokens, create_message
 from vlm_serve.server.api.messages.stream import MessageBody, MessagesErrorBody
 from vlm_serve.server.api.responses.request import ResponsesRequest
 from vlm_serve.server.api.responses.route import (
@@ -45,7 +45,6 @@ from vlm_serve.server.auth import Gate
 from vlm_serve.server.errors import (
     MESSAGES_PATH,
     error_for,
-    error_response,
     on_http_exception,
     public_error,
 )
@@ -130,6 +129,7 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
         ("/v1/responses", create_response, ResponsesRequest, ResponseBody),
         ("/v1/responses/input_tokens", count_input_tokens, ResponsesRequest, InputTokens),
         (MESSAGES_PATH, create_message, MessagesRequest, MessageBody),
+        (f"{MESSAGES_PATH}/count_tokens", count_message_tokens, MessagesPrompt, CountedTokens),
         ("/tokenize", tokenize, TokenizeRequest, Tokens),
         ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
         ("/v1/cache/probe", cache.probe, cache.ProbeRequest, CacheReportBody),
@@ -137,9 +137,9 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
         ("/v1/cache/flush", cache.flush, cache.FlushRequest, cache.Flushed),
     ]
     for path, handler, body, answer in posts:
-        can_stream = "stream" in body.model_fields and answer is not InputTokens
+        can_stream = "stream" in body.model_fields and answer not in (InputTokens, CountedTokens)
         streams = {"content": EVENT_STREAM} if can_stream else {}
-        error: type[Any] = MessagesErrorBody if path == MESSAGES_PATH else ErrorBody
+        error: type[Any] = MessagesErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
         errors: dict[int | str, dict[str, Any]] = {
             "4XX": {"model": error},
             "5XX": {"model": error},
@@ -170,19 +170,19 @@ def _add_gets(app: FastAPI, service: Service) -> None:
         )
 
     @app.get("/v1/models", response_model=None, responses={200: {"model": ModelList}})
-    async def list_models() -> Response:
-        return status.list_models(service)
+    async def list_models(request: Request) -> Response:
+        return status.list_models(service, request.scope)
 
     @app.get(
         "/v1/models/{name:path}",
         response_model=None,
         responses={200: {"model": ModelCard}, 404: {"model": ErrorBody}},
     )
-    async def get_model(name: str) -> Response:
+    async def get_model(request: Request, name: str) -> Response:
         try:
-            return status.get_model(service, name)
+            return status.get_model(service, request.scope, name)
         except VlmServeError as error:
-            return error_response(error)
+            return error_for(request.scope, error)
 
     @app.get("/health", response_model=None)
     async def health() -> Response:

@@ -82,7 +82,12 @@ def envelope(error: VlmServeError) -> dict[str, Any]:
 
 
 MESSAGES_PATH = "/v1/messages"
-"""The route whose errors have Anthropic's form."""
+"""The route whose errors, and those of all below it, have Anthropic's form."""
+
+MODELS_PATH = "/v1/models"
+
+ANTHROPIC_HEADER = b"anthropic-version"
+"""What its clients send with every request; routes that several APIs have answer in their form."""
 
 _MESSAGES_TYPES = {
     401: "authentication_error",
@@ -106,9 +111,18 @@ def messages_envelope(error: VlmServeError, request_id: str) -> dict[str, Any]:
     }
 
 
+def is_anthropic(scope: Scope) -> bool:
+    """True if the request is one of Anthropic's API."""
+    path: str = scope.get("path", "")
+    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
+        return True
+    shared = path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")
+    return shared and any(name == ANTHROPIC_HEADER for name, _ in scope.get("headers", ()))
+
+
 def error_for(scope: Scope, error: VlmServeError) -> JSONResponse:
     """The whole response, in the form of the route that was asked."""
-    if scope.get("path") == MESSAGES_PATH:
+    if is_anthropic(scope):
         return error_response(error, messages_envelope(error, request_id_of(scope)))
     return error_response(error)
 
@@ -145,4 +159,7 @@ async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
             error.status_code, "the request was refused"
         )
     )
-    return JSONResponse(envelope(refusal), error.status_code, headers=dict(error.headers or {}))
+    refusal.status = error.status_code
+    answer = error_for(request.scope, refusal)
+    answer.headers.update(error.headers or {})
+    return answer

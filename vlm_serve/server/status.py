@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import Response
+from starlette.types import Scope
 
+from vlm_serve.server.errors import is_anthropic
 from vlm_serve.server.service import Service
 
 STATS_TIMEOUT_SECONDS = 1.0
@@ -43,15 +46,34 @@ def model_cards(service: Service) -> list[ModelCard]:
     ]
 
 
-def list_models(service: Service) -> Response:
-    return JSONResponse(ModelList(data=model_cards(service)).model_dump())
+def list_models(service: Service, scope: Scope) -> Response:
+    """All names, in the form of the API whose client asks."""
+    cards = model_cards(service)
+    if is_anthropic(scope):
+        infos = [_info(card) for card in cards]
+        ends = {"has_more": False, "first_id": cards[0].id, "last_id": cards[-1].id}
+        return JSONResponse({"data": infos, **ends})
+    return JSONResponse(ModelList(data=cards).model_dump())
 
 
-def get_model(service: Service, name: str) -> Response:
-    """Raises ModelNotFoundError."""
+def get_model(service: Service, scope: Scope, name: str) -> Response:
+    """One name. Raises ModelNotFoundError."""
     service.resolve_model(name)
     card = next(card for card in model_cards(service) if card.id == name)
-    return JSONResponse(card.model_dump())
+    return JSONResponse(_info(card) if is_anthropic(scope) else card.model_dump())
+
+
+def _info(card: ModelCard) -> dict[str, Any]:
+    """A card in the form of Anthropic's API."""
+    return {
+        "type": "model",
+        "id": card.id,
+        "display_name": card.id,
+        "created_at": datetime.fromtimestamp(card.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": card.max_model_len - 1,
+        "max_tokens": card.max_model_len - 1,
+    }
 
 
 def problem(service: Service) -> str | None:

@@ -65,18 +65,17 @@ def with_thinking(given: ChatInput, effort: str | None) -> ChatInput:
     return dataclasses.replace(given, template_kwargs=kwargs)
 
 
-def with_verbosity(given: ChatInput, verbosity: str | None) -> ChatInput:
-    """Verbosity is a variable of the template."""
-    if verbosity is None:
+def with_variable(given: ChatInput, name: str, value: str | None) -> ChatInput:
+    """A wish that is a variable of the template."""
+    if value is None:
         return given
-    kwargs = {"verbosity": verbosity} | (given.template_kwargs or {})
-    return dataclasses.replace(given, template_kwargs=kwargs)
+    return dataclasses.replace(given, template_kwargs={name: value} | (given.template_kwargs or {}))
 
 
-def unheard(service: Service, verbosity: str | None) -> bool:
+def unheard(service: Service, name: str, value: str | None) -> bool:
     """True if the wish changes nothing, since the checkpoint's template does not know it."""
     known = service.engine.preprocessor.template_variables
-    return verbosity not in (None, "medium") and "verbosity" not in known
+    return value not in (None, "medium") and name not in known
 
 
 def prepare(service: Service, given: ChatInput, cache_salt: str) -> Prompt:

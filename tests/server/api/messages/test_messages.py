@@ -223,7 +223,26 @@ def test_a_failure_in_the_middle(fake: RunningServer, client: anthropic.Anthropi
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-         "messages[0].content[0].type"),
+         "messages[0].content[0].source"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {
+            "type": "base64", "media_type": "application/pdf", "data": "aGk="}}]}]},
+         "messages[0].content[0].source.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "title": 5, "source": {
+            "type": "text", "media_type": "text/plain", "data": "x"}}]}]},
+         "messages[0].content[0].title"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {
+            "type": "content", "content": [{"type": "image"}]}}]}]},
+         "messages[0].content[0].source.content[0].source"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "document", "citations": {"enabled": True},
+             "source": {"type": "text", "media_type": "text/plain", "data": "x"}}]}]},
+         "messages[0].content[0].citations"),
+        ({"output_config": {"effort": "some"}}, "output_config.effort"),
+        ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}},
+          "tools": [TOOL]}, "'not'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
          "messages[0].content[0].source"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {
@@ -263,3 +282,90 @@ def test_what_has_no_effect_is_named(fake: RunningServer) -> None:
     body = {"messages": HI, "max_tokens": 5, "metadata": {"user_id": "me"}}
     answer = fake.post("/v1/messages", body)
     assert answer.headers["x-vlm-serve-ignored-fields"] == "metadata"
+
+
+def test_the_tokens_of_a_prompt_are_counted(
+    fake: RunningServer, client: anthropic.Anthropic
+) -> None:
+    asked: Any = {"model": "test-model", "messages": HI, "system": "Be brief", "tools": [TOOL]}
+    before = fake.engine.num_submitted
+    counted = client.messages.count_tokens(**asked)
+    assert fake.engine.num_submitted == before
+    usage = ask(client, **asked).usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.count_tokens(**asked | {"model": "other"})
+
+
+def test_a_document_is_text_between_tags(fake: RunningServer, client: anthropic.Anthropic) -> None:
+    text = {"type": "text", "media_type": "text/plain", "data": "Once upon a time"}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png",
+                                         "data": "aGk="}}  # fmt: skip
+    blocks = {"type": "content", "content": [{"type": "text", "text": "A page"}, image]}
+    ask(client, messages=[{"role": "user", "content": [
+        {"type": "document", "source": text, "title": "Tales", "context": "For children"},
+        {"type": "document", "source": blocks},
+        {"type": "text", "text": "What is it about?"},
+    ]}])  # fmt: skip
+    (user,) = sent(fake)
+    said = "".join(part.get("text", "[image]") for part in user["content"])
+    assert said == (
+        "<document>\n<title>Tales</title>\n<context>For children</context>\nOnce upon a time\n"
+        "</document>\n<document>\nA page[image]\n</document>\nWhat is it about?"
+    )
+    (medium,) = fake.engine.preprocessor.calls[-1]["media"]
+    assert medium.param == "messages[0].content[1].source.content[1].source.data"
+
+
+def test_the_form_of_the_answer_and_effort(
+    fake: RunningServer, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "schema": schema}
+    asked: list[Any] = []
+    submit = fake.engine.submit
+
+    def noting(prompt: Any, params: Any, *rest: Any, **options: Any) -> Any:
+        asked.append(params.structured_outputs)
+        return submit(prompt, params, *rest, **options)
+
+    monkeypatch.setattr(fake.engine, "submit", noting)
+    ask(client, output_config={"format": form})
+    assert asked[0].json == schema
+    body = {"messages": HI, "max_tokens": 5, "output_config": {"effort": "high"}}
+    answer = fake.post("/v1/messages", body)
+    assert answer.headers["x-vlm-serve-ignored-fields"] == "output_config.effort"
+    fake.engine.preprocessor.template_variables |= {"reasoning_effort"}
+    assert "x-vlm-serve-ignored-fields" not in fake.post("/v1/messages", body).headers
+    kwargs = fake.engine.preprocessor.calls[-1]["chat_template_kwargs"]
+    assert kwargs == {"reasoning_effort": "high"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+        ("POST", "/v1/messages/count_tokens", 415, "invalid_request_error"),
+        ("GET", "/v1/models/other", 404, "not_found_error"),
+    ],
+)
+def test_errors_have_anthropics_form_on_every_route(
+    fake: RunningServer, method: str, path: str, status: int, kind: str
+) -> None:
+    answer = fake.client.request(method, path, headers={"anthropic-version": "2023-06-01"})
+    assert answer.status_code == status
+    body = answer.json()
+    assert (body["type"], body["error"]["type"]) == ("error", kind)
+    assert body["request_id"] == answer.headers["x-request-id"]
+
+
+def test_models_as_anthropics_client_knows_them(
+    fake: RunningServer, client: anthropic.Anthropic
+) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.lifecycle) == ("test-model", "model", "active")
+    assert client.models.retrieve("test-model").created_at.timestamp() == fake.service.created
+    with pytest.raises(anthropic.NotFoundError):
+        client.models.retrieve("other")
+    assert fake.client.get("/v1/models").json()["object"] == "list"

@@ -9,7 +9,7 @@ from pydantic import Field
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.messages import Conversation, read_messages
 from vlm_serve.sampling_params import MAX_LOGPROBS
-from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking, with_verbosity
+from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking, with_variable
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -92,7 +92,9 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
         given = self.chat_input(self.messages)
         limit = self.max_completion_tokens
         return Asked(
-            input=with_verbosity(with_thinking(given, self.reasoning_effort), self.verbosity),
+            input=with_variable(
+                with_thinking(given, self.reasoning_effort), "verbosity", self.verbosity
+            ),
             params=self.all_sampling(
                 self.max_tokens if limit is None else limit, self._top_logprobs()
             ),

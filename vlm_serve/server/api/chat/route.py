@@ -30,10 +30,10 @@ async def chat_completions(service: Service, request: Request) -> Response:
 
 def _job(service: Service, scope: Scope, arrival: float, body: ChatCompletionRequest) -> Job:
     ignored = ignored_fields(body.model_extra or {})
-    headers = ignored_header(ignored + ["verbosity"] * unheard(service, body.verbosity))
+    ignored += ["verbosity"] * unheard(service, "verbosity", body.verbosity)
     chat = conversation_task(service, scope, body, body.asked(), arrival)
 
     def stream_of(generations: Sequence[Generation]) -> ChatStream:
         return ChatStream(body, chat, service.tokenizer, generations[0])
 
-    return Job([chat.task], stream_of, bool(body.stream), headers)
+    return Job([chat.task], stream_of, bool(body.stream), ignored_header(ignored))

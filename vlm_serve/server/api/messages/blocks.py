@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ def _read_user(blocks: list[dict[str, Any]], where: str, conversation: Conversat
         if parts is None:
             parts = []
             conversation.add_turn("user", parts, where)
-        parts.append(_part(block, place, conversation))
+        parts += _parts(block, place, conversation)
     if not blocks:
         conversation.add_turn("user", "", where)
 
@@ -83,15 +83,54 @@ def _content(content: Any, where: str, conversation: Conversation) -> Content:
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} must be text or a list of blocks", param=where)
-    return [_part(block, f"{where}[{index}]", conversation) for index, block in enumerate(content)]
+    return [
+        part
+        for index, block in enumerate(content)
+        for part in _parts(block, f"{where}[{index}]", conversation)
+    ]
 
 
-def _part(block: Any, where: str, conversation: Conversation) -> dict[str, Any]:
+def _parts(block: Any, where: str, conversation: Conversation) -> list[dict[str, Any]]:
+    """What templates read of a block."""
     kind = object_of(block, where).get("type")
     if kind == "text":
-        return {"type": "text", "text": text_of(block, "text", where)}
-    if kind != "image":
-        raise unsupported(f"{where}.type", kind)
+        return [_text(text_of(block, "text", where))]
+    if kind == "image":
+        return [_image(block, where, conversation)]
+    if kind == "document":
+        return _document(block, where, conversation)
+    raise unsupported(f"{where}.type", kind)
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _document(
+    block: Mapping[str, Any], where: str, conversation: Conversation
+) -> list[dict[str, Any]]:
+    """A document of text, between tags that show where it begins and ends."""
+    place = f"{where}.source"
+    source = object_of(block.get("source"), place)
+    citations = block.get("citations")
+    if isinstance(citations, dict) and citations.get("enabled"):
+        raise unsupported(f"{where}.citations", citations)
+    inside: list[dict[str, Any]]
+    if source.get("type") == "text":
+        if source.get("media_type") != "text/plain":
+            raise unsupported(f"{place}.media_type", source.get("media_type"))
+        inside = [_text(text_of(source, "data", place))]
+    elif source.get("type") == "content":
+        content = _content(source.get("content"), f"{place}.content", conversation)
+        inside = [_text(content)] if isinstance(content, str) else content
+    else:
+        raise unsupported(f"{place}.type", source.get("type"))
+    named = {name: block[name] for name in ("title", "context") if block.get(name) is not None}
+    head = "".join(f"<{name}>{text_of(named, name, where)}</{name}>\n" for name in named)
+    return [_text(f"<document>\n{head}"), *inside, _text("\n</document>\n")]
+
+
+def _image(block: Mapping[str, Any], where: str, conversation: Conversation) -> dict[str, Any]:
     place = f"{where}.source"
     source = object_of(block.get("source"), place)
     if source.get("type") == "base64":

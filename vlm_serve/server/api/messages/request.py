@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking
+from vlm_serve.errors import FieldError
+from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking, with_variable
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -17,15 +18,15 @@ from vlm_serve.server.api.fields import (
 )
 from vlm_serve.server.api.messages.blocks import Said, read_blocks
 from vlm_serve.server.api.parts import text_of, unsupported
-from vlm_serve.server.api.structured import ToolChoice
+from vlm_serve.server.api.structured import ToolChoice, json_schema_form
 from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
 from vlm_serve.server.errors import told_as
+from vlm_serve.structured_outputs import StructuredOutputs
 
 MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (),
     "context_management": ({},),
     "mcp_servers": ([],),
-    "output_config": ({},),
     "output_format": (),
 }
 MESSAGES_UNIMPLEMENTED = UNIMPLEMENTED | CHAT_ONLY | MESSAGES_REFUSED
@@ -46,18 +47,33 @@ class MessagesTool(RequestModel):
     input_schema: Table[Any] | None = None
 
 
-class MessagesRequest(AnswerRequest):
+class OutputConfig(RequestModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Table[Any] | None = None
+
+
+class MessagesPrompt(AnswerRequest):
+    """What the prompt is made from; the body of POST /v1/messages/count_tokens."""
+
     messages: Items[MessageParam] = Field(max_length=MAX_MESSAGES)
-    max_tokens: int
     system: str | Items[Table[Any]] | None = None
-    stop_sequences: Items[str] | None = None
     tools: Items[MessagesTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Table[Any] | None = None
     thinking: Table[Any] | None = None
     chat_template_kwargs: Table[Any] | None = None
+    output_config: OutputConfig | None = None
 
     def asked(self) -> Asked:
         """What the request asks for. Raises InvalidRequestError that names the field at fault."""
+        return self._asked()
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.output_config is None else self.output_config.effort
+
+    def _asked(self, **limits: Any) -> Asked:
         continues = bool(self.messages) and self.messages[-1].role == "assistant"
         said = [Said(message.role, message.content) for message in self.messages]
         given = ChatInput(
@@ -67,19 +83,26 @@ class MessagesRequest(AnswerRequest):
             continue_final_message=continues,
             template_kwargs=self.chat_template_kwargs,
         )
-        effort = None
-        if self.thinking is not None:
-            effort = "none" if self.thinking.get("type") == "disabled" else "medium"
         with told_as(_NAMES):
-            params = self.sampling(
-                max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ())
-            )
+            params = self.sampling(structured_outputs=self._form(), **limits)
+        thinks = None
+        if self.thinking is not None:
+            thinks = "none" if self.thinking.get("type") == "disabled" else "medium"
         return Asked(
-            input=with_thinking(given, effort),
+            input=with_variable(with_thinking(given, thinks), "reasoning_effort", self.effort),
             params=params,
             choice=self._tool_choice(given.function_names),
+            form_field="output_config",
             names=_NAMES,
         )
+
+    def _form(self) -> StructuredOutputs | None:
+        form = self.output_config.format if self.output_config is not None else None
+        if form is None:
+            return None
+        if form.get("type") != "json_schema":
+            raise FieldError("output_config.format.type", "must be json_schema")
+        return json_schema_form(form, "output_config.format")
 
     def _tool_choice(self, names: list[str]) -> ToolChoice:
         choice = self.tool_choice or {}
@@ -92,6 +115,14 @@ class MessagesRequest(AnswerRequest):
         if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
             raise unsupported("tool_choice.type", kind)
         return ToolChoice.of(_TOOL_CHOICES[kind], names, parallel)
+
+
+class MessagesRequest(MessagesPrompt):
+    max_tokens: int
+    stop_sequences: Items[str] | None = None
+
+    def asked(self) -> Asked:
+        return self._asked(max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ()))
 
 
 def _function(tool: MessagesTool) -> dict[str, Any]:

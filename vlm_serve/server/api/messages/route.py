@@ -7,17 +7,53 @@ from collections.abc import Sequence
 from functools import partial
 
 from fastapi import Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Scope
 
 from vlm_serve.server.api.answer import Job, respond
-from vlm_serve.server.api.conversation import conversation_task
-from vlm_serve.server.api.messages.request import MESSAGES_UNIMPLEMENTED, MessagesRequest
+from vlm_serve.server.api.conversation import (
+    Asked,
+    conversation_task,
+    count_tokens,
+    unheard,
+)
+from vlm_serve.server.api.messages.request import (
+    MESSAGES_UNIMPLEMENTED,
+    MessagesPrompt,
+    MessagesRequest,
+)
 from vlm_serve.server.api.messages.stream import MessageStream
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.body import read_request
 from vlm_serve.server.generation import Generation
 from vlm_serve.server.service import Service
+from vlm_serve.server.tenants import salt_of
+
+
+class CountedTokens(BaseModel):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+async def count_message_tokens(service: Service, request: Request) -> Response:
+    """Says how long the prompt of a message request is. Raises VlmServeError."""
+
+    def asked_of(body: MessagesPrompt) -> tuple[dict[str, str], Asked, str]:
+        service.resolve_model(body.model)
+        return _headers(service, body), body.asked(), salt_of(request.scope, body.cache_salt)
+
+    headers, asked, salt = await read_request(service, request, MessagesPrompt, asked_of)
+    answer = CountedTokens(input_tokens=await count_tokens(service, asked, salt))
+    return JSONResponse(answer.model_dump(), headers=headers)
+
+
+def _headers(service: Service, body: MessagesPrompt) -> dict[str, str]:
+    ignored = ignored_fields(body.model_extra or {}, MESSAGES_UNIMPLEMENTED)
+    effort = ["output_config.effort"] * unheard(service, "reasoning_effort", body.effort)
+    return ignored_header(ignored + effort)
 
 
 async def create_message(service: Service, request: Request) -> Response:
@@ -29,7 +65,7 @@ async def create_message(service: Service, request: Request) -> Response:
 
 
 def _job(service: Service, scope: Scope, arrival: float, body: MessagesRequest) -> Job:
-    headers = ignored_header(ignored_fields(body.model_extra or {}, MESSAGES_UNIMPLEMENTED))
+    headers = _headers(service, body)
     chat = conversation_task(service, scope, body, body.asked(), arrival)
 
     def stream_of(generations: Sequence[Generation]) -> MessageStream:

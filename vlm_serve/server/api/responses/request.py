@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from vlm_serve.errors import FieldError, InvalidRequestError
-from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking, with_verbosity
+from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking, with_variable
 from vlm_serve.server.api.fields import (
     MAX_TOOLS,
     AnswerRequest,
@@ -86,7 +86,7 @@ class ResponsesRequest(AnswerRequest):
                 structured_outputs=self._form(),
             )
         return Asked(
-            input=with_verbosity(with_thinking(given, self._effort()), self.verbosity),
+            input=with_variable(with_thinking(given, self._effort()), "verbosity", self.verbosity),
             params=params,
             choice=self._tool_choice(given.function_names),
             form_field="text",

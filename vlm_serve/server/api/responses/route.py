@@ -60,10 +60,10 @@ async def create_response(service: Service, request: Request) -> Response:
 
 def _job(service: Service, scope: Scope, arrival: float, body: ResponsesRequest) -> Job:
     ignored = ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED)
-    headers = ignored_header(ignored + ["text.verbosity"] * unheard(service, body.verbosity))
+    ignored += ["text.verbosity"] * unheard(service, "verbosity", body.verbosity)
     chat = conversation_task(service, scope, body, body.asked(), arrival)
 
     def stream_of(generations: Sequence[Generation]) -> ResponseStream:
         return ResponseStream(body, chat, service.tokenizer, generations[0])
 
-    return Job([chat.task], stream_of, bool(body.stream), headers, named=True)
+    return Job([chat.task], stream_of, bool(body.stream), ignored_header(ignored), named=True)
