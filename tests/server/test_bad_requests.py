@@ -401,3 +401,15 @@ def test_urls_of_known_schemes_pass_on_to_where_they_are_fetched(fake: RunningSe
         assert fake.post("/v1/chat/completions", body).status_code == 200
         (medium,) = fake.engine.preprocessor.calls[-1]["media"]
         assert (medium.source, medium.options) == (url, {"detail": "low"})
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400 + ".0"])
+def test_a_number_beyond_all_floats_is_refused_wherever_it_stands(
+    fake: RunningServer, number: str
+) -> None:
+    tools = '[{"type": "function", "name": "f", "parameters": {"maximum": NUMBER}}]'
+    for body in (f'{{"input": "x", "tools": {tools}}}', '{"input": "x", "text": {"a": NUMBER}}'):
+        content = body.replace("NUMBER", number).encode()
+        check_error(fake.client.post("/v1/responses", content=content, headers=JSON), 400)
+    content = b'{"input": "1e999", "metadata": {"a": "1e999"}}'
+    assert fake.client.post("/v1/responses", content=content, headers=JSON).status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal, get_args
 
 from pydantic import Field
@@ -71,6 +72,7 @@ class ResponsesRequest(AnswerRequest):
 
     def asked(self) -> Asked:
         """What the request asks for. Raises InvalidRequestError that names the field at fault."""
+        self._check_numbers()
         given = ChatInput(
             read=lambda: read_input(self.instructions, self.input),
             tools=[_function(tool) for tool in self.tools or []],
@@ -92,6 +94,15 @@ class ResponsesRequest(AnswerRequest):
             form_field="text",
             names=_NAMES,
         )
+
+    def _check_numbers(self) -> None:
+        """The answer repeats these fields, and JSON has no way to say a number that is infinite."""
+        for name in ("tools", "tool_choice", "text"):
+            value = self.model_dump(include={name}, exclude_unset=True)
+            try:
+                json.dumps(value, allow_nan=False)
+            except ValueError:
+                raise FieldError(name, "has a number that is too large") from None
 
     @property
     def logprobs(self) -> int | None:
