@@ -62,6 +62,12 @@ def tool(name: str = "f", **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **fields}}
 
 
+def call(arguments: str) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+WORDS = "word and " * 1_000_000
+USER = {"role": "user", "content": "x"}
 URLS = [
     "http://127.0.0.1:9/x.png",
     "http://localhost/x.png",
@@ -201,6 +207,9 @@ FIELDS: dict[str, Any] = {
         [tool("x" * 129)],
         [tool(parameters=5)],
         [{"type": "function"}],
+        [tool(description=WORDS)],
+        [tool(parameters={"properties": {WORDS: {}}})],
+        [tool(f"f{number}", description=WORDS[:40_000]) for number in range(200)],
     ],
     "tool_choice": [{"type": "function", "function": {"name": "absent"}}, 5, "sometimes"],
     "chat_template": ["{{ 1 }}"],
@@ -221,6 +230,16 @@ FIELDS: dict[str, Any] = {
         [{"role": "user", "content": nested(60)}],
         [{"role": "x" * 65, "content": "x"}],
         [{"role": "user", "content": "word " * 1_000_000}],
+        [USER, {"role": "assistant", "content": "x", "reasoning_content": WORDS}],
+        [USER, {"role": "assistant", "content": "x", "tool_calls": [call(f'{{"a": "{WORDS}"}}')]}],
+        [
+            USER,
+            {
+                "role": "assistant",
+                "content": "x",
+                "tool_calls": [call(f'{{"a": "{WORDS[:900_000]}"}}')] * 12,
+            },
+        ],
         [{"role": "user", "content": [{"type": "text", "text": "x"}] * 100_000}],
         with_part(*[{"type": "image_url", "image_url": {"url": data_url("image/png", PNG)}}] * 600)[
             "messages"
@@ -243,6 +262,8 @@ BODIES: dict[str, tuple[str, bytes]] = {
     "ids beyond": (COMPLETIONS, b'{"prompt": [999999999999]}'),
     "long text": (COMPLETIONS, b'{"prompt": "' + b"word " * 1_000_000 + b'"}'),
     "one long word": (COMPLETIONS, b'{"prompt": "' + b"a" * 5_000_000 + b'"}'),
+    "ids and texts": (COMPLETIONS, b'{"prompt":[1' + b',"x",1' * 1_500_000 + b"]}"),
+    "unknown keys": (CHAT, b"{" + b",".join(b'"k%d":1' % i for i in range(800_000)) + b"}"),
     "many ids": (COMPLETIONS, b'{"prompt": [' + b"1," * 300_000 + b"1]}"),
     "detokenize": ("/detokenize", b'{"tokens": [-1]}'),
     "pin for ever": ("/v1/cache/pin", b'{"prompt": "x", "ttl_seconds": 1e30}'),
