@@ -32,6 +32,13 @@ from vlm_serve.server.api.responses.route import (
     count_input_tokens,
     create_response,
 )
+from vlm_serve.server.api.responses.stored import (
+    Deleted,
+    ItemList,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from vlm_serve.server.api.responses.stream import ResponseBody
 from vlm_serve.server.api.tokenization import (
     Detokenized,
@@ -93,6 +100,7 @@ def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> AS
     app.add_exception_handler(HTTPException, on_http_exception)
     _add_posts(app, service)
     _add_gets(app, service)
+    _add_stored_responses(app, service)
     return Gate(_head_as_get(app), service.config.api_key, tenants)
 
 
@@ -153,6 +161,24 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
             response_model=None,
             responses={200: {"model": answer, **streams}, **errors},
             openapi_extra=app.body_of(body),
+        )
+
+
+def _add_stored_responses(app: FastAPI, service: Service) -> None:
+    routes: list[tuple[str, str, Handler, type[Any]]] = [
+        ("GET", "", get_response, ResponseBody),
+        ("DELETE", "", delete_response, Deleted),
+        ("GET", "/input_items", list_input_items, ItemList),
+    ]
+    for method, path, handler, answer in routes:
+        app.add_api_route(
+            "/v1/responses/{response_id}" + path,
+            _guarded(service, handler),
+            methods=[method],
+            name=handler.__name__,
+            operation_id=handler.__name__,
+            response_model=None,
+            responses={200: {"model": answer}, "4XX": {"model": ErrorBody}},
         )
 
 

@@ -62,9 +62,7 @@ class Gate:
         found = [known for known in self._salts if hmac.compare_digest(digest, known)]
         if not found:
             return False
-        salt = self._salts[found[0]]
-        if salt is not None:
-            bind(scope, salt)
+        bind(scope, found[0], self._salts[found[0]])
         return True
 
 

@@ -92,6 +92,23 @@ class ServerConfig:
         low=1,
         metavar="SIZE",
     )
+    response_store: int | str | None = option(
+        None,
+        "memory in which /v1/responses keeps answers for later turns, for each API key",
+        group=_LIMITS,
+        kind="size",
+        low=1,
+        metavar="SIZE",
+        default_text="none: nothing is kept",
+    )
+    response_store_ttl: float = option(
+        86_400.0,
+        "seconds that such an answer is kept",
+        group=_LIMITS,
+        kind="float",
+        low=0.001,
+        metavar="SECONDS",
+    )
     request_timeout: float | None = option(
         None,
         "seconds after which a request is ended with an error",

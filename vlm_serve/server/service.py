@@ -20,6 +20,7 @@ from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.errors import DrainingError
 from vlm_serve.server.mailbox import Mailbox
 from vlm_serve.server.metrics import Metrics
+from vlm_serve.server.response_store import ResponseStore
 from vlm_serve.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Service:
 
     Attributes:
         draining: no new work is taken.
+        responses: what /v1/responses has stored, None if it stores nothing.
         tracer: makes a span of every request, None if traces are off.
         busy_since: monotonic time at which the engine last got work while it had none.
         num_open, open_tokens: requests that have been let in and have not ended, and the tokens of
@@ -61,6 +63,9 @@ class Service:
         self.busy_since = time.monotonic()
         self.check_failed = False
         self.metrics = Metrics(model_names[0], engine)
+        size = config.response_store
+        assert not isinstance(size, str)
+        self.responses = None if size is None else ResponseStore(size, config.response_store_ttl)
         self._pool = ThreadPoolExecutor(config.preprocess_threads, thread_name_prefix="prepare")
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="json")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")

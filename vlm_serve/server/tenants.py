@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.errors import ConfigError, InvalidRequestError, VlmServeError
+from vlm_serve.server.response_store import Owner
 
 RESERVED_PREFIX = "tenant:"
 """Bound salts get it, and clients' own must not have it: nobody can name another's salt."""
 
 _SALT = re.compile(r"[A-Za-z0-9._:=+/@-]{1,100}", re.ASCII)
 _STATE = "tenant_salt"
+_KEY = "api_key_digest"
 
 
 class PermissionDeniedError(VlmServeError):
@@ -48,9 +50,17 @@ def read_tenant_keys(path: str | None) -> dict[str, str]:
     return content
 
 
-def bind(scope: Any, salt: str) -> None:
-    """Notes whose request this is."""
-    scope.setdefault("state", {})[_STATE] = salt
+def bind(scope: Any, key: bytes, salt: str | None) -> None:
+    """Notes whose request this is: the digest of its API key, and the salt that is bound to it."""
+    state = scope.setdefault("state", {})
+    state[_KEY] = key
+    if salt is not None:
+        state[_STATE] = salt
+
+
+def owner_of(scope: Any, asked_salt: str | None) -> Owner:
+    """Who owns what the request stores. Raises as `salt_of`."""
+    return Owner(scope.get("state", {}).get(_KEY, b""), salt_of(scope, asked_salt))
 
 
 def salt_of(scope: Any, asked: str | None) -> str:

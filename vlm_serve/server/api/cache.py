@@ -104,10 +104,13 @@ async def pin(service: Service, request: Request) -> Response:
 
 
 async def flush(service: Service, request: Request) -> Response:
-    """POST /v1/cache/flush: forgets everything that no running request holds."""
+    """POST /v1/cache/flush: forgets everything that no running request holds, and the stored
+    responses."""
     refuse_tenants(request.scope)
     await read_json(service, request, FlushRequest)
     await asyncio.to_thread(service.engine.flush)
+    if service.responses is not None:
+        service.responses.clear()
     return JSONResponse(Flushed().model_dump())
 
 

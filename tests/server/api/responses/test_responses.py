@@ -191,6 +191,7 @@ def test_a_failure_in_the_middle(fake: RunningServer, client: openai.OpenAI) -> 
     ("fields", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": "yes"}, "store"),
         ({"conversation": "c"}, "conversation"),
         ({"min_tokens": 3}, "min_tokens"),
         ({"n": 2}, "n"),

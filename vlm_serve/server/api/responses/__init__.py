@@ -1,1 +1,1 @@
-"""POST /v1/responses: OpenAI's newer form of a chat request. Nothing is kept between requests."""
+"""POST /v1/responses: OpenAI's newer form of a chat request, and the answers that it stores."""

@@ -12,15 +12,26 @@ from vlm_serve.server.api.parts import object_of, text_of, unsupported
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
-def read_input(instructions: str | None, given: str | list[dict[str, Any]]) -> Conversation:
-    """Raises InvalidRequestError that names the item or field at fault."""
+def read_input(
+    instructions: str | None, past: list[dict[str, Any]], given: str | list[dict[str, Any]]
+) -> Conversation:
+    """The conversation of a request.
+
+    Args:
+        past: the items of the turns before it.
+
+    Raises InvalidRequestError that names the item or field at fault.
+    """
     conversation = Conversation()
     if instructions:
         conversation.add_turn("system", instructions, "instructions")
+    answer = _Answer(conversation)
+    for index, item in enumerate(past):
+        _read_item(answer, item, f"previous_response_id[{index}]")
     if isinstance(given, str):
+        answer.end()
         conversation.add_turn("user", given, "input")
         return conversation
-    answer = _Answer(conversation)
     for index, item in enumerate(given):
         _read_item(answer, item, f"input[{index}]")
     answer.end()

@@ -25,13 +25,11 @@ from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
 from vlm_serve.server.errors import told_as
 from vlm_serve.structured_outputs import StructuredOutputs
 
-# Nothing is stored between requests: earlier turns come as items of `input`.
 RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
     "max_tool_calls": (),
-    "previous_response_id": (),
     "prompt": (),
 }
 RESPONSES_UNIMPLEMENTED = UNIMPLEMENTED | CHAT_ONLY | RESPONSES_REFUSED
@@ -56,6 +54,8 @@ class ResponsesTool(RequestModel):
 class ResponsesRequest(AnswerRequest):
     input: str | Items[Table[Any]]
     instructions: str | None = None
+    previous_response_id: str | None = Field(None, max_length=128)
+    store: bool | None = None
     max_output_tokens: int | None = None
     min_p: float | None = None
     stop: str | Items[str] | None = None
@@ -70,11 +70,20 @@ class ResponsesRequest(AnswerRequest):
     top_logprobs: int | None = None
     chat_template_kwargs: Table[Any] | None = None
 
-    def asked(self) -> Asked:
-        """What the request asks for. Raises InvalidRequestError that names the field at fault."""
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+    def asked(self, past: list[dict[str, Any]]) -> Asked:
+        """What the request asks for, after the items of the turns before it.
+
+        Raises InvalidRequestError that names the field at fault.
+        """
         self._check_numbers()
         given = ChatInput(
-            read=lambda: read_input(self.instructions, self.input),
+            read=lambda: read_input(self.instructions, past, self.input),
             tools=[_function(tool) for tool in self.tools or []],
             template_kwargs=self.chat_template_kwargs,
             answer_tokens=(self.max_output_tokens or 0) if self.truncation == "auto" else None,

@@ -22,11 +22,12 @@ from vlm_serve.server.api.conversation import (
 )
 from vlm_serve.server.api.responses.request import RESPONSES_UNIMPLEMENTED, ResponsesRequest
 from vlm_serve.server.api.responses.stream import ResponseStream
+from vlm_serve.server.api.responses.turns import items_until, new_turn, parent_of
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.body import read_request
 from vlm_serve.server.generation import Generation
 from vlm_serve.server.service import Service
-from vlm_serve.server.tenants import salt_of
+from vlm_serve.server.tenants import owner_of
 
 
 class InputTokens(BaseModel):
@@ -42,8 +43,9 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
     def asked_of(body: ResponsesRequest) -> tuple[dict[str, str], Asked, str]:
         ignored = ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED)
         service.resolve_model(body.model)
-        salt = salt_of(request.scope, body.cache_salt)
-        return ignored_header(ignored), body.asked(), salt
+        owner = owner_of(request.scope, body.cache_salt)
+        parent = parent_of(service, owner, body.previous_response_id)
+        return ignored_header(ignored), body.asked(items_until(parent)), owner.salt
 
     headers, asked, salt = await read_request(service, request, ResponsesRequest, asked_of)
     answer = InputTokens(input_tokens=await count_tokens(service, asked, salt))
@@ -59,11 +61,13 @@ async def create_response(service: Service, request: Request) -> Response:
 
 
 def _job(service: Service, scope: Scope, arrival: float, body: ResponsesRequest) -> Job:
-    ignored = ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED)
+    ignored = ["store"] if body.store and service.responses is None else []
+    ignored += ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED)
     ignored += ["text.verbosity"] * unheard(service, "verbosity", body.verbosity)
-    chat = conversation_task(service, scope, body, body.asked(), arrival)
+    turn = new_turn(service, scope, body)
+    chat = conversation_task(service, scope, body, body.asked(turn.past), arrival)
 
     def stream_of(generations: Sequence[Generation]) -> ResponseStream:
-        return ResponseStream(body, chat, service.tokenizer, generations[0])
+        return ResponseStream(body, chat, service.tokenizer, generations[0], turn)
 
     return Job([chat.task], stream_of, bool(body.stream), ignored_header(ignored), named=True)

@@ -16,6 +16,7 @@ from vlm_serve.server.api.conversation import ConversationTask
 from vlm_serve.server.api.logprobs import chat_logprobs
 from vlm_serve.server.api.reports import cache_report_body, usage_body
 from vlm_serve.server.api.responses.request import ResponsesRequest
+from vlm_serve.server.api.responses.turns import NewTurn
 from vlm_serve.server.generation import Generation
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -36,8 +37,8 @@ class ResponseBody(BaseModel):
     model: str
     output: list[dict[str, Any]]
     parallel_tool_calls: bool
-    previous_response_id: None = None
-    store: Literal[False] = False
+    previous_response_id: str | None
+    store: bool
     temperature: float | None
     top_logprobs: int = 0
     text: dict[str, Any]
@@ -58,11 +59,13 @@ class ResponseStream(BlockStream):
         chat: ConversationTask,
         tokenizer: Tokenizer,
         generation: Generation,
+        turn: NewTurn,
     ) -> None:
         super().__init__(chat.parser(generation))
         self._chat = chat
         self._tokenizer = tokenizer
         self._asked = body
+        self._turn = turn
         self._generation = generation
         self._number = 0
         self._items: list[dict[str, Any]] = []
@@ -129,12 +132,13 @@ class ResponseStream(BlockStream):
         }
         if self._asked.cache_report:
             body.cache_report = cache_report_body(generation.cache_report)
+        self._turn.store(body.model_dump())
         return body
 
     def _body(self, status: Status) -> ResponseBody:
         asked = self._asked
         return ResponseBody(
-            id=f"resp_{self._chat.task.request_id}",
+            id=self._turn.response_id or f"resp_{self._chat.task.request_id}",
             created_at=self._chat.created,
             status=status,
             instructions=asked.instructions,
@@ -142,6 +146,8 @@ class ResponseStream(BlockStream):
             metadata=asked.metadata or {},
             model=self._chat.model,
             output=list(self._items),
+            previous_response_id=asked.previous_response_id,
+            store=self._turn.response_id is not None,
             parallel_tool_calls=asked.parallel_tool_calls is not False,
             temperature=asked.temperature,
             top_logprobs=asked.top_logprobs or 0,

@@ -1,0 +1,118 @@
+"""GET and DELETE /v1/responses/{id}, GET /v1/responses/{id}/input_items."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.server.api.parts import unsupported
+from vlm_serve.server.api.responses.turns import found
+from vlm_serve.server.response_store import Owner, Turn
+from vlm_serve.server.service import Service
+from vlm_serve.server.tenants import owner_of
+
+DEFAULT_ITEMS = 20
+MAX_ITEMS = 100
+_TEXT_TYPES = {"user": "input_text", "assistant": "output_text"}
+
+
+class Deleted(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class ItemList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+async def get_response(service: Service, request: Request) -> Response:
+    """A stored response as it was answered. Raises ResponseNotFoundError."""
+    if request.query_params.get("stream", "false") != "false":
+        raise unsupported("stream", request.query_params["stream"])
+    return JSONResponse(_turn(service, request).answer)
+
+
+async def delete_response(service: Service, request: Request) -> Response:
+    """Forgets a response; what later ones continue stays with them. Raises
+    ResponseNotFoundError."""
+    _turn(service, request)
+    assert service.responses is not None
+    response_id = request.path_params["response_id"]
+    service.responses.delete(_owner(request), response_id)
+    return JSONResponse(Deleted(id=response_id).model_dump())
+
+
+async def list_input_items(service: Service, request: Request) -> Response:
+    """A page of the items that a response was made from.
+
+    Raises ResponseNotFoundError, and InvalidRequestError for a bad place, order or size.
+    """
+    turn, query = _turn(service, request), request.query_params
+
+    def page() -> Response:  # may be as long as the request was
+        return JSONResponse(_page(turn, query).model_dump())
+
+    return await asyncio.to_thread(page)
+
+
+def _owner(request: Request) -> Owner:
+    return owner_of(request.scope, request.query_params.get("cache_salt"))
+
+
+def _turn(service: Service, request: Request) -> Turn:
+    return found(service.responses, _owner(request), request.path_params["response_id"])
+
+
+def _page(turn: Turn, query: Mapping[str, str]) -> ItemList:
+    order, limit = query.get("order", "desc"), query.get("limit", str(DEFAULT_ITEMS))
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError("order must be asc or desc", param="order")
+    if not (limit.isascii() and limit.isdigit() and 0 < int(limit[:9]) <= MAX_ITEMS):
+        raise InvalidRequestError(f"limit must be from 1 to {MAX_ITEMS}", param="limit")
+    items = turn.past()
+    if order == "desc":
+        items.reverse()
+    if "after" in query:
+        ids = [item["id"] for item in items]
+        if query["after"] not in ids:
+            raise InvalidRequestError("after is none of the items", param="after")
+        items = items[ids.index(query["after"]) + 1 :]
+    data = [_listed(item) for item in items[: int(limit)]]
+    return ItemList(
+        data=data,
+        first_id=data[0]["id"] if data else None,
+        last_id=data[-1]["id"] if data else None,
+        has_more=len(data) < len(items),
+    )
+
+
+def _listed(item: dict[str, Any]) -> dict[str, Any]:
+    """An item with the fields that may be left out of a request."""
+    item = {"type": "message", "status": "completed"} | item
+    if item["type"] != "message":
+        return item
+    kind = _TEXT_TYPES.get(item["role"], "input_text")
+    content = item["content"]
+    if isinstance(content, str):
+        content = [{"type": kind, "text": content}]
+    return item | {"content": [_listed_part(part, kind) for part in content]}
+
+
+def _listed_part(part: dict[str, Any], kind: str) -> dict[str, Any]:
+    if part["type"] in ("text", "input_text", "output_text"):
+        if kind == "output_text":
+            part = {"annotations": [], "logprobs": []} | part
+        return part | {"type": kind}
+    return {"detail": "auto"} | part if part["type"] == "input_image" else part

@@ -1,0 +1,130 @@
+"""Where a response request stands in a stored conversation, and where its answer goes."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Scope
+
+from vlm_serve.errors import FieldError, InvalidRequestError
+from vlm_serve.server.api.responses.request import ResponsesRequest
+from vlm_serve.server.errors import UnsupportedFieldError
+from vlm_serve.server.response_store import (
+    Owner,
+    ResponseStore,
+    Turn,
+    memory_of,
+    new_response_id,
+    parts_of,
+)
+from vlm_serve.server.service import Service
+from vlm_serve.server.tenants import owner_of
+
+_ID_PREFIXES = {
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "reasoning": "rs_",
+}
+
+
+class ResponseNotFoundError(InvalidRequestError):
+    """There is no such stored response for this key and salt: HTTP 404."""
+
+    status = 404
+
+
+@dataclass(frozen=True, slots=True)
+class NewTurn:
+    """A turn that has no answer yet.
+
+    Attributes:
+        past: the items before it.
+        response_id: under which its answer will be stored, None if it will not be.
+    """
+
+    past: list[dict[str, Any]]
+    parent: Turn | None
+    given: list[dict[str, Any]]
+    num_bytes: int
+    owner: Owner
+    responses: ResponseStore | None
+    response_id: str | None
+
+    def store(self, answer: dict[str, Any]) -> None:
+        """Stores the answer, if it is to be."""
+        if self.responses is None or self.response_id is None:
+            return
+        num_bytes = self.num_bytes + memory_of(answer)
+        turn = Turn(self.parent, self.given, answer, num_bytes)
+        self.responses.put(self.owner, self.response_id, turn)
+
+
+def new_turn(service: Service, scope: Scope, body: ResponsesRequest) -> NewTurn:
+    """The turn of a request.
+
+    Raises:
+        UnsupportedFieldError: it continues another, but the server stores nothing.
+        ResponseNotFoundError: it continues one that there is not.
+        InvalidRequestError: it must be stored, but is too large with what it continues; or it has
+            a number that JSON cannot say.
+    """
+    responses, owner = service.responses, owner_of(scope, body.cache_salt)
+    parent = parent_of(service, owner, body.previous_response_id)
+    past = items_until(parent)
+    if responses is None or body.store is False:
+        return NewTurn(past, parent, [], 0, owner, responses, None)
+    given = [_with_id(item) for item in body.items()]
+    if any(isinstance(part, float) and not math.isfinite(part) for part in parts_of(given)):
+        # Its items could not be listed: JSON has no way to say that.
+        raise FieldError("input", "has a number that is too large")
+    num_bytes = memory_of(given)
+    held = 0 if parent is None else parent.total_bytes
+    fits = held + num_bytes <= responses.max_bytes
+    if not fits and body.store:
+        raise InvalidRequestError(
+            f"store: with what it continues the request is larger than the {responses.max_bytes} "
+            "bytes that are kept",
+            param="store",
+        )
+    response_id = new_response_id() if fits else None
+    return NewTurn(past, parent, given, num_bytes, owner, responses, response_id)
+
+
+def parent_of(service: Service, owner: Owner, previous: str | None) -> Turn | None:
+    """The turn of the response of that id, None if none is named. Raises as `new_turn`."""
+    if previous is None:
+        return None
+    if service.responses is None:
+        raise UnsupportedFieldError(
+            "previous_response_id needs a server that runs with --response-store",
+            param="previous_response_id",
+            code="unsupported_field",
+        )
+    return found(service.responses, owner, previous, "previous_response_id")
+
+
+def items_until(turn: Turn | None) -> list[dict[str, Any]]:
+    """The items of a conversation up to the turn's answer."""
+    return [] if turn is None else turn.past() + turn.answer["output"]
+
+
+def found(
+    responses: ResponseStore | None, owner: Owner, response_id: str, param: str | None = None
+) -> Turn:
+    """A stored response. Raises ResponseNotFoundError, also for one of another owner."""
+    turn = None if responses is None else responses.find(owner, response_id)
+    if turn is None:
+        raise ResponseNotFoundError(
+            f"there is no response {response_id[:128]!r}", param=param, code="response_not_found"
+        )
+    return turn
+
+
+def _with_id(item: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(item.get("id"), str):
+        return item
+    prefix = _ID_PREFIXES.get(str(item.get("type")), "msg_")
+    return item | {"id": prefix + secrets.token_hex(12)}
