@@ -10,6 +10,12 @@ from vlm_serve.options import markdown_table, options_of
 from vlm_serve.server.api.cache import PinRequest, ProbeRequest
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.completions.request import CompletionRequest
+from vlm_serve.server.api.generate.request import (
+    GENERATE_REFUSED,
+    SAMPLING_REFUSED,
+    GenerateRequest,
+    TokenSampling,
+)
 from vlm_serve.server.api.messages.request import MESSAGES_REFUSED, MessagesRequest
 from vlm_serve.server.api.responses.request import RESPONSES_REFUSED, ResponsesRequest
 from vlm_serve.server.api.tokenization import DetokenizeRequest, TokenizeRequest
@@ -54,6 +60,8 @@ def test_the_fields_of_the_other_forms_of_chat_are_documented() -> None:
     for name, model, refused in (
         ("responses", ResponsesRequest, RESPONSES_REFUSED),
         ("messages", MessagesRequest, MESSAGES_REFUSED),
+        ("generate", GenerateRequest, GENERATE_REFUSED),
+        ("sampling", TokenSampling, SAMPLING_REFUSED),
     ):
         assert fields_in(section(HTTP, f"{name} fields")) == set(model.model_fields)
         assert fields_in(section(HTTP, f"refused {name} fields")) == set(refused)

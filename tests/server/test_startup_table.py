@@ -26,7 +26,7 @@ MEMORY = MemoryPlan(
 )
 
 
-def rows(**options: Any) -> dict[str, str]:
+def rows(server: ServerConfig | None = None, **options: Any) -> dict[str, str]:
     config = EngineConfig(block_size=64, max_num_seqs=12, **options)
     backend = Backend(torch.device(config.device), problem="no compiler")
     engine: Any = SimpleNamespace(
@@ -36,7 +36,7 @@ def rows(**options: Any) -> dict[str, str]:
         arithmetic=decide(config, torch.bfloat16, backend),
         weights=WeightBytes(projections=7 << 30, table=1 << 30, others=1 << 30, mapped=True),
     )
-    return dict(startup_rows(engine, ServerConfig(), ("name",), "http://there"))
+    return dict(startup_rows(engine, server or ServerConfig(), ("name",), "http://there"))
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,10 @@ def test_weights_types_and_arithmetic_are_said() -> None:
     assert found["types"] == types
     assert found["compute"].startswith("float32: torch computes") and "no compiler" in str(found)
     assert f"torch {torch.__version__}" in found["numerics"]
+
+
+def test_memory_for_stored_responses_is_said() -> None:
+    server = ServerConfig(response_store="64MiB", response_store_ttl=60)
+    found = rows(server, device="cpu", threads=2)
+    assert found["stored responses"] == "64 MiB per API key, 60 s, on top"
+    assert "stored responses" not in rows(device="cpu", threads=2)

@@ -143,7 +143,13 @@ def test_the_openapi_document_knows_what_streams(fake: RunningServer) -> None:
     answers = {path: post["responses"]["200"]["content"] for path, post in posts.items()}
     streams = {path for path, content in answers.items() if "text/event-stream" in content}
     assert all("application/json" in content for content in answers.values())
-    assert streams == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+    assert streams == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/inference/v1/generate",
+    }
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ from vlm_serve.server.api.completions.bodies import Completion
 from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.completions.route import completions
 from vlm_serve.server.api.fields import RequestModel
+from vlm_serve.server.api.generate.bodies import Generated
+from vlm_serve.server.api.generate.request import GenerateRequest
+from vlm_serve.server.api.generate.route import generate
 from vlm_serve.server.api.messages.request import MessagesPrompt, MessagesRequest
 from vlm_serve.server.api.messages.route import CountedTokens, count_message_tokens, create_message
 from vlm_serve.server.api.messages.stream import MessageBody, MessagesErrorBody
@@ -138,6 +141,7 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
         ("/v1/responses/input_tokens", count_input_tokens, ResponsesRequest, InputTokens),
         (MESSAGES_PATH, create_message, MessagesRequest, MessageBody),
         (f"{MESSAGES_PATH}/count_tokens", count_message_tokens, MessagesPrompt, CountedTokens),
+        ("/inference/v1/generate", generate, GenerateRequest, Generated),
         ("/tokenize", tokenize, TokenizeRequest, Tokens),
         ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
         ("/v1/cache/probe", cache.probe, cache.ProbeRequest, CacheReportBody),

@@ -82,6 +82,10 @@ def startup_rows(
         yield "granularity", "prefix caching is off"
     yield "tool calls", config.tool_call_parser
     yield "reasoning", config.reasoning_parser
+    if config.response_store is not None:
+        assert isinstance(config.response_store, int)
+        kept = f"{format_size(config.response_store)} per API key"
+        yield "stored responses", f"{kept}, {config.response_store_ttl:g} s, on top"
     yield "API keys", str(len(config.api_key)) if config.api_key else "none: everybody may ask"
     yield "URL", f"{url}/v1"
 

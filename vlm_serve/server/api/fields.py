@@ -100,6 +100,16 @@ def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
+def token_biases(bias: dict[str, float] | None) -> dict[int, float] | None:
+    """`logit_bias` by token id: JSON has no other keys than texts. Raises InvalidRequestError."""
+    for token in bias or {}:
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise InvalidRequestError(
+                f"logit_bias: {token[:32]!r} is no token id", param="logit_bias"
+            )
+    return {int(token): value for token, value in (bias or {}).items()} or None
+
+
 class GenerationRequest(AnswerRequest):
     """What chat and plain completions have in common."""
 
@@ -139,16 +149,6 @@ class GenerationRequest(AnswerRequest):
                 "stream_options is only allowed when stream is true", param="stream_options"
             )
 
-    def _logit_bias(self) -> dict[int, float] | None:
-        """JSON has no other keys than texts."""
-        bias = self.logit_bias or {}
-        for token in bias:
-            if not (token.isascii() and token.isdigit() and len(token) < 10):
-                raise InvalidRequestError(
-                    f"logit_bias: {token[:32]!r} is no token id", param="logit_bias"
-                )
-        return {int(token): value for token, value in bias.items()} or None
-
     def _check_prompt_logprobs(self) -> None:
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError(
@@ -171,7 +171,7 @@ class GenerationRequest(AnswerRequest):
             repetition_penalty=self.repetition_penalty,
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
-            logit_bias=self._logit_bias(),
+            logit_bias=token_biases(self.logit_bias),
             allowed_token_ids=None
             if self.allowed_token_ids is None
             else tuple(self.allowed_token_ids),

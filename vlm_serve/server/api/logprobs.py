@@ -32,7 +32,8 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
     return tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
-def _ranked(logprobs: dict[int, float], count: int) -> list[tuple[int, float]]:
+def ranked(logprobs: dict[int, float], count: int) -> list[tuple[int, float]]:
+    """The most likely tokens, the best first."""
     return sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))[:count]
 
 
@@ -43,7 +44,7 @@ def chat_logprobs(
     return [
         TokenLogprob(
             **_entry(tokenizer, token, row[token]).model_dump(),
-            top_logprobs=[_entry(tokenizer, other, value) for other, value in _ranked(row, top)],
+            top_logprobs=[_entry(tokenizer, other, value) for other, value in ranked(row, top)],
         )
         for token, row in zip(tokens, logprobs, strict=True)
     ]
@@ -58,7 +59,7 @@ def prompt_logprobs_body(
     bodies: list[dict[str, PromptLogprob] | None] = [None]
     for token, report in zip(token_ids[1:], reports, strict=True):
         entries = {str(token): _prompt_entry(tokenizer, token, report, report.rank)}
-        for rank, (other, _) in enumerate(_ranked(report.logprobs, len(report.logprobs)), start=1):
+        for rank, (other, _) in enumerate(ranked(report.logprobs, len(report.logprobs)), start=1):
             if other != token:
                 entries[str(other)] = _prompt_entry(tokenizer, other, report, rank)
         bodies.append(entries)
@@ -100,7 +101,7 @@ def completion_logprobs(
             if row is None
             else {
                 token_text(tokenizer, other): max(value, LOWEST)
-                for other, value in _ranked(row, top)
+                for other, value in ranked(row, top)
             }
             for row in logprobs
         ]

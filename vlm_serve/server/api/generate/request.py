@@ -1,0 +1,124 @@
+"""The body of POST /inference/v1/generate, and what it asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.api.fields import (
+    MAX_PRIORITY,
+    MAX_SALT_LENGTH,
+    SALT_PATTERN,
+    Items,
+    RequestModel,
+    StreamOptions,
+    Table,
+    Tokens,
+    stop_texts,
+    token_biases,
+)
+from vlm_serve.server.api.structured import form_of
+from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED
+from vlm_serve.server.errors import told_as
+
+GENERATE_REFUSED: dict[str, tuple[Any, ...]] = {
+    "ec_transfer_params": ({},),
+    "features": ({},),
+    "kv_transfer_params": ({},),
+}
+
+_ONLY_FOR_TEXT = (
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
+    "extra_args": ({},),
+    "logprob_token_ids": (),
+    "prompt_logprob_start": (0,),
+    "prompt_logprob_token_ids": (),
+    "prompt_logprobs_start": (0,),
+    "trace_decode_token_ids": (),
+}
+SAMPLING_UNIMPLEMENTED = SAMPLING_REFUSED | {
+    name: neutral for name, neutral in UNIMPLEMENTED.items() if name not in _ONLY_FOR_TEXT
+}
+
+
+class TokenSampling(RequestModel):
+    """`sampling_params`; the names are those of `SamplingParams`."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Table[float] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
+    structured_outputs: Table[Any] | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_prompt_start: int | None = None
+
+    def params(self) -> SamplingParams:
+        """Raises InvalidRequestError that names the field which is out of range."""
+        given = {
+            name: value
+            for name in type(self).model_fields
+            if (value := getattr(self, name)) is not None
+        }
+        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return SamplingParams(
+            **given
+            | {
+                "stop": stop_texts(self.stop),
+                "logit_bias": token_biases(self.logit_bias),
+                "structured_outputs": form_of(None, self.structured_outputs),
+            }
+        )
+
+
+# Fields as the engine calls them -> as this request does.
+NAMES = {name: f"sampling_params.{name}" for name in TokenSampling.model_fields} | {
+    "prompt": "token_ids",
+    "messages": "token_ids",
+}
+
+
+class GenerateRequest(RequestModel):
+    token_ids: Tokens = Field(min_length=1)
+    sampling_params: TokenSampling
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    cache_report: bool | None = None
+
+    def params(self) -> SamplingParams:
+        """Raises InvalidRequestError that names the field at fault."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options is only allowed when stream is true", param="stream_options"
+            )
+        with told_as(NAMES):
+            if self.stream and self.sampling_params.prompt_logprobs is not None:
+                raise InvalidRequestError(
+                    "prompt_logprobs is not available in a stream", param="prompt_logprobs"
+                )
+            return self.sampling_params.params()

@@ -1,0 +1,65 @@
+"""The route: from a request to the job that answers it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from vlm_serve.server.api.answer import Job, respond
+from vlm_serve.server.api.generate.request import (
+    GENERATE_REFUSED,
+    NAMES,
+    SAMPLING_UNIMPLEMENTED,
+    GenerateRequest,
+)
+from vlm_serve.server.api.generate.stream import GenerateStream
+from vlm_serve.server.api.prompts import prepare_tokens
+from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.body import read_request
+from vlm_serve.server.errors import told_as
+from vlm_serve.server.generation import Generation, Task
+from vlm_serve.server.request_id import request_id_of, trace_context_of
+from vlm_serve.server.service import Service
+from vlm_serve.server.tenants import salt_of
+
+
+async def generate(service: Service, request: Request) -> Response:
+    """Continues token ids. Raises as `respond`."""
+    job = partial(_job, service, request.scope, time.monotonic())
+    return await respond(
+        service, request, await read_request(service, request, GenerateRequest, job)
+    )
+
+
+def _job(service: Service, scope: Scope, arrival: float, body: GenerateRequest) -> Job:
+    headers = ignored_header(_ignored(body))
+    salt = salt_of(scope, body.cache_salt)
+    model, created = service.resolve_model(body.model), int(time.time())
+
+    def stream_of(generations: Sequence[Generation]) -> GenerateStream:
+        return GenerateStream(body, service.tokenizer, generations[0], model=model, created=created)
+
+    task = Task(
+        partial(prepare_tokens, service, body.token_ids, salt),
+        body.params(),
+        body.request_id or request_id_of(scope),
+        arrival,
+        body.priority or 0,
+        trace=trace_context_of(scope),
+        names=NAMES,
+    )
+    return Job([task], stream_of, bool(body.stream), headers)
+
+
+def _ignored(body: GenerateRequest) -> list[str]:
+    """Raises UnsupportedFieldError for what would have an effect elsewhere."""
+    sampling = body.sampling_params.model_extra or {}
+    with told_as({name: f"sampling_params.{name}" for name in sampling}):
+        ignored = ignored_fields(sampling, SAMPLING_UNIMPLEMENTED)
+    outer = ignored_fields(body.model_extra or {}, GENERATE_REFUSED)
+    return outer + [f"sampling_params.{name}" for name in ignored]
