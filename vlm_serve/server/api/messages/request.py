@@ -29,7 +29,6 @@ MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "output_format": (),
 }
-MESSAGES_UNIMPLEMENTED = UNIMPLEMENTED | CHAT_ONLY | MESSAGES_REFUSED
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {"stop": "stop_sequences"}
@@ -123,6 +122,14 @@ class MessagesRequest(MessagesPrompt):
 
     def asked(self) -> Asked:
         return self._asked(max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ()))
+
+
+# Counting ignores what only the answer needs, so a message request can be counted as it is.
+MESSAGES_UNIMPLEMENTED = {
+    name: neutral
+    for name, neutral in (UNIMPLEMENTED | CHAT_ONLY | MESSAGES_REFUSED).items()
+    if name not in MessagesRequest.model_fields
+}
 
 
 def _function(tool: MessagesTool) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""Anthropic's API over a real engine: counts of tokens with media, and answers of a given form."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import anthropic
+import pytest
+from fake_engine import FakeEngine
+from hostile_files import image_of
+from pydantic import BaseModel
+from serving import RunningServer, running
+from tool_texts import CITY_TOOL
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.engine import Engine
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.config import ServerConfig
+
+TOOL: Any = {
+    "name": "get_weather",
+    "description": "The weather",
+    "input_schema": CITY_TOOL["function"]["parameters"],
+}
+PICTURE = {
+    "type": "image",
+    "source": {
+        "type": "base64",
+        "media_type": "image/png",
+        "data": base64.b64encode(image_of("PNG", 96, 64)).decode(),
+    },
+}
+DOCUMENT = {
+    "type": "document",
+    "title": "Notes",
+    "source": {"type": "text", "media_type": "text/plain", "data": "The sky is green."},
+}
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[RunningServer]:
+    config = EngineConfig(
+        device="cpu", block_size=16, cache_memory="48MiB", max_model_len=1024, threads=1
+    )
+    engine = Engine.from_checkpoint(str(checkpoint), config)
+    with running(engine, ServerConfig(port=0)) as server:
+        yield server
+
+
+def client_of(server: RunningServer) -> anthropic.Anthropic:
+    return anthropic.Anthropic(
+        base_url=server.url, api_key="none", max_retries=0, _strict_response_validation=True
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": HI},
+        {"messages": HI, "system": "Be brief", "tools": [TOOL], "tool_choice": {"type": "any"}},
+        {"messages": [{"role": "user", "content": [PICTURE, {"type": "text", "text": "What?"}]}]},
+        {"messages": [{"role": "user", "content": [DOCUMENT, PICTURE]}]},
+        {"messages": [*HI, {"role": "assistant", "content": "Well,"}]},
+        {"messages": HI, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"messages": HI, "thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
+    ],
+)
+def test_it_counts_what_a_message_prefills(server: RunningServer, fields: dict[str, Any]) -> None:
+    with client_of(server) as client:
+        counted = client.messages.count_tokens(model="test-model", **fields)
+        usage = client.messages.create(model="test-model", max_tokens=1, **fields).usage
+    assert usage.cache_read_input_tokens is not None
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_a_prompt_over_the_context_is_counted_all_the_same(server: RunningServer) -> None:
+    messages: Any = [{"role": "user", "content": "a b " * 550}]
+    with client_of(server) as client:
+        assert client.messages.count_tokens(model="test-model", messages=messages).input_tokens
+        with pytest.raises(anthropic.BadRequestError):
+            client.messages.create(model="test-model", max_tokens=1, messages=messages)
+
+
+def test_a_whole_message_request_can_be_counted(fake: RunningServer) -> None:
+    body = {"messages": HI, "max_tokens": 5, "stream": True, "stop_sequences": ["."]}
+    answer = fake.post("/v1/messages/count_tokens", body)
+    assert answer.status_code == 200, answer.text
+    assert set(answer.json()) == {"input_tokens"}
+    ignored = answer.headers["x-vlm-serve-ignored-fields"]
+    assert ignored == "max_tokens, stop_sequences"
+    refused = fake.post("/v1/messages/count_tokens", body | {"min_tokens": 5})
+    assert refused.status_code == 400
+
+
+class City(BaseModel):
+    name: Literal["Paris", "Rome"]
+    large: bool
+
+
+def test_the_clients_parser_gets_its_schema(server: RunningServer) -> None:
+    with client_of(server) as client:
+        parsed = client.messages.parse(
+            model="test-model", max_tokens=200, messages=HI, output_format=City
+        )
+    assert parsed.parsed_output is not None
+    assert parsed.parsed_output.name in ("Paris", "Rome")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_errors_before_the_body_is_read_have_anthropics_form(
+    tokenizer: Tokenizer, path: str
+) -> None:
+    config = ServerConfig(port=0, api_key=("secret",), max_body_size=1000)
+    with running(FakeEngine(tokenizer), config) as server:
+        big = server.post(path, {"x": "y" * 2000}, headers={"x-api-key": "secret"})
+        unknown = server.post(path, {})
+    assert (big.status_code, big.json()["error"]["type"]) == (413, "request_too_large")
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (401, "authentication_error")
