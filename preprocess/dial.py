@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from vlm_serve.errors import InvalidRequestError, MediaFetchError
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.stopping import Stop
 
 _PRINTABLE = re.compile(r"[!-~]+")
 _CONNECT_SECONDS = 5.0
@@ -106,7 +107,7 @@ def is_public(address: Address) -> bool:
     )
 
 
-def _resolve(target: Target, deadline: Deadline) -> list[tuple[int, tuple[str, int]]]:
+def _resolve(target: Target, deadline: Deadline, stop: Stop) -> list[tuple[int, tuple[str, int]]]:
     """(family, socket address) of every address of the host, within the deadline."""
     answers: queue.SimpleQueue[list[tuple[int, tuple[str, int]]]] = queue.SimpleQueue()
 
@@ -120,15 +121,17 @@ def _resolve(target: Target, deadline: Deadline) -> list[tuple[int, tuple[str, i
 
     threading.Thread(target=look_up, daemon=True).start()
     try:
-        return answers.get(timeout=deadline.left)
+        with stop.calling(lambda: answers.put([])):
+            return answers.get(timeout=deadline.left)
     except queue.Empty:
         raise TimeoutError from None
 
 
 def _connect(
-    target: Target, limits: MediaLimits, deadline: Deadline, param: str | None
+    target: Target, limits: MediaLimits, deadline: Deadline, param: str | None, stop: Stop
 ) -> socket.socket:
-    addresses = _resolve(target, deadline)
+    addresses = _resolve(target, deadline, stop)
+    stop.check()
     if not addresses:
         raise MediaFetchError("the URL's host has no address", param=param)
     if not limits.allow_private_networks:
@@ -137,6 +140,7 @@ def _connect(
                 raise MediaFetchError("the URL's host is not on the public network", param=param)
     failure: OSError = OSError("no address")
     for _, address_and_port in addresses:
+        stop.check()
         try:
             return socket.create_connection(
                 address_and_port, timeout=min(deadline.left, _CONNECT_SECONDS)
@@ -148,14 +152,19 @@ def _connect(
 
 @contextlib.contextmanager
 def request(
-    target: Target, limits: MediaLimits, deadline: Deadline, param: str | None = None
+    target: Target,
+    limits: MediaLimits,
+    deadline: Deadline,
+    param: str | None = None,
+    stop: Stop | None = None,
 ) -> Iterator[http.client.HTTPResponse]:
     """The response to a GET, its body still unread.
 
     Raises MediaFetchError if the host may not be dialled; OSError or HTTPException if the dialogue
-    fails or the deadline passes, whoever is slow and at whatever point.
+    fails, the deadline passes or the stop comes, whoever is slow and at whatever point.
     """
-    sock = _connect(target, limits, deadline, param)
+    stop = stop or Stop()
+    sock = _connect(target, limits, deadline, param, stop)
 
     def cut_off() -> None:
         with contextlib.suppress(OSError):
@@ -166,6 +175,8 @@ def request(
     watch = threading.Timer(deadline.left, cut_off)
     watch.daemon = True
     watch.start()
+    ending = contextlib.ExitStack()
+    ending.enter_context(stop.calling(cut_off))
     try:
         sock.settimeout(deadline.left)
         if target.secure:
@@ -174,6 +185,7 @@ def request(
             sock = context.wrap_socket(
                 sock, server_hostname=target.host, do_handshake_on_connect=False
             )
+            stop.check()
             sock.do_handshake()
         connection = http.client.HTTPConnection(target.host, target.port)
         connection.sock = sock
@@ -188,5 +200,6 @@ def request(
         with contextlib.closing(connection):
             yield connection.getresponse()
     finally:
+        ending.close()
         watch.cancel()
         sock.close()

@@ -7,8 +7,6 @@ addresses or paths of the server.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import http.client
 import os
 import stat
@@ -17,27 +15,40 @@ import urllib.parse
 from pathlib import Path
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
+from vlm_serve.preprocess.data_url import read_data_url
 from vlm_serve.preprocess.dial import Deadline, parse_target, request
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.stopping import Stop
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK = 1 << 16
 _MAX_URL = 1 << 13
 
 
-def fetch(url: str, *, max_bytes: int, limits: MediaLimits, param: str | None = None) -> bytes:
+def fetch(
+    url: str,
+    *,
+    max_bytes: int,
+    limits: MediaLimits,
+    param: str | None = None,
+    stop: Stop | None = None,
+) -> bytes:
     """The bytes that a URL stands for.
 
+    Args:
+        stop: closes the connection when the bytes are not wanted any more.
+
     Raises InvalidRequestError for a malformed or unsupported URL, MediaFetchError if it cannot be
-    fetched, MediaError if there are more than `max_bytes`.
+    fetched, MediaError if there are more than `max_bytes`, StoppedError.
     """
+    stop = stop or Stop()
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
-        return _read_data(url, max_bytes, param)
+        return read_data_url(url, max_bytes, param, stop)
     if len(url) > _MAX_URL:
         raise InvalidRequestError(f"the URL is over {_MAX_URL} characters", param=param)
     if scheme in ("http", "https"):
-        return _fetch_http(url, max_bytes, limits, param)
+        return _fetch_http(url, max_bytes, limits, param, stop)
     if scheme == "file":
         return _read_file_url(url, max_bytes, limits.allowed_local_media_path, param)
     raise InvalidRequestError("media must be a data:, http(s):// or file:// URL", param=param)
@@ -47,47 +58,21 @@ def _too_large(max_bytes: int, param: str | None) -> MediaError:
     return MediaError(f"the medium is over {max_bytes} bytes", param=param)
 
 
-def _read_data(url: str, max_bytes: int, param: str | None) -> bytes:
-    header, comma, body = url.partition(",")
-    if not comma:
-        raise InvalidRequestError("the data: URL has no comma", param=param)
-    if not header.lower().rstrip().endswith(";base64"):
-        if len(body) > 3 * max_bytes:
-            raise _too_large(max_bytes, param)
-        data = urllib.parse.unquote_to_bytes(body)
-    else:
-        if len(body) > 2 * max_bytes + 1024:
-            raise _too_large(max_bytes, param)
-        data = _read_base64(body, param)
-    if len(data) > max_bytes:
-        raise _too_large(max_bytes, param)
-    return data
-
-
-def _read_base64(text: str, param: str | None) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        pass
-    # Only now is it worth looking for escapes, line ends, the URL alphabet and lost padding.
-    text = "".join(urllib.parse.unquote(text).split()).rstrip("=")
-    text = text.replace("-", "+").replace("_", "/")
-    try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except (binascii.Error, ValueError):
-        raise InvalidRequestError("the data: URL is not valid base64", param=param) from None
-
-
-def _fetch_http(url: str, max_bytes: int, limits: MediaLimits, param: str | None) -> bytes:
+def _fetch_http(
+    url: str, max_bytes: int, limits: MediaLimits, param: str | None, stop: Stop
+) -> bytes:
     deadline = Deadline(time.monotonic() + limits.max_fetch_seconds)
     for _ in range(limits.max_redirects + 1):
         target = parse_target(url, limits, param)
         try:
-            with request(target, limits, deadline, param) as response:
+            with request(target, limits, deadline, param, stop) as response:
                 if response.status not in _REDIRECTS:
-                    return _read_response(response, max_bytes, deadline, param)
+                    body = _read_response(response, max_bytes, deadline, param)
+                    stop.check()
+                    return body
                 location = response.getheader("Location") or ""
         except (http.client.HTTPException, OSError):
+            stop.check()
             reason = "took too long" if deadline.passed else "failed"
             raise MediaFetchError(f"fetching the URL {reason}", param=param) from None
         url = _next_url(url, location, param)

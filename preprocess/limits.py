@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlm_serve.errors import MediaError
+
+DEFAULT_FPS = 24.0
+"""Frames a second where nothing says, as transformers assumes."""
+
 _PILLOW_ERROR_PIXELS = 178_956_970
 
 
@@ -16,10 +21,12 @@ class MediaLimits:
         max_images, max_videos: per prompt; None means no bound.
         max_image_bytes, max_video_bytes: of one encoded medium.
         max_image_pixels: width times height, read from the header.
+        max_image_scans: passes over its pixels that a progressive JPEG may make.
         max_video_pixels: width times height of one frame.
         max_video_frames: frames in the file or array, sampled or not.
         max_video_seconds: length of a video.
-        max_decode_seconds: wall time for decoding one video.
+        max_image_decode_seconds, max_decode_seconds: wall time for decoding one image or video.
+        max_decode_bytes: memory that decoding one medium may take, its own bytes not counted.
         max_fetch_seconds: wall time for fetching one URL, redirects included.
         max_redirects: hops after the first.
         allowed_local_media_path: file:// URLs below it may be read; None: none may.
@@ -32,10 +39,13 @@ class MediaLimits:
     max_image_bytes: int = 64 << 20
     max_video_bytes: int = 1 << 30
     max_image_pixels: int = 1 << 26
+    max_image_scans: int = 100
     max_video_pixels: int = 1 << 25
     max_video_frames: int = 400_000
     max_video_seconds: float = 4 * 3600.0
+    max_image_decode_seconds: float = 30.0
     max_decode_seconds: float = 120.0
+    max_decode_bytes: int = 1 << 30
     max_fetch_seconds: float = 30.0
     max_redirects: int = 5
     allowed_local_media_path: Path | None = None
@@ -45,3 +55,19 @@ class MediaLimits:
     def __post_init__(self) -> None:
         # Pillow refuses such images itself.
         assert 0 < self.max_image_pixels <= _PILLOW_ERROR_PIXELS
+
+
+def check_video(
+    num_frames: int,
+    fps: float,
+    size: tuple[int, ...],
+    limits: MediaLimits,
+    param: str | None,
+) -> None:
+    """Raises MediaError if a video has too many frames or pixels, or is too long."""
+    if num_frames > limits.max_video_frames:
+        raise MediaError(f"the video is over {limits.max_video_frames} frames", param=param)
+    if num_frames / fps > limits.max_video_seconds:
+        raise MediaError(f"the video is over {limits.max_video_seconds:g} seconds", param=param)
+    if size[0] * size[1] > limits.max_video_pixels:
+        raise MediaError(f"the video is over {limits.max_video_pixels} pixels", param=param)

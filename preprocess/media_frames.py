@@ -10,11 +10,8 @@ import PIL.Image
 import torch
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.limits import DEFAULT_FPS, MediaLimits, check_video
 from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
-
-DEFAULT_FPS = 24.0
-"""Frames a second where nothing says, as transformers assumes."""
 
 
 class Video(Protocol):
@@ -61,7 +58,7 @@ class ArrayVideo:
             raise MediaError("the video has no frames", param=param)
         self._frames = frames
         self.fps = DEFAULT_FPS if fps is None else fps
-        check_limits(len(frames), self.fps, frames.shape[1:3], limits, param)
+        check_video(len(frames), self.fps, frames.shape[1:3], limits, param)
         self.times: Sequence[float] = [index / self.fps for index in range(len(frames))]
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
@@ -84,19 +81,3 @@ def _stack(frames: Any, limits: MediaLimits, param: str | None) -> Any:
     if any(array.shape != arrays[0].shape for array in arrays):
         raise MediaError("the frames of a video must be of one size", param=param)
     return np.stack(arrays)
-
-
-def check_limits(
-    num_frames: int,
-    fps: float,
-    size: tuple[int, ...],
-    limits: MediaLimits,
-    param: str | None,
-) -> None:
-    """Raises MediaError if a video has too many frames or pixels, or is too long."""
-    if num_frames > limits.max_video_frames:
-        raise MediaError(f"the video is over {limits.max_video_frames} frames", param=param)
-    if num_frames / fps > limits.max_video_seconds:
-        raise MediaError(f"the video is over {limits.max_video_seconds:g} seconds", param=param)
-    if size[0] * size[1] > limits.max_video_pixels:
-        raise MediaError(f"the video is over {limits.max_video_pixels} pixels", param=param)

@@ -1,29 +1,63 @@
 """Encoded images and PIL images to upright 8-bit RGB.
 
 Transparency is composed over white as transformers does (`image_transforms.convert_to_rgb`), with
-the same Pillow calls, hence the same bits. Two things transformers leaves alone are settled here:
-EXIF orientation is always applied, and 16-bit samples keep their upper byte instead of clipping.
+the same Pillow calls, hence the same bits. Three things transformers leaves alone are settled here:
+EXIF orientation is always applied, 16-bit samples keep their upper byte instead of clipping, and a
+transparent colour of a PNG file means its samples at the file's own depth.
+
+Pictures are converted strip by strip, straight into the array that is returned: beside it and what
+Pillow decoded there is never another picture of full size.
 """
 
 from __future__ import annotations
 
 import io
 import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import PIL.ExifTags
 import PIL.Image
-import PIL.ImageOps
+from PIL.PngImagePlugin import PngImageFile
 
 from vlm_serve.errors import MediaError
+from vlm_serve.preprocess.jpeg_scans import count_scans
 from vlm_serve.preprocess.limits import MediaLimits
 
 Pixels = npt.NDArray[np.uint8]
+NewPixels = Callable[[tuple[int, int, int]], Pixels]
+"""Makes the array of a shape that a picture is written to."""
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 _WHITE = (255, 255, 255, 255)
+_16_BIT = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
+_STRIP_PIXELS = 1 << 20
+# What Pillow keeps of a pixel; 4 bytes in all other modes.
+_MODE_BYTES = {"1": 1, "L": 1, "P": 1} | dict.fromkeys(_16_BIT - {"I"}, 2)
 # A lazily opened image must not be loaded by two threads at once.
 _load_lock = threading.Lock()
+
+
+def _empty(shape: tuple[int, int, int]) -> Pixels:
+    return np.empty(shape, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedImage:
+    """An encoded image of which only the header has been read.
+
+    Attributes:
+        image: what Pillow made of it.
+        low: the same file opened to give the lower bytes of 16-bit colours, where those matter.
+        work: pixels times the passes that decoding makes over them.
+    """
+
+    image: PIL.Image.Image
+    low: PIL.Image.Image | None
+    work: int
 
 
 def decode_image(data: bytes, limits: MediaLimits, param: str | None = None) -> Pixels:
@@ -31,7 +65,7 @@ def decode_image(data: bytes, limits: MediaLimits, param: str | None = None) -> 
 
     Args:
         data: the file's bytes; formats are those in `FORMATS`.
-        limits: bytes and pixels allowed; pixels are read from the header before decoding.
+        limits: bytes, pixels, passes and memory allowed; all are known before decoding.
         param: the request field to name in errors.
 
     Returns:
@@ -39,6 +73,11 @@ def decode_image(data: bytes, limits: MediaLimits, param: str | None = None) -> 
 
     Raises MediaError for anything that is not such an image, whole and within the limits.
     """
+    return decode_opened(open_image(data, limits, param), limits, param)
+
+
+def open_image(data: bytes, limits: MediaLimits, param: str | None = None) -> OpenedImage:
+    """Reads an image's header and checks it. Arguments and errors as for `decode_image`."""
     if not data:
         raise MediaError("the image is empty", param=param)
     if len(data) > limits.max_image_bytes:
@@ -50,10 +89,30 @@ def decode_image(data: bytes, limits: MediaLimits, param: str | None = None) -> 
         raise MediaError(f"not an image of a supported format ({known})", param=param) from None
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
         raise _too_many_pixels(limits, param) from None
+    except MemoryError:
+        raise _too_much_memory(limits, param) from None
     except Exception:  # Pillow's plugins raise whatever a broken header leads them to
         raise MediaError("the image is damaged", param=param) from None
-    with image:
-        return image_to_rgb(image, limits, param)
+    _check_size(image, limits, param)
+    scans = count_scans(data, limits.max_image_scans)
+    if scans > limits.max_image_scans:
+        raise MediaError(f"the image has over {limits.max_image_scans} scans", param=param)
+    low = _settle_transparency(image, data)
+    pixels = image.width * image.height
+    held = _MODE_BYTES.get(image.mode, 4) * (1 if low is None else 2) + 3
+    if scans > 1:  # all coefficients are kept between the scans
+        held += 2 * len(image.getbands())
+    if pixels * held > limits.max_decode_bytes:
+        raise _too_much_memory(limits, param)
+    return OpenedImage(image, low, pixels * max(scans, 1))
+
+
+def decode_opened(
+    opened: OpenedImage, limits: MediaLimits, param: str | None = None, new: NewPixels = _empty
+) -> Pixels:
+    """Pixels of an opened image, which is closed. `new` makes the array that they are put into."""
+    with opened.image as image:
+        return _decode(image, opened.low, limits, param, new)
 
 
 def image_to_rgb(image: PIL.Image.Image, limits: MediaLimits, param: str | None = None) -> Pixels:
@@ -64,39 +123,128 @@ def image_to_rgb(image: PIL.Image.Image, limits: MediaLimits, param: str | None 
 
     Raises MediaError if it is over the pixel limit, of an unsupported mode, or cannot be loaded.
     """
+    _check_size(image, limits, param)
+    with _load_lock:
+        _load(image, limits, param)
+    return _decode(image, None, limits, param, _empty)
+
+
+def _check_size(image: PIL.Image.Image, limits: MediaLimits, param: str | None) -> None:
     if image.width * image.height > limits.max_image_pixels:
         raise _too_many_pixels(limits, param)
     if image.width == 0 or image.height == 0:
         raise MediaError("the image has no pixels", param=param)
+
+
+def _load(image: PIL.Image.Image, limits: MediaLimits, param: str | None) -> None:
     try:
-        with _load_lock:
-            image.load()
-        upright = _upright(image)
-        if upright.mode in ("I", "I;16", "I;16B", "I;16L", "I;16N"):
-            return _from_16_bit(upright)
-        if upright.mode == "F":
-            raise MediaError("floating-point images are not supported", param=param)
-        return np.array(_over_white(upright))
-    except MediaError:
-        raise
-    except Exception:  # see above; truncated data ends here
+        image.load()
+    except MemoryError:
+        raise _too_much_memory(limits, param) from None
+    except Exception:  # Pillow's plugins raise whatever broken data leads them to
         raise MediaError("the image is truncated or damaged", param=param) from None
+
+
+def _decode(
+    image: PIL.Image.Image,
+    low: PIL.Image.Image | None,
+    limits: MediaLimits,
+    param: str | None,
+    new: NewPixels,
+) -> Pixels:
+    _load(image, limits, param)
+    if low is not None:
+        _load(low, limits, param)
+    if image.mode == "F":
+        raise MediaError("floating-point images are not supported", param=param)
+    try:
+        orientation = _orientation(image)
+        lies = orientation in _LYING
+        pixels = new((image.width, image.height, 3) if lies else (image.height, image.width, 3))
+        view = _AS_STORED.get(orientation, _as_it_is)(pixels)
+        for box in _strips(image.size):
+            view[box[1] : box[3]] = _to_rgb(image.crop(box), low and low.crop(box))
+        return pixels
+    except MemoryError:
+        raise _too_much_memory(limits, param) from None
+    except Exception:  # see above
+        raise MediaError("the image is truncated or damaged", param=param) from None
+
+
+def _strips(size: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
+    width, height = size
+    rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        yield 0, top, width, min(top + rows, height)
 
 
 def _too_many_pixels(limits: MediaLimits, param: str | None) -> MediaError:
     return MediaError(f"the image is over {limits.max_image_pixels} pixels", param=param)
 
 
-def _upright(image: PIL.Image.Image) -> PIL.Image.Image:
+def _too_much_memory(limits: MediaLimits, param: str | None) -> MediaError:
+    most = limits.max_decode_bytes >> 20
+    return MediaError(f"the image takes over {most} MiB to decode", param=param)
+
+
+def _as_it_is(pixels: Any) -> Any:
+    return pixels
+
+
+# From an upright picture to how one of that EXIF orientation is stored.
+_AS_STORED: dict[int, Callable[[Any], Any]] = {
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.swapaxes(0, 1),
+    6: lambda pixels: np.rot90(pixels),
+    7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
+    8: lambda pixels: np.rot90(pixels, 3),
+}
+_LYING = frozenset({5, 6, 7, 8})
+
+
+def _orientation(image: PIL.Image.Image) -> int:
     try:
-        return PIL.ImageOps.exif_transpose(image)
+        found = image.getexif().get(PIL.ExifTags.Base.Orientation, 1)
     except Exception:  # broken EXIF says nothing about the pixels
-        return image
+        return 1
+    return found if isinstance(found, int) else 1
+
+
+def _settle_transparency(image: PIL.Image.Image, data: bytes) -> PIL.Image.Image | None:
+    """Brings a PNG file's transparent colour to the depth at which Pillow gives its samples.
+
+    Of 16-bit colours Pillow gives the upper bytes alone: then the lower ones are returned.
+    """
+    if not isinstance(image, PngImageFile) or image.info.get("transparency") is None:
+        return None
+    raw_mode = image.tile[0].args if image.tile else None
+    if raw_mode in ("L;2", "L;4"):
+        largest = (1 << int(raw_mode[2:])) - 1
+        image.info["transparency"] = (image.info["transparency"] & largest) * (255 // largest)
+    if raw_mode != "RGB;16B":
+        return None
+    low = PngImageFile(io.BytesIO(data))
+    low.tile = [tile._replace(args="RGB;16L") for tile in low.tile]
+    return low
+
+
+def _to_rgb(strip: PIL.Image.Image, low: PIL.Image.Image | None) -> Pixels:
+    if strip.mode in _16_BIT:
+        return _from_16_bit(strip)
+    if low is not None:
+        key = np.array(strip.info["transparency"])
+        pixels = np.array(strip)
+        clear = (pixels == key >> 8).all(axis=2) & (np.asarray(low) == key & 0xFF).all(axis=2)
+        pixels[clear] = 0xFF
+        return pixels
+    return np.asarray(_over_white(strip))
 
 
 def _over_white(image: PIL.Image.Image) -> PIL.Image.Image:
     if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")
     image = image.convert("RGBA")
     background = PIL.Image.new("RGBA", image.size, _WHITE)
     return PIL.Image.alpha_composite(background, image).convert("RGB")

@@ -15,10 +15,11 @@ import torch
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
 from vlm_serve.host_threads import releasing
+from vlm_serve.preprocess.decoders import Decoders
 from vlm_serve.preprocess.fetch import fetch, read_file
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_frames import ArrayVideo, Video
-from vlm_serve.preprocess.media_image import Pixels, decode_image, image_to_rgb
+from vlm_serve.preprocess.media_frames import ArrayVideo
+from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
 from vlm_serve.preprocess.media_options import (
     ImageOptions,
     VideoOptions,
@@ -33,7 +34,6 @@ from vlm_serve.preprocess.media_process import (
     process_image,
     process_video,
 )
-from vlm_serve.preprocess.media_video import EncodedVideo
 from vlm_serve.preprocess.messages import MediaPart
 from vlm_serve.preprocess.processors import (
     PixelConfig,
@@ -43,7 +43,9 @@ from vlm_serve.preprocess.processors import (
     patchify,
 )
 from vlm_serve.preprocess.raw_index import RawIndex, raw_key
+from vlm_serve.preprocess.stopping import Stop
 
+_CONVERSIONS = 2
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 
@@ -110,6 +112,7 @@ class MediaLoader:
         images, videos: processor configs; None where the checkpoint takes no such media.
         limits: bounds on what is fetched and decoded.
         raw_index: where records of earlier uploads are kept.
+        decoders: decode what comes as a file.
     """
 
     def __init__(
@@ -118,9 +121,12 @@ class MediaLoader:
         videos: VideoConfig | None,
         limits: MediaLimits,
         raw_index: RawIndex,
+        decoders: Decoders,
     ) -> None:
         self._images, self._videos, self._limits = images, videos, limits
-        self._raw_index = raw_index
+        self._raw_index, self._decoders = raw_index, decoders
+        # Pictures and arrays of Python callers are converted here, not many at a time.
+        self._converting = threading.BoundedSemaphore(_CONVERSIONS)
         self.fingerprint = fingerprint(images, videos)
 
     def check_count(self, parts: list[MediaPart]) -> None:
@@ -140,11 +146,12 @@ class MediaLoader:
                     param=found[limit].param,
                 )
 
-    def load(self, part: MediaPart, cache_salt: str) -> LoadedMedia:
+    def load(self, part: MediaPart, cache_salt: str, stop: Stop) -> LoadedMedia:
         """The item of one part. Only what the raw index does not know is decoded.
 
-        Raises MediaFetchError, MediaError or InvalidRequestError.
+        Raises MediaFetchError, MediaError or InvalidRequestError; StoppedError.
         """
+        stop.check()
         config, options = self._settings(part)
         key_of = partial(
             raw_key,
@@ -160,18 +167,18 @@ class MediaLoader:
             return self._recall(
                 known, config, url_key, lambda: self._read_and_process(part, options)
             )
-        source = self._read_source(part)
+        source = self._read_source(part, stop)
         indexed = isinstance(source, bytes) or _is_contiguous(source)
         key = key_of(source) if indexed else None
         known = self._raw_index.get(key) if key is not None else None
 
-        def process() -> Processed:
-            return self._process(part, source, options)
+        def process(stop: Stop | None = None) -> Processed:
+            return self._process(part, source, options, stop or Stop())
 
         if known is not None:
             item = self._recall(known, config, key, process)
         else:
-            done = process()
+            done = process(stop)
             item = LoadedMedia(done.record, config, done.pixels, process)
         for each in (key, url_key):
             if each is not None:
@@ -203,30 +210,43 @@ class MediaLoader:
         return LoadedMedia(known, config, None, process_again)
 
     def _read_and_process(self, part: MediaPart, options: Any) -> Processed:
-        return self._process(part, self._read_source(part), options)
+        stop = Stop()
+        return self._process(part, self._read_source(part, stop), options, stop)
 
     @releasing
-    def _process(self, part: MediaPart, source: Any, options: Any) -> Processed:
-        if part.modality == "image":
-            assert self._images is not None
-            pixels = _image_pixels(source, self._limits, part.param)
-            return process_image(pixels, options, self._images, part.param)
-        assert self._videos is not None
-        video: Video
+    def _process(self, part: MediaPart, source: Any, options: Any, stop: Stop) -> Processed:
+        decode = self._image if part.modality == "image" else self._video
         if isinstance(source, bytes):
-            video = EncodedVideo(source, options.fps, self._limits, part.param)
-        else:
-            video = ArrayVideo(source, options.fps, self._limits, part.param)
-        return process_video(video, options, self._videos, part.param)
+            return decode(part, source, options, stop)
+        with self._converting:
+            return decode(part, source, options, stop)
 
-    def _read_source(self, part: MediaPart) -> Any:
+    def _image(self, part: MediaPart, source: Any, options: ImageOptions, stop: Stop) -> Processed:
+        config, limits = self._images, self._limits
+        assert config is not None
+        if not isinstance(source, bytes):
+            pixels = _image_pixels(source, limits, part.param)
+            return process_image(pixels, options, config, part.param)
+        with self._decoders.image(source, limits, part.param, stop) as pixels:
+            return process_image(pixels, options, config, part.param)
+
+    def _video(self, part: MediaPart, source: Any, options: VideoOptions, stop: Stop) -> Processed:
+        config, limits = self._videos, self._limits
+        assert config is not None
+        if not isinstance(source, bytes):
+            video = ArrayVideo(source, options.fps, limits, part.param)
+            return process_video(video, options, config, part.param)
+        with self._decoders.video(source, options.fps, limits, part.param, stop) as decoded:
+            return process_video(decoded, options, config, part.param)
+
+    def _read_source(self, part: MediaPart, stop: Stop) -> Any:
         source, limits = part.source, self._limits
         is_image = part.modality == "image"
         max_bytes = limits.max_image_bytes if is_image else limits.max_video_bytes
         if isinstance(source, bytes | bytearray | memoryview):
             return bytes(source)
         if isinstance(source, str) and (part.url_only or _SCHEME.match(source)):
-            return fetch(source, max_bytes=max_bytes, limits=limits, param=part.param)
+            return fetch(source, max_bytes=max_bytes, limits=limits, param=part.param, stop=stop)
         if isinstance(source, str | Path):
             try:
                 return read_file(Path(source), max_bytes, param=part.param)
@@ -237,6 +257,11 @@ class MediaLoader:
         if part.url_only:
             raise InvalidRequestError(f"{part.param} must be a URL", param=part.param)
         return source
+
+
+def is_remote(part: MediaPart) -> bool:
+    """True if loading the part waits for another machine."""
+    return isinstance(part.source, str) and part.source[:5].lower().startswith("http")
 
 
 def _is_data_url(source: Any) -> bool:
@@ -252,8 +277,6 @@ def _is_contiguous(source: Any) -> bool:
 
 
 def _image_pixels(source: Any, limits: MediaLimits, param: str) -> Pixels:
-    if isinstance(source, bytes):
-        return decode_image(source, limits, param)
     if isinstance(source, np.ndarray):
         try:
             source = PIL.Image.fromarray(source)

@@ -7,7 +7,6 @@ once decoding only what the wanted frames need. Frame i is the i-th in presentat
 from __future__ import annotations
 
 import bisect
-import io
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +16,7 @@ import av
 import numpy as np
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_frames import DEFAULT_FPS, check_limits
+from vlm_serve.preprocess.limits import DEFAULT_FPS, MediaLimits, check_video
 from vlm_serve.preprocess.media_image import Pixels
 
 # Playlists, SDP and concat scripts open files and ports that the client names; no container
@@ -34,6 +32,26 @@ _SKIP_SAFE = frozenset({"h264", "mpeg4", "mpeg2video", "mpeg1video"})
 _MIN_GAP = 12
 
 
+class _Reader:
+    """Bytes as a file, without a copy of them."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def read(self, size: int) -> bytes:
+        piece = bytes(self._data[self._at : self._at + size])
+        self._at += len(piece)
+        return piece
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
+        self._at = min(max(base + offset, 0), len(self._data))
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+
 class EncodedVideo:
     """A video file in memory.
 
@@ -47,7 +65,11 @@ class EncodedVideo:
     """
 
     def __init__(
-        self, data: bytes, fps: float | None, limits: MediaLimits, param: str | None = None
+        self,
+        data: bytes | memoryview,
+        fps: float | None,
+        limits: MediaLimits,
+        param: str | None = None,
     ) -> None:
         if not data:
             raise MediaError("the video is empty", param=param)
@@ -64,7 +86,7 @@ class EncodedVideo:
 
     def _open(self) -> tuple[Any, Any]:
         container = av.open(
-            io.BytesIO(self._data), options=_OPEN_OPTIONS, metadata_errors="replace"
+            _Reader(memoryview(self._data)), options=_OPEN_OPTIONS, metadata_errors="replace"
         )
         stream = container.streams.best("video")
         if stream is None:
@@ -81,7 +103,7 @@ class EncodedVideo:
             size = stream.codec_context.height, stream.codec_context.width
             rate = float(stream.average_rate or stream.guessed_rate or 0)
             self.fps = fps or rate or DEFAULT_FPS
-            check_limits(stream.frames, self.fps, size, self._limits, self._param)
+            check_video(stream.frames, self.fps, size, self._limits, self._param)
             self._pts: list[int | None] = []
             self._keys: list[bool] = []
             shown: list[int | None] = []
@@ -93,7 +115,7 @@ class EncodedVideo:
                 self._keys.append(packet.is_keyframe)
                 if not packet.is_discard:
                     shown.append(packet.pts)
-                check_limits(len(shown), self.fps, size, self._limits, self._param)
+                check_video(len(shown), self.fps, size, self._limits, self._param)
             if not shown:
                 raise MediaError("the video has no frames", param=self._param)
             known = [pts for pts in shown if pts is not None]

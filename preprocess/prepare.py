@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from vlm_serve.errors import CheckpointError, InvalidRequestError
 from vlm_serve.preprocess.chat_request import ChatRequest
+from vlm_serve.preprocess.decoders import Decoders
 from vlm_serve.preprocess.expand import (
     Expander,
     Expansion,
@@ -28,17 +29,18 @@ from vlm_serve.preprocess.expand import (
 from vlm_serve.preprocess.family import Family
 from vlm_serve.preprocess.keys import PromptKeys, RootFields
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_items import LoadedMedia, MediaLoader
-from vlm_serve.preprocess.messages import Conversation, MediaPart, read_messages
+from vlm_serve.preprocess.media_items import LoadedMedia, MediaLoader, is_remote
+from vlm_serve.preprocess.messages import Conversation, read_messages
 from vlm_serve.preprocess.processors import fingerprint, image_config, video_config
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
+from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.template import ChatTemplate, find_chat_template
 from vlm_serve.preprocess.tokenizer import Tokenizer, read_json
 from vlm_serve.preprocess.typed_text import TypedText
 
 _SALT = re.compile(r"[A-Za-z0-9._:=+/@-]{0,128}")
-_MEDIA_THREADS = 2
+_THREADS = 64
 DEFAULT_RAW_INDEX_BYTES = 16 << 20
 
 
@@ -53,6 +55,24 @@ def processor_fingerprint(directory: Path | str) -> bytes:
     if _vision_config(directory) is None:
         return fingerprint(None, None)
     return fingerprint(image_config(directory), video_config(directory))
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A conversation that has been read, checked and rendered; its media are yet to be loaded.
+
+    Attributes:
+        root: of the prompt's keys.
+        request, typed, text, pieces: the conversation, what was typed in it by users, its rendering
+            with that text hidden, and the rendering cut at special tokens.
+    """
+
+    root: bytes
+    cache_salt: str
+    request: ChatRequest
+    typed: TypedText
+    text: str
+    pieces: tuple[Piece, ...]
 
 
 class Preprocessor:
@@ -95,14 +115,20 @@ class Preprocessor:
         videos = video_config(directory) if config is not None else None
         vision = self._vision_tokens(config) if config is not None else None
         self.raw_index = RawIndex(raw_index_bytes)
-        self._loader = MediaLoader(images, videos, limits or MediaLimits(), self.raw_index)
+        self._decoders = Decoders()
+        self._loader = MediaLoader(
+            images, videos, limits or MediaLimits(), self.raw_index, self._decoders
+        )
         sizes = {each.merge_size for each in (images, videos) if each is not None}
         if len(sizes) > 1:
             raise CheckpointError("image and video processors disagree on merge_size")
         self._merge_size = sizes.pop() if sizes else 1
         self._expander = Expander(self.tokenizer, vision, self._merge_size)
         self._vocab_size = max(self.tokenizer.vocab_size, _vocab_size(directory))
-        self._pool = ThreadPoolExecutor(_MEDIA_THREADS, thread_name_prefix="vlm-serve-media")
+        # Both kinds of threads wait most of the time: one for other machines, which may be slow for
+        # as long as they like, the other for the decoders.
+        self._fetching = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-fetch")
+        self._decoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-media")
 
     def _vision_tokens(self, config: Mapping[str, Any]) -> VisionTokens:
         family = self.tokenizer.family
@@ -126,8 +152,10 @@ class Preprocessor:
         return self._template.variables
 
     def close(self) -> None:
-        """Ends the media threads. Nothing can be prepared any more."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Ends the media's threads and processes. Nothing can be prepared any more."""
+        self._decoders.close()
+        for pool in (self._fetching, self._decoding):
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def root_key(self, cache_salt: str = "") -> bytes:
         """The root key of a tenant's prompts.
@@ -209,6 +237,34 @@ class Preprocessor:
         Raises InvalidRequestError (and its kinds MediaError and MediaFetchError) with the field at
         fault in `param`.
         """
+        draft = self.begin(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+            cache_salt=cache_salt,
+        )
+        stop = Stop()
+        loading = self.start_loading(draft, stop)
+        try:
+            return self.finish(draft, [each.result() for each in loading])
+        finally:
+            stop.set()
+
+    def begin(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Conversation,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
+    ) -> Draft:
+        """The first of the three steps of `prepare`, for callers who do not want to wait while
+        media are loaded: everything that can be done without them. Arguments and errors as there.
+        """
         root = self.root_key(cache_salt)
         request = ChatRequest(
             messages if isinstance(messages, Conversation) else read_messages(messages),
@@ -229,8 +285,25 @@ class Preprocessor:
         text = request.render(self._template, typed)
         pieces = tuple(split_pieces(text, self.tokenizer.special_pattern))
         self.tokenizer.check_length(piece.text for piece in pieces if not piece.is_special)
-        media = self._load_media(request.media, cache_salt)
-        expansion = self._expander.expand(pieces, typed, media)
+        return Draft(root, cache_salt, request, typed, text, pieces)
+
+    def start_loading(self, draft: Draft, stop: Stop) -> list[Future[LoadedMedia]]:
+        """The second step: begins to load the media, on threads that mostly wait. Whoever leaves
+        sets the stop, which ends the loading wherever it is. The futures raise as `prepare` does.
+        """
+        return [
+            (self._fetching if is_remote(part) else self._decoding).submit(
+                self._loader.load, part, draft.cache_salt, stop
+            )
+            for part in draft.request.media
+        ]
+
+    def finish(self, draft: Draft, media: Sequence[LoadedMedia]) -> Prompt:
+        """The third step: the prompt, given the media that the draft names, in order.
+
+        Raises InvalidRequestError.
+        """
+        expansion = self._expander.expand(draft.pieces, draft.typed, media)
         if not expansion.token_ids:
             raise InvalidRequestError("the messages give an empty prompt", param="messages")
         positions, delta = mrope_positions(
@@ -240,34 +313,23 @@ class Preprocessor:
             token_ids=tuple(expansion.token_ids),
             positions=positions,
             rope_delta=delta,
-            keys=self._keys(root, expansion.token_ids, expansion.spans),
+            keys=self._keys(draft.root, expansion.token_ids, expansion.spans),
             spans=tuple(expansion.spans),
             media=tuple(media),
             media_ends=tuple(expansion.media_ends),
             message_ends=tuple(expansion.message_ends),
-            system_end=_system_end(pieces, expansion),
-            stable_end=self._stable_end(request, typed, pieces, expansion),
-            text=typed.restore(text),
+            system_end=_system_end(draft.pieces, expansion),
+            stable_end=self._stable_end(draft, expansion),
+            text=draft.typed.restore(draft.text),
         )
 
-    def _load_media(self, parts: Sequence[MediaPart], cache_salt: str) -> list[LoadedMedia]:
-        if len(parts) < 2:
-            return [self._loader.load(part, cache_salt) for part in parts]
-        return list(self._pool.map(lambda part: self._loader.load(part, cache_salt), parts))
-
-    def _stable_end(
-        self,
-        request: ChatRequest,
-        typed: TypedText,
-        pieces: Sequence[Piece],
-        expansion: Expansion,
-    ) -> int:
+    def _stable_end(self, draft: Draft, expansion: Expansion) -> int:
         try:
-            text = request.render_next_turn(self._template, typed)
+            text = draft.request.render_next_turn(self._template, draft.typed)
         except InvalidRequestError:  # a template may not take such a turn: then nothing is known
             return 0
         other = tuple(split_pieces(text, self.tokenizer.special_pattern))
-        return shared_tokens(self.tokenizer, typed, pieces, expansion, other)
+        return shared_tokens(self.tokenizer, draft.typed, draft.pieces, expansion, other)
 
 
 def _system_end(pieces: Sequence[Piece], expansion: Expansion) -> int:

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import oracle
 import pytest
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from vlm_serve.errors import MediaError
+from vlm_serve.preprocess import media_image
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_image import FORMATS, decode_image, image_to_rgb
 
@@ -132,6 +133,63 @@ def test_16_bit_colour_png() -> None:
     samples = np.random.default_rng(1).integers(0, 65536, (5, 7, 3)).astype(">u2")
     rows = b"".join(b"\0" + row.tobytes() for row in samples)
     assert np.array_equal(decode_image(png(7, 5, 16, 2, rows), LIMITS), samples >> 8)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_transparent_greys_of_few_bits(depth: int) -> None:
+    """The transparent sample is named at the file's depth: 3 of 4 bits is the grey 51."""
+    count, per_byte = 1 << depth, 8 // depth
+    packed = np.zeros(-(-count // per_byte), dtype=np.uint8)
+    for sample in range(count):
+        packed[sample // per_byte] |= sample << (8 - depth * (sample % per_byte + 1))
+    for clear in range(count):
+        chunk = png_chunk(b"tRNS", struct.pack(">H", clear))
+        data = png(count, 1, depth, 0, b"\0" + packed.tobytes(), chunk)
+        expected = [
+            255 if sample == clear else sample * 255 // (count - 1) for sample in range(count)
+        ]
+        assert decode_image(data, LIMITS)[0, :, 0].tolist() == expected
+
+
+def test_16_bit_colour_png_with_a_transparent_colour() -> None:
+    """All 16 bits count: a colour that shares the upper bytes stays."""
+    samples = np.array([[[300, 40_000, 5], [301, 40_000, 5], [300, 40_000, 5]]], dtype=">u2")
+    chunk = png_chunk(b"tRNS", struct.pack(">HHH", 300, 40_000, 5))
+    pixels = decode_image(png(3, 1, 16, 2, b"\0" + samples.tobytes(), chunk), LIMITS)
+    assert pixels.tolist() == [[[255] * 3, [1, 156, 0], [255] * 3]]
+
+
+def whole(image: Image.Image) -> npt.NDArray[np.uint8]:
+    """Conversion of a picture in one piece, as it was before there were strips."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
+        samples = np.asarray(image).astype(np.int64)
+        grey = (np.clip(samples, 0, 0xFFFF) >> 8).astype(np.uint8)
+        if isinstance(image.info.get("transparency"), int):
+            grey[samples == image.info["transparency"]] = 0xFF
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return np.array(image.convert("RGB"))
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return np.array(Image.alpha_composite(white, image).convert("RGB"))
+
+
+def test_strips_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_image, "_STRIP_PIXELS", 100)
+    images = list(transparent_images().values())
+    for mode in ("1", "L", "P", "RGB", "CMYK", "YCbCr", "HSV", "LAB"):
+        images.append(
+            Image.fromarray(picture(23, 31)).convert(mode)
+            if mode != "LAB"
+            else Image.frombytes("LAB", (31, 23), picture(23, 31).tobytes())
+        )
+    samples = np.random.default_rng(2).integers(0, 70_000, (23, 31))
+    images += [Image.fromarray(samples.astype(kind)) for kind in (np.uint16, np.int32)]
+    for image in images:
+        for orientation in range(1, 9):
+            image.getexif()[ExifTags.Base.Orientation] = orientation
+            assert np.array_equal(image_to_rgb(image, LIMITS), whole(image)), image.mode
 
 
 def test_16_bit_grey_png_with_a_transparent_grey() -> None:

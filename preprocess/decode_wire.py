@@ -1,0 +1,151 @@
+"""What a decoding process and its owner say to each other: small JSON messages over a socket, and
+pixels in memory that both can see, whose descriptor travels with a message."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import socket
+import struct
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_MESSAGE_BYTES = 16 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class GoneError(Exception):
+    """The other side has ended or closed the connection."""
+
+
+def send(sock: socket.socket, message: dict[str, Any], descriptor: int | None = None) -> None:
+    """Sends a message, with a descriptor if there is one. Raises GoneError."""
+    body = json.dumps(message).encode()
+    try:
+        if descriptor is None:
+            sock.sendall(_LENGTH.pack(len(body)) + body)
+        else:
+            socket.send_fds(sock, [_LENGTH.pack(len(body))], [descriptor])
+            sock.sendall(body)
+    except OSError as error:
+        raise GoneError from error
+
+
+def receive(sock: socket.socket, deadline: float | None = None) -> tuple[dict[str, Any], int]:
+    """A message and the descriptor that came with it, -1 if none did; the caller closes it.
+
+    Args:
+        deadline: of `time.monotonic`.
+
+    Raises GoneError, TimeoutError at the deadline.
+    """
+    descriptors: list[int] = []
+    try:
+        head = b""
+        while len(head) < _LENGTH.size:
+            _wait_until(sock, deadline)
+            piece, found, _, _ = socket.recv_fds(sock, _LENGTH.size - len(head), 1)
+            descriptors += found
+            if not piece:
+                raise GoneError
+            head += piece
+        length = _LENGTH.unpack(head)[0]
+        if length > MAX_MESSAGE_BYTES:
+            raise GoneError
+        body = bytearray()
+        while len(body) < length:
+            _wait_until(sock, deadline)
+            piece = sock.recv(length - len(body))
+            if not piece:
+                raise GoneError
+            body += piece
+        message: dict[str, Any] = json.loads(body)
+        return message, descriptors.pop() if descriptors else -1
+    except TimeoutError:
+        raise
+    except (OSError, ValueError) as error:
+        raise GoneError from error
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _wait_until(sock: socket.socket, deadline: float | None) -> None:
+    if deadline is not None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+
+
+class SharedArray:
+    """An array in memory that another process can map. Leaving the `with` closes the descriptor;
+    the memory lives as long as arrays on it.
+
+    Attributes:
+        array: of the shape and type that were asked for.
+        descriptor: names the memory; send it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self.descriptor = _new_memory(max(size, 1))
+        try:
+            self.array: npt.NDArray[Any] = map_array(self.descriptor, shape, dtype)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def __enter__(self) -> SharedArray:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self.descriptor)
+
+
+def share(data: bytes) -> SharedArray:
+    """A copy of bytes that another process can map."""
+    shared = SharedArray((len(data),), np.uint8)
+    shared.array[:] = np.frombuffer(data, np.uint8)
+    return shared
+
+
+def _new_memory(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("vlm-serve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    try:
+        os.ftruncate(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_array(descriptor: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """The array behind a descriptor that came with a message.
+
+    Raises GoneError if there is less memory behind it than the shape says, MemoryError if it cannot
+    be mapped.
+    """
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if hasattr(fcntl, "F_ADD_SEALS"):
+        # Reading memory that its maker has cut off since would kill this process.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    if os.fstat(descriptor).st_size < size:
+        raise GoneError
+    try:
+        memory = mmap.mmap(descriptor, max(size, 1))
+    except OSError:
+        raise MemoryError from None
+    return np.frombuffer(memory, dtype, count=int(np.prod(shape))).reshape(shape)

@@ -1,0 +1,308 @@
+"""Decoding in processes: the same pixels, and every way in which a decode is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlm_serve.errors import EngineClosedError, MediaError
+from vlm_serve.preprocess.decoders import Decoders
+from vlm_serve.preprocess.jpeg_scans import count_scans
+from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.media_image import decode_image
+from vlm_serve.preprocess.media_video import EncodedVideo
+from vlm_serve.preprocess.stopping import Stop, StoppedError
+
+LIMITS = MediaLimits()
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def decoders() -> Iterator[Decoders]:
+    made = Decoders(2)
+    yield made
+    made.close()
+
+
+def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def small() -> bytes:
+    return encode(Image.new("RGB", (40, 30), (200, 30, 90)), "PNG")
+
+
+@functools.cache
+def large() -> bytes:
+    """A small file of many pixels."""
+    return encode(Image.new("L", (8000, 6000)), "PNG")
+
+
+def pixels_of(
+    decoders: Decoders, data: bytes, limits: MediaLimits = LIMITS, stop: Stop | None = None
+) -> Any:
+    with decoders.image(data, limits, "where", stop or Stop()) as pixels:
+        return pixels.copy()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def many_scans(count: int) -> bytes:
+    """A progressive JPEG whose last scan comes again and again."""
+    data = encode(Image.new("RGB", (64, 64), (9, 200, 3)), "JPEG", progressive=True)
+    scan, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    return data[:end] + data[scan:end] * (count - count_scans(data, 1000)) + data[end:]
+
+
+def test_the_worker_does_not_import_torch() -> None:
+    script = "import vlm_serve.preprocess.decode_worker, sys; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_images_are_as_they_are_decoded_here(decoders: Decoders, photographs: Path) -> None:
+    for name in ("rocket.jpg", "coffee.png", "page.png"):
+        data = (photographs / name).read_bytes()
+        assert np.array_equal(pixels_of(decoders, data), decode_image(data, LIMITS))
+    assert len(decoders.pids) == 1
+
+
+def test_videos_are_as_they_are_decoded_here(decoders: Decoders, videos: Path) -> None:
+    data = (videos / "bikes.mp4").read_bytes()
+    expected = EncodedVideo(data, None, LIMITS)
+    indices = [0, 3, 3, 90, 249]
+    for wanted in (indices, indices[:1]):
+        with decoders.video(data, None, LIMITS, None, Stop()) as video:
+            assert (video.fps, video.times) == (expected.fps, expected.times)
+            found = list(video.frames(wanted))
+        assert all(
+            np.array_equal(*each) for each in zip(found, expected.frames(wanted), strict=True)
+        )
+    with decoders.video(data, None, LIMITS, None, Stop()) as video:
+        next(iter(video.frames(indices)))
+    with decoders.video(data, None, LIMITS, None, Stop()):
+        pass
+    # One process, whatever was left unread.
+    assert pixels_of(decoders, small()).shape == (30, 40, 3)
+    assert len(decoders.pids) == 1
+
+
+def test_what_a_worker_refuses_costs_no_process(decoders: Decoders) -> None:
+    assert pixels_of(decoders, small()).shape == (30, 40, 3)
+    before = decoders.pids
+    for data in (b"", b"no image", small()[:60]):
+        with pytest.raises(MediaError) as caught:
+            pixels_of(decoders, data)
+        assert caught.value.param == "where"
+    with (
+        pytest.raises(MediaError, match="not a video"),
+        decoders.video(b"no video", None, LIMITS, "where", Stop()),
+    ):
+        pass
+    with pytest.raises(ZeroDivisionError), decoders.image(small(), LIMITS, None, Stop()):
+        1 / 0  # noqa: B018
+    assert decoders.pids == before
+
+
+def test_scans_are_counted_from_the_markers() -> None:
+    plain = encode(Image.new("RGB", (64, 64)), "JPEG")
+    assert count_scans(plain, 100) == 1
+    assert count_scans(many_scans(57), 100) == 57
+    assert count_scans(many_scans(500), 100) == 101
+    assert count_scans(small(), 100) == 0
+    thumbnail = b"\xff\xe1" + struct.pack(">H", len(plain) + 2) + plain
+    assert count_scans(plain[:2] + thumbnail + plain[2:], 100) == 1
+    for broken in (b"\xff\xd8", plain[:30], plain[:-300], b"\xff\xd8" + b"\xff" * 99):
+        assert count_scans(broken, 100) <= 1
+
+
+def test_a_jpeg_of_too_many_scans_is_refused(decoders: Decoders) -> None:
+    assert pixels_of(decoders, many_scans(LIMITS.max_image_scans)).shape == (64, 64, 3)
+    with pytest.raises(MediaError, match="over 100 scans"):
+        pixels_of(decoders, many_scans(2000))
+
+
+def test_memory_is_refused_by_what_the_header_declares(decoders: Decoders) -> None:
+    with pytest.raises(MediaError, match="over 100 MiB"):
+        pixels_of(decoders, large(), replace(LIMITS, max_decode_bytes=100 << 20))
+
+
+def test_memory_is_bounded_while_decoding(decoders: Decoders) -> None:
+    """A WebP file takes several times what its pixels take."""
+    data = encode(Image.new("RGBA", (3000, 3000), (1, 2, 3, 4)), "WEBP", lossless=True)
+    limits = replace(LIMITS, max_decode_bytes=80 << 20)
+    with pytest.raises(MediaError, match="memory|80 MiB|damaged"):
+        pixels_of(decoders, data, limits)
+    assert pixels_of(decoders, data).shape == (3000, 3000, 3)
+
+
+def test_a_decode_ends_at_its_deadline(decoders: Decoders) -> None:
+    with pytest.raises(MediaError, match=r"longer than 0\.01 seconds") as caught:
+        pixels_of(decoders, large(), replace(LIMITS, max_image_decode_seconds=0.01))
+    assert caught.value.param == "where"
+    assert decoders.pids == []
+    assert pixels_of(decoders, small()).shape == (30, 40, 3)
+
+
+def test_a_decode_ends_with_its_client(decoders: Decoders, videos: Path) -> None:
+    stop = Stop()
+    data = (videos / "bikes.mp4").read_bytes()
+    with (
+        pytest.raises(StoppedError),
+        decoders.video(data, None, LIMITS, None, stop) as video,
+    ):
+        frames = iter(video.frames(range(250)))
+        next(frames)
+        stop.set()
+        list(frames)
+    assert decoders.pids == []
+    with pytest.raises(StoppedError):
+        pixels_of(decoders, small(), stop=stop)
+
+
+def test_waiting_for_a_process_ends_with_the_client(decoders: Decoders) -> None:
+    stop, ended = Stop(), threading.Event()
+
+    def wait() -> None:
+        with contextlib.suppress(StoppedError):
+            pixels_of(decoders, small(), stop=stop)
+        ended.set()
+
+    with contextlib.ExitStack() as busy:
+        for _ in range(2):
+            busy.enter_context(decoders.image(small(), LIMITS, None, Stop()))
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert not ended.wait(0.1)
+        stop.set()
+        thread.join()
+    assert ended.is_set()
+
+
+def test_large_images_leave_a_process_to_small_ones(decoders: Decoders) -> None:
+    """Two places and three large images: the second and third wait, a small one does not."""
+    order: list[str] = []
+
+    def decode(name: str, data: bytes) -> None:
+        pixels_of(decoders, data)
+        order.append(name)
+
+    with decoders.image(large(), LIMITS, None, Stop()):
+        waiting = [threading.Thread(target=decode, args=("large", large())) for _ in range(2)]
+        for thread in waiting:
+            thread.start()
+        wait_until(lambda: len(decoders._waiting) == 2)
+        decode("small", small())
+        assert order == ["small"]
+    for thread in waiting:
+        thread.join()
+    assert order == ["small", "large", "large"]
+
+
+def test_a_process_that_dies_is_replaced(decoders: Decoders) -> None:
+    pixels_of(decoders, small())
+    (idle,) = decoders.pids
+    os.kill(idle, signal.SIGKILL)
+    wait_until(lambda: decoders.pids == [])
+    assert pixels_of(decoders, small()).shape == (30, 40, 3)
+
+    def kill_when_busy() -> None:
+        wait_until(lambda: decoders._busy > 0 and not decoders._idle and decoders.pids != [])
+        os.kill(decoders.pids[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_when_busy)
+    thread.start()
+    with pytest.raises(MediaError, match="memory"):
+        for _ in range(100):
+            pixels_of(decoders, large())
+    thread.join()
+    assert pixels_of(decoders, small()).shape == (30, 40, 3)
+
+
+def test_closing_ends_what_runs() -> None:
+    decoders = Decoders(2)
+    pixels_of(decoders, small())
+    pids = decoders.pids
+    decoders.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    with pytest.raises(EngineClosedError):
+        pixels_of(decoders, small())
+    decoders.close()
+
+
+OWNER = """
+import sys, time
+from vlm_serve.preprocess.decoders import Decoders
+from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.stopping import Stop
+import threading
+
+decoders = Decoders(1)
+data = open(sys.argv[1], "rb").read()
+
+def decode():
+    while True:
+        with decoders.image(data, MediaLimits(), None, Stop()):
+            pass
+
+threading.Thread(target=decode, daemon=True).start()
+while not decoders.pids:
+    time.sleep(0.01)
+print(decoders.pids[0], flush=True)
+time.sleep(600)
+"""
+
+
+def test_processes_end_with_their_owner(tmp_path: Path) -> None:
+    """Also when the owner is killed in the middle of a decode; and a script that comes over
+    standard input, with no guard for its main part, can have them."""
+    (tmp_path / "large.png").write_bytes(large())
+    with subprocess.Popen(
+        [sys.executable, "-", str(tmp_path / "large.png")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as owner:
+        assert owner.stdin is not None and owner.stdout is not None
+        owner.stdin.write(OWNER)
+        owner.stdin.close()
+        worker = int(owner.stdout.readline())
+        time.sleep(0.2)
+        owner.kill()
+    wait_until(lambda: not _runs(worker))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

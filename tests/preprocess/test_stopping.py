@@ -1,0 +1,118 @@
+"""What ends when a client leaves, and the three steps of preparation that make it possible."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conversation import build
+
+from vlm_serve.errors import VlmServeError
+from vlm_serve.preprocess.fetch import fetch
+from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.stopping import Stop, StoppedError
+
+LIMITS = MediaLimits(allow_private_networks=True)
+
+
+def test_a_stop_wakes_who_waits() -> None:
+    stop, called = Stop(), []
+    with stop.calling(lambda: called.append("left")):
+        pass
+    with (
+        stop.calling(lambda: called.append("first")),
+        stop.calling(lambda: called.append("second")),
+    ):
+        stop.check()
+        stop.set()
+    assert called == ["first", "second"]
+    with stop.calling(lambda: called.append("late")):
+        pass
+    assert called[-1] == "late"
+    with pytest.raises(StoppedError):
+        stop.check()
+
+
+def start(work: Callable[[], Any]) -> Future[Any]:
+    """Runs it on a thread."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except VlmServeError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\nab"])
+def test_a_fetch_closes_its_socket_when_the_client_leaves(sent: bytes) -> None:
+    stop = Stop()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        fetching = start(lambda: fetch(url, max_bytes=10_000, limits=LIMITS, param=None, stop=stop))
+        peer, _ = server.accept()
+        with peer:
+            peer.settimeout(10)
+            assert peer.recv(1000)
+            peer.sendall(sent)
+            assert not fetching.done()
+            stop.set()
+            assert peer.recv(1000) == b""
+            assert isinstance(fetching.exception(timeout=10), VlmServeError)
+
+
+def test_a_look_up_is_left_when_the_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, stop = threading.Event(), Stop()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: ended.wait(30) and [])
+    fetching = start(lambda: fetch("http://slow.example/", max_bytes=9, limits=LIMITS, stop=stop))
+    stop.set()
+    assert isinstance(fetching.exception(timeout=10), StoppedError)
+    ended.set()
+
+
+def ask(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
+
+
+def test_slow_fetches_hold_up_nobody(checkpoint: Path, photographs: Path) -> None:
+    """A hundred of them: more than there are threads for fetching."""
+    preprocessor, stop = build(checkpoint, limits=LIMITS), Stop()
+    picture = {"type": "image", "image": photographs / "chelsea.png"}
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        remote = {"type": "image_url", "image_url": {"url": url}}
+        loading = preprocessor.start_loading(preprocessor.begin(ask(*[remote] * 100)), stop)
+        assert preprocessor.prepare(ask(picture)).media
+        assert not any(each.done() for each in loading)
+        stop.set()
+        begin = time.monotonic()
+        assert all(isinstance(each.exception(timeout=20), VlmServeError) for each in loading)
+        assert time.monotonic() - begin < 20
+    preprocessor.close()
+
+
+def test_the_three_steps_are_what_prepare_does(checkpoint: Path, photographs: Path) -> None:
+    preprocessor = build(checkpoint)
+    messages = ask(
+        {"type": "image", "image": photographs / "chelsea.png"},
+        {"type": "image", "image": photographs / "rocket.jpg"},
+    )
+    draft = preprocessor.begin(messages, cache_salt="a")
+    media = [each.result() for each in preprocessor.start_loading(draft, Stop())]
+    prompt, expected = (
+        preprocessor.finish(draft, media),
+        preprocessor.prepare(messages, cache_salt="a"),
+    )
+    assert prompt.token_ids == expected.token_ids
+    assert prompt.keys.block_keys == expected.keys.block_keys
+    assert prompt.spans == expected.spans
+    preprocessor.close()
