@@ -30,7 +30,7 @@ from vlm_serve.preprocess.family import Family
 from vlm_serve.preprocess.keys import PromptKeys, RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_items import LoadedMedia, MediaLoader, is_remote
-from vlm_serve.preprocess.messages import Conversation, read_messages
+from vlm_serve.preprocess.messages import Conversation, MediaPart, read_messages
 from vlm_serve.preprocess.processors import fingerprint, image_config, video_config
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
@@ -73,6 +73,11 @@ class Draft:
     typed: TypedText
     text: str
     pieces: tuple[Piece, ...]
+
+    @property
+    def media(self) -> list[MediaPart]:
+        """What is to be loaded, in order."""
+        return self.request.media
 
 
 class Preprocessor:
@@ -295,7 +300,7 @@ class Preprocessor:
             (self._fetching if is_remote(part) else self._decoding).submit(
                 self._loader.load, part, draft.cache_salt, stop
             )
-            for part in draft.request.media
+            for part in draft.media
         ]
 
     def finish(self, draft: Draft, media: Sequence[LoadedMedia]) -> Prompt:

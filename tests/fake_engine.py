@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,14 +40,20 @@ class FakePreprocessor:
         self.generation_prompt = "assistant:"
         self.gate.set()
 
-    def prepare(self, conversation: Conversation, **options: Any) -> Prompt:
+    def begin(self, conversation: Conversation, **options: Any) -> Any:
+        """A draft whose media, if there were any, count as loaded."""
         messages, media = conversation.messages, conversation.media
         self.calls.append({"messages": messages, "media": media, **options})
         assert self.gate.wait(30)
         if self.error is not None:
             raise self.error
         lines = [f"{message['role']}: {message.get('content')}" for message in messages]
-        return self._prompt("\n".join([*lines, self.generation_prompt]))
+        prompt = self._prompt("\n".join([*lines, self.generation_prompt]))
+        return SimpleNamespace(media=(), prompt=prompt)
+
+    def finish(self, draft: Any, media: Sequence[Any]) -> Prompt:
+        prompt: Prompt = draft.prompt
+        return prompt
 
     def prepare_tokens(self, token_ids: Sequence[int], *, cache_salt: str = "") -> Prompt:
         return self._prompt(self.tokenizer.decode(token_ids))

@@ -119,7 +119,7 @@ class ServerConfig:
     )
     preprocess_threads: int = option(
         4,
-        "threads that fetch and decode media and render templates",
+        "threads that render templates and split text into tokens",
         group=_LIMITS,
         kind="int",
         low=1,

@@ -17,7 +17,7 @@ from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.errors import RequestTimeoutError, told_as
 from vlm_serve.server.output_parser import THINK_START
-from vlm_serve.server.service import Service
+from vlm_serve.server.service import Preparation, Service
 
 _access = logging.getLogger("vlm_serve.access")
 
@@ -27,7 +27,8 @@ class Task:
     """What a route wants answered.
 
     Attributes:
-        prepare: makes the prompt; runs on a preparation thread and may block.
+        prepare: makes the prompt, or a draft of it whose media are yet to be loaded; runs on a
+            preparation thread and may block.
         request_id: for responses and the log; the engine gets an id of its own, since clients' ids
             may collide.
         arrival: monotonic seconds at which the request came in.
@@ -36,7 +37,7 @@ class Task:
         names: fields as they are called here -> as the client calls them, for errors.
     """
 
-    prepare: Callable[[], Prompt]
+    prepare: Callable[[], Preparation]
     params: SamplingParams
     request_id: str
     arrival: float
@@ -117,7 +118,7 @@ async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
         try:
             async with asyncio.timeout_at(deadline):
                 with told_as(task.names):
-                    prompt = await service.in_pool(task.prepare)
+                    prompt = await service.prepared(task.prepare)
                     grammar = await _grammar(service, task, prompt)
         except TimeoutError:
             raise _too_late(limit) from None

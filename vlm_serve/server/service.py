@@ -8,12 +8,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import EngineClosedError, ModelNotFoundError, OverloadedError
 from vlm_serve.grammar.state import Grammar
+from vlm_serve.preprocess.prepare import Draft
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.config import ServerConfig
@@ -32,6 +35,10 @@ _T = TypeVar("_T")
 
 IDLE_CHECK_DELAY_SECONDS = 0.2
 MAX_QUEUED_GRAMMARS = 16
+_WAITING_THREADS = 16
+
+Preparation = Prompt | Draft | Callable[[], Prompt]
+"""A prompt; or a draft whose media are to be loaded; or work that loads media itself."""
 
 
 class Service:
@@ -67,6 +74,7 @@ class Service:
         assert not isinstance(size, str)
         self.responses = None if size is None else ResponseStore(size, config.response_store_ttl)
         self._pool = ThreadPoolExecutor(config.preprocess_threads, thread_name_prefix="prepare")
+        self._waiting = ThreadPoolExecutor(_WAITING_THREADS, thread_name_prefix="waiting")
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="json")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._queued_grammars = 0
@@ -189,6 +197,25 @@ class Service:
         turns, and everyone else would wait for all of them."""
         return await asyncio.get_running_loop().run_in_executor(self._parsing, work)
 
+    async def prepared(self, work: Callable[[], Preparation]) -> Prompt:
+        """The prompt that some work makes on a preparation thread. While media are fetched and
+        decoded no such thread is held; who stops waiting ends that wherever it is.
+
+        Raises what preparation raises.
+        """
+        draft = await self.in_pool(work)
+        if isinstance(draft, Prompt):
+            return draft
+        if not isinstance(draft, Draft):
+            return await asyncio.get_running_loop().run_in_executor(self._waiting, draft)
+        preprocessor, stop = self.engine.preprocessor, Stop()
+        loading = preprocessor.start_loading(draft, stop)
+        try:
+            media = await asyncio.gather(*map(asyncio.wrap_future, loading))
+        finally:
+            stop.set()
+        return await self.in_pool(partial(preprocessor.finish, draft, media))
+
     def _became_idle(self) -> None:
         self._all_done.set()
         if self.config.idle_check and self._idle_check is None and self.engine.alive:
@@ -236,6 +263,7 @@ class Service:
         if self._idle_check is not None:
             self._idle_check.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._waiting.shutdown(wait=False, cancel_futures=True)
         self._parsing.shutdown(wait=False, cancel_futures=True)
         self._compiling.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.engine.close)

@@ -14,13 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
 from vlm_serve.server.api.prompts import EitherPrompt, prepare_tokens
 from vlm_serve.server.api.reports import cache_report_body
 from vlm_serve.server.body import read_json, read_request
-from vlm_serve.server.service import Service
+from vlm_serve.server.service import Preparation, Service
 from vlm_serve.server.tenants import refuse_tenants, salt_of
 
 DEFAULT_TREE_NODES = 100
@@ -85,7 +84,7 @@ async def probe(service: Service, request: Request) -> Response:
     """POST /v1/cache/probe: what a request would find. Nothing runs. Raises InvalidRequestError."""
     asked = await read_request(service, request, ProbeRequest, partial(_asked, service, request))
     with service.admitted():
-        prompt = await service.in_pool(asked)
+        prompt = await service.prepared(asked)
         report = cache_report_body(await asyncio.to_thread(service.engine.probe, prompt))
     assert report is not None
     return JSONResponse(report.model_dump())
@@ -97,7 +96,7 @@ async def pin(service: Service, request: Request) -> Response:
         service, request, PinRequest, lambda body: (body, _asked(service, request, body))
     )
     with service.admitted():
-        prompt = await service.in_pool(asked)
+        prompt = await service.prepared(asked)
         pinned = await asyncio.to_thread(service.engine.pin, prompt, body.ttl_seconds)
     answer = Pinned(prompt_tokens=len(prompt), pinned_tokens=pinned)
     return JSONResponse(answer.model_dump())
@@ -132,7 +131,7 @@ async def tree(service: Service, request: Request) -> Response:
     return JSONResponse(CacheTree(**dataclasses.asdict(page)).model_dump())
 
 
-def _asked(service: Service, request: Request, body: CachePrompt) -> Callable[[], Prompt]:
+def _asked(service: Service, request: Request, body: CachePrompt) -> Callable[[], Preparation]:
     """What makes the prompt that the body describes; to be called on a preparation thread.
 
     Raises InvalidRequestError, here or there.

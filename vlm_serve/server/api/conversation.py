@@ -13,6 +13,7 @@ from starlette.types import Scope
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.messages import Conversation
+from vlm_serve.preprocess.prepare import Draft
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.api.fields import AnswerRequest
@@ -23,7 +24,7 @@ from vlm_serve.server.errors import told_as
 from vlm_serve.server.generation import Generation, Task
 from vlm_serve.server.output_parser import THINK_START, OutputParser
 from vlm_serve.server.request_id import request_id_of, trace_context_of
-from vlm_serve.server.service import Service
+from vlm_serve.server.service import Preparation, Service
 from vlm_serve.server.tenants import salt_of
 
 
@@ -78,26 +79,33 @@ def unheard(service: Service, name: str, value: str | None) -> bool:
     return value not in (None, "medium") and name not in known
 
 
-def prepare(service: Service, given: ChatInput, cache_salt: str) -> Prompt:
-    """The prompt; to be called on a preparation thread.
+def prepare(service: Service, given: ChatInput, cache_salt: str) -> Preparation:
+    """The prompt, or what is left to do for it if there are media; to be called on a preparation
+    thread.
 
     Raises InvalidRequestError for a conversation that makes no prompt, or media that a client may
     not name.
     """
     conversation = given.read()
     check_media_sources(conversation)
-    prompt_of: Callable[[Conversation], Prompt] = partial(
-        service.engine.preprocessor.prepare,
-        tools=given.tools or None,
-        add_generation_prompt=given.add_generation_prompt,
-        continue_final_message=given.continue_final_message,
-        chat_template_kwargs=given.template_kwargs,
-        cache_salt=cache_salt,
-    )
-    if given.answer_tokens is None:
-        return prompt_of(conversation)
-    room = service.engine.max_model_len - max(given.answer_tokens, 1)
-    return prepare_what_fits(conversation, prompt_of, room)
+    preprocessor = service.engine.preprocessor
+    options: dict[str, Any] = {
+        "tools": given.tools or None,
+        "add_generation_prompt": given.add_generation_prompt,
+        "continue_final_message": given.continue_final_message,
+        "chat_template_kwargs": given.template_kwargs,
+        "cache_salt": cache_salt,
+    }
+    if given.answer_tokens is not None:
+        room = service.engine.max_model_len - max(given.answer_tokens, 1)
+        prompt_of = partial(preprocessor.prepare, **options)
+        fitting = partial(prepare_what_fits, conversation, prompt_of, room)
+        return fitting if conversation.media else fitting()
+    draft: Draft = preprocessor.begin(conversation, **options)
+    if draft.media:
+        return draft
+    prompt: Prompt = preprocessor.finish(draft, [])
+    return prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +129,7 @@ class Asked:
 async def count_tokens(service: Service, asked: Asked, cache_salt: str) -> int:
     """Tokens of the prompt, media included; nothing runs. Raises what preparation raises."""
     with service.admitted(), told_as(asked.names):
-        return len(await service.in_pool(partial(prepare, service, asked.input, cache_salt)))
+        return len(await service.prepared(partial(prepare, service, asked.input, cache_salt)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.server.api.bodies import Optional
-from vlm_serve.server.api.conversation import prepare
+from vlm_serve.server.api.conversation import ChatInput, prepare
 from vlm_serve.server.api.fields import RequestModel
 from vlm_serve.server.api.fields import Tokens as TokenIds
 from vlm_serve.server.api.logprobs import token_text
@@ -46,33 +47,41 @@ class Detokenized(BaseModel):
 async def tokenize(service: Service, request: Request) -> Response:
     """Token ids of a text, or of a conversation as the model would see it (placeholders of media
     expanded). Raises InvalidRequestError."""
-    work = await read_request(service, request, TokenizeRequest, partial(_tokenizing, service))
+    chat, answer = await read_request(
+        service, request, TokenizeRequest, partial(_tokenizing, service)
+    )
     with service.admitted():
-        return await service.in_pool(work)
+        if chat is None:
+            return await service.in_pool(answer)
+        prompt = await service.prepared(partial(prepare, service, chat, ""))
+        return await service.in_pool(partial(answer, prompt))
 
 
-def _tokenizing(service: Service, body: TokenizeRequest) -> Callable[[], Response]:
+def _tokenizing(
+    service: Service, body: TokenizeRequest
+) -> tuple[ChatInput | None, Callable[..., Response]]:
+    """The conversation, if there is one, and what makes the answer from its prompt."""
     headers = ignored_header(ignored_fields(body.model_extra or {}))
     service.resolve_model(body.model)
     chat = body.chat_or_none(body.prompt)
 
-    def work() -> Response:
-        if chat is None:
+    def answer(prompt: Prompt | None = None) -> Response:
+        if prompt is None:
             ids = service.tokenizer.encode(body.prompt or "")
         else:
-            ids = list(prepare(service, chat, "").token_ids)
+            ids = list(prompt.token_ids)
         texts = None
         if body.return_token_strs:
             texts = [token_text(service.tokenizer, token) for token in ids]
-        answer = Tokens(
+        found = Tokens(
             count=len(ids),
             max_model_len=service.engine.max_model_len,
             tokens=ids,
             token_strs=texts,
         )
-        return JSONResponse(answer.model_dump(), headers=headers)
+        return JSONResponse(found.model_dump(), headers=headers)
 
-    return work
+    return chat, answer
 
 
 async def detokenize(service: Service, request: Request) -> Response:

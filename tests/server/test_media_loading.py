@@ -1,0 +1,124 @@
+"""Media are waited for beside everybody else, and only while their client waits too."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from serving import RunningServer, connect, running, wait_for
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.engine import Engine
+from vlm_serve.server.config import ServerConfig
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[RunningServer]:
+    config = EngineConfig(
+        device="cpu",
+        dtype="float32",
+        block_size=16,
+        cache_memory="32MiB",
+        max_model_len=2048,
+        max_num_seqs=4,
+        allow_private_networks=True,
+        threads=1,
+    )
+    engine = Engine.from_checkpoint(str(checkpoint), config)
+    with running(engine, ServerConfig(port=0, preprocess_threads=2)) as made:
+        yield made
+    engine.close()
+
+
+def asking(url: str) -> dict[str, Any]:
+    picture = {"type": "image_url", "image_url": {"url": url}}
+    content = [picture, {"type": "text", "text": "What is this?"}]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+
+
+class SilentHost:
+    """Accepts connections and says nothing."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._socket.settimeout(30)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/picture.png"
+
+    def accept(self) -> socket.socket:
+        peer, _ = self._socket.accept()
+        peer.settimeout(30)
+        assert peer.recv(4096).startswith(b"GET /picture.png")
+        return peer
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def host() -> Iterator[SilentHost]:
+    made = SilentHost()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("leave", [False, True], ids=["waiting", "gone"])
+def test_slow_fetches_hold_up_no_text(server: RunningServer, host: SilentHost, leave: bool) -> None:
+    """More of them than there are threads of any kind but their own."""
+    body = json.dumps(asking(host.url)).encode()
+    with contextlib.ExitStack() as open_sockets:
+        clients = [open_sockets.enter_context(connect(server, body)) for _ in range(12)]
+        peers = [open_sockets.enter_context(host.accept()) for _ in clients]
+        if leave:
+            for client in clients:
+                client.close()
+            assert [peer.recv(10) for peer in peers] == [b""] * len(peers)
+        answer = server.chat("hello", max_tokens=2)
+        assert answer.status_code == 200
+        if not leave:
+            assert server.service.num_open >= len(clients)
+    wait_for(lambda: server.service.num_open == 0)
+
+
+def test_a_decode_ends_with_its_client(server: RunningServer) -> None:
+    """The process that decodes is gone as soon as its client is."""
+    buffer = io.BytesIO()
+    Image.new("L", (8000, 8000)).save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    decoders = server.engine.preprocessor._decoders
+    small = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(small, "PNG")
+    small_url = "data:image/png;base64," + base64.b64encode(small.getvalue()).decode()
+    assert server.post("/v1/chat/completions", asking(small_url)).status_code == 200
+    before = set(decoders.pids)
+    assert before
+    with connect(server, json.dumps(asking(url)).encode()):
+        wait_for(lambda: decoders._busy_large > 0)
+    wait_for(lambda: server.service.num_open == 0 and not decoders._busy)
+    assert not before <= set(decoders.pids)
+    assert server.post("/v1/chat/completions", asking(small_url)).status_code == 200
+
+
+def test_pictures_that_are_waited_for_are_answered(server: RunningServer, host: SilentHost) -> None:
+    answers: list[Any] = []
+    body = asking(host.url)
+    thread = threading.Thread(
+        target=lambda: answers.append(server.post("/v1/chat/completions", body))
+    )
+    thread.start()
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), (9, 99, 0)).save(buffer, "PNG")
+    picture = buffer.getvalue()
+    with host.accept() as peer:
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(picture)}\r\n\r\n"
+        peer.sendall(head.encode() + picture)
+        thread.join()
+    assert answers[0].status_code == 200, answers[0].text
