@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,13 @@ class MediaLoader:
                     f"a prompt may hold {limit} {modality}s, this one has {len(found)}",
                     param=found[limit].param,
                 )
+
+    def check_options(self, parts: Iterable[MediaPart]) -> None:
+        """Raises InvalidRequestError for an option that is out of bounds. Parts of a kind that the
+        model does not take are passed over."""
+        for part in parts:
+            if (self._images if part.modality == "image" else self._videos) is not None:
+                self._settings(part)
 
     def load(self, part: MediaPart, cache_salt: str, stop: Stop) -> LoadedMedia:
         """The item of one part. Only what the raw index does not know is decoded.

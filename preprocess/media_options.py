@@ -38,15 +38,21 @@ class VideoOptions:
             does; "fps_grid" takes the first frame at or after k / sample_fps seconds and sizes it
             by `max_frame_pixels` alone, so that a longer recording keeps a shorter one's frames.
         sample_fps: frames taken per second of video; None: the config's `num_frames` decides.
-        max_frames: most frames taken; on the grid, most frames allowed.
+        num_frames: frames taken, fewer if there are not so many or `sample_fps` gives fewer; -1:
+            every frame that `sample_fps` gives, or every one there is; None: see `sample_fps`.
+        max_frames: most frames taken; on the grid, and of every frame there is, most allowed.
         max_frame_pixels: area of a frame on the grid; 0 for uniform sampling.
+        min_pixels, max_pixels: bounds on the area of all frames together.
     """
 
     fps: float | None
     sampling: Sampling
     sample_fps: float | None
+    num_frames: int | None
     max_frames: int
     max_frame_pixels: int
+    min_pixels: int
+    max_pixels: int
 
 
 def options_key(options: ImageOptions | VideoOptions) -> bytes:
@@ -61,9 +67,7 @@ def image_options(part: MediaPart, config: PixelConfig) -> ImageOptions:
     low = _integer(part, "min_pixels", 1, high, min(config.min_pixels, high))
     detail = part.options.get("detail", "auto")
     if detail not in ("auto", "high", "low"):
-        raise InvalidRequestError(
-            f"{part.param}: detail must be auto, low or high", param=f"{part.param}.detail"
-        )
+        raise _invalid(part, "detail", "must be auto, low or high")
     if detail == "low":
         high = max(smallest, min(high, _LOW_DETAIL_PIXELS))
         low = min(low, high)
@@ -74,37 +78,53 @@ def video_options(part: MediaPart, config: VideoConfig) -> VideoOptions:
     """Raises InvalidRequestError that names the option at fault."""
     sampling = part.options.get("sampling", "uniform")
     if sampling not in ("uniform", "fps_grid"):
-        raise InvalidRequestError(
-            f"{part.param}: sampling must be uniform or fps_grid", param=f"{part.param}.sampling"
-        )
+        raise _invalid(part, "sampling", "must be uniform or fps_grid")
     on_grid = sampling == "fps_grid"
     sample_fps = _number(part, "sample_fps")
     if not on_grid and "max_frame_pixels" in part.options:
-        raise InvalidRequestError(
-            f"{part.param}: max_frame_pixels needs sampling fps_grid",
-            param=f"{part.param}.max_frame_pixels",
-        )
+        raise _invalid(part, "max_frame_pixels", "needs sampling fps_grid")
+    num_frames = _frame_count(part, config)
+    if on_grid and num_frames is not None:
+        raise _invalid(part, "num_frames", "needs sampling uniform")
+    if sample_fps is None and num_frames is None:
+        sample_fps = config.sample_fps or (2.0 if on_grid else None)
     smallest = config.factor**2
+    high = _integer(part, "max_pixels", smallest, config.max_pixels, config.max_pixels)
     largest = max(smallest, config.max_video_tokens * smallest)
     default = min(max(config.max_pixels // _GRID_FRAMES, smallest), largest)
     return VideoOptions(
         fps=_number(part, "fps"),
         sampling=sampling,
-        sample_fps=sample_fps or config.sample_fps or (2.0 if on_grid else None),
+        sample_fps=sample_fps,
+        num_frames=num_frames,
         max_frames=_integer(part, "max_frames", 1, config.max_frames, config.max_frames),
         max_frame_pixels=_integer(part, "max_frame_pixels", smallest, largest, default)
         if on_grid
         else 0,
+        min_pixels=_integer(part, "min_pixels", 1, high, min(config.min_pixels, high)),
+        max_pixels=high,
     )
+
+
+def _frame_count(part: MediaPart, config: VideoConfig) -> int | None:
+    value = part.options.get("num_frames")
+    if value is None or (type(value) is int and value == -1):
+        return value
+    return _integer(part, "num_frames", 1, config.max_frames, config.max_frames)
+
+
+def _invalid(part: MediaPart, name: str, message: str) -> InvalidRequestError:
+    """Names the option where the request has it: in the part or for all parts."""
+    named = part.named.get(name, part.param)
+    if named == part.param:
+        return InvalidRequestError(f"{named}: {name} {message}", param=f"{named}.{name}")
+    return InvalidRequestError(f"{named} {message}", param=named)
 
 
 def _integer(part: MediaPart, name: str, low: int, high: int, default: int) -> int:
     value: Any = part.options.get(name, default)
     if type(value) is not int or not low <= value <= high:
-        raise InvalidRequestError(
-            f"{part.param}: {name} must be a whole number from {low} to {high}",
-            param=f"{part.param}.{name}",
-        )
+        raise _invalid(part, name, f"must be a whole number from {low} to {high}")
     return value
 
 
@@ -114,8 +134,5 @@ def _number(part: MediaPart, name: str) -> float | None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not 0 < value <= _MAX_FPS:
-        raise InvalidRequestError(
-            f"{part.param}: {name} must be a number above 0 and at most {_MAX_FPS:g}",
-            param=f"{part.param}.{name}",
-        )
+        raise _invalid(part, name, f"must be a number above 0 and at most {_MAX_FPS:g}")
     return float(value)

@@ -96,7 +96,7 @@ def process_video(
                 param=param,
             )
     else:
-        indices = _uniform(len(video.times), video.fps, options, config)
+        indices = _uniform(len(video.times), video.fps, options, config, param)
         times = [index / video.fps for index in indices]
     frames = iter(video.frames(indices))
     first = next(frames)
@@ -120,7 +120,21 @@ def _chain(first: Pixels, others: Iterable[Pixels]) -> Iterable[Pixels]:
     yield from others
 
 
-def _uniform(total: int, fps: float, options: VideoOptions, config: VideoConfig) -> Sequence[int]:
+def _uniform(
+    total: int, fps: float, options: VideoOptions, config: VideoConfig, param: str | None
+) -> Sequence[int]:
+    wanted = options.num_frames
+    if wanted is not None:
+        count = total if wanted < 0 else min(wanted, total)
+        if options.sample_fps is not None:
+            count = min(count, max(1, int(total / fps * options.sample_fps)))
+        if count > options.max_frames:
+            raise MediaError(
+                f"{count} frames of the video are over the {options.max_frames} that are allowed; "
+                "num_frames or a lower fps takes fewer",
+                param=param,
+            )
+        return spread_indices(total, count)
     if not config.do_sample_frames:
         return range(min(total, options.max_frames))
     if options.sample_fps is not None:
@@ -152,19 +166,19 @@ def _frame_size(
             max_pixels=options.max_frame_pixels,
             param=param,
         )
-        if num_frames * size[0] * size[1] > config.max_pixels:
+        if num_frames * size[0] * size[1] > options.max_pixels:
             raise MediaError(
                 f"{num_frames} frames of {size[1]}x{size[0]} pixels are over a video's budget of "
-                f"{config.max_pixels} pixels; lower sample_fps or max_frame_pixels",
+                f"{options.max_pixels} pixels; lower sample_fps or max_frame_pixels",
                 param=param,
             )
         return size
-    max_pixels = config.max_pixels
+    max_pixels = options.max_pixels
     if config.cap_pixels_per_frame:
         max_pixels = capped_budget(
             num_frames,
-            min_pixels=config.min_pixels,
-            max_pixels=config.max_pixels,
+            min_pixels=options.min_pixels,
+            max_pixels=options.max_pixels,
             max_frame_pixels=config.max_video_tokens * config.factor**2,
         )
     return video_size(
@@ -173,7 +187,7 @@ def _frame_size(
         num_frames=num_frames,
         factor=config.factor,
         temporal_factor=config.temporal_patch_size,
-        min_pixels=config.min_pixels,
+        min_pixels=options.min_pixels,
         max_pixels=max_pixels,
         param=param,
     )

@@ -30,8 +30,13 @@ _MEDIA_PARTS: dict[str, Modality] = {
 }
 _OPTIONS: dict[Modality, frozenset[str]] = {
     "image": frozenset({"detail", "max_pixels", "min_pixels"}),
-    "video": frozenset({"fps", "sampling", "sample_fps", "max_frames", "max_frame_pixels"}),
+    "video": frozenset(
+        {"fps", "sampling", "sample_fps", "num_frames", "max_frames", "max_frame_pixels"}
+    ),
 }
+# What clients send that has nothing to say here: cache marks of other services, ids that are no
+# identity here, and the type of a file, which is read from the file.
+_IDLE = frozenset({"cache_control", "uuid", "format"})
 # Options of transformers' processors that would change what the model was trained to see.
 _REFUSED = frozenset(
     {
@@ -44,7 +49,6 @@ _REFUSED = frozenset(
         "image_std",
         "mean",
         "merge_size",
-        "num_frames",
         "patch_size",
         "resample",
         "rescale_factor",
@@ -70,6 +74,7 @@ class MediaPart:
         source: a URL or path (str), a `pathlib.Path`, bytes, a PIL image, or uint8 frames.
         options: the per-part options that were given, still unchecked.
         param: where it stands in the request, for errors.
+        named: where those options stand that the part does not have itself.
         url_only: the part is of OpenAI's form, in which only a URL is a source.
     """
 
@@ -78,6 +83,7 @@ class MediaPart:
     options: Mapping[str, Any]
     param: str
     url_only: bool = False
+    named: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +226,15 @@ def _read_media(part: Mapping[str, Any], kind: str, param: str) -> MediaPart:
         )
     if source is None:
         raise InvalidRequestError(f"{param}.{name} is missing", param=f"{param}.{name}")
-    given = {key: options[key] for key in _OPTIONS[modality] if options.get(key) is not None}
+    known = _OPTIONS[modality] | _IDLE | {"type", kind, f"{modality}_url", modality, "url"}
+    given = {key: value for key, value in options.items() if value is not None}
+    for key in given.keys() - known:
+        raise InvalidRequestError(
+            f"{param}.{_shown(key)} is no option of {modality}s: those are "
+            + ", ".join(sorted(_OPTIONS[modality])),
+            param=param,
+        )
+    given = {key: given[key] for key in _OPTIONS[modality] & given.keys()}
     return MediaPart(modality, source, given, f"{param}.{name}", url_only=kind != modality)
 
 

@@ -30,6 +30,7 @@ from vlm_serve.preprocess.family import Family
 from vlm_serve.preprocess.keys import PromptKeys, RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_items import LoadedMedia, MediaLoader, is_remote
+from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.messages import Conversation, MediaPart, read_messages
 from vlm_serve.preprocess.processors import fingerprint, image_config, video_config
 from vlm_serve.preprocess.prompt import Prompt
@@ -63,6 +64,7 @@ class Draft:
 
     Attributes:
         root: of the prompt's keys.
+        media: what is to be loaded, in order.
         request, typed, text, pieces: the conversation, what was typed in it by users, its rendering
             with that text hidden, and the rendering cut at special tokens.
     """
@@ -70,14 +72,10 @@ class Draft:
     root: bytes
     cache_salt: str
     request: ChatRequest
+    media: list[MediaPart]
     typed: TypedText
     text: str
     pieces: tuple[Piece, ...]
-
-    @property
-    def media(self) -> list[MediaPart]:
-        """What is to be loaded, in order."""
-        return self.request.media
 
 
 class Preprocessor:
@@ -224,6 +222,8 @@ class Preprocessor:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        media_io_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
     ) -> Prompt:
         """The prompt of a conversation.
@@ -237,6 +237,8 @@ class Preprocessor:
             add_generation_prompt: end with the beginning of an assistant's turn.
             continue_final_message: leave the last message open for the model to continue.
             chat_template_kwargs: further variables of the template, such as enable_thinking.
+            media_io_kwargs, mm_processor_kwargs: options of all media, as vLLM names them (see
+                `MediaDefaults`); those of a part come first.
             cache_salt: tenants with different salts share no cache entry.
 
         Raises InvalidRequestError (and its kinds MediaError and MediaFetchError) with the field at
@@ -248,6 +250,8 @@ class Preprocessor:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
+            media_io_kwargs=media_io_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
             cache_salt=cache_salt,
         )
         stop = Stop()
@@ -265,6 +269,8 @@ class Preprocessor:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        media_io_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
     ) -> Draft:
         """The first of the three steps of `prepare`, for callers who do not want to wait while
@@ -279,6 +285,9 @@ class Preprocessor:
             continue_final_message=continue_final_message,
         )
         self._loader.check_count(request.media)
+        defaults = MediaDefaults(media_io_kwargs, mm_processor_kwargs)
+        media = defaults.apply(request.media)
+        self._loader.check_options([*defaults.apply(ONE_OF_EACH), *media])
         self._template.check_kwargs(request.kwargs)
         self.tokenizer.check_length(_texts(request.messages))
         self.tokenizer.check_length([request.tools_text()], "tools")
@@ -290,7 +299,7 @@ class Preprocessor:
         text = request.render(self._template, typed)
         pieces = tuple(split_pieces(text, self.tokenizer.special_pattern))
         self.tokenizer.check_length(piece.text for piece in pieces if not piece.is_special)
-        return Draft(root, cache_salt, request, typed, text, pieces)
+        return Draft(root, cache_salt, request, media, typed, text, pieces)
 
     def start_loading(self, draft: Draft, stop: Stop) -> list[Future[LoadedMedia]]:
         """The second step: begins to load the media, on threads that mostly wait. Whoever leaves

@@ -122,7 +122,8 @@ class Pipeline:
             messages: OpenAI messages; media parts may hold Python objects (see the README).
             params: sampling options.
             options: `tools`, `chat_template_kwargs`, `add_generation_prompt`,
-                `continue_final_message`, `cache_salt`: passed to `prepare`.
+                `continue_final_message`, `media_io_kwargs`, `mm_processor_kwargs`, `cache_salt`:
+                passed to `prepare`.
 
         Raises:
             InvalidRequestError and its kin: bad input. EngineError: the model's step failed.

@@ -17,6 +17,7 @@ from conversation import (
     clip,
     frames,
     picture,
+    png_url,
     say,
 )
 from make_checkpoint import make_checkpoint
@@ -124,6 +125,9 @@ def test_bad_options_name_the_option(
         (clip, {"sample_fps": -1}, "sample_fps"),
         (clip, {"max_frames": 0}, "max_frames"),
         (clip, {"max_frames": 769}, "max_frames"),
+        (clip, {"num_frames": 0}, "num_frames"),
+        (clip, {"num_frames": 769}, "num_frames"),
+        (clip, {"num_frames": 8, "sampling": "fps_grid"}, "num_frames"),
         (clip, {"sampling": "best"}, "sampling"),
         (clip, {"max_frame_pixels": 4096}, "max_frame_pixels"),
         (clip, {"max_frame_pixels": 1, "sampling": "fps_grid"}, "max_frame_pixels"),
@@ -137,6 +141,35 @@ def test_bad_media_options_name_the_option(
         preprocessor.prepare([say("a", part(media, **options))])
     kind = "image" if part is picture else "video"
     assert caught.value.param == f"messages[0].content[1].{kind}.{name}"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "video", "video": "data:,x", "grid": True},
+        {"type": "video", "video": "data:,x", "max_pixels": 65536},
+        {"type": "video", "video": "data:,x", "detail": "low"},
+        {"type": "image", "image": "data:,x", "sample_fps": 1},
+        {"type": "image", "image": "data:,x", 5: 1},
+        {"type": "image_url", "image_url": {"url": "data:,x", "colour": "red"}},
+        {"type": "video_url", "video_url": {"url": "data:,x"}, "x" * 9999: 1},
+    ],
+)
+def test_unknown_keys_of_a_media_part_are_refused(
+    preprocessor: Preprocessor, part: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequestError, match="is no option of (image|video)s") as caught:
+        preprocessor.prepare([say("a", part)])
+    assert caught.value.param == "messages[0].content[1]"
+    assert len(caught.value.message) < 300
+
+
+def test_keys_that_say_nothing_here_pass(preprocessor: Preprocessor, cat: Image.Image) -> None:
+    """Null is no value, and clients of other services mark parts for those."""
+    idle = {"grid": None, "uuid": "a", "cache_control": {"type": "ephemeral"}}
+    assert preprocessor.prepare([say(picture(cat, **idle))]).spans
+    url = {"url": png_url(cat), "format": "image/png", "detail": None}
+    assert preprocessor.prepare([say({"type": "image_url", "image_url": url})]).spans
 
 
 def test_media_options_have_effects(preprocessor: Preprocessor, cat: Image.Image) -> None:
@@ -153,6 +186,7 @@ def test_media_options_have_effects(preprocessor: Preprocessor, cat: Image.Image
     video = frames(100)
     assert len(preprocessor.prepare([say(clip(video, max_frames=4))]).spans) == 2
     assert len(preprocessor.prepare([say(clip(video, sample_fps=5))]).spans) == 10
+    assert len(preprocessor.prepare([say(clip(video, num_frames=20))]).spans) == 10
     assert len(preprocessor.prepare([say(clip(video))]).spans) == 4
 
 

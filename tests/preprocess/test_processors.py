@@ -70,7 +70,16 @@ def patches(processed: Processed, config: PixelConfig) -> torch.Tensor:
 
 
 def options_of(config: VideoConfig) -> VideoOptions:
-    return VideoOptions(None, "uniform", config.sample_fps, config.max_frames, 0)
+    return VideoOptions(
+        fps=None,
+        sampling="uniform",
+        sample_fps=config.sample_fps,
+        num_frames=None,
+        max_frames=config.max_frames,
+        max_frame_pixels=0,
+        min_pixels=config.min_pixels,
+        max_pixels=config.max_pixels,
+    )
 
 
 def run_image(pixels: npt.NDArray[np.uint8], config: PixelConfig) -> Processed:

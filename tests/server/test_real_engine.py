@@ -128,6 +128,27 @@ def test_another_question_about_the_same_photograph_reuses_it(server: RunningSer
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == report["boundary"]
 
 
+def test_frames_of_videos_are_taken_as_vllm_clients_ask(server: RunningServer) -> None:
+    """Fewer frames are fewer tokens, and another medium; the same again is the same one."""
+    fields = {"media_io_kwargs": {"video": {"num_frames": 4}}}
+    few = answer(server, video("bikes.mp4"), "What is this?", **fields)
+    more = answer(
+        server,
+        video("bikes.mp4"),
+        "What is this?",
+        media_io_kwargs={"video": {"num_frames": 8}},
+        mm_processor_kwargs={"do_sample_frames": False},
+    )
+    again = answer(server, video("bikes.mp4"), "What is this?", **fields)
+    tokens = [each["usage"]["prompt_tokens_details"]["video_tokens"] for each in (few, more)]
+    assert 0 < tokens[0] < tokens[1]
+    assert again["cache_report"]["reason"] == "full"
+    assert again["cache_report"]["media_decoded"] == 0
+    refused = ask(server, "hi", media_io_kwargs={"video": {"num_frames": "4"}})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "media_io_kwargs.video.num_frames"
+
+
 def test_an_answer_from_the_cache_is_the_cold_answer(server: RunningServer) -> None:
     cold = answer(server, picture("coffee.png"), "What is this?")
     warm = answer(server, picture("coffee.png"), "What is this?")

@@ -35,7 +35,8 @@ class ChatInput:
     Attributes:
         read: reads the conversation, which may be long: preparation threads call it.
         tools: as templates see them, `{"type": "function", "function": {...}}`.
-        add_generation_prompt, continue_final_message, template_kwargs: see `Preprocessor.prepare`.
+        add_generation_prompt, continue_final_message, template_kwargs, media_io_kwargs,
+            mm_processor_kwargs: see `Preprocessor.prepare`.
         answer_tokens: with this room for the answer the oldest turns are left out of a conversation
             that is too long; None: it is refused.
     """
@@ -45,6 +46,8 @@ class ChatInput:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     answer_tokens: int | None = None
 
     @property
@@ -94,6 +97,8 @@ def prepare(service: Service, given: ChatInput, cache_salt: str) -> Preparation:
         "add_generation_prompt": given.add_generation_prompt,
         "continue_final_message": given.continue_final_message,
         "chat_template_kwargs": given.template_kwargs,
+        "media_io_kwargs": given.media_io_kwargs,
+        "mm_processor_kwargs": given.mm_processor_kwargs,
         "cache_salt": cache_salt,
     }
     if given.answer_tokens is not None:

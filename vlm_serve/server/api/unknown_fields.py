@@ -37,8 +37,6 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),

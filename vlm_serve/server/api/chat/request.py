@@ -51,6 +51,8 @@ class TemplateFields(RequestModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Table[Any] | None = None
+    media_io_kwargs: Table[Any] | None = None
+    mm_processor_kwargs: Table[Any] | None = None
 
     def chat_input(self, messages: list[ChatMessage]) -> ChatInput:
         """Raises InvalidRequestError for options that exclude each other."""
@@ -74,6 +76,8 @@ class TemplateFields(RequestModel):
             add_generation_prompt=not continues if add_prompt is None else add_prompt,
             continue_final_message=continues,
             template_kwargs=self.chat_template_kwargs,
+            media_io_kwargs=self.media_io_kwargs,
+            mm_processor_kwargs=self.mm_processor_kwargs,
         )
 
 
