@@ -93,12 +93,23 @@ def _kv_reason(
     if deepest and keys.cuts[deepest - 1] > found.kv:
         return "span_clamp"
     parent = path[-1].key if path else keys.root
+    if _in_a_video(keys, found.kv):
+        return "media_grown"
     offset = media_offset(keys, start, end)
-    if offset != NO_MEDIA and (parent, offset) in evidence.trie.media_starts:
+    differs = media_offset(keys, max(start, found.kv), end) != NO_MEDIA
+    if differs and (parent, offset) in evidence.trie.media_starts:
         return "media_changed"
     if not path and evidence.trie.roots and keys.root not in evidence.trie.roots:
         return "salt"
     return "cold"
+
+
+def _in_a_video(keys: PromptKeys, boundary: int) -> bool:
+    """True if what comes next is a video of which all before is there."""
+    index = bisect_left(keys.span_bounds, (boundary, 0))
+    if index == len(keys.span_bounds) or not keys.span_continues[index]:
+        return False
+    return index > 0 and keys.span_bounds[index - 1][1] <= boundary
 
 
 def _cuts_between(keys: PromptKeys, start: int, end: int) -> list[int]:

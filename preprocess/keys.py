@@ -37,6 +37,10 @@ class SpanIdentity(Protocol):
     def modality(self) -> str: ...
     @property
     def content_hash(self) -> bytes: ...
+    @property
+    def patch(self) -> int:
+        """Which temporal patch of its video it is; says nothing of identity."""
+        ...
 
 
 def tagged(name: str, value: bytes | str | int) -> bytes:
@@ -110,6 +114,7 @@ class PromptKeys:
             token) in ascending order, 0 excluded, up to the current length.
         tails: cut point -> 32-byte key, for the cut points that are no multiple of the block size.
         span_bounds: (start, end) of every media span.
+        span_continues: whether a span goes on with the video of the span before it.
     """
 
     __slots__ = (
@@ -124,6 +129,7 @@ class PromptKeys:
         "cuts",
         "root",
         "span_bounds",
+        "span_continues",
         "tails",
     )
 
@@ -133,6 +139,7 @@ class PromptKeys:
     cuts: list[int]
     tails: dict[int, bytes]
     span_bounds: tuple[tuple[int, int], ...]
+    span_continues: tuple[bool, ...]
 
     def __init__(
         self,
@@ -148,6 +155,7 @@ class PromptKeys:
         self.block_size = block_size
         self._end_of_turn_ids = frozenset(end_of_turn_ids)
         self.span_bounds = tuple((span.start, span.end) for span in spans)
+        self.span_continues = tuple(span.patch > 0 for span in spans)
         self._span_starts = [start for start, _ in self.span_bounds]
         self._span_ends = [end for _, end in self.span_bounds]
         self._length = len(token_ids)

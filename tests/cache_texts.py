@@ -23,14 +23,16 @@ class Span:
     end: int
     content_hash: bytes
     modality: Literal["image", "video"] = "image"
+    patch: int = 0
 
 
 @dataclass(frozen=True)
 class Image:
-    """A medium of `size` placeholder tokens."""
+    """A medium of `size` placeholder tokens, or a video's temporal patch."""
 
     name: str
     size: int
+    patch: int = 0
 
 
 Segment = Sequence[int] | Image
@@ -53,7 +55,8 @@ class Text:
             if isinstance(segment, Image):
                 self.token_ids += [PAD] * segment.size
                 content = hashlib.sha256(segment.name.encode()).digest()
-                self.spans.append(Span(start, len(self.token_ids), content))
+                end = len(self.token_ids)
+                self.spans.append(Span(start, end, content, patch=segment.patch))
             else:
                 self.token_ids += segment
         self.root = hashlib.sha256(salt.encode()).digest()

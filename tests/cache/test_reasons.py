@@ -96,6 +96,32 @@ def test_media_changed_needs_a_sibling_with_a_picture_at_the_same_place() -> Non
     assert reason(world, Text([10, 11], Image("dog", 6), numbers(6))) == "cold"
 
 
+def film(*names: str) -> list[Image | list[int]]:
+    """Temporal patches, a timestamp before each."""
+    made: list[Image | list[int]] = []
+    for patch, name in enumerate(names):
+        made += [[30 + patch], Image(name, 5, patch)]
+    return made
+
+
+def test_a_video_that_goes_on_is_no_other_video() -> None:
+    world = make_world()
+    world.serve(Text(*film("a", "b"), numbers(9)))
+    match = world.match(Text(*film("a", "b", "c"), numbers(9)))
+    assert (match.boundary, match.reason) == (12, "media_grown")
+    assert reason(world, Text(*film("a", "x", "c"), numbers(9))) == "media_grown"
+    assert reason(world, Text(*film("x", "b"), numbers(9))) == "media_changed"
+    assert reason(world, Text(*film("a", "b"), numbers(9, 50))) == "cold"
+
+
+def test_another_question_behind_a_picture_is_no_other_picture() -> None:
+    """The picture and both questions begin in one block."""
+    world = make_world()
+    world.serve(Text([10], Image("cat", 1), numbers(9)))
+    match = world.match(Text([10], Image("cat", 1), numbers(9, 50)))
+    assert (match.boundary, match.reason) == (2, "cold")
+
+
 def test_experts_missing() -> None:
     world, text = make_world(), Text(numbers(13))
     run = world.start(text, capture=False)

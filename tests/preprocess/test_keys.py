@@ -23,6 +23,7 @@ class Span:
     end: int
     modality: str = "image"
     content_hash: bytes = b"a" * 32
+    patch: int = 0
 
 
 def naive_key(parent: bytes, ids: list[int], at: int, end: int, spans: list[Span]) -> bytes:

@@ -1,0 +1,73 @@
+"""Watch a recording that grows: `python examples/live_camera.py [VIDEO]`.
+
+A camera's frames so far are one video that gets longer. Sampled on a fixed grid (`fps_grid`), a
+longer recording keeps every frame, size and timestamp of the shorter one, so the model computes
+only what is new since the last question: the video's beginning comes from the cache.
+
+Here a file plays the camera. A real one hands over its frames in the same way: as arrays, or as
+the file that is being written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import numpy.typing as npt
+
+from vlm_serve import Output, Pipeline, SamplingParams
+
+CAMERA = Path(__file__).parent / "media" / "change.mp4"
+QUESTION = "What happens?"
+# Two frames are one temporal patch; questions come when whole patches are there.
+SAMPLE_FPS = 2.0
+SECONDS_BETWEEN_QUESTIONS = 1.0
+
+Recording = npt.NDArray[np.uint8]
+
+
+def recordings(path: Path) -> Iterator[tuple[float, Recording]]:
+    """(frames a second, all frames so far) whenever it is time for a question."""
+    with av.open(str(path)) as camera:
+        rate = float(camera.streams.video[0].average_rate or 24)
+        step = round(rate * SECONDS_BETWEEN_QUESTIONS)
+        frames: list[Recording] = []
+        for frame in camera.decode(video=0):
+            frames.append(frame.to_ndarray(format="rgb24"))
+            if len(frames) % step == 0:
+                yield rate, np.stack(frames)
+
+
+def watch(pipe: Pipeline, path: Path, question: str = QUESTION) -> Iterator[tuple[float, Output]]:
+    """(seconds seen, the answer) for every recording, each longer than the one before."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=96)
+    for rate, frames in recordings(path):
+        video: dict[str, Any] = {
+            "type": "video",
+            "video": frames,
+            "fps": rate,
+            "sampling": "fps_grid",
+            "sample_fps": SAMPLE_FPS,
+        }
+        content = [video, {"type": "text", "text": question}]
+        yield len(frames) / rate, pipe.chat([{"role": "user", "content": content}], greedy)
+
+
+def main() -> None:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else CAMERA
+    with Pipeline("demo") as pipe:
+        for seconds, output in watch(pipe, path):
+            usage = output.usage
+            print(f"after {seconds:.0f} s: {output.text}")
+            print(
+                f"  ({usage.cached_tokens} of {usage.prompt_tokens} prompt tokens from the cache: "
+                f"{output.cache_report.reason})"
+            )
+
+
+if __name__ == "__main__":
+    main()
