@@ -64,7 +64,7 @@ class LoadedMedia:
         record: MediaRecord,
         config: PixelConfig,
         pixels: torch.Tensor | None,
-        reload: Callable[[], Processed],
+        reload: Callable[[Stop], Processed],
     ) -> None:
         self.record = record
         self.modality = record.modality
@@ -72,13 +72,13 @@ class LoadedMedia:
         self.decoded = pixels is not None
         self._config = config
         self._pixels = pixels
-        self._reload: Callable[[], Processed] | None = reload if pixels is None else None
+        self._reload: Callable[[Stop], Processed] | None = reload if pixels is None else None
         self._lock = threading.Lock()
 
     def patches(self, patch: int) -> torch.Tensor:
         """See `MediaItem.patches`."""
         assert 0 <= patch < self.grid[0]
-        pixels, count = self._get_pixels(), self._config.temporal_patch_size
+        pixels, count = self._get_pixels(Stop()), self._config.temporal_patch_size
         if self.modality == "image":
             frames = normalise(pixels, self._config).expand(count, -1, -1, -1)
         else:
@@ -90,15 +90,15 @@ class LoadedMedia:
         """See `MediaItem.ready`."""
         return self._pixels is not None
 
-    def load(self) -> None:
+    def load(self, stop: Stop) -> None:
         """See `MediaItem.load`."""
-        self._get_pixels()
+        self._get_pixels(stop)
 
-    def _get_pixels(self) -> torch.Tensor:
+    def _get_pixels(self, stop: Stop) -> torch.Tensor:
         with self._lock:
             if self._pixels is None:
                 assert self._reload is not None
-                processed = self._reload()
+                processed = self._reload(stop)
                 if processed.record != self.record:
                     raise MediaError("a medium no longer has the content it was recorded with")
                 self._pixels, self._reload, self.decoded = processed.pixels, None, True
@@ -172,16 +172,14 @@ class MediaLoader:
         known = self._raw_index.get(url_key) if url_key is not None else None
         if known is not None:
             return self._recall(
-                known, config, url_key, lambda: self._read_and_process(part, options)
+                known, config, url_key, partial(self._read_and_process, part, options)
             )
         source = self._read_source(part, stop)
         indexed = isinstance(source, bytes) or _is_contiguous(source)
         key = key_of(source) if indexed else None
         known = self._raw_index.get(key) if key is not None else None
 
-        def process(stop: Stop | None = None) -> Processed:
-            return self._process(part, source, options, stop or Stop())
-
+        process = partial(self._process, part, source, options)
         if known is not None:
             item = self._recall(known, config, key, process)
         else:
@@ -204,20 +202,19 @@ class MediaLoader:
         known: MediaRecord,
         config: PixelConfig,
         key: bytes | None,
-        process: Callable[[], Processed],
+        process: Callable[[Stop], Processed],
     ) -> LoadedMedia:
         """An item that is known by its record alone."""
 
-        def process_again() -> Processed:
-            done = process()
+        def process_again(stop: Stop) -> Processed:
+            done = process(stop)
             if done.record != known and key is not None:
                 self._raw_index.remove(key)
             return done
 
         return LoadedMedia(known, config, None, process_again)
 
-    def _read_and_process(self, part: MediaPart, options: Any) -> Processed:
-        stop = Stop()
+    def _read_and_process(self, part: MediaPart, options: Any, stop: Stop) -> Processed:
         return self._process(part, self._read_source(part, stop), options, stop)
 
     @releasing

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import torch
 
 from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.stopping import Stop
 
 Modality = Literal["image", "video"]
 
@@ -46,8 +47,8 @@ class MediaItem(Protocol):
         """True if `patches` needs no decoding any more."""
         ...
 
-    def load(self) -> None:
-        """Decodes what is missing; slow. Raises what `patches` raises."""
+    def load(self, stop: Stop) -> None:
+        """Decodes what is missing; slow, but ends with the stop. Raises what `patches` raises."""
         ...
 
     def patches(self, patch: int) -> torch.Tensor:

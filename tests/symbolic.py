@@ -28,6 +28,7 @@ from vlm_serve.cache.records import LogprobRows
 from vlm_serve.engine.plan import Sampled, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.preprocess.keys import PromptKeys
 from vlm_serve.preprocess.prompt import MediaSpan, Modality, Prompt
+from vlm_serve.preprocess.stopping import Stop
 
 NOTHING = b""
 END_OF_TURN = 1
@@ -50,7 +51,7 @@ class SymbolicMedia:
     hashes: tuple[bytes, ...]
     ready: bool = True
 
-    def load(self) -> None:
+    def load(self, stop: Stop) -> None:
         self.ready = True
 
     def patches(self, patch: int) -> torch.Tensor:

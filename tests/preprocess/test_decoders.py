@@ -169,6 +169,17 @@ def test_a_decode_ends_at_its_deadline(decoders: Decoders) -> None:
     assert pixels_of(decoders, small()).shape == (30, 40, 3)
 
 
+def test_a_video_is_refused_at_its_deadline(decoders: Decoders, videos: Path) -> None:
+    data = (videos / "bikes.mp4").read_bytes()
+    limits = replace(LIMITS, max_decode_seconds=1e-4)
+    with (
+        pytest.raises(MediaError, match="longer than 0.0001 seconds"),
+        decoders.video(data, None, limits, None, Stop()),
+    ):
+        pass
+    assert len(decoders.pids) == 1  # it says so itself
+
+
 def test_a_decode_ends_with_its_client(decoders: Decoders, videos: Path) -> None:
     stop = Stop()
     data = (videos / "bikes.mp4").read_bytes()

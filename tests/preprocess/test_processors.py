@@ -31,6 +31,7 @@ from vlm_serve.preprocess.processors import (
     video_config,
 )
 from vlm_serve.preprocess.sizes import image_size, uniform_indices, video_size
+from vlm_serve.preprocess.stopping import Stop
 
 LIMITS = MediaLimits()
 IMAGE = {"image_processor_type": "Qwen2VLImageProcessor"}
@@ -62,7 +63,7 @@ def video_oracle(folder: Path) -> Any:
 
 
 def patches(processed: Processed, config: PixelConfig) -> torch.Tensor:
-    def never() -> Processed:
+    def never(stop: Stop) -> Processed:
         raise AssertionError
 
     item = LoadedMedia(processed.record, config, processed.pixels, never)

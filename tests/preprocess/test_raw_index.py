@@ -22,6 +22,7 @@ from vlm_serve.preprocess.media_process import MediaRecord
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex, raw_key
+from vlm_serve.preprocess.stopping import Stop
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ def test_load_decodes(preprocessor: Preprocessor, photographs: Path, decodes: li
     ask(preprocessor, image(path))
     item = ask(preprocessor, image(path)).media[0]
     assert not item.ready
-    item.load()
+    item.load(Stop())
     assert item.ready and len(decodes) == 2
 
 

@@ -207,6 +207,8 @@ class EngineLoop:
             request = job.request
             if delta.finish_reason is not None:
                 self._executor.forget(job.sequences[delta.index].number)
+            if job.finished:
+                self._media_loader.forget(job)
             if job.finished and self._jobs.pop(request.request_id, None) is not None:
                 self._auditor.consider(job)
             try:

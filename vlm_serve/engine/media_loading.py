@@ -1,7 +1,7 @@
 """Decodes, off the engine's thread, media whose pixels turn out to be needed after all.
 
 A repeated upload is recognised without decoding it. If its KV or embeddings have been evicted, its
-request waits here while a thread decodes; everybody else goes on.
+request waits here while it is decoded; everybody else goes on. Decoding ends with the request.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.sequence import Job
 from vlm_serve.errors import MediaError, VlmServeError
 from vlm_serve.preprocess.prompt import MediaItem
+from vlm_serve.preprocess.stopping import Stop
+
+_THREADS = 4
 
 
 class MediaLoading:
@@ -33,8 +36,9 @@ class MediaLoading:
         self._media = media
         self._post = post
         self._fail = fail
-        self._under_way: set[MediaItem] = set()
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vlm-serve-reload")
+        self._under_way: dict[MediaItem, tuple[Job, Stop]] = {}
+        # They mostly wait for the decoders.
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-reload")
 
     @property
     def busy(self) -> bool:
@@ -44,16 +48,25 @@ class MediaLoading:
         """Begins to load what has been asked for since the last call."""
         for item, job in self._media.loading.items():
             if item not in self._under_way:
-                self._under_way.add(item)
-                self._pool.submit(self._load, item, job)
+                stop = Stop()
+                self._under_way[item] = job, stop
+                self._pool.submit(self._load, item, job, stop)
+
+    def forget(self, job: Job) -> None:
+        """Ends what is being loaded for a request that has ended."""
+        for owner, stop in self._under_way.values():
+            if owner is job:
+                stop.set()
 
     def close(self) -> None:
+        for _, stop in self._under_way.values():
+            stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _load(self, item: MediaItem, job: Job) -> None:
+    def _load(self, item: MediaItem, job: Job, stop: Stop) -> None:
         failure: VlmServeError | None = None
         try:
-            item.load()
+            item.load(stop)
         except VlmServeError as error:
             failure = error
         except Exception:
@@ -61,7 +74,7 @@ class MediaLoading:
         self._post(lambda: self._done(item, job, failure))
 
     def _done(self, item: MediaItem, job: Job, failure: VlmServeError | None) -> None:
-        self._under_way.discard(item)
+        self._under_way.pop(item, None)
         self._media.loading.pop(item, None)
-        if failure is not None:
+        if failure is not None and not job.finished:
             self._fail(job, failure)

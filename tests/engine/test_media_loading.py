@@ -1,0 +1,70 @@
+"""Media that are decoded again because what was computed from them has been evicted."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from make_checkpoint import make_checkpoint
+from parity import greedy
+from PIL import Image
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.preprocess.prompt import Prompt
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    path = make_checkpoint(tmp_path_factory.mktemp("loading"))
+    config = EngineConfig(
+        device="cpu", dtype="float32", block_size=16, max_model_len=2048, cache_memory="32MiB"
+    )
+    made = Engine.from_checkpoint(str(path), config)
+    yield made
+    made.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def known_picture(engine: Engine, shade: int) -> Prompt:
+    """A prompt whose picture is known by its hashes alone, and takes long to decode."""
+    buffer = io.BytesIO()
+    Image.new("L", (8000, 8000), shade).save(buffer, "PNG")
+    messages = [{"role": "user", "content": [{"type": "image", "image": buffer.getvalue()}]}]
+    engine.preprocessor.prepare(messages)
+    prompt = engine.preprocessor.prepare(messages)
+    assert not prompt.media[0].ready
+    return prompt
+
+
+def test_a_request_waits_for_its_picture(engine: Engine) -> None:
+    deltas: list[Delta] = []
+    engine.submit(known_picture(engine, 10), greedy(2), deltas.append)
+    wait_until(lambda: any(delta.finish_reason is not None for delta in deltas))
+    assert deltas[-1].error is None
+    assert deltas[-1].cache_report is not None
+    assert deltas[-1].cache_report.media_decoded == 1
+
+
+def test_decoding_again_ends_with_its_request(engine: Engine) -> None:
+    deltas: list[Delta] = []
+    decoders = engine.preprocessor._decoders
+    prompt = known_picture(engine, 20)
+    before = set(decoders.pids)
+    request_id = engine.submit(prompt, greedy(2), deltas.append)
+    wait_until(lambda: decoders._busy_large > 0)
+    engine.abort(request_id)
+    wait_until(lambda: not decoders._busy)
+    assert not before <= set(decoders.pids)
+    assert not prompt.media[0].ready
+    assert [delta.finish_reason for delta in deltas] == ["abort"]
+    engine.check()
