@@ -7,14 +7,17 @@ addresses or paths of the server.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import stat
+import threading
 import time
 import urllib.parse
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
+from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError, OverloadedError
 from vlm_serve.preprocess.data_url import read_data_url
 from vlm_serve.preprocess.dial import Deadline, parse_target, request
 from vlm_serve.preprocess.limits import MediaLimits
@@ -24,6 +27,45 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK = 1 << 16
 _MAX_URL = 1 << 13
 
+Hold = Callable[[int], None]
+"""Is told how many bytes more are held; raises where they are too many."""
+
+
+class FetchBudget:
+    """Counts what is being fetched, by all requests together. Thread-safe.
+
+    Args:
+        max_bytes: what may be held at once.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held = 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[Hold]:
+        """Yields what counts bytes, which raises OverloadedError where they are too many; what it
+        has counted is free again after the block."""
+        mine = 0
+
+        def hold(size: int) -> None:
+            nonlocal mine
+            with self._lock:
+                if self._held + size > self._max_bytes:
+                    raise OverloadedError(
+                        f"media of over {self._max_bytes} bytes are being fetched already",
+                        code="fetch_budget",
+                    )
+                self._held += size
+                mine += size
+
+        try:
+            yield hold
+        finally:
+            with self._lock:
+                self._held -= mine
+
 
 def fetch(
     url: str,
@@ -32,11 +74,13 @@ def fetch(
     limits: MediaLimits,
     param: str | None = None,
     stop: Stop | None = None,
+    hold: Hold | None = None,
 ) -> bytes:
     """The bytes that a URL stands for.
 
     Args:
         stop: closes the connection when the bytes are not wanted any more.
+        hold: is told of all bytes that come over the network; what it raises ends the fetch.
 
     Raises InvalidRequestError for a malformed or unsupported URL, MediaFetchError if it cannot be
     fetched, MediaError if there are more than `max_bytes`, StoppedError.
@@ -48,7 +92,7 @@ def fetch(
     if len(url) > _MAX_URL:
         raise InvalidRequestError(f"the URL is over {_MAX_URL} characters", param=param)
     if scheme in ("http", "https"):
-        return _fetch_http(url, max_bytes, limits, param, stop)
+        return _fetch_http(url, max_bytes, limits, param, stop, hold)
     if scheme == "file":
         return _read_file_url(url, max_bytes, limits.allowed_local_media_path, param)
     raise InvalidRequestError("media must be a data:, http(s):// or file:// URL", param=param)
@@ -59,7 +103,12 @@ def _too_large(max_bytes: int, param: str | None) -> MediaError:
 
 
 def _fetch_http(
-    url: str, max_bytes: int, limits: MediaLimits, param: str | None, stop: Stop
+    url: str,
+    max_bytes: int,
+    limits: MediaLimits,
+    param: str | None,
+    stop: Stop,
+    hold: Hold | None,
 ) -> bytes:
     deadline = Deadline(time.monotonic() + limits.max_fetch_seconds)
     for _ in range(limits.max_redirects + 1):
@@ -67,7 +116,7 @@ def _fetch_http(
         try:
             with request(target, limits, deadline, param, stop) as response:
                 if response.status not in _REDIRECTS:
-                    body = _read_response(response, max_bytes, deadline, param)
+                    body = _read_response(response, max_bytes, deadline, param, hold)
                     stop.check()
                     return body
                 location = response.getheader("Location") or ""
@@ -90,7 +139,11 @@ def _next_url(url: str, location: str, param: str | None) -> str:
 
 
 def _read_response(
-    response: http.client.HTTPResponse, max_bytes: int, deadline: Deadline, param: str | None
+    response: http.client.HTTPResponse,
+    max_bytes: int,
+    deadline: Deadline,
+    param: str | None,
+    hold: Hold | None,
 ) -> bytes:
     if response.status != 200:
         raise MediaFetchError(f"the server answered with status {response.status}", param=param)
@@ -100,6 +153,8 @@ def _read_response(
         raise _too_large(max_bytes, param)
     pieces, size = [], 0
     while piece := response.read1(_CHUNK):
+        if hold is not None:
+            hold(len(piece))
         pieces.append(piece)
         size += len(piece)
         if size > max_bytes:

@@ -28,6 +28,7 @@ class MediaLimits:
         max_image_decode_seconds, max_decode_seconds: wall time for decoding one image or video.
         max_decode_bytes: memory that decoding one medium may take, its own bytes not counted.
         max_fetch_seconds: wall time for fetching one URL, redirects included.
+        max_fetched_bytes: of all media that are being fetched or, after that, decoded.
         max_redirects: hops after the first.
         allowed_local_media_path: file:// URLs below it may be read; None: none may.
         allowed_media_domains: hosts that may be fetched from; empty: every host.
@@ -47,6 +48,7 @@ class MediaLimits:
     max_decode_seconds: float = 120.0
     max_decode_bytes: int = 1 << 30
     max_fetch_seconds: float = 30.0
+    max_fetched_bytes: int = 2 << 30
     max_redirects: int = 5
     allowed_local_media_path: Path | None = None
     allowed_media_domains: tuple[str, ...] = ()

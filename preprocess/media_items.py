@@ -16,7 +16,7 @@ import torch
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
 from vlm_serve.host_threads import releasing
 from vlm_serve.preprocess.decoders import Decoders
-from vlm_serve.preprocess.fetch import fetch, read_file
+from vlm_serve.preprocess.fetch import FetchBudget, Hold, fetch, read_file
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_frames import ArrayVideo
 from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
@@ -125,6 +125,7 @@ class MediaLoader:
     ) -> None:
         self._images, self._videos, self._limits = images, videos, limits
         self._raw_index, self._decoders = raw_index, decoders
+        self._budget = FetchBudget(limits.max_fetched_bytes)
         # Pictures and arrays of Python callers are converted here, not many at a time.
         self._converting = threading.BoundedSemaphore(_CONVERSIONS)
         self.fingerprint = fingerprint(images, videos)
@@ -156,9 +157,14 @@ class MediaLoader:
     def load(self, part: MediaPart, cache_salt: str, stop: Stop) -> LoadedMedia:
         """The item of one part. Only what the raw index does not know is decoded.
 
-        Raises MediaFetchError, MediaError or InvalidRequestError; StoppedError.
+        Raises MediaFetchError, MediaError or InvalidRequestError; OverloadedError while too much is
+        being fetched; StoppedError.
         """
         stop.check()
+        with self._budget.holding() as hold:
+            return self._load(part, cache_salt, stop, hold)
+
+    def _load(self, part: MediaPart, cache_salt: str, stop: Stop, hold: Hold) -> LoadedMedia:
         config, options = self._settings(part)
         key_of = partial(
             raw_key,
@@ -174,7 +180,7 @@ class MediaLoader:
             return self._recall(
                 known, config, url_key, partial(self._read_and_process, part, options)
             )
-        source = self._read_source(part, stop)
+        source = self._read_source(part, stop, hold)
         indexed = isinstance(source, bytes) or _is_contiguous(source)
         key = key_of(source) if indexed else None
         known = self._raw_index.get(key) if key is not None else None
@@ -243,14 +249,16 @@ class MediaLoader:
         with self._decoders.video(source, options.fps, limits, part.param, stop) as decoded:
             return process_video(decoded, options, config, part.param)
 
-    def _read_source(self, part: MediaPart, stop: Stop) -> Any:
+    def _read_source(self, part: MediaPart, stop: Stop, hold: Hold | None = None) -> Any:
         source, limits = part.source, self._limits
         is_image = part.modality == "image"
         max_bytes = limits.max_image_bytes if is_image else limits.max_video_bytes
         if isinstance(source, bytes | bytearray | memoryview):
             return bytes(source)
         if isinstance(source, str) and (part.url_only or _SCHEME.match(source)):
-            return fetch(source, max_bytes=max_bytes, limits=limits, param=part.param, stop=stop)
+            return fetch(
+                source, max_bytes=max_bytes, limits=limits, param=part.param, stop=stop, hold=hold
+            )
         if isinstance(source, str | Path):
             try:
                 return read_file(Path(source), max_bytes, param=part.param)

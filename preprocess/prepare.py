@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import numpy as np
 from vlm_serve.errors import CheckpointError, InvalidRequestError
 from vlm_serve.preprocess.chat_request import ChatRequest
 from vlm_serve.preprocess.decoders import Decoders
+from vlm_serve.preprocess.draft import Draft, texts_of
 from vlm_serve.preprocess.expand import (
     Expander,
     Expansion,
-    Piece,
     VisionTokens,
     mrope_positions,
     shared_tokens,
@@ -31,7 +31,7 @@ from vlm_serve.preprocess.keys import PromptKeys, RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_items import LoadedMedia, MediaLoader, is_remote
 from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
-from vlm_serve.preprocess.messages import Conversation, MediaPart, read_messages
+from vlm_serve.preprocess.messages import Conversation, read_messages
 from vlm_serve.preprocess.processors import fingerprint, image_config, video_config
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
@@ -56,26 +56,6 @@ def processor_fingerprint(directory: Path | str) -> bytes:
     if _vision_config(directory) is None:
         return fingerprint(None, None)
     return fingerprint(image_config(directory), video_config(directory))
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A conversation that has been read, checked and rendered; its media are yet to be loaded.
-
-    Attributes:
-        root: of the prompt's keys.
-        media: what is to be loaded, in order.
-        request, typed, text, pieces: the conversation, what was typed in it by users, its rendering
-            with that text hidden, and the rendering cut at special tokens.
-    """
-
-    root: bytes
-    cache_salt: str
-    request: ChatRequest
-    media: list[MediaPart]
-    typed: TypedText
-    text: str
-    pieces: tuple[Piece, ...]
 
 
 class Preprocessor:
@@ -289,7 +269,7 @@ class Preprocessor:
         media = defaults.apply(request.media)
         self._loader.check_options([*defaults.apply(ONE_OF_EACH), *media])
         self._template.check_kwargs(request.kwargs)
-        self.tokenizer.check_length(_texts(request.messages))
+        self.tokenizer.check_length(texts_of(request.messages))
         self.tokenizer.check_length([request.tools_text()], "tools")
         typed = TypedText(
             [request.messages, request.tools, request.kwargs],
@@ -332,7 +312,7 @@ class Preprocessor:
             media=tuple(media),
             media_ends=tuple(expansion.media_ends),
             message_ends=tuple(expansion.message_ends),
-            system_end=_system_end(draft.pieces, expansion),
+            system_end=draft.system_end(expansion),
             stable_end=self._stable_end(draft, expansion),
             text=draft.typed.restore(draft.text),
         )
@@ -346,27 +326,7 @@ class Preprocessor:
         return shared_tokens(self.tokenizer, draft.typed, draft.pieces, expansion, other)
 
 
-def _system_end(pieces: Sequence[Piece], expansion: Expansion) -> int:
-    """After the first message, if the text begins with a system message."""
-    first_text = next((piece.text for piece in pieces if not piece.is_special), "")
-    if first_text.lstrip().startswith("system") and expansion.message_ends:
-        return expansion.message_ends[0]
-    return 0
-
-
 def _vocab_size(directory: Path | str) -> int:
     config = read_json(Path(directory) / "config.json")
     text_config = config.get("text_config") or config
     return int(text_config.get("vocab_size") or 0)
-
-
-def _texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the messages' contents say, as `read_messages` returns them."""
-    found = []
-    for message in messages:
-        content = message.get("content")
-        for part in [content] if isinstance(content, str) else content or ():
-            text = part if isinstance(part, str) else part.get("text")
-            if isinstance(text, str):
-                found.append(text)
-    return found

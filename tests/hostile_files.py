@@ -55,6 +55,15 @@ def text_png(size: int) -> bytes:
     return plain[:33] + chunk + plain[33:]
 
 
+def many_scans(count: int, width: int = 64, height: int = 64) -> bytes:
+    """A progressive JPEG of so many scans: the last one comes again and again."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), (9, 200, 3)).save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    scan, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    return data[:end] + data[scan:end] * (count - data.count(b"\xff\xda")) + data[end:]
+
+
 def image_of(kind: str, width: int, height: int) -> bytes:
     """A plain picture in a format of Pillow's."""
     buffer = io.BytesIO()

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hostile_files import many_scans
 from PIL import Image
 
 from vlm_serve.errors import EngineClosedError, MediaError
@@ -68,13 +69,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def many_scans(count: int) -> bytes:
-    """A progressive JPEG whose last scan comes again and again."""
-    data = encode(Image.new("RGB", (64, 64), (9, 200, 3)), "JPEG", progressive=True)
-    scan, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
-    return data[:end] + data[scan:end] * (count - count_scans(data, 1000)) + data[end:]
 
 
 def test_the_worker_does_not_import_torch() -> None:

@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conversation import build
 
-from vlm_serve.errors import VlmServeError
+from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.preprocess.fetch import fetch
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.stopping import Stop, StoppedError
@@ -98,6 +99,43 @@ def test_slow_fetches_hold_up_nobody(checkpoint: Path, photographs: Path) -> Non
         assert all(isinstance(each.exception(timeout=20), VlmServeError) for each in loading)
         assert time.monotonic() - begin < 20
     preprocessor.close()
+
+
+def test_what_all_fetches_hold_is_bounded(checkpoint: Path, photographs: Path) -> None:
+    """A second picture beside a slow one is one too many; afterwards there is room again."""
+    body = (photographs / "chelsea.png").read_bytes()
+    limits = replace(LIMITS, max_fetched_bytes=len(body) + 100)
+    preprocessor, stop = build(checkpoint, limits=limits), Stop()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        draft = preprocessor.begin(ask({"type": "image_url", "image_url": {"url": url}}))
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+
+        def fetch_one(sent: bytes) -> tuple[socket.socket, Future[Any]]:
+            (loading,) = preprocessor.start_loading(draft, stop)
+            peer, _ = server.accept()
+            peer.sendall(head + sent)
+            return peer, loading
+
+        slow, first = fetch_one(body[:1000])
+        wait_until(lambda: preprocessor._loader._budget._held == 1000)
+        peer, second = fetch_one(body)
+        with peer, pytest.raises(OverloadedError, match="are being fetched already"):
+            second.result(timeout=20)
+        with slow:
+            slow.sendall(body[1000:])
+            assert first.result(timeout=20).grid
+        peer, third = fetch_one(body)
+        with peer:
+            assert third.result(timeout=20).grid
+    preprocessor.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_the_three_steps_are_what_prepare_does(checkpoint: Path, photographs: Path) -> None:

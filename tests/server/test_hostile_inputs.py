@@ -22,6 +22,7 @@ from hostile_files import (
     gif_bomb,
     image_of,
     make_folder,
+    many_scans,
     png_bomb,
     text_png,
     zip_bomb,
@@ -157,6 +158,10 @@ DATA = {
     "no comma": "data:image/png;base64" + "A" * 1000,
     "no base64": "data:image/png,AAAA",
     "huge": "data:image/png;base64," + "A" * (12 << 20),
+    "many scans": data_url("image/jpeg", many_scans(2000, 1000, 1000)),
+    "escapes": "data:image/png," + "%41" * (4 << 20),
+    "escaped base64": "data:image/png;base64," + "%41" * (4 << 20),
+    "percent signs": "data:image/png;base64," + "%" * (12 << 20),
 }
 
 MP4 = CLIP.read_bytes()

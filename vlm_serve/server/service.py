@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import EngineClosedError, ModelNotFoundError, OverloadedError
 from vlm_serve.grammar.state import Grammar
-from vlm_serve.preprocess.prepare import Draft
+from vlm_serve.preprocess.draft import Draft
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from typing import Any
 from starlette.types import Scope
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.draft import Draft
 from vlm_serve.preprocess.messages import Conversation
-from vlm_serve.preprocess.prepare import Draft
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.api.fields import AnswerRequest

@@ -1,0 +1,51 @@
+"""A prompt whose media are not there yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlm_serve.preprocess.chat_request import ChatRequest
+from vlm_serve.preprocess.expand import Expansion, Piece
+from vlm_serve.preprocess.messages import MediaPart
+from vlm_serve.preprocess.typed_text import TypedText
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A conversation that has been read, checked and rendered; its media are yet to be loaded.
+
+    Attributes:
+        root: of the prompt's keys.
+        media: what is to be loaded, in order.
+        request, typed, text, pieces: the conversation, what was typed in it by users, its rendering
+            with that text hidden, and the rendering cut at special tokens.
+    """
+
+    root: bytes
+    cache_salt: str
+    request: ChatRequest
+    media: list[MediaPart]
+    typed: TypedText
+    text: str
+    pieces: tuple[Piece, ...]
+
+    def system_end(self, expansion: Expansion) -> int:
+        """After the first message, if the text begins with a system message, else 0."""
+        first_text = next((piece.text for piece in self.pieces if not piece.is_special), "")
+        if first_text.lstrip().startswith("system") and expansion.message_ends:
+            return expansion.message_ends[0]
+        return 0
+
+
+def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the messages' contents say, as `read_messages` returns them."""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        for part in [content] if isinstance(content, str) else content or ():
+            text = part if isinstance(part, str) else part.get("text")
+            if isinstance(text, str):
+                found.append(text)
+    return found
