@@ -251,9 +251,9 @@ def _over_white(image: PIL.Image.Image) -> PIL.Image.Image:
 
 
 def _from_16_bit(image: PIL.Image.Image) -> Pixels:
-    samples = np.asarray(image).astype(np.int64)
+    samples = np.asarray(image)
     grey = (np.clip(samples, 0, 0xFFFF) >> 8).astype(np.uint8)
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):
         grey[samples == transparent] = 0xFF
-    return np.repeat(grey[:, :, None], 3, axis=2)
+    return np.broadcast_to(grey[:, :, None], (*grey.shape, 3))
