@@ -51,6 +51,9 @@ class FakePreprocessor:
         prompt = self._prompt("\n".join([*lines, self.generation_prompt]))
         return SimpleNamespace(media=(), prompt=prompt)
 
+    def prepare(self, conversation: Conversation, **options: Any) -> Prompt:
+        return self.finish(self.begin(conversation, **options), ())
+
     def finish(self, draft: Any, media: Sequence[Any]) -> Prompt:
         prompt: Prompt = draft.prompt
         return prompt
