@@ -7,8 +7,9 @@ same training run.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,12 +32,15 @@ from demo_patches import (
     through_jpeg,
 )
 from demo_questions import picture_turns
+from demo_records import album_record, clip_record, picture_record, text_record
 from demo_scenes import Scene, Thing, draw_scene
 from demo_videos import clip_turns
 from demo_words import Turn
 from torch import Tensor
 
 IGNORE = -100
+Shown = TypeVar("Shown")
+"""What a conversation is about: a picture, an album, a clip, or nothing but a question."""
 
 
 @dataclass
@@ -89,11 +93,14 @@ class BatchMaker:
         seed: int,
         sizes: BatchSizes | None = None,
         split: str = "train",
+        records: float = 0.0,
     ) -> None:
+        """`records` is the share of conversations in which one answer is JSON."""
         self.chat = chat
         self.seed = seed
         self.sizes = sizes or BatchSizes()
         self.split = split
+        self.records = records
 
     def make(self, step: int, kind: str, turns: int = 4) -> Batch:
         """The batch of one training step."""
@@ -112,6 +119,7 @@ class BatchMaker:
         scenes = [draw_scene(rng, self.split) for _ in range(count)]
         medium, slot = _picture_slot(rng, scenes, sources)
         talks = [picture_turns(rng, scene, turns) for scene in scenes if kind == "image"]
+        self._add_records(rng, picture_record, talks, scenes)
         encoded = [
             self.chat.conversation(
                 talk, [[medium]], system=_system(rng), text_first=rng.random() < 0.05
@@ -137,6 +145,7 @@ class BatchMaker:
             ]
             slot.story = StoryLabels(*at)
         talks = [album_turns(rng, album, turns) for album in albums]
+        self._add_records(rng, album_record, talks, albums)
         encoded = [
             self.chat.conversation(
                 talk, [media], system=_system(rng), text_first=rng.random() < 0.05
@@ -175,6 +184,7 @@ class BatchMaker:
             story_labels(seconds_shown),
         )
         talks = [clip_turns(rng, clip, turns) for clip in clips]
+        self._add_records(rng, clip_record, talks, clips)
         encoded = [
             self.chat.conversation(
                 talk,
@@ -188,8 +198,22 @@ class BatchMaker:
 
     def _text(self, rng: random.Random) -> Batch:
         talks = [small_talk_turns(rng) for _ in range(self.sizes.text)]
+        self._add_records(rng, text_record, talks, [talk[0] for talk in talks])
         encoded = [self.chat.conversation(talk, [], system=_system(rng)) for talk in talks]
         return _collate("text", encoded, [], self.chat, talks)
+
+    def _add_records(
+        self,
+        rng: random.Random,
+        make: Callable[[random.Random, Shown], Turn],
+        talks: Sequence[list[Turn]],
+        shown: Sequence[Shown],
+    ) -> None:
+        """Begin and end some talks with a turn whose answer is JSON about what is shown."""
+        for talk, each in zip(talks, shown, strict=False):
+            if self.records and rng.random() < self.records:
+                talk.insert(0, make(rng, each))
+                talk.append(make(rng, each))
 
 
 def _system(rng: random.Random) -> str | None:

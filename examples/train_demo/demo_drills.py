@@ -22,9 +22,11 @@ ITEMS = 7
 
 def drill(question: str, items: Sequence[Item]) -> Turn:
     """ "The star: yes, red cross: no." of which the names are given."""
-    answer = f"The {', '.join(f'{name}: {says}' for name, says in items)}."
-    # Pieces alternate: "The star:", " yes", ", red cross:", " no."
-    return Turn("drill", question, answer, given=frozenset(range(0, 2 * len(items), 2)))
+    parts = [part for name, says in items for part in (f", {name}:", f" {says}")]
+    parts[0] = f"The {items[0][0]}:"
+    parts[-1] += "."
+    given = frozenset(range(0, len(parts), 2))
+    return Turn("drill", question, "".join(parts), tuple(parts), given)
 
 
 def roster(question: str, says: Callable[[str], list[str]]) -> Turn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import dataclass
 
 from demo_scenes import Thing
@@ -40,14 +39,15 @@ class Turn:
     kind: str
     question: str
     answer: str
+    parts: tuple[str, ...] = ()
     given: frozenset[int] = frozenset()
-    """Training only: which of the answer's `pieces` are not learned, because nobody could know
-    them."""
+    """Training only: the answer in parts, and which of them are not learned, because nobody could
+    know them."""
 
     @property
-    def pieces(self) -> list[str]:
-        """The answer, cut behind each colon and before each comma where some of it is given."""
-        return re.split(r"(?<=:)|(?=,)", self.answer) if self.given else [self.answer]
+    def pieces(self) -> tuple[str, ...]:
+        """What is learned or given as one: the parts, or the answer as a whole."""
+        return self.parts or (self.answer,)
 
 
 def color(rng: random.Random) -> str:

@@ -9,18 +9,22 @@ it of transformers, and counts the answers that differ in any token.
 from __future__ import annotations
 
 import argparse
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 from demo_cases import Case, image_cases, video_cases
 from demo_reference import reference_tokens
+from demo_schemas import SchemaCase, schema_cases
 
 import vlm_serve
 from vlm_serve import Pipeline, SamplingParams
 from vlm_serve.config import EngineConfig
+from vlm_serve.structured_outputs import StructuredOutputs
 
 # Requests at a time: few enough that the videos of a batch fit into memory.
 BATCH = 16
@@ -30,7 +34,10 @@ REFERENCES = 200
 BUILT_IN = {"demo": "dense", "demo-moe": "moe"}
 
 
-def batched(cases: Iterable[Case]) -> Iterator[list[Case]]:
+AnyCase = TypeVar("AnyCase")
+
+
+def batched(cases: Iterable[AnyCase]) -> Iterator[list[AnyCase]]:
     iterator = iter(cases)
     while batch := list(islice(iterator, BATCH)):
         yield batch
@@ -43,6 +50,37 @@ def answers(pipe: Pipeline, cases: Iterable[Case]) -> Iterator[tuple[Case, str, 
         outputs = pipe.chat_many([case.messages for case in batch], greedy)
         for case, output in zip(batch, outputs, strict=True):
             yield case, output.text, output.token_ids
+
+
+def filled(pipe: Pipeline, cases: Iterable[SchemaCase]) -> Iterator[tuple[SchemaCase, Any]]:
+    """Each case with what the model's JSON says; None if it ran into the limit."""
+    for batch in batched(cases):
+        wanted = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=2 * MAX_TOKENS,
+                structured_outputs=StructuredOutputs(json=case.schema),
+            )
+            for case in batch
+        ]
+        outputs = pipe.chat_many([case.messages for case in batch], wanted)
+        for case, output in zip(batch, outputs, strict=True):
+            yield case, json.loads(output.text) if output.finish_reason == "stop" else None
+
+
+def evaluate_schemas(model: str, count: int, seed: int) -> None:
+    """Print how often JSON of a schema ends, and how often what it says is right."""
+    ended: dict[str, list[bool]] = defaultdict(list)
+    right: dict[str, list[bool]] = defaultdict(list)
+    with Pipeline(model) as pipe:
+        for case, found in filled(pipe, schema_cases(count, seed)):
+            ended[case.kind].append(found is not None)
+            if case.known:
+                says = found or {}
+                hit = all(says.get(name) == value for name, value in case.known.items())
+                right[case.kind].append(hit)
+    print_accuracy("JSON that ends", ended)
+    print_accuracy("JSON that is right", right)
 
 
 def evaluate(model: str, images: int, videos: int, seed: int, *, compare: bool, show: int) -> None:
@@ -104,12 +142,14 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="demo, demo-moe or a checkpoint directory")
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--videos", type=int, default=1000)
+    parser.add_argument("--schemas", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action="store_true", help="also uncached, and transformers")
     parser.add_argument("--show", type=int, default=0, help="how many wrong answers to print")
     args = parser.parse_args()
     for model in args.models:
         evaluate(model, args.images, args.videos, args.seed, compare=args.compare, show=args.show)
+        evaluate_schemas(model, args.schemas, args.seed)
 
 
 if __name__ == "__main__":
