@@ -17,6 +17,7 @@ from checkpoint_parts import (
 )
 from demo_chat import MEDIA, PATCH, VIDEO_CELLS, demo_template
 from demo_model import DemoModel
+from demo_mtp import Drafter
 from demo_shape import DemoShape
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -107,21 +108,26 @@ def model_config(shape: DemoShape, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def weights(model: DemoModel) -> dict[str, Tensor]:
+def weights(model: DemoModel, drafter: Drafter | None) -> dict[str, Tensor]:
     """bfloat16 weights under their published names."""
-    return {
-        name: tensor.detach().to(torch.bfloat16).contiguous()
-        for name, tensor in model.state_dict().items()
-    }
+    found = dict(model.state_dict())
+    if drafter is not None:
+        found |= {f"mtp.{name}": tensor for name, tensor in drafter.state_dict().items()}
+    return {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in found.items()}
 
 
-def export(model: DemoModel, tokenizer: Tokenizer, path: Path) -> None:
+def export(
+    model: DemoModel, tokenizer: Tokenizer, path: Path, drafter: Drafter | None = None
+) -> None:
     """Write weights, configuration, tokenizer, template and processor files into `path`."""
     path.mkdir(parents=True, exist_ok=True)
     file = path / "model.safetensors"
-    save_file(weights(model), str(file), metadata={"format": "pt"})
+    save_file(weights(model, drafter), str(file), metadata={"format": "pt"})
     file.chmod(0o644)
-    write_json(path / "config.json", model_config(model.shape, tokenizer))
+    config = model_config(model.shape, tokenizer)
+    if drafter is not None:
+        config["text_config"]["mtp_num_hidden_layers"] = len(drafter.layers)
+    write_json(path / "config.json", config)
     write_tokenizer_files(path, tokenizer, max_length=CONTEXT)
     (path / "chat_template.jinja").write_text(demo_template(), encoding="utf-8")
     write_generation_config(path, tokenizer)

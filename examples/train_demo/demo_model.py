@@ -101,12 +101,13 @@ class LanguageModel(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Embeddings [B, T, hidden] and M-RoPE positions [3, B, T] -> hidden states, and what the
         last layer reads."""
-        cos, sin = self._rotation(positions)
+        cos, sin = self.rotation(positions)
         for layer in self.layers:
             read, x = x, layer(x, cos, sin)
         return self.norm(x), read
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [B, 1, T, rotary dimensions] of M-RoPE positions [3, B, T]."""
         dims = self.shape.rope_dims
         frequencies = self.shape.rope_theta ** -(torch.arange(0, dims, 2).float() / dims)
         angles = positions[..., None] * frequencies
@@ -157,6 +158,11 @@ class DemoModel(nn.Module):
 
     def states(self, batch: Batch, seen: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Hidden states, and what the last layer reads: both [B, T, hidden]."""
+        x = self.embedded(batch, seen)
+        return cast(tuple[Tensor, Tensor], self.language_model(x, batch.positions))
+
+    def embedded(self, batch: Batch, seen: list[Tensor]) -> Tensor:
+        """What the first layer reads, [B, T, hidden]."""
         table = self.language_model.embed_tokens
         x = table(batch.ids)
         if batch.slots:
@@ -164,7 +170,7 @@ class DemoModel(nn.Module):
             for slot, embeddings in zip(batch.slots, seen, strict=True):
                 flat = flat.index_copy(0, slot.places, embeddings.flatten(0, 1))
             x = flat.view_as(x)
-        return cast(tuple[Tensor, Tensor], self.language_model(x, batch.positions))
+        return cast(Tensor, x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Tied output projection."""

@@ -1,0 +1,59 @@
+"""The multi-token-prediction layer: drafts the token after next, from what the model has read.
+
+One attention layer under the published names `mtp.*`. At a token's place it reads that token's
+embedding and the model's last hidden state of the place before (behind the final norm, and at that
+place's position, as vLLM feeds it), and predicts the token that follows. Asked again, it reads its
+own output in place of the hidden state.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from demo_data import Batch
+from demo_model import DemoModel, Layer, RMSNorm
+from demo_shape import DemoShape
+from torch import Tensor, nn
+
+
+class Drafter(nn.Module):
+    """`mtp.*` of a checkpoint; embeddings and the output projection are the model's own."""
+
+    def __init__(self, shape: DemoShape) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
+        self.pre_fc_norm_embedding = RMSNorm(shape.hidden)
+        self.pre_fc_norm_hidden = RMSNorm(shape.hidden)
+        self.layers = nn.ModuleList([Layer(shape, shape.attention_every - 1)])
+        self.norm = RMSNorm(shape.hidden)
+        nn.init.normal_(self.fc.weight, std=0.7 * self.fc.in_features**-0.5)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Embeddings of tokens and hidden states before them, both [B, T, hidden] -> what the
+        output projection reads, [B, T, hidden]."""
+        pair = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden))
+        x = self.fc(torch.cat(pair, dim=-1))
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return cast(Tensor, self.norm(x))
+
+
+def drafts(model: DemoModel, drafter: Drafter, batch: Batch, depth: int) -> list[Tensor]:
+    """What `drafter` reads out at each place for `depth` tokens in a row.
+
+    Entry d is [B, T - 1 - d, hidden]; its place t predicts token t + d + 2.
+    """
+    with torch.no_grad():
+        embedded = model.embedded(batch, model.see(batch))
+        hidden = model.language_model(embedded, batch.positions)[0]
+        cos, sin = model.language_model.rotation(batch.positions)
+    found = []
+    state = hidden
+    for step in range(depth):
+        length = hidden.shape[1] - 1 - step
+        following = embedded[:, step + 1 :]
+        turn = (cos[:, :, step : step + length], sin[:, :, step : step + length])
+        state = drafter(following, state[:, :length], *turn)
+        found.append(state)
+    return found
