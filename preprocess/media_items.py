@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable, Iterable
@@ -84,6 +85,12 @@ class LoadedMedia:
         else:
             frames = normalise(patch_frames(pixels, patch, count), self._config)
         return patchify(frames, self._config)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `MediaItem.num_bytes`."""
+        frames = self._config.temporal_patch_size if self.modality == "video" else 1
+        return math.prod(self.grid) * frames * 3 * self._config.patch_size**2
 
     @property
     def ready(self) -> bool:

@@ -43,6 +43,11 @@ class MediaItem(Protocol):
     """True if this request had to decode the medium (False: known from the raw index)."""
 
     @property
+    def num_bytes(self) -> int:
+        """Of its pixels, decoded or not."""
+        ...
+
+    @property
     def ready(self) -> bool:
         """True if `patches` needs no decoding any more."""
         ...

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import IO
 
 COMMAND = (sys.executable, "-m", "vlm_serve.cli")
 _URL = re.compile(r"URL +(http://[^/]+)/v1")
@@ -30,18 +31,21 @@ class ServerProcess:
 
 @contextmanager
 def server_process(
-    *arguments: str, environment: Mapping[str, str] | None = None
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    log: IO[str] | int = subprocess.DEVNULL,
 ) -> Iterator[ServerProcess]:
     """Serves on a free port; the process is killed at the end.
 
     Args:
         arguments: of `vlm-serve serve`, the model among them.
         environment: variables besides this process's own.
+        log: where its standard error goes.
     """
     process = subprocess.Popen(
         [*COMMAND, "serve", *arguments, "--port", "0"],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=log,
         text=True,
         env={**os.environ, **(environment or {})},
     )

@@ -50,6 +50,7 @@ class SymbolicMedia:
     decoded: bool
     hashes: tuple[bytes, ...]
     ready: bool = True
+    num_bytes: int = 0
 
     def load(self, stop: Stop) -> None:
         self.ready = True

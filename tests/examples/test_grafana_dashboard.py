@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vlm_serve.engine.outputs import CacheReport, Usage
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.metrics import Metrics
+from vlm_serve.server.request_memory import RequestMemory
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "examples" / "grafana_dashboard.json"
 
@@ -21,7 +22,7 @@ DASHBOARD = Path(__file__).resolve().parents[2] / "examples" / "grafana_dashboar
 def test_every_metric_of_the_dashboard_exists(tmp_path: Path) -> None:
     engine: Any = FakeEngine(Tokenizer(make_checkpoint(tmp_path / "checkpoint")))
     try:
-        metrics = Metrics("test-model", engine)
+        metrics = Metrics("test-model", engine, RequestMemory(1))
         metrics.finished("stop", Usage(3, 2, 1), CacheReport(3, 1, 1, 1, tiers={"host": 1}))
         metrics.engine_stats.update(engine.stats())
         families = text_string_to_metric_families(metrics.render().decode())

@@ -39,3 +39,4 @@ def fake(_fake_server: RunningServer) -> Iterator[RunningServer]:
     wait_for(lambda: _fake_server.service.num_open == 0)
     wait_for(lambda: not _fake_server.engine.requests)
     assert _fake_server.service.open_tokens == 0
+    wait_for(lambda: _fake_server.service.memory.held == 0)

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
@@ -17,11 +18,14 @@ SMALL = ["--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048"
 SECONDS = 60
 
 
-def children_of(process: int) -> str:
-    """Their command lines."""
+def children_of(process: int) -> list[str]:
     listed = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/children")]
-    lines = [Path(f"/proc/{child}/cmdline").read_text() for child in " ".join(listed).split()]
-    return " ".join(lines)
+    return " ".join(listed).split()
+
+
+def runs_grammar_worker(process: int) -> bool:
+    lines = [Path(f"/proc/{child}/cmdline").read_text() for child in children_of(process)]
+    return "vlm_serve.grammar.worker" in " ".join(lines)
 
 
 def test_serve_answers_and_ends_on_a_signal(checkpoint: Path) -> None:
@@ -36,13 +40,19 @@ def test_serve_answers_and_ends_on_a_signal(checkpoint: Path) -> None:
             answer = client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200
             assert answer.json()["usage"]["completion_tokens"] <= 4
-            wait_for(lambda: "vlm_serve.grammar.worker" in children_of(process.pid))
+            wait_for(lambda: runs_grammar_worker(process.pid))
         process.send_signal(signal.SIGTERM)
         assert process.wait(SECONDS) == 0
 
 
-def test_a_signal_waits_for_open_requests_and_a_second_one_does_not(checkpoint: Path) -> None:
-    with server_process(str(checkpoint), *SMALL, "--block-size", "16") as server:
+def test_a_signal_waits_for_open_requests_and_a_second_one_does_not(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    with (
+        log.open("w") as file,
+        server_process(str(checkpoint), *SMALL, "--block-size", "16", log=file) as server,
+    ):
         process, url = server.process, server.url
         messages = [{"role": "user", "content": "hi"}]
         body = {"messages": messages, "stream": True, "ignore_eos": True, "max_tokens": 2000}
@@ -56,8 +66,13 @@ def test_a_signal_waits_for_open_requests_and_a_second_one_does_not(checkpoint: 
             assert httpx.get(f"{url}/ready", trust_env=False).status_code == 503
             next(lines)
             assert process.poll() is None
+            children = children_of(process.pid)
             process.send_signal(signal.SIGTERM)
+            start = time.monotonic()
             assert process.wait(SECONDS) == 0
+            assert time.monotonic() - start < 3
+            wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    assert "Traceback" not in log.read_text()
 
 
 def test_chat_answers_about_a_photograph(checkpoint: Path) -> None:

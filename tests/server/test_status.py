@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import subprocess
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,6 +27,7 @@ def test_version_and_load(fake: RunningServer) -> None:
         "num_requests_running": 0,
         "num_requests_waiting": 0,
         "open_prompt_tokens": 0,
+        "request_memory_bytes": 0,
     }
 
 
@@ -33,6 +36,8 @@ def samples(server: RunningServer) -> dict[str, float]:
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            if not sample.name.startswith("vlm_serve:"):
+                continue
             assert sample.labels["model_name"] == "test-model"
             labels = [v for k, v in sorted(sample.labels.items()) if k not in ("model_name", "le")]
             if "le" not in sample.labels:
@@ -86,6 +91,48 @@ def test_metrics_of_the_engine(fake: RunningServer) -> None:
     assert found["cache_evictions_total kv"] == 1
     names = ("audits", "mismatches", "near_ties", "dropped")
     assert [found[f"cache_audit_{name}_total"] for name in names] == [9, 1, 2, 3]
+
+
+def test_what_was_never_evicted_counts_from_nought(fake: RunningServer) -> None:
+    found = samples(fake)
+    kinds = ("tail", "snapshot", "suspended", "timed_pin")
+    assert [found[f"cache_evictions_total {kind}"] for kind in kinds] == [0, 0, 0, 0]
+
+
+def test_metrics_of_the_process(fake: RunningServer) -> None:
+    lines = fake.client.get("/metrics").text.splitlines()
+    found = dict(line.split() for line in lines if line.startswith("process_"))
+    assert float(found["process_resident_memory_bytes"]) > 1 << 20
+    assert float(found["process_open_fds"]) > 3
+    assert float(found["process_cpu_seconds_total"]) > 0
+
+
+def test_every_metric_has_a_name_without_a_colon_too(fake: RunningServer) -> None:
+    """A colon is for recording rules; the names with one are those of vLLM's dashboards."""
+    assert fake.chat().status_code == 200
+    text = fake.client.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    with_colon = [name for name in families if ":" in name]
+    assert with_colon
+    for name in with_colon:
+        plain, family = families[name.replace(":", "_")], families[name]
+        assert (plain.type, plain.documentation) == (family.type, family.documentation)
+        assert [sample.labels for sample in plain.samples] == [s.labels for s in family.samples]
+    for family in families.values():
+        assert family.documentation
+        if family.type == "counter":
+            allowed = {family.name + "_total", family.name + "_created"}
+            assert {sample.name for sample in family.samples} <= allowed
+    promtool = shutil.which("promtool")
+    if promtool is not None:
+        plain_text = "".join(
+            line for line in text.splitlines(keepends=True) if "vlm_serve:" not in line
+        )
+        done = subprocess.run(
+            [promtool, "check", "metrics"],
+            input=plain_text, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_metrics_name_how_requests_end(fake: RunningServer) -> None:

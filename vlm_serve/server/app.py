@@ -60,6 +60,7 @@ from vlm_serve.server.errors import (
 )
 from vlm_serve.server.openapi import DescribedApp
 from vlm_serve.server.request_id import request_id_of
+from vlm_serve.server.request_memory import Intake
 from vlm_serve.server.service import Service
 from vlm_serve.server.status import ModelCard, ModelList
 from vlm_serve.server.streaming import ClientGoneError
@@ -104,7 +105,8 @@ def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> AS
     _add_posts(app, service)
     _add_gets(app, service)
     _add_stored_responses(app, service)
-    return Gate(_head_as_get(app), service.config.api_key, tenants)
+    intake = Intake(_head_as_get(app), service.memory, service.config.max_body_bytes)
+    return Gate(intake, service.config.api_key, tenants)
 
 
 def _head_as_get(app: ASGIApp) -> ASGIApp:

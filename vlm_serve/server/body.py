@@ -12,7 +12,9 @@ from starlette.requests import ClientDisconnect
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.errors import BodyTooLargeError, MediaTypeError
 from vlm_serve.server.json_body import SMALL_BYTES, max_cost, parse_json, validate
+from vlm_serve.server.request_memory import bytes_to_parse, bytes_when_parsed, current_share
 from vlm_serve.server.service import Service
+from vlm_serve.server.streaming import until_disconnected
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -63,8 +65,21 @@ async def read_request(
     except ClientDisconnect:
         raise InvalidRequestError("the client went away before its body was complete") from None
     limit = max_cost(service.engine.max_model_len)
+    share = current_share()
+    if share is not None:
+        needed = bytes_to_parse(body, limit)
+        if not share.fits(needed):
+            await until_disconnected(request, share.cover(needed))
+        await share.cover(needed)
 
-    def read() -> T:
-        return use(validate(parse_json(body, limit), model))
+    def read() -> tuple[T, int]:
+        value = parse_json(body, limit)
+        return use(validate(value, model)), bytes_when_parsed(body, value, limit)
 
-    return read() if len(body) <= SMALL_BYTES else await service.parsing(read)
+    if len(body) <= SMALL_BYTES:
+        made, kept = read()
+    else:
+        made, kept = await service.parsing(read)
+    if share is not None:
+        share.shrink(kept)
+    return made

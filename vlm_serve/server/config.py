@@ -109,6 +109,53 @@ class ServerConfig:
         low=0.001,
         metavar="SECONDS",
     )
+    max_request_memory: int | str = option(
+        1 << 30,
+        "memory that the bodies of all open requests may take, as JSON is held; more wait unread",
+        group=_LIMITS,
+        kind="size",
+        low=1,
+        metavar="SIZE",
+    )
+    max_connections: int = option(
+        1024,
+        "open connections; a further one closes the longest idle one",
+        group=_LIMITS,
+        kind="int",
+        low=1,
+    )
+    header_timeout: float = option(
+        10.0,
+        "seconds that a client has for a request's head, and for the first bytes of its body",
+        group=_LIMITS,
+        kind="float",
+        low=0.001,
+        metavar="SECONDS",
+    )
+    min_body_rate: int | str = option(
+        64 << 10,
+        "bytes a second that a body must come with after the first header_timeout seconds",
+        group=_LIMITS,
+        kind="size",
+        low=1,
+        metavar="SIZE",
+    )
+    send_timeout: float = option(
+        30.0,
+        "seconds in which a client must take 64 KiB of an answer that waits for it, or all of it",
+        group=_LIMITS,
+        kind="float",
+        low=0.001,
+        metavar="SECONDS",
+    )
+    keep_alive_timeout: int = option(
+        75,
+        "seconds after which a connection without a request is closed",
+        group=_LIMITS,
+        kind="int",
+        low=1,
+        metavar="SECONDS",
+    )
     request_timeout: float | None = option(
         None,
         "seconds after which a request is ended with an error",
@@ -157,3 +204,13 @@ class ServerConfig:
     def max_body_bytes(self) -> int:
         assert isinstance(self.max_body_size, int)
         return self.max_body_size
+
+    @property
+    def max_request_bytes(self) -> int:
+        assert isinstance(self.max_request_memory, int)
+        return self.max_request_memory
+
+    @property
+    def min_body_rate_bytes(self) -> int:
+        assert isinstance(self.min_body_rate, int)
+        return self.min_body_rate

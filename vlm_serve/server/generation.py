@@ -17,9 +17,13 @@ from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.errors import RequestTimeoutError, told_as
 from vlm_serve.server.output_parser import THINK_START
+from vlm_serve.server.request_memory import current_share
 from vlm_serve.server.service import Preparation, Service
 
 _access = logging.getLogger("vlm_serve.access")
+
+TOKEN_BYTES = 128
+"""Of a prompt: its id, its positions, its part of the text, of the keys and of the spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,9 @@ async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
                 with told_as(task.names):
                     prompt = await service.prepared(task.prepare)
                     grammar = await _grammar(service, task, prompt)
+                share = current_share()
+                if share is not None:
+                    await share.cover(share.size + _bytes_of(prompt))
         except TimeoutError:
             raise _too_late(limit) from None
         generation = Generation(service, task, prompt)
@@ -146,6 +153,11 @@ async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
                 alarm.cancel()
             service.open_tokens -= len(prompt)
             _account(service, generation)
+
+
+def _bytes_of(prompt: Prompt) -> int:
+    """Most that a prompt takes until its request ends."""
+    return len(prompt) * TOKEN_BYTES + sum(item.num_bytes for item in prompt.media)
 
 
 async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Iterable
 from functools import partial
 
@@ -11,9 +13,16 @@ from vlm_serve.engine.decode_graphs import padded_sizes
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.memory import MemoryPlan
 from vlm_serve.options import format_size
+from vlm_serve.server.bounds import total
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.run import listen, make_server, url_of
 from vlm_serve.server.tenants import read_tenant_keys
+
+_log = logging.getLogger(__name__)
+
+SWITCH_SECONDS = 0.0005
+"""Longest that a thread which computes in Python keeps the event loop waiting for its turn. With
+Python's own 5 ms, /health waits several times as long while prompts are being prepared."""
 
 
 def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
@@ -21,6 +30,7 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
 
     Raises ConfigError or CheckpointError, before anything listens, if it cannot start.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -38,12 +48,20 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
         rows = list(startup_rows(engine, config, names, url_of(bound)))
         # Whoever reads the URL there may use it at once.
         announce = partial(print, table(rows), flush=True)
-        server = make_server(engine, config, names, announce)
+        server = make_server(engine, config, names, announce, _leave_at_once)
         server.service.warm_up()
         server.run(sockets=[bound])
     finally:
         engine.close()
     return 0
+
+
+def _leave_at_once() -> None:
+    """Ends the process in the middle of whatever it does: tiers survive that, as they do a crash,
+    and child processes end with their pipes."""
+    _log.warning("stopped by a second signal")
+    logging.shutdown()
+    os._exit(0)
 
 
 def startup_rows(
@@ -80,6 +98,7 @@ def startup_rows(
         yield "granularity", f"{options.block_size} tokens; exactly at the ends of media and turns"
     else:
         yield "granularity", "prefix caching is off"
+    yield "requests", f"at most {format_size(total(config, engine.max_model_len))} on top"
     yield "tool calls", config.tool_call_parser
     yield "reasoning", config.reasoning_parser
     if config.response_store is not None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -15,11 +22,14 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from vlm_serve.engine.outputs import CacheReport, Usage
+from vlm_serve.server.request_memory import RequestMemory
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
 
 PREFIX = "vlm_serve:"
+PLAIN_PREFIX = "vlm_serve_"
+EVICTED_KINDS = ("kv", "tail", "snapshot", "suspended", "timed_pin")
 
 _SECONDS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -32,10 +42,14 @@ _TOKEN_SECONDS = (
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own, labelled with the model's name."""
+    """The metrics of one server, in registries of their own, labelled with the model's name; every
+    one also under a name without a colon, which Prometheus keeps for recording rules."""
 
-    def __init__(self, model_name: str, engine: Engine) -> None:
+    def __init__(self, model_name: str, engine: Engine, memory: RequestMemory) -> None:
         self._registry = CollectorRegistry()
+        self._plain = CollectorRegistry()
+        self._plain.register(PlainNames(self._registry))
+        ProcessCollector(registry=self._plain)
         self._model_name = model_name
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
@@ -84,6 +98,7 @@ class Metrics:
         )
         self._gauge("num_requests_running", "Sequences that run", lambda: engine.num_running)
         self._gauge("num_requests_waiting", "Sequences that wait", lambda: engine.num_waiting)
+        self._gauge("request_memory_bytes", "What requests hold", lambda: memory.held)
         self.engine_stats = EngineStats(model_name)
         self._registry.register(self.engine_stats)
 
@@ -119,7 +134,26 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text that a Prometheus server scrapes."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._plain)
+
+
+class PlainNames(Collector):
+    """What a registry has, under names that begin with PLAIN_PREFIX."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            renamed = Metric(_plain(metric.name), metric.documentation, metric.type, metric.unit)
+            renamed.samples = [
+                sample._replace(name=_plain(sample.name)) for sample in metric.samples
+            ]
+            yield renamed
+
+
+def _plain(name: str) -> str:
+    return PLAIN_PREFIX + name.removeprefix(PREFIX)
 
 
 class EngineStats(Collector):
@@ -140,9 +174,10 @@ class EngineStats(Collector):
         yield self._counter("num_steps", "Steps of the engine", "num_steps")
         yield self._step_times(self._stats["step_times"])
         cache, usage = self._stats["cache"], self._stats["usage"]
+        evictions = dict.fromkeys(EVICTED_KINDS, 0) | cache["evictions"]
         yield self._by_kind("state_snapshots_saved", "Snapshots published", cache["saves"])
         yield self._by_kind("state_snapshots_skipped", "Snapshots without a row", cache["skips"])
-        yield self._by_kind("cache_evictions", "What was evicted", cache["evictions"])
+        yield self._by_kind("cache_evictions", "What was evicted", evictions)
         used = usage["blocks"] - usage["free_blocks"] - usage["cached_blocks"]
         total = usage["blocks"]
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 is all", used, total)

@@ -14,6 +14,7 @@ import uvicorn
 from vlm_serve.errors import ConfigError
 from vlm_serve.server.app import create_app
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.connections import Connections
 from vlm_serve.server.service import Service
 from vlm_serve.server.tenants import read_tenant_keys
 
@@ -23,36 +24,51 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 75
 GRACE_SECONDS = 5
 """How long connections may take to notice that their request has been ended."""
+
+BACKLOG = 128
+"""Connections that may wait to be accepted; asyncio accepts as many in one go."""
 
 
 class DrainingServer(uvicorn.Server):
     """Stops in two steps. The first signal refuses new work (/ready says so at once, the port stays
-    open to tell) and lets running requests end; a second one, or the timeout, ends everything."""
+    open to tell) and lets running requests end; the timeout ends everything. A second signal calls
+    `on_second_signal`, in the signal's handler."""
 
     def __init__(
         self,
         config: uvicorn.Config,
         service: Service,
+        connections: Connections,
         on_listening: Callable[[], None] = lambda: None,
+        on_second_signal: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(config)
         self.service = service
+        self.connections = connections
         self._on_listening = on_listening
+        self._on_second_signal = on_second_signal
+        self._watching: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._watching = asyncio.ensure_future(self.connections.watch())
         await super().startup(sockets)
         self._on_listening()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self._watching is not None:
+            self._watching.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.service.draining or self._loop is None:
             self.should_exit = True
             self.force_exit = True
+            self._on_second_signal()
             return
         self.service.draining = True
         self._loop.call_soon_threadsafe(self._start_draining)
@@ -105,24 +121,30 @@ def make_server(
     config: ServerConfig,
     model_names: tuple[str, ...],
     on_listening: Callable[[], None] = lambda: None,
+    on_second_signal: Callable[[], None] = lambda: None,
 ) -> DrainingServer:
     """A server that is not running yet; run it with `run(sockets=[...])`. It closes the engine.
 
-    `on_listening` is called once it accepts connections.
+    `on_listening` is called once it accepts connections, `on_second_signal` if it is told to stop
+    while it is stopping.
 
     Raises ConfigError for a bad file of tenants' keys, or if traces cannot be made.
     """
     service = Service(engine, config, model_names)
     if config.otlp_traces_endpoint is not None:
         service.tracer = _tracer(config.otlp_traces_endpoint, model_names[0])
+    connections = Connections(config)
     settings = uvicorn.Config(
         create_app(service, read_tenant_keys(config.tenant_keys)),
+        http=connections.protocol,  # type: ignore[arg-type]
+        loop="asyncio",
+        backlog=BACKLOG,
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=config.keep_alive_timeout,
         timeout_graceful_shutdown=GRACE_SECONDS,
         lifespan="on",
         ws="none",
     )
-    return DrainingServer(settings, service, on_listening)
+    return DrainingServer(settings, service, connections, on_listening, on_second_signal)

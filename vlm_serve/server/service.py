@@ -23,6 +23,8 @@ from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.errors import DrainingError
 from vlm_serve.server.mailbox import Mailbox
 from vlm_serve.server.metrics import Metrics
+from vlm_serve.server.request_memory import RequestMemory, current_share
+from vlm_serve.server.trimming import Trimmer
 from vlm_serve.server.response_store import ResponseStore
 from vlm_serve.structured_outputs import StructuredOutputs
 
@@ -54,6 +56,8 @@ class Service:
         responses: what /v1/responses has stored, None if it stores nothing.
         tracer: makes a span of every request, None if traces are off.
         busy_since: monotonic time at which the engine last got work while it had none.
+        memory: what requests may take of it.
+        trimmer: gives back to the system what they have taken.
         num_open, open_tokens: requests that have been let in and have not ended, and the tokens of
             their prompts.
     """
@@ -69,7 +73,9 @@ class Service:
         self.open_tokens = 0
         self.busy_since = time.monotonic()
         self.check_failed = False
-        self.metrics = Metrics(model_names[0], engine)
+        self.trimmer = Trimmer()
+        self.memory = RequestMemory(config.max_request_bytes, self.trimmer.freed)
+        self.metrics = Metrics(model_names[0], engine, self.memory)
         size = config.response_store
         assert not isinstance(size, str)
         self.responses = None if size is None else ResponseStore(size, config.response_store_ttl)
@@ -189,13 +195,28 @@ class Service:
 
     async def in_pool(self, work: Callable[[], _T]) -> _T:
         """Runs blocking work on one of the preparation threads. Not interruptible, but bounded in
-        number: whoever stops waiting leaves it to finish unseen."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        number: whoever stops waiting leaves it to finish unseen, if it has begun at all. Until then
+        it is part of what the request holds of the memory."""
+        return await self._in(self._pool, work)
 
     async def parsing(self, work: Callable[[], _T]) -> _T:
         """Runs work that holds the interpreter's lock for long. One at a time: several would take
         turns, and everyone else would wait for all of them."""
-        return await asyncio.get_running_loop().run_in_executor(self._parsing, work)
+        return await self._in(self._parsing, work)
+
+    async def _in(self, pool: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
+        """Until the work has ended, or will never begin, it is part of what its request holds."""
+        pending = [work]  # the pool's queue keeps what it has not begun, cancelled or not
+        future = pool.submit(lambda: pending.pop()())
+        share = current_share()
+        if share is not None:
+            share.used_by_another()
+            loop = asyncio.get_running_loop()
+            future.add_done_callback(lambda _: _tell(loop, share.leave))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            pending.clear()
 
     async def prepared(self, work: Callable[[], Preparation]) -> Prompt:
         """The prompt that some work makes on a preparation thread. While media are fetched and
@@ -269,3 +290,9 @@ class Service:
         await asyncio.to_thread(self.engine.close)
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
+    """From any thread; a loop that has ended needs to know nothing."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(what)

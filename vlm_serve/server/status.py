@@ -112,6 +112,7 @@ def load(service: Service) -> Response:
             "num_requests_running": service.engine.num_running,
             "num_requests_waiting": service.engine.num_waiting,
             "open_prompt_tokens": service.open_tokens,
+            "request_memory_bytes": service.memory.held,
         }
     )
 

@@ -1,0 +1,31 @@
+"""The most that clients can make a server hold, as it follows from its options (docs/limits.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.connection import READ_BYTES
+from vlm_serve.server.json_body import max_cost
+from vlm_serve.server.request_memory import VALUE_BYTES, WIDEST_BODY_FACTOR
+
+CONNECTION_BYTES = 4 * READ_BYTES
+"""What it has sent of a request that is not read yet, what waits to be sent, and its objects."""
+PROMPT_TOKEN_BYTES = 3 * 2 * 32 * 32
+"""Of a prompt that is being made: a token of a video stands for two frames of 32 x 32 pixels."""
+
+
+def parts(config: ServerConfig, max_model_len: int) -> Iterator[tuple[str, int]]:
+    """What is held for whom, and the most of it in bytes."""
+    body = config.max_body_bytes
+    values = min(body, max_cost(max_model_len))
+    yield "bodies and prompts", config.max_request_bytes
+    yield "the body that is favoured", body * WIDEST_BODY_FACTOR + values * VALUE_BYTES
+    yield "connections", config.max_connections * CONNECTION_BYTES
+    prompts = config.preprocess_threads * max_model_len * PROMPT_TOKEN_BYTES
+    yield "prompts that are being made", prompts
+
+
+def total(config: ServerConfig, max_model_len: int) -> int:
+    """Bytes of all of them together."""
+    return sum(size for _, size in parts(config, max_model_len))
