@@ -1,0 +1,147 @@
+"""Thousands of hostile requests beside ordinary clients, against one server process.
+
+    python benchmarks/hostile.py [--cases 5000] [--first 0] [--only SEED ...] [--model demo]
+
+Every case is made from its seed alone: wrong values, broken JSON, bombs, damaged media, odd HTTP,
+clients that leave, trickle or do not read. Eight hostile connections at a time; sixteen ordinary
+clients ask beside them, and before that alone. The run fails if anything is answered with a 5xx or
+not at all, if /health takes more than 100 ms in 99 % of the cases or ever more than 1 s, if the
+ordinary time to first token is more than 1.5 times (median) or 3 times (99 %) what it was, if
+resident memory leaves its bound (docs/limits.md), or if it does not come back to within 25 % or
+128 MB. `--only` runs single seeds and says what came of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from hostile_cases import make_case
+from hostile_client import run_case
+from hostile_traffic import (
+    Result,
+    allowed_afterwards,
+    describe,
+    measure,
+    memory_bound,
+    percentile,
+)
+from server_process import ServerProcess, server_process
+
+SERVE = (
+    *("--cache-memory", "64MiB", "--threads", "1", "--max-num-seqs", "16"),
+    *("--max-body-size", "16MiB", "--max-request-memory", "256MiB"),
+)
+HEALTH_MS, HEALTH_MAX_MS = 100.0, 1000.0
+MEDIAN_RATIO, LATE_RATIO = 1.5, 3.0
+MIB = 1 << 20
+MOST_NAMED = 200
+
+
+def bars(result: Result, bound: int, errors: list[str]) -> Iterator[tuple[bool, str]]:
+    """What was to be reached, each with whether it was."""
+    quiet, hostile = result.quiet, result.hostile
+    wrong = sum(bool(outcome.wrong) for outcome in result.outcomes)
+    yield not wrong, f"cases that went wrong: {wrong}"
+    yield not hostile.wrong, f"ordinary questions and probes that failed: {len(hostile.wrong)}"
+    yield not errors, f"errors in the server's log: {len(errors)}"
+    for name, share, most in (("p99", 0.99, HEALTH_MS), ("max", 1.0, HEALTH_MAX_MS)):
+        taken, alone = percentile(hostile.health, share), percentile(quiet.health, share)
+        yield taken <= most, f"/health {name} {taken:.0f} ms ({alone:.0f} ms undisturbed)"
+    for name, share, most in (("median", 0.5, MEDIAN_RATIO), ("p99", 0.99, LATE_RATIO)):
+        taken, alone = (percentile(each.first_token, share) for each in (hostile, quiet))
+        ratio = taken / alone if alone else float("inf")
+        text = f"time to first token, {name} {taken:.0f} ms: {ratio:.2f} x {alone:.0f} ms"
+        yield ratio <= most, text
+    most_mib, bound_mib = hostile.most_memory // MIB, bound // MIB
+    yield most_mib <= bound_mib, f"memory at most {most_mib} MiB of {bound_mib} MiB"
+    after, before = result.memory_after, result.memory_before
+    text = f"memory afterwards {after // MIB} MiB, {before // MIB} MiB before"
+    yield after <= allowed_afterwards(before), text
+
+
+def report(result: Result, bound: int, errors: list[str]) -> bool:
+    """Prints everything; whether every bar was kept."""
+    wrong = [outcome for outcome in result.outcomes if outcome.wrong]
+    statuses = sorted(Counter(outcome.status for outcome in result.outcomes).items())
+    print(f"{len(result.outcomes)} cases in {result.seconds:.0f} s; by status: {dict(statuses)}")
+    found = list(bars(result, bound, errors))
+    for kept, text in found:
+        print(f"{'kept  ' if kept else 'BROKEN'}  {text}")
+    late = percentile(result.hostile.own_lag, 0.99)
+    print(f"        (the measuring process itself was late by {late:.0f} ms in 1 %)")
+    kinds = Counter((outcome.kind, outcome.conduct) for outcome in wrong)
+    for (kind, conduct), count in kinds.most_common():
+        print(f"{count:>5} wrong: {kind}, {conduct}")
+    for outcome in wrong[:MOST_NAMED]:
+        print("  --only", describe(outcome).removeprefix("seed "))
+    for text, count in Counter(result.hostile.wrong).most_common(MOST_NAMED):
+        print(f"{count:>5} times: {text}")
+    for text, count in Counter(errors).most_common(MOST_NAMED):
+        print(f"{count:>5} times in the log: {text}")
+    slow = sorted(result.outcomes, key=lambda outcome: -outcome.seconds)[:10]
+    print("slowest:", *(describe(outcome) for outcome in slow), sep="\n  ")
+    return all(kept for kept, _ in found)
+
+
+def logged_errors(log: Path) -> list[str]:
+    """What ended the tracebacks in the server's log, or the lines of errors without one."""
+    found, inside = [], False
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith("Traceback (most recent call last)"):
+            inside = True
+        elif inside and line and not line.startswith(" "):
+            found.append(line[:200])
+            inside = False
+    return found
+
+
+async def single(server: ServerProcess, seeds: list[int]) -> bool:
+    host, port = server.url.removeprefix("http://").split(":")
+    fine = True
+    for seed in seeds:
+        case = make_case(seed)
+        print(f"{case.head[:200]!r} + {case.body[:300]!r} ({len(case.body)} bytes)")
+        outcome = await run_case(host, int(port), case)
+        print(describe(outcome))
+        fine = fine and not outcome.wrong
+    return fine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--cases", type=int, default=5000)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--only", type=int, nargs="+", help="seeds to run alone, one after another")
+    parser.add_argument("--quiet-seconds", type=float, default=30)
+    parser.add_argument("--log", default="hostile.log", help="file for what the server says")
+    options = parser.parse_args()
+    with (
+        Path(options.log).open("w") as log,
+        server_process(options.model, *SERVE, log=log) as server,
+    ):
+        if options.only:
+            fine = asyncio.run(single(server, options.only))
+        else:
+            work = measure(
+                server,
+                first=options.first,
+                count=options.cases,
+                quiet_seconds=options.quiet_seconds,
+                verbose=True,
+            )
+            result = asyncio.run(work)
+            errors = logged_errors(Path(options.log))
+            fine = report(result, result.memory_before + memory_bound(server), errors)
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Runs hostile cases against a server, as clients that do what HTTP libraries would not."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import random
+import time
+from dataclasses import asdict, dataclass
+
+from hostile_cases import Case, make_case
+
+ANSWER_SECONDS = 60.0
+PATIENCE_SECONDS = 1.0
+"""Longest that a client is deaf, silent or slow."""
+MAX_ANSWER_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a case.
+
+    Attributes:
+        status: of the answer; 0 if the client did not wait for one or the connection was closed.
+        wrong: what must not have happened; empty if all was well.
+    """
+
+    seed: int
+    kind: str
+    conduct: str
+    status: int
+    seconds: float
+    wrong: str
+
+
+class _Answer:
+    def __init__(self, head: bytes) -> None:
+        words = head.split(b"\r\n", 1)[0].split(b" ")
+        self.is_http = words[0] in (b"HTTP/1.1", b"HTTP/1.0") and len(words) > 1
+        self.status = int(words[1]) if self.is_http and words[1].isdigit() else 0
+
+
+async def run_case(host: str, port: int, case: Case) -> Outcome:
+    """Runs one case; raises nothing that the server can be the cause of."""
+    start = time.monotonic()
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            status, wrong = await _run(host, port, case)
+    except TimeoutError:
+        status, wrong = 0, f"no answer within {ANSWER_SECONDS:g} s"
+    except ConnectionRefusedError:
+        status, wrong = 0, "the server does not listen"
+    except OSError as error:  # it may close on whoever misbehaves
+        gone = case.conduct == "whole" and case.valid and len(case.body) < 100_000
+        status, wrong = 0, f"closed without an answer ({error})" if gone else ""
+    seconds = time.monotonic() - start
+    return Outcome(case.seed, case.kind, case.conduct, status, seconds, wrong)
+
+
+async def _run(host: str, port: int, case: Case) -> tuple[int, str]:
+    reader, writer = await asyncio.open_connection(host, port, limit=1 << 16)
+    rng = random.Random(case.seed + 1)
+    try:
+        if case.conduct == "silent":
+            await asyncio.sleep(PATIENCE_SECONDS)
+            return 0, ""
+        await _send(writer, case, rng)
+        if case.conduct in ("leave", "half"):
+            await asyncio.sleep(rng.random() * PATIENCE_SECONDS / 2)
+            return 0, ""
+        if case.conduct == "deaf":
+            await asyncio.sleep(rng.random() * PATIENCE_SECONDS)
+            return 0, ""
+        return await _read(reader, case)
+    finally:
+        writer.transport.abort()
+
+
+async def _send(writer: asyncio.StreamWriter, case: Case, rng: random.Random) -> None:
+    """What the case sends. The server may answer and close before it has all of it."""
+    data = case.head + case.body
+    if case.conduct == "half":
+        data = data[: rng.randrange(1, len(data) + 1)]
+    elif case.conduct == "pipelined":
+        data *= min(rng.randint(2, 20), 1 + 2_000_000 // len(data))
+    with contextlib.suppress(ConnectionError):
+        if case.conduct == "trickle":
+            for _ in range(10):
+                piece, data = data[: len(data) // 10 + 1], data[len(data) // 10 + 1 :]
+                writer.write(piece)
+                await asyncio.sleep(rng.random() * PATIENCE_SECONDS / 5)
+        writer.write(data)
+        await writer.drain()
+
+
+async def _read(reader: asyncio.StreamReader, case: Case) -> tuple[int, str]:
+    """The status, and what is wrong with the answer."""
+    if not case.valid:  # it may be the start of something that the server waits for
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                status = _Answer(await reader.read(1 << 16)).status
+                return status, f"status {status}" if status >= 500 else ""
+        return 0, ""
+    text = bytearray()
+    while len(text) < MAX_ANSWER_BYTES and (data := await reader.read(1 << 16)):
+        text += data
+    head, _, body = bytes(text).partition(b"\r\n\r\n")
+    answer = _Answer(head)
+    if not answer.is_http:
+        return 0, "closed without an answer"
+    if answer.status >= 500:
+        return answer.status, f"status {answer.status}: {body[:300].decode(errors='replace')}"
+    if b'"internal_error"' in body:
+        return answer.status, f"internal error in a stream: {body[-300:].decode(errors='replace')}"
+    if b"Traceback (most" in body:
+        return answer.status, "a traceback in the answer"
+    return answer.status, ""
+
+
+async def attack(host: str, port: int, seeds: list[int], connections: int) -> None:
+    """Runs the cases, so many at a time, and prints each outcome as a line of JSON."""
+    rest = iter(seeds)
+
+    async def client() -> None:
+        for seed in rest:
+            case = await asyncio.to_thread(make_case, seed)
+            print(json.dumps(asdict(await run_case(host, port, case))), flush=True)
+
+    await asyncio.gather(*(client() for _ in range(connections)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("host")
+    parser.add_argument("port", type=int)
+    parser.add_argument("first", type=int)
+    parser.add_argument("count", type=int)
+    parser.add_argument("connections", type=int)
+    options = parser.parse_args()
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of writing to who has closed
+    os.nice(15)  # attackers have machines of their own
+    seeds = list(range(options.first, options.first + options.count))
+    asyncio.run(attack(options.host, options.port, seeds, options.connections))
+
+
+if __name__ == "__main__":
+    main()

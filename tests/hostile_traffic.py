@@ -1,0 +1,279 @@
+"""Hostile clients beside ordinary ones at a server process, and what the ordinary ones notice."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hostile_client import Outcome
+from PIL import Image, ImageDraw
+from server_process import ServerProcess
+
+from vlm_serve.options import parse_size
+
+CLIENT = Path(__file__).with_name("hostile_client.py")
+THINK_SECONDS = (0.3, 1.0)
+HEALTH_SECONDS = 0.1
+MEMORY_SECONDS = 0.2
+SETTLE_SECONDS = 60.0
+LATE = 30.0
+WARM_SECONDS = 8.0
+"""The first requests fill caches, and the grammar compiler starts."""
+POST = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+COLOURS = ("red", "green", "blue", "yellow")
+
+
+@dataclass
+class Phase:
+    """What was measured while something went on; all times in seconds."""
+
+    first_token: list[float] = field(default_factory=list)
+    health: list[float] = field(default_factory=list)
+    own_lag: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    most_memory: int = 0
+
+
+@dataclass
+class Result:
+    """Of one run; memory in bytes, of the server and its children."""
+
+    quiet: Phase
+    hostile: Phase
+    outcomes: list[Outcome]
+    memory_before: int
+    memory_after: int
+    seconds: float
+
+
+def question(rng: random.Random) -> bytes:
+    """A streamed chat request: half are about a small picture."""
+    content: Any = f"Tell me about number {rng.randrange(1000)}."
+    if rng.random() < 0.5:
+        image = Image.new("RGB", (96, 96), "white")
+        box = (rng.randrange(32), rng.randrange(32), 64, 64)
+        ImageDraw.Draw(image).ellipse(box, fill=rng.choice(COLOURS))
+        data = io.BytesIO()
+        image.save(data, "png")
+        url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+        content = [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": "What color is the shape?"},
+        ]
+    messages = [{"role": "user", "content": content}]
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0, "stream": True}
+    return json.dumps(body).encode()
+
+
+class Wire:
+    """A connection that is kept, and made again when the server has closed it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._writer is None:
+            self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+        return self._reader, self._writer
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
+            self._writer = None
+
+
+async def ask(wire: Wire, body: bytes, phase: Phase) -> None:
+    """One ordinary question; records the time to its first token."""
+    start = time.monotonic()
+    try:
+        async with asyncio.timeout(LATE):
+            reader, writer = await wire.open()
+            head = (
+                f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            )
+            writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            said = await reader.readuntil(b"\r\n\r\n")
+            if not said.startswith(b"HTTP/1.1 200"):
+                raise OSError(said.split(b"\r\n")[0].decode())
+            await reader.readuntil(b"data: {")
+            phase.first_token.append(time.monotonic() - start)
+            await reader.readuntil(b"data: [DONE]\n\n")
+            await reader.readuntil(b"0\r\n\r\n")
+    except (OSError, asyncio.IncompleteReadError) as error:
+        phase.wrong.append(f"an ordinary question failed: {type(error).__name__} {error}")
+        wire.close()
+
+
+async def probe(wire: Wire, phase: Phase) -> None:
+    """One look at /health."""
+    start = time.monotonic()
+    try:
+        async with asyncio.timeout(LATE):
+            reader, writer = await wire.open()
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            said = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", said)
+            await reader.readexactly(int(length.group(1)) if length else 0)
+        if not said.startswith(b"HTTP/1.1 200"):
+            phase.wrong.append(f"/health: {said.split(chr(13).encode())[0].decode()}")
+    except (OSError, asyncio.IncompleteReadError) as error:
+        phase.wrong.append(f"/health: {type(error).__name__} {error}")
+        wire.close()
+    phase.health.append(time.monotonic() - start)
+
+
+def tree_bytes(process: int) -> int:
+    """Resident memory of a process and its descendants; pages that they share count once."""
+    total = 0
+    try:
+        listed = re.search(r"^Pss: +(\d+)", Path(f"/proc/{process}/smaps_rollup").read_text(), re.M)
+        total = int(listed.group(1)) * 1024 if listed else 0
+        for file in Path(f"/proc/{process}/task").glob("*/children"):
+            total += sum(tree_bytes(int(child)) for child in file.read_text().split())
+    except OSError:
+        pass  # it has ended
+    return total
+
+
+class Watch:
+    """Ordinary clients, health probes and memory; what they meet goes into the current phase."""
+
+    def __init__(self, server: ServerProcess, clients: int) -> None:
+        host, port = server.url.removeprefix("http://").split(":")
+        self.host, self.port = host, int(port)
+        self.process = server.process.pid
+        self.phase = Phase()
+        self._clients = clients
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        works = [self._ordinary(number) for number in range(self._clients)]
+        tasks = [asyncio.ensure_future(work) for work in (*works, self._health(), self._memory())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+            for each in done:
+                if isinstance(each, Exception):
+                    raise each
+
+    async def _ordinary(self, number: int) -> None:
+        rng = random.Random(number)
+        wire = Wire(self.host, self.port)
+        try:
+            while True:
+                await asyncio.sleep(rng.uniform(*THINK_SECONDS))
+                await ask(wire, question(rng), self.phase)
+        finally:
+            wire.close()
+
+    async def _health(self) -> None:
+        """On a connection that is kept and on a new one by turns."""
+        kept = Wire(self.host, self.port)
+        try:
+            while True:
+                for wire in (kept, Wire(self.host, self.port)):
+                    start = time.monotonic()
+                    await asyncio.sleep(HEALTH_SECONDS)
+                    self.phase.own_lag.append(time.monotonic() - start - HEALTH_SECONDS)
+                    await probe(wire, self.phase)
+                wire.close()
+        finally:
+            kept.close()
+
+    async def _memory(self) -> None:
+        while True:
+            now = await asyncio.to_thread(tree_bytes, self.process)
+            self.phase.most_memory = max(self.phase.most_memory, now)
+            await asyncio.sleep(MEMORY_SECONDS)
+
+
+async def attack(
+    watch: Watch, first: int, count: int, connections: int, verbose: bool
+) -> list[Outcome]:
+    """Has another process run the cases; its outcomes."""
+    numbers = [str(number) for number in (watch.port, first, count, connections)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(CLIENT), watch.host, *numbers, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    outcomes = []
+    try:
+        async for line in process.stdout:
+            outcome = Outcome(**json.loads(line))
+            outcomes.append(outcome)
+            if verbose and (outcome.wrong or len(outcomes) % 100 == 0):
+                print(f"{len(outcomes):>5} of {count}  {describe(outcome)}", flush=True)
+        assert await process.wait() == 0, "the hostile clients failed themselves"
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return outcomes
+
+
+def describe(outcome: Outcome) -> str:
+    text = f"seed {outcome.seed} ({outcome.kind}, {outcome.conduct}, {outcome.seconds:.1f} s)"
+    return f"{text}: {outcome.wrong or outcome.status}"
+
+
+async def settled(process: int, wanted: float) -> int:
+    """The memory once it is not more than wanted, or after a while."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while (now := tree_bytes(process)) > wanted and time.monotonic() < deadline:
+        await asyncio.sleep(1)
+    return now
+
+
+def memory_bound(server: ServerProcess) -> int:
+    """Most that requests may add to the server's memory, as its start-up table says."""
+    found = re.search(r"requests +at most ([\d.]+ \w+) on top", server.table)
+    return parse_size(found.group(1)) if found else 0
+
+
+def allowed_afterwards(before: int) -> float:
+    return max(before * 1.25, before + (128 << 20))
+
+
+async def measure(
+    server: ServerProcess,
+    *,
+    first: int,
+    count: int,
+    connections: int = 8,
+    clients: int = 16,
+    quiet_seconds: float = 20.0,
+    verbose: bool = False,
+) -> Result:
+    """The ordinary clients alone, then beside the hostile ones."""
+    start = time.monotonic()
+    watch = Watch(server, clients)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(watch.running())
+        await asyncio.sleep(WARM_SECONDS)
+        quiet = watch.phase = Phase()
+        await asyncio.sleep(quiet_seconds)
+        before = await asyncio.to_thread(tree_bytes, watch.process)
+        hostile = watch.phase = Phase()
+        outcomes = await attack(watch, first, count, connections, verbose)
+    after = await settled(watch.process, allowed_afterwards(before))
+    return Result(quiet, hostile, outcomes, before, after, time.monotonic() - start)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Milliseconds, of values in seconds."""
+    ordered = sorted(values)
+    return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

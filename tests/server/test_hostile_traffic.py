@@ -1,0 +1,35 @@
+"""Three hundred random hostile requests, eight at a time, beside sixteen ordinary clients."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from hostile_cases import make_case
+from hostile_traffic import allowed_afterwards, describe, measure, memory_bound
+from server_process import server_process
+
+CASES = 300
+SERVE = (
+    *("demo", "--cache-memory", "64MiB", "--threads", "1", "--max-num-seqs", "16"),
+    *("--max-body-size", "16MiB", "--max-request-memory", "256MiB"),
+)
+
+
+def test_a_case_is_made_from_its_seed_alone() -> None:
+    assert [make_case(seed) for seed in range(40)] == [make_case(seed) for seed in range(40)]
+
+
+def test_hostile_requests_harm_nobody(tmp_path: Path) -> None:
+    """Times are not compared here, where other tests run beside; benchmarks/hostile.py does."""
+    log = tmp_path / "log"
+    with log.open("w") as file, server_process(*SERVE, log=file) as server:
+        result = asyncio.run(measure(server, first=0, count=CASES, quiet_seconds=2))
+        bound = memory_bound(server)
+    assert [describe(outcome) for outcome in result.outcomes if outcome.wrong] == []
+    assert len(result.outcomes) == CASES
+    assert result.hostile.wrong == []
+    assert "Traceback" not in log.read_text()
+    assert bound > 0
+    assert result.hostile.most_memory <= result.memory_before + bound
+    assert result.memory_after <= allowed_afterwards(result.memory_before)
