@@ -24,8 +24,8 @@ from vlm_serve.server.errors import DrainingError
 from vlm_serve.server.mailbox import Mailbox
 from vlm_serve.server.metrics import Metrics
 from vlm_serve.server.request_memory import RequestMemory, current_share
-from vlm_serve.server.trimming import Trimmer
 from vlm_serve.server.response_store import ResponseStore
+from vlm_serve.server.trimming import Trimmer
 from vlm_serve.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
