@@ -166,7 +166,9 @@ class Leasing:
             Publisher(self._ledger, lease, keys, length, exact_until).publish()
             record(self._ledger, lease, keys, length, experts)
             if logprobs is not None:
-                keep(self._ledger, lease, keys, length, logprobs)
+                ledger = self._ledger
+                root = ledger.trie.root(keys.root)
+                keep(ledger.logprobs, root, lease, keys, length, logprobs)
             depth = len(lease.path)
             missing = depth < len(keys.block_keys)
             self._expect(lease, keys.block_keys[depth] if missing else None)

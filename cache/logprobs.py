@@ -19,7 +19,6 @@ from vlm_serve.cache.lazy_heap import LazyHeap
 from vlm_serve.cache.records import Branch, Lease, LogprobRows, Node
 
 if TYPE_CHECKING:
-    from vlm_serve.cache.ledger import Ledger
     from vlm_serve.preprocess.keys import PromptKeys
 
 
@@ -172,7 +171,14 @@ def _deepest_with_rows(
     return None
 
 
-def keep(ledger: Ledger, lease: Lease, keys: PromptKeys, end: int, known: RowPiece) -> None:
+def keep(
+    keeper: RowKeeper,
+    root: Branch | None,
+    lease: Lease,
+    keys: PromptKeys,
+    end: int,
+    known: RowPiece,
+) -> None:
     """Stores what a request knows with the nodes that end in `(lease.length, end]`, where they know
     less. To be called when those are published and before the lease's length moves on."""
     size = keys.block_size
@@ -182,13 +188,13 @@ def keep(ledger: Ledger, lease: Lease, keys: PromptKeys, end: int, known: RowPie
         first = max(1, index * size)
         if not known.start <= first < cut <= known.end:
             continue
-        parent = lease.path[index - 1] if index else ledger.trie.root(keys.root)
+        parent = lease.path[index - 1] if index else root
         assert parent is not None, "the nodes up to there are published"
         node = lease.path[index] if cut % size == 0 else parent.children.get(keys.tails[cut])
         if node is None:
             continue
         if node.logprobs is None or top_of(node.logprobs) < top_of(known.rows):
-            ledger.logprobs.give(node, known.rows[first - known.start : cut - known.start])
+            keeper.give(node, known.rows[first - known.start : cut - known.start])
 
 
 def check_rows(keeper: RowKeeper, nodes: list[Node]) -> None:

@@ -173,10 +173,11 @@ def miscount_what_can_be_freed(patch: pytest.MonkeyPatch) -> None:
 
 def keep_a_row_under_the_token_before(patch: pytest.MonkeyPatch) -> None:
     """As if a row belonged to the token that it was computed from."""
-    keep = logprobs.keep
+    keep: Any = logprobs.keep
 
-    def shifted(books: Any, lease: Any, keys: Any, end: int, known: RowPiece) -> None:
-        keep(books, lease, keys, end, RowPiece(known.start, np.roll(known.rows, -1)))
+    def shifted(*place: Any) -> None:
+        known = place[-1]
+        keep(*place[:-1], RowPiece(known.start, np.roll(known.rows, -1)))
 
     patch.setattr(leasing, "keep", shifted)
 

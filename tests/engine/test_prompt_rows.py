@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -59,15 +60,15 @@ def pipe(
     path = make_checkpoint(tmp_path_factory.mktemp("rows"), spec)
     # Room for a part of the requests below: they evict and preempt each other.
     config = EngineConfig(
-        dtype="float32", block_size=16, cache_memory="1MiB", max_model_len=320, max_num_seqs=4
+        dtype="float32", block_size=16, cache_memory="320KiB", max_model_len=352, max_num_seqs=4
     )
     with Pipeline(path, config) as made:
         yield made
 
 
-def asking(top: int = 1, start: int = 0, **options: object) -> SamplingParams:
-    settings: dict[str, object] = {"max_tokens": 1, "temperature": 0.0} | options
-    return SamplingParams(prompt_logprobs=top, prompt_logprobs_start=start, **settings)  # type: ignore[arg-type]
+def asking(top: int = 1, start: int = 0, **options: Any) -> SamplingParams:
+    settings = {"max_tokens": 1, "temperature": 0.0} | options
+    return SamplingParams(prompt_logprobs=top, prompt_logprobs_start=start, **settings)
 
 
 def test_four_choices_over_one_text_compute_it_once(pipe: Pipeline) -> None:
@@ -99,7 +100,8 @@ def test_sampling_options_change_no_row(pipe: Pipeline) -> None:
     prompt = random_ids(60, seed=3)
     plain = pipe.generate(prompt, asking(3))
     pipe.engine.flush()
-    options = {"temperature": 2.0, "repetition_penalty": 1.5, "logit_bias": {3: 50.0}, "seed": 1}
+    options: dict[str, Any] = {"temperature": 2.0, "repetition_penalty": 1.5, "seed": 1}
+    options["logit_bias"] = {3: 50.0}
     assert pipe.generate(prompt, asking(3, **options)).prompt_logprobs == plain.prompt_logprobs
     assert pipe.generate(prompt, asking(3)).prompt_logprobs == plain.prompt_logprobs
 
@@ -120,21 +122,21 @@ def test_random_prompts_have_the_bits_of_cold_ones(pipe: Pipeline) -> None:
     engine = pipe.engine
     reused = 0
     bases = [random_ids(rng.randint(20, 260), seed=n) for n in range(3)]
-    for _ in range(30):
+    for _ in range(20):
         prompts, params, salts = [], [], []
         for _ in range(rng.randint(1, 6)):
             base = rng.choice(bases)
             tail = random_ids(rng.randint(1, 40), seed=rng.getrandbits(20))
             prompts.append([*base[: rng.choice([len(base), rng.randint(5, len(base))])], *tail])
             start = rng.choice([0, 0, 0, len(prompts[-1]) - len(tail)])
-            params.append(asking(rng.choice([0, 1, 5, 20]), start, max_tokens=rng.randint(1, 9)))
+            params.append(asking(rng.choice([0, 1, 5, 20]), start, max_tokens=rng.randint(1, 40)))
             salts.append(rng.choice(["", "tenant"]))
         outputs = run(pipe, prompts, params, salts)
         engine.check()
         for prompt, one, output in zip(prompts, params, outputs, strict=True):
             reused += output.cache_report.logprobs_reused
             assert output.prompt_logprobs == cold(pipe, prompt, one).prompt_logprobs
-    assert reused > 1000
+    assert reused > 200
     assert engine.stats()["num_preemptions"] > 0
 
 

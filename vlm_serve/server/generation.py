@@ -56,7 +56,7 @@ class Generation:
 
     Attributes:
         usage, cache_report: as of the last delta.
-        prompt_logprobs: of the prompt's tokens from the second on, if asked for.
+        prompt_logprobs: of the prompt's tokens from `prompt_logprobs_start` on, if asked for.
         finish_reason: of the last choice that ended; "abort" while there is none.
         unfinished: choices that have not ended.
     """

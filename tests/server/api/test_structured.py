@@ -234,8 +234,12 @@ def test_the_prompt_is_reported(server: RunningServer) -> None:
     for token, row in zip(body["prompt_token_ids"][1:], rows[1:], strict=True):
         assert row[str(token)]["logprob"] <= 0
         assert (row[str(token)]["rank"] == 1) == (len(row) == 1)
-    assert body["cache_report"]["boundary"] == 0
-    assert body["cache_report"]["reason"] == "prompt_logprobs"
+    again = ask(server, max_tokens=2, prompt_logprobs=1, cache_report=True)
+    assert again["prompt_logprobs"] == rows
+    report = again["cache_report"]
+    # The last one kept is that of the last cut's last token: what is computed begins before it.
+    assert report["boundary"] <= report["logprobs_reused"] < len(rows) - 1
+    assert report["reason"] == "prompt_logprobs"
 
 
 def test_an_echo_comes_with_the_logprobs_that_answers_have(server: RunningServer) -> None:

@@ -36,6 +36,7 @@ class CacheReportBody(BaseModel):
     media_skipped: int
     reason: str
     experts_missing: int
+    logprobs_reused: int
 
 
 class TopLogprob(BaseModel):

@@ -128,6 +128,7 @@ class GenerationRequest(AnswerRequest):
     allowed_token_ids: Items[int] | None = None
     bad_words: Items[str] | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int | None = None
     response_format: Table[Any] | None = None
     structured_outputs: Table[Any] | None = None
     return_token_ids: bool | None = None
@@ -139,6 +140,11 @@ class GenerationRequest(AnswerRequest):
         """The field that the answer's form comes from, if it has to have one."""
         asks = self.response_format is not None and self.response_format.get("type") != "text"
         return "response_format" if asks else "structured_outputs"
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """How many rivals to report per prompt token, if any are to be."""
+        return self.prompt_logprobs
 
     def stream_option(self, name: str) -> bool:
         return self.stream_options is not None and bool(getattr(self.stream_options, name))
@@ -170,7 +176,8 @@ class GenerationRequest(AnswerRequest):
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=self.repetition_penalty,
             logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self.wanted_prompt_logprobs,
+            prompt_logprobs_start=self.prompt_logprobs_start or 0,
             logit_bias=token_biases(self.logit_bias),
             allowed_token_ids=None
             if self.allowed_token_ids is None

@@ -53,11 +53,13 @@ def chat_logprobs(
 def prompt_logprobs_body(
     tokenizer: Tokenizer, token_ids: Sequence[int], reports: Sequence[PromptLogprobs] | None
 ) -> list[dict[str, PromptLogprob] | None] | None:
-    """`prompt_logprobs`, in vLLM's form: null for the first token, then by token id."""
+    """`prompt_logprobs`, in vLLM's form: null for the first token and what else is not reported,
+    then by token id."""
     if reports is None:
         return None
-    bodies: list[dict[str, PromptLogprob] | None] = [None]
-    for token, report in zip(token_ids[1:], reports, strict=True):
+    unknown = len(token_ids) - len(reports)
+    bodies: list[dict[str, PromptLogprob] | None] = [None] * unknown
+    for token, report in zip(token_ids[unknown:], reports, strict=True):
         entries = {str(token): _prompt_entry(tokenizer, token, report, report.rank)}
         for rank, (other, _) in enumerate(ranked(report.logprobs, len(report.logprobs)), start=1):
             if other != token:
@@ -84,7 +86,7 @@ def completion_logprobs(
     offset: int,
 ) -> CompletionLogprobs:
     """`choices[].logprobs` of /v1/completions. `offset`: characters before the first token. None in
-    `logprobs` is an echoed prompt's first token."""
+    `logprobs` is an echoed prompt's first token, or one that is not reported."""
     texts = [token_text(tokenizer, token) for token in tokens]
     offsets = []
     for text in texts:

@@ -47,7 +47,9 @@ class CompletionChoiceState:
             text = self._echo() + text
             if body.logprobs is not None and delta.prompt_logprobs is not None:
                 tokens = (*self._prompt.token_ids, *tokens)
-                logprobs = (None, *(each.logprobs for each in delta.prompt_logprobs), *logprobs)
+                unknown = len(self._prompt) - len(delta.prompt_logprobs)
+                known = (each.logprobs for each in delta.prompt_logprobs)
+                logprobs = (*[None] * unknown, *known, *logprobs)
         offset = self._length
         self._length += len(text)
         self._last = delta

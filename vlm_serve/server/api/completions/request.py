@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
@@ -23,14 +22,16 @@ class CompletionRequest(GenerationRequest):
         """Nothing is wanted but the prompt, for its logprobs."""
         return bool(self.echo) and self.max_tokens == 0
 
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        echoed = self.echo and self.prompt_logprobs is None
+        return self.logprobs if echoed else self.prompt_logprobs
+
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequestError that names the field which is out of range."""
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         # The engine makes at least one token, which is left out of the answer.
-        params = self.all_sampling(1 if self.only_echo else limit, self.logprobs)
-        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
-            return replace(params, prompt_logprobs=self.logprobs)
-        return params
+        return self.all_sampling(1 if self.only_echo else limit, self.logprobs)
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts as a list. Raises InvalidRequestError for none, too many or empty ones."""
