@@ -56,8 +56,6 @@ def miss_reason(
         return "below_granularity"
     if found.usable == possible:
         return "full"
-    if found.usable == keys.last_cut(limit):
-        return "prompt_logprobs"
     if found.usable < found.state:
         return "experts_missing"
     if found.state < found.kv:
@@ -101,7 +99,7 @@ def _kv_reason(
         return "media_changed"
     if not path and evidence.trie.roots and keys.root not in evidence.trie.roots:
         return "salt"
-    return "cold"
+    return "unseen" if found.usable else "cold"
 
 
 def _in_a_video(keys: PromptKeys, boundary: int) -> bool:

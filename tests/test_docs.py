@@ -56,6 +56,16 @@ def test_every_field_with_an_effect_is_documented() -> None:
     assert documented == declared
 
 
+def test_every_reason_is_documented() -> None:
+    code = (ROOT / "cache" / "reasons.py").read_text(encoding="utf-8")
+    given = {
+        name for line in re.findall(r"return .*", code) for name in re.findall(r'"(\w+)"', line)
+    }
+    assert "unseen" in given
+    elsewhere = {"disabled", "prompt_logprobs", "tier_error"}
+    assert fields_in(section(HTTP, "reasons")) == given | elsewhere
+
+
 def test_the_fields_of_the_other_forms_of_chat_are_documented() -> None:
     for name, model, refused in (
         ("responses", ResponsesRequest, RESPONSES_REFUSED),

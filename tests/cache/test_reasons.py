@@ -6,6 +6,7 @@ from cache_texts import END_OF_TURN, Image, Text
 from cache_world import World, make_world
 
 from vlm_serve.cache.ghosts import GhostMemory
+from vlm_serve.cache.logprobs import WantedRows
 
 
 def numbers(count: int, first: int = 10) -> list[int]:
@@ -21,7 +22,16 @@ def test_cold_then_full() -> None:
     assert reason(world, text) == "cold"
     world.serve(text)
     assert reason(world, text) == "full"
-    assert reason(world, Text(numbers(10), numbers(9, 90))) == "cold"
+    assert reason(world, Text(numbers(10), numbers(9, 90))) == "unseen"
+    assert reason(world, Text(numbers(3), numbers(9, 90))) == "cold"
+
+
+def test_what_follows_the_last_that_was_ever_seen_is_unseen() -> None:
+    """Cold is only what reuses nothing."""
+    world = make_world()
+    world.serve(Text([10, END_OF_TURN], Image("cat", 4), numbers(7)))
+    match = world.match(Text([10, END_OF_TURN], Image("cat", 4), numbers(9, 50)))
+    assert (match.boundary, match.reason) == (6, "unseen")
 
 
 def test_below_granularity() -> None:
@@ -34,8 +44,9 @@ def test_below_granularity() -> None:
 def test_prompt_logprobs_limit_the_boundary() -> None:
     world, text = make_world(), Text(numbers(13))
     world.serve(text)
-    assert reason(world, text, limit=6) == "prompt_logprobs"
-    assert reason(world, text, limit=0) == "prompt_logprobs"
+    for first in (1, 7, 12):
+        match = world.match(text, wants=WantedRows(first, 0))
+        assert (match.boundary, match.reason) == ((first - 1) // 4 * 4, "prompt_logprobs")
 
 
 def test_state_never_taken_and_state_evicted() -> None:

@@ -123,6 +123,7 @@ def test_another_question_about_the_same_photograph_reuses_it(server: RunningSer
     second = answer(server, photograph, "Which colours do you see?")
     report = second["cache_report"]
     assert report["boundary"] >= details["image_tokens"]
+    assert report["reason"] == "unseen"
     assert report["media_skipped"] == 1
     assert report["media_encoded"] == 0
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == report["boundary"]
