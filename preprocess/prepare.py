@@ -32,7 +32,12 @@ from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_items import LoadedMedia, MediaLoader, is_remote
 from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.messages import Conversation, read_messages
-from vlm_serve.preprocess.processors import fingerprint, image_config, video_config
+from vlm_serve.preprocess.processors import (
+    check_fit,
+    fingerprint,
+    image_config,
+    video_config,
+)
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
 from vlm_serve.preprocess.stopping import Stop
@@ -96,6 +101,8 @@ class Preprocessor:
         config = _vision_config(directory)
         images = image_config(directory) if config is not None else None
         videos = video_config(directory) if config is not None else None
+        if config is not None:
+            check_fit(config["vision_config"], images, videos)
         vision = self._vision_tokens(config) if config is not None else None
         self.raw_index = RawIndex(raw_index_bytes)
         self._decoders = Decoders()

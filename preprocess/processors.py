@@ -139,9 +139,9 @@ def _shared(
     if resample not in _MODES:
         raise CheckpointError(f"resample {resample} of the processor config is not supported")
     return {
-        "patch_size": int(raw.get("patch_size", patch_size)),
-        "temporal_patch_size": int(raw.get("temporal_patch_size", 2)),
-        "merge_size": int(raw.get("merge_size", 2)),
+        "patch_size": _size(raw, "patch_size", patch_size),
+        "temporal_patch_size": _size(raw, "temporal_patch_size", 2),
+        "merge_size": _size(raw, "merge_size", 2),
         "do_resize": bool(raw.get("do_resize", True)),
         "resample": resample,
         "do_rescale": bool(raw.get("do_rescale", True)),
@@ -150,6 +150,15 @@ def _shared(
         "mean": tuple(map(float, raw.get("image_mean") or mean)),
         "std": tuple(map(float, raw.get("image_std") or std)),
     }
+
+
+def _size(raw: Mapping[str, Any], name: str, default: int) -> int:
+    value = raw.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(
+            f"{name} of the processor config must be a positive integer, not {value!r}"
+        )
+    return value
 
 
 def _bounds(raw: Mapping[str, Any], low: int, high: int) -> dict[str, Any]:
@@ -161,6 +170,26 @@ def _bounds(raw: Mapping[str, Any], low: int, high: int) -> dict[str, Any]:
         value = raw.get(name) if raw.get(name) is not None else size.get(name)
         bounds[name] = int(value) if value is not None else default
     return bounds
+
+
+def check_fit(vision: Mapping[str, Any], *configs: PixelConfig | None) -> None:
+    """Raises CheckpointError if a processor cuts other patches than the vision tower takes.
+
+    Args:
+        vision: `vision_config` of config.json.
+    """
+    for config in configs:
+        for name, theirs in (
+            ("patch_size", "patch_size"),
+            ("temporal_patch_size", "temporal_patch_size"),
+            ("merge_size", "spatial_merge_size"),
+        ):
+            value = vision.get(theirs)
+            if config is not None and value is not None and value != getattr(config, name):
+                raise CheckpointError(
+                    f"{name} of the processor config is {getattr(config, name)}, but {theirs} in "
+                    f"config.json is {value!r}"
+                )
 
 
 def fingerprint(*configs: PixelConfig | None) -> bytes:

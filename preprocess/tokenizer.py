@@ -108,8 +108,15 @@ class Tokenizer:
         ):
             if value is not None:
                 ids = value if isinstance(value, list) else [value]
-                return frozenset(int(token_id) for token_id in ids)
+                return frozenset(self._known(token_id) for token_id in ids)
         return self._ids_of({self.special_names.get("eos_token", "")})
+
+    def _known(self, token_id: Any) -> int:
+        """An end-of-sequence id that a model can generate."""
+        whole = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if whole and 0 <= token_id < 1 << 32 and self._backend.id_to_token(token_id) is not None:
+            return int(token_id)
+        raise CheckpointError(f"eos_token_id {token_id!r} is no token of this checkpoint")
 
     def encode(self, text: str) -> list[int]:
         """Token ids of text in which special tokens have their meaning; none is added.

@@ -154,6 +154,20 @@ def test_wrong_shapes_and_types_are_named(tmp_path: Path) -> None:
         load_model(path, torch.float32, "cpu")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_no_numbers_are_named(tmp_path: Path, dtype: str, value: float) -> None:
+    path = make_checkpoint(tmp_path, dataclasses.replace(MOE, dtype=dtype))
+    tensors = load_file(path / "model.safetensors")
+    for part in ("embed_tokens", "norm", "experts.down_proj", "A_log", "visual.patch_embed.proj"):
+        name = next(each for each in reversed(tensors) if part in each)
+        broken = tensors[name].clone()
+        broken.view(-1)[-1] = value
+        save_file(tensors | {name: broken}, path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=f"{name} holds values that are NaN or infinite"):
+            load_model(path, torch.float32, "cpu")
+
+
 def test_broken_files_are_named_without_their_path(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, dataclasses.replace(SPEC, shards=2))
     index = path / "model.safetensors.index.json"

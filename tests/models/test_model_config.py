@@ -159,6 +159,14 @@ def test_defaults_of_sampling_come_with_the_checkpoint(tmp_path: Path) -> None:
         (dense(rope_parameters=ROPE | {"mrope_section": [1, 2]}), "mrope_section"),
         (dense(rope_parameters=ROPE | {"mrope_interleaved": False}), "mrope_interleaved"),
         (dense(rms_norm_eps="small"), "rms_norm_eps"),
+        (dense(rms_norm_eps=-1e-6), "rms_norm_eps in config.json must be positive"),
+        (dense(rms_norm_eps=float("nan")), "rms_norm_eps in config.json must be positive"),
+        *(
+            (dense(rope_parameters=ROPE | {"rope_theta": theta}), "rope_theta .* be positive")
+            for theta in (0, -1.0, float("nan"), float("inf"))
+        ),
+        (dense(rope_parameters=ROPE | {"partial_rotary_factor": 0}), "partial_rotary_factor"),
+        (dense(rope_parameters=ROPE | {"partial_rotary_factor": 2.0}), "mrope_section"),
         (dense() | {"dtype": "float8"}, "'float8' is not supported"),
         (moe(num_experts_per_tok=5), "exceeds 4 experts"),
     ],
@@ -175,6 +183,8 @@ def test_unsupported_configs_are_named(config: dict[str, Any], complaint: str) -
         ({"deepstack_visual_indexes": [1]}, "deepstack"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type"),
         ({"num_heads": 3}, "multiple of 4"),
+        ({"patch_size": 0}, "patch_size in config.json must be a positive integer"),
+        ({"rope_parameters": {"rope_type": "axial", "rope_theta": 0}}, "rope_theta"),
     ],
 )
 def test_unsupported_vision_towers_are_named(changes: dict[str, Any], complaint: str) -> None:

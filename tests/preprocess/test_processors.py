@@ -26,6 +26,7 @@ from vlm_serve.preprocess.media_process import Processed, process_image, process
 from vlm_serve.preprocess.processors import (
     PixelConfig,
     VideoConfig,
+    check_fit,
     fingerprint,
     image_config,
     video_config,
@@ -307,6 +308,24 @@ def test_no_config_means_no_processor(tmp_path: Path) -> None:
 def test_unsupported_settings_are_refused(raw: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         video_config(write(tmp_path / "c", None, VIDEO | raw))
+
+
+@pytest.mark.parametrize("name", ["patch_size", "temporal_patch_size", "merge_size"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "16", None])
+def test_sizes_that_cannot_be_are_named(name: str, value: object, tmp_path: Path) -> None:
+    for config in (image_config, video_config):
+        folder = write(tmp_path / config.__name__, IMAGE | {name: value}, VIDEO | {name: value})
+        with pytest.raises(CheckpointError, match=f"{name} of the processor config .* {value!r}"):
+            config(folder)
+
+
+def test_processors_cut_the_patches_that_the_tower_takes(checkpoint: Path) -> None:
+    images, videos = image_config(checkpoint), video_config(checkpoint)
+    vision = json.loads((checkpoint / "config.json").read_text())["vision_config"]
+    check_fit(vision, images, videos, None)
+    for name in ("patch_size", "temporal_patch_size", "spatial_merge_size"):
+        with pytest.raises(CheckpointError, match=f"but {name} in config.json is 7"):
+            check_fit(vision | {name: 7}, images, videos)
 
 
 def test_without_resize_sides_must_fit(tmp_path: Path) -> None:

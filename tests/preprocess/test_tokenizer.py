@@ -152,6 +152,16 @@ def test_unusable_files_are_named(checkpoint: Path, tmp_path: Path, content: str
         Tokenizer(tmp_path / "c")
 
 
+@pytest.mark.parametrize("ids", [10**9, 1 << 40, -1, [5, 10**9], "5", True, 5.0, [[5]], {}])
+def test_ends_that_no_model_can_reach_are_refused(
+    checkpoint: Path, tmp_path: Path, ids: object
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "c")
+    (tmp_path / "c" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(CheckpointError, match=r"eos_token_id .* is no token of this checkpoint"):
+        Tokenizer(tmp_path / "c")
+
+
 def test_transformers_is_not_imported() -> None:
     code = (
         "import sys, vlm_serve.preprocess.tokenizer;"

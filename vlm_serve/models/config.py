@@ -4,6 +4,7 @@ configuration class of the model has it, with its defaults and renames."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cached_property
@@ -69,6 +70,13 @@ class Config:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"{name} in config.json must be a number, not {value!r}")
         return float(value)
+
+    def positive(self, name: str) -> float:
+        """A finite number above 0 that the file must have."""
+        value = self.number(name)
+        if not (math.isfinite(value) and value > 0):
+            raise CheckpointError(f"{name} in config.json must be positive, not {value!r}")
+        return value
 
     def value(self, name: str) -> Any:
         """A field as transformers has it."""

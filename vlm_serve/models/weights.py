@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Weights:
 
     Raises:
         CheckpointError: from every method: a file is missing or broken, a tensor is missing or has
-            another shape or type than the config implies.
+            another shape or type than the config implies, or values that are no numbers.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Weights:
         self.device = device
         self.compiled = compiled
         self._files: dict[str, safe_open] = {}
+        self._checked: set[str] = set()
         for file in weight_files(path):
             try:
                 handle = safe_open(file, framework="pt")
@@ -88,6 +90,9 @@ class Weights:
             )
         if tensor.dtype not in _FLOATS:
             raise CheckpointError(f"{name} is {tensor.dtype}, which is not supported")
+        if name not in self._checked:
+            _check_finite(name, tensor)
+            self._checked.add(name)
         return tensor
 
     def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
@@ -105,6 +110,12 @@ class Weights:
         return whole.to(self.device).view(count, -1, whole.shape[1])
 
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """A lookup table. It stays in its file where type and device allow: only the rows that are
-        looked up are ever read."""
+        """A lookup table. It stays in its file where type and device allow: once it has been
+        found sound, only the rows that are looked up are read."""
         return self.mapped(name, shape).to(self.device, self.dtype)
+
+
+def _check_finite(name: str, tensor: torch.Tensor) -> None:
+    """One pass over memory that loading reads anyway: the extremes are NaN if anything is."""
+    if tensor.numel() and not all(math.isfinite(float(each)) for each in torch.aminmax(tensor)):
+        raise CheckpointError(f"{name} holds values that are NaN or infinite")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from vlm_serve.errors import CheckpointError
@@ -32,7 +33,7 @@ def spec(config: Config) -> ModelSpec:
         vocab_size=text.size("vocab_size"),
         max_position_embeddings=text.size("max_position_embeddings"),
         layers=tuple(LayerSpec(mixers[each], feed_forward) for each in kinds),
-        norm=Norm(text.number("rms_norm_eps")),
+        norm=Norm(text.positive("rms_norm_eps")),
         rope=_rope(text),
         tied_embeddings=bool(tied),
         vision=None if vision is None else _vision(vision),
@@ -105,11 +106,11 @@ def _rope(text: Config) -> Rope:
         raise CheckpointError(f"rope_type {kind!r} is not supported, only 'default'")
     if not rope.raw.get("mrope_interleaved", True):
         raise CheckpointError("mrope_interleaved False is not supported, only True")
-    rotary_dim = int(text.size("head_dim") * rope.number("partial_rotary_factor"))
+    rotary_dim = int(text.size("head_dim") * rope.positive("partial_rotary_factor"))
     sections = tuple(rope.given("mrope_section"))
-    if len(sections) != 3 or rotary_dim % 2:
+    if len(sections) != 3 or rotary_dim % 2 or not 0 < rotary_dim <= text.size("head_dim"):
         raise CheckpointError(f"mrope_section {list(sections)} does not fit {rotary_dim} dims")
-    return Rope(rope.number("rope_theta"), rotary_dim, (sections[0], sections[1], sections[2]))
+    return Rope(rope.positive("rope_theta"), rotary_dim, (sections[0], sections[1], sections[2]))
 
 
 def _vision(config: Config) -> VisionSpec:
@@ -133,6 +134,8 @@ def _vision(config: Config) -> VisionSpec:
         num_positions=config.size("num_position_embeddings"),
         rope_theta=float(rope["rope_theta"]),
     )
+    if not (math.isfinite(sizes.rope_theta) and sizes.rope_theta > 0):
+        raise CheckpointError(f"the vision rope_theta must be positive, not {sizes.rope_theta}")
     if sizes.hidden_size % (4 * sizes.heads):
         raise CheckpointError("the vision hidden_size must be a multiple of 4 * num_heads")
     return sizes
