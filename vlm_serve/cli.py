@@ -19,7 +19,8 @@ DEMO_MODEL = "demo"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the process's exit status (2: bad options, 1: it failed)."""
+    """Runs a command; returns the process's exit status (2: bad options, 1: it failed, 3: a batch
+    has ended and could not answer all)."""
     options = build_parser().parse_args(arguments)
     try:
         status: int = options.run(options)
@@ -118,10 +119,13 @@ def add_batch_commands(commands: Any) -> None:
 
 
 def _add_files(parser: argparse.ArgumentParser, source: str, output: str) -> None:
-    parser.add_argument("-i", "--input", required=True, type=Path, metavar="PATH", help=source)
+    parser.add_argument(
+        "-i", "--input", "--input-file", required=True, type=Path, metavar="PATH", help=source
+    )
     parser.add_argument(
         "-o",
         "--output",
+        "--output-file",
         required=True,
         type=Path,
         metavar="FILE",

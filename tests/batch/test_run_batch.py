@@ -80,7 +80,9 @@ def test_the_shipped_example_is_answered(tmp_path: Path) -> None:
     assert output.read_bytes() == before
 
 
-def test_bad_lines_become_errors_and_the_others_are_answered(tmp_path: Path) -> None:
+def test_bad_lines_become_errors_and_the_others_are_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bad: list[tuple[Any, str | None]] = [
         ("{", None),
         ("[1]", None),
@@ -118,7 +120,10 @@ def test_bad_lines_become_errors_and_the_others_are_answered(tmp_path: Path) -> 
     lines = [line for line, _ in bad] + ["", request("good", prompt("a"))]
     source = write(tmp_path / "in.jsonl", lines + [line for line, _ in refused])
     output = tmp_path / "out.jsonl"
-    assert main(command(source, output, "--ordered", "--api-key", "secret")) == 0
+    assert main(command(source, output, "--ordered", "--api-key", "secret")) == 3
+    said = capsys.readouterr().err
+    assert "14 failed; " in said and "line 6 (method): method must be" in said
+    assert "line 14 (model): 404 the model 'other' does not exist" in said
     found = rows(output)
     assert len(found) == len(bad) + 1 + len(refused)
     for row, (_, param) in zip(found, bad, strict=False):
@@ -129,6 +134,26 @@ def test_bad_lines_become_errors_and_the_others_are_answered(tmp_path: Path) -> 
     for row, (_, status) in zip(found[len(bad) + 1 :], refused, strict=True):
         assert row["response"]["status_code"] == status
         assert "error" in row["response"]["body"]
+
+
+def test_failures_of_an_earlier_run_are_counted_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [request("bad", prompt("a", temperature=-1)), request("good", prompt("b"))]
+    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    files = ["--input-file", str(source), "--output-file", str(output)]  # as in vLLM
+    for lines_in_it in (2, 3):
+        assert main(["run-batch", *files, *ENGINE]) == 3
+        said = capsys.readouterr().err
+        assert f"{lines_in_it}/{lines_in_it}, 1 failed" in said
+        assert "1 failed; " in said
+        assert "line 1 (bad): 400 temperature must be at least 0" in said
+        write(source, [*lines, request("new", prompt("c"))])
+    assert len(rows(output)) == 3
+    many = [request(str(n), prompt("a", n=0)) for n in range(25)]
+    source, output = write(tmp_path / "many.jsonl", many), tmp_path / "many-out.jsonl"
+    assert main(command(source, output)) == 3
+    assert "  and 5 more\n" in capsys.readouterr().err
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_the_shipped_table_is_answered_and_goes_on(
     assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
 
 
-def test_a_folder_with_a_broken_video(tmp_path: Path) -> None:
+def test_a_folder_with_a_broken_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "videos"
     (folder / "sub").mkdir(parents=True)
     shutil.copy(EXAMPLES / "media" / "change.mp4", folder / "sub" / "a b%20.mp4")
@@ -47,7 +47,10 @@ def test_a_folder_with_a_broken_video(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     command = ["video-qa", "-i", str(folder), "-o", str(output), *ENGINE]
     question = "What color is the circle at the start?"
-    assert main([*command, "--question", question]) == 0
+    for _ in range(2):
+        assert main([*command, "--question", question]) == 3
+        said = capsys.readouterr().err
+        assert "2/2, 1 failed" in said and f"  broken.mp4, '{question}': " in said
     rows = {row["video"]: row for row in map(json.loads, output.read_text().splitlines())}
     assert set(rows) == {"sub/a b%20.mp4", "broken.mp4"}
     good, bad = rows["sub/a b%20.mp4"], rows["broken.mp4"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 TERMINAL_SECONDS = 0.2
@@ -16,15 +18,18 @@ class Progress:
 
     Args:
         total: jobs of the whole run.
-        done: jobs that an earlier run has finished.
+        done, failed: jobs that an earlier run has finished, and those of them that failed.
         out: where to; standard error unless told otherwise.
     """
 
-    def __init__(self, total: int, done: int = 0, out: TextIO | None = None) -> None:
+    def __init__(
+        self, total: int, done: int = 0, failed: int = 0, out: TextIO | None = None
+    ) -> None:
         self._out = sys.stderr if out is None else out
         self._terminal = self._out.isatty()
         self._total, self._before, self._done = total, done, done
-        self._failed = self._prompt = self._cached = 0
+        self._failed = failed
+        self._prompt = self._cached = 0
         self._start = self._shown = time.monotonic()
 
     def add(self, *, failed: bool, prompt_tokens: int, cached_tokens: int) -> None:
@@ -60,3 +65,20 @@ class Progress:
 
 def percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "0.0 %"
+
+
+SOME_FAILED = 3
+"""Exit status of a run that has ended and could not answer all."""
+_MOST_NAMED = 20
+
+
+def verdict(failures: Sequence[str], output: Path) -> int:
+    """Names what could not be answered, by this run or one before; returns the exit status."""
+    if not failures:
+        return 0
+    print(f"{len(failures)} failed; {output} says why:", file=sys.stderr)
+    for line in failures[:_MOST_NAMED]:
+        print(f"  {line}", file=sys.stderr)
+    if len(failures) > _MOST_NAMED:
+        print(f"  and {len(failures) - _MOST_NAMED} more", file=sys.stderr)
+    return SOME_FAILED

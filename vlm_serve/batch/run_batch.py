@@ -15,7 +15,7 @@ from typing import Any
 from vlm_serve.batch.asgi import Reply
 from vlm_serve.batch.journal import Journal, Row, partial_of, replace_file
 from vlm_serve.batch.order import Affinity, affinity_of
-from vlm_serve.batch.progress import Progress
+from vlm_serve.batch.progress import Progress, verdict
 from vlm_serve.batch.runner import Job, reply_json, run_jobs, usage_of
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError, InvalidRequestError
@@ -167,7 +167,8 @@ def run(
             `OUTPUT.partial`. Otherwise each is appended as it is answered.
         concurrency: requests that are open at a time.
 
-    Returns the exit status: 0, also if some lines could not be answered.
+    Returns the exit status: 0, or SOME_FAILED if lines could not be answered, now or in an earlier
+    run over the same files. Those are named.
 
     Raises:
         ConfigError: an input with a duplicate, an output of another input, files that cannot be
@@ -185,16 +186,23 @@ def run(
                 "give another output file or remove it",
                 param="output",
             )
-        progress = Progress(len(lines), len(journal.done))
+        failures = {
+            row["id"]: complaint for row in journal.rows() if (complaint := _complaint(row))
+        }
+        progress = Progress(len(lines), len(journal.done), len(failures))
         left = {line.id: line for line in lines if line.id not in journal.done}
         for line in left.values():
             if line.problem is not None:
-                journal.append(_bad_row(line, line.problem))
+                row = _bad_row(line, line.problem)
+                journal.append(row)
+                failures[line.id] = _complaint(row)
                 progress.add(failed=True, prompt_tokens=0, cached_tokens=0)
 
         def on_reply(job: Job, reply: Reply) -> None:
             row = _row(left[job.id], reply)
             journal.append(row)
+            if complaint := _complaint(row):
+                failures[job.id] = complaint
             prompt, cached = usage_of(row["response"]["body"])
             progress.add(failed=reply.status >= 400, prompt_tokens=prompt, cached_tokens=cached)
 
@@ -211,7 +219,24 @@ def run(
             replace_file(output, _encoded(journal, [line.id for line in lines]))
             journal.path.unlink()
     print(f"{len(lines)} lines in {output}", file=sys.stderr)
-    return 0
+    named = [_name(line) + ": " + failures[line.id] for line in lines if line.id in failures]
+    return verdict(named, output)
+
+
+def _complaint(row: Row) -> str:
+    """Why a row is no answer; empty if it is one."""
+    if row["error"] is not None:
+        return str(row["error"]["message"]).partition(": ")[2]
+    status, body = row["response"]["status_code"], row["response"]["body"]
+    if status < 400:
+        return ""
+    error = body.get("error") if isinstance(body, dict) else None
+    return f"{status} {error.get('message') if isinstance(error, dict) else ''}".strip()
+
+
+def _name(line: Line) -> str:
+    named = "" if line.custom_id is None else f" ({line.custom_id[:128]})"
+    return f"line {line.number}{named}"
 
 
 def _seeded(output: Path) -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 from vlm_serve.batch.asgi import Reply
 from vlm_serve.batch.journal import Journal, Row, partial_of, replace_file
 from vlm_serve.batch.order import affinity_of
-from vlm_serve.batch.progress import Progress, percent
+from vlm_serve.batch.progress import Progress, percent, verdict
 from vlm_serve.batch.runner import Job, reply_json, run_jobs, usage_of
 from vlm_serve.batch.video_questions import Question, read_questions
 from vlm_serve.config import EngineConfig
@@ -128,7 +128,8 @@ def run(
             until all are there.
         questions: asked about every video; needed for a folder.
 
-    Returns the exit status: 0, also if some questions could not be answered.
+    Returns the exit status: 0, or SOME_FAILED if questions could not be answered, now or in an
+    earlier run over the same files. Those are named.
 
     Raises:
         ConfigError: nothing to ask, or files that cannot be read or written.
@@ -138,7 +139,13 @@ def run(
         raise ConfigError("the output's name must end with .csv or .jsonl", param="output")
     options = options or AnswerOptions()
     asked = {each.id: each for each in read_questions(source, questions)}
-    tally = Tally()
+    tally, failures = Tally(), dict[str, str]()
+
+    def note(row: Row) -> None:
+        tally.add(row)
+        if row["error"] is not None:
+            failures[row["id"]] = f"{row['video']}, {row['question']!r}: {row['error']}"
+
     with Journal(_seeded(output) if output.suffix == ".csv" else output) as journal:
         for row in journal.rows():
             if row["id"] not in asked:
@@ -146,13 +153,13 @@ def run(
                     f"{output} has rows of other questions; give another output file or remove it",
                     param="output",
                 )
-            tally.add(row)
-        progress = Progress(len(asked), len(journal.done))
+            note(row)
+        progress = Progress(len(asked), len(journal.done), len(failures))
 
         def on_reply(job: Job, reply: Reply) -> None:
             row = row_of(asked[job.id], reply)
             journal.append(row)
-            tally.add(row)
+            note(row)
             progress.add(
                 failed=row["error"] is not None,
                 prompt_tokens=row["prompt_tokens"],
@@ -170,7 +177,7 @@ def run(
             journal.path.unlink()
     for line in tally.lines():
         print(line, file=sys.stderr)
-    return 0
+    return verdict([failures[each] for each in asked if each in failures], output)
 
 
 def _jobs(questions: Sequence[Question], options: AnswerOptions) -> list[Job]:
