@@ -65,13 +65,15 @@ $(VENV)/created:
 
 # setuptools comes first, so that the build runs with the pinned one and needs no environment of its own.
 $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
+	@echo "Installing what vlm-serve needs into $(VENV), torch among it: a few minutes, once."
 	$(PIP) install --quiet --constraint constraints.txt setuptools
-	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable .
+	$(PIP) install --progress-bar on --constraint constraints.txt --no-build-isolation --editable .
 	touch $@
 
 # torchvision is an oracle of the preprocessing tests. It names a CUDA build of torch as its dependency,
 # so it is installed without dependencies, beside whichever build of torch is there.
 $(VENV)/installed-dev: $(VENV)/installed
+	@echo "Installing what its tests need as well: a few minutes, once."
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	$(PIP) install --quiet --no-deps torchvision==0.28.0
 	touch $@

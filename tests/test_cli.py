@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from vlm_serve.cli import build_parser, collect, main, read_config_file
+from vlm_serve.cli import _model, build_parser, collect, main, read_config_file
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
-from vlm_serve.options import Option, options_of
+from vlm_serve.options import Option, check_environment, options_of
 from vlm_serve.server.config import ServerConfig
 
 ALL: tuple[Option, ...] = (*options_of(ServerConfig), *options_of(EngineConfig))
@@ -133,7 +134,75 @@ def test_a_bad_flag_is_a_usage_error(
     with pytest.raises(SystemExit) as ended:
         main(["serve", *arguments])
     assert ended.value.code == 2
-    assert f"{name} must be" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{name} must be" in said
+    assert said.startswith("vlm-serve serve: ") and said.count("\n") == 1, "no usage"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "--max-num-sqs", "3"], "no --max-num-sqs; did you mean --max-num-seqs?"),
+        (["serve", "demo", "other"], "there is no other"),
+        (["plan", "--prot", "3"], "there is no --prot; did you mean --port?"),
+        (["chat", "hi", "--imgae", "x"], "there is no --imgae; did you mean --image?"),
+        (["sevre"], "invalid choice: 'sevre'"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_what_is_not_there_is_named_in_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["serve", "plan"])
+def test_the_model_may_be_a_flag(command: str) -> None:
+    for given in (["some/model"], ["--model", "some/model"], ["some/model"] * 2):
+        arguments = (
+            given if len(given) < 2 or "--model" in given else [given[0], "--model", given[1]]
+        )
+        options = build_parser().parse_args([command, *arguments])
+        assert _model(options, {}) == "some/model"
+    with pytest.raises(ConfigError, match="both 'a' and 'b'"):
+        _model(build_parser().parse_args([command, "a", "--model", "b"]), {})
+
+
+def test_a_mistyped_variable_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for fine in ("VLM_SERVE_SERVICE_HOST", "VLM_SERVE_PORT_8000_TCP_ADDR"):  # Kubernetes' own
+        monkeypatch.setenv(fine, "10.0.0.1")
+    monkeypatch.setenv("VLM_SERVE_MAX_NUM_SQS", "3")
+    for arguments in (["serve"], ["plan"], ["chat", "hi"], ["run-batch", "-i", "a", "-o", "b"]):
+        assert main(arguments) == 2
+        assert "VLM_SERVE_MAX_NUM_SQS; did you mean VLM_SERVE_MAX_NUM_SEQS?" in (
+            capsys.readouterr().err
+        )
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    root = Path(__file__).parents[1]
+    read = {
+        name
+        for folder in ("vlm_serve", "kernels", "cache", "preprocess")
+        for path in (root / folder).rglob("*.py")
+        for name in re.findall(r"environ[^\n]*\"(VLM_SERVE_[A-Z_]+)\"", path.read_text())
+    }
+    assert "VLM_SERVE_NATIVE_ARCH" in read
+    check_environment(ALL, dict.fromkeys(read, ""))
+
+
+def test_a_picture_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag in ("--image", "--video"):
+        assert main(["chat", "hi", flag, "nosuch.jpg"]) == 2
+        assert f"{flag} nosuch.jpg: No such file" in capsys.readouterr().err
 
 
 def test_options_that_contradict_each_other_end_with_status_two(
@@ -163,6 +232,9 @@ def test_a_bad_config_file_is_said_so(
     path.write_bytes(text.encode("latin-1"))
     assert main(["serve", "--config", str(path)]) == 2
     assert "config file" in capsys.readouterr().err
+    path.write_text("max-num-sqs: 3\n")
+    assert main(["serve", "--config", str(path)]) == 2
+    assert "max-num-sqs; did you mean max_num_seqs?" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         read_config_file(str(tmp_path / "none.yaml"))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.native_library import built
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
@@ -48,5 +49,11 @@ def chat(
 
 
 def _part(kind: str, source: str) -> dict[str, Any]:
-    """Who runs the command may read any file; a URL goes the way of all URLs."""
+    """Who runs the command may read any file, and is told which one cannot be read; a URL goes the
+    way of all URLs."""
+    if "://" not in source and not source.startswith("data:"):
+        try:
+            Path(source).open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"--{kind} {source}: {error.strerror}", param=kind) from None
     return {"type": kind, kind: source if "://" in source else Path(source)}

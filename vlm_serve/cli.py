@@ -8,14 +8,46 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError, VlmServeError
-from vlm_serve.options import Option, from_environment, from_mapping, options_of
+from vlm_serve.options import (
+    Option,
+    check_environment,
+    did_you_mean,
+    from_environment,
+    from_mapping,
+    options_of,
+)
 from vlm_serve.server.config import ServerConfig
 
 DEMO_MODEL = "demo"
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and what might have been meant."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = self._flags_of(options)
+            said = [f"there is no {name}{did_you_mean(name, flags)}" for name in unknown]
+            self.error("; ".join(said))
+        return options
+
+    def _flags_of(self, options: argparse.Namespace) -> set[str]:
+        """Those of the command that was given."""
+        flags: set[str] = set()
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    if parser.get_default("run") is options.run:
+                        flags |= parser._option_string_actions.keys()
+        return flags
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help shows all)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="vlm-serve",
         description="Serves hybrid vision-language models and reuses what it has computed.",
     )
@@ -54,7 +86,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plan.set_defaults(run=run_plan)
     _add_model(plan, also="; or a config.json")
-    plan.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as a flag")
     plan.add_argument(
         "--tp", type=int, default=1, metavar="N", help="ranks that share the heads (default: 1)"
     )
@@ -160,6 +191,7 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
         metavar="MODEL",
         help=f"checkpoint directory, hub id, or a built-in model{also} (default: {DEMO_MODEL})",
     )
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as a flag")
     _add_config_file(parser)
 
 
@@ -241,6 +273,7 @@ def read_config_file(path: str | None) -> dict[str, Any]:
 
 
 def _engine_config(options: argparse.Namespace, file: Mapping[str, Any]) -> EngineConfig:
+    check_environment((*options_of(ServerConfig), *options_of(EngineConfig)), os.environ)
     return EngineConfig(**collect(options_of(EngineConfig), vars(options), os.environ, file))
 
 
@@ -250,8 +283,16 @@ def _model_and_configs(options: argparse.Namespace) -> tuple[str, EngineConfig, 
     server_config = ServerConfig(
         **collect(options_of(ServerConfig), vars(options), os.environ, file)
     )
-    model = options.model or os.environ.get("VLM_SERVE_MODEL") or file.get("model") or DEMO_MODEL
-    return str(model), engine_config, server_config
+    return _model(options, file), engine_config, server_config
+
+
+def _model(options: argparse.Namespace, file: Mapping[str, Any]) -> str:
+    """Raises ConfigError for two different ones on the command line."""
+    flag = getattr(options, "model_flag", None)
+    if flag and options.model and flag != options.model:
+        raise ConfigError(f"model is both {options.model!r} and {flag!r}", param="model")
+    named = options.model or flag or os.environ.get("VLM_SERVE_MODEL") or file.get("model")
+    return str(named or DEMO_MODEL)
 
 
 def run_serve(options: argparse.Namespace) -> int:
@@ -289,7 +330,6 @@ def run_video_qa(options: argparse.Namespace) -> int:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    options.model = options.model or options.model_flag
     model, engine_config, _ = _model_and_configs(options)
     from vlm_serve import plan_command
 
@@ -300,11 +340,10 @@ def run_plan(options: argparse.Namespace) -> int:
 def run_chat(options: argparse.Namespace) -> int:
     file = read_config_file(options.config)
     engine_config = _engine_config(options, file)
-    model = options.model or os.environ.get("VLM_SERVE_MODEL") or file.get("model") or DEMO_MODEL
     from vlm_serve.chat_command import chat
 
     return chat(
-        str(model),
+        _model(options, file),
         engine_config,
         question=options.question,
         images=options.image,

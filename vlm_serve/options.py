@@ -4,6 +4,7 @@ environment variable and the check of its value are all made from it, so they ca
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ from typing import Any, Literal
 from vlm_serve.errors import ConfigError
 
 ENV_PREFIX = "VLM_SERVE_"
+OTHER_VARIABLES = ("VLM_SERVE_MODEL", "VLM_SERVE_NATIVE_ARCH", "VLM_SERVE_NATIVE_SANITIZE")
+"""Those that are no options of a config."""
+_SERVICE = re.compile(r"VLM_SERVE_(SERVICE_(HOST|PORT).*|PORT_\d+_(TCP|UDP).*)")
+"""What Kubernetes sets beside a service called vlm-serve."""
 
 Kind = Literal["int", "float", "bool", "size", "text", "list"]
 
@@ -201,6 +206,20 @@ def from_environment(options: Iterable[Option], environment: Mapping[str, str]) 
     }
 
 
+def check_environment(options: Iterable[Option], environment: Mapping[str, str]) -> None:
+    """Raises ConfigError for a `VLM_SERVE_*` variable that sets nothing: it is mistyped."""
+    known = {*(item.env for item in options), *OTHER_VARIABLES}
+    for name in environment:
+        if name.startswith(ENV_PREFIX) and name not in known and not _SERVICE.fullmatch(name):
+            raise ConfigError(f"there is no variable {name}{did_you_mean(name, known)}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a complaint about a name: what it is closest to, if it is close to anything."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
 def from_mapping(options: Iterable[Option], values: Mapping[Any, Any]) -> dict[str, Any]:
     """The options that a config file sets; keys may use dashes or underscores.
 
@@ -211,7 +230,8 @@ def from_mapping(options: Iterable[Option], values: Mapping[Any, Any]) -> dict[s
     }
     unknown = [str(key) for key in values if str(key).replace("-", "_") not in names]
     if unknown:
-        raise ConfigError(f"unknown options in the config file: {', '.join(unknown)}")
+        named = [key + did_you_mean(key.replace("-", "_"), names) for key in unknown]
+        raise ConfigError(f"unknown options in the config file: {', '.join(named)}")
     return {names[str(key).replace("-", "_")]: value for key, value in values.items()}
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
+from typing import Any
 
+import httpx
 import oracle
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
+from huggingface_hub import errors
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, text_sequence
 from safetensors.torch import load_file, save_file
@@ -210,12 +214,43 @@ def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def snapshot_download(name: str, **_: object) -> str:
         fetched.append(name)
-        if name == "some/missing":
-            raise OSError("offline")
+        if name in failures:
+            raise failures[name][0]
         return str(tmp_path)
+
+    def answered(status: int) -> Any:
+        return httpx.Response(status, request=httpx.Request("GET", "https://hub"))
+
+    failures: dict[str, tuple[Exception, str]] = {
+        "some/none": (
+            errors.RepositoryNotFoundError("no", response=answered(404)),
+            "has no such model",
+        ),
+        "some/gated": (errors.GatedRepoError("no", response=answered(403)), "accepted its terms"),
+        "some/ill": (
+            errors.HfHubHTTPError("no", response=answered(502)),
+            "answered with status 502",
+        ),
+        "some/off": (errors.LocalEntryNotFoundError("no"), "could not be reached"),
+        "some/unknown": (OSError("offline"), "could not be reached"),
+        "some/full": (OSError(28, "No space left on device"), "No space left on device"),
+    }
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert resolve_checkpoint("some/model-1.5") == tmp_path
-    with pytest.raises(ModelNotFoundError, match="the hub gave no such model"):
-        resolve_checkpoint("some/missing")
-    assert fetched == ["some/model-1.5", "some/missing"]
+    for name, (_, complaint) in failures.items():
+        with pytest.raises(ModelNotFoundError, match=f"'{name}' is no directory, .*{complaint}"):
+            resolve_checkpoint(name)
+    assert fetched == ["some/model-1.5", *failures]
+
+
+def test_loading_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint(tmp_path, SPEC)
+    monkeypatch.setattr("vlm_serve.models.weights._TELL_SECONDS", 0.0)
+    with caplog.at_level("INFO"):
+        load_model(path, torch.float32, "cpu")
+    shares = [int(share) for share in re.findall(r"(\d+) % of the weights", caplog.text)]
+    assert len(shares) > 10 and shares == sorted(shares)
+    assert 90 <= shares[-1] <= 100

@@ -37,10 +37,22 @@ def resolve_checkpoint(model: str | Path, *, configs_only: bool = False) -> Path
     try:
         return Path(snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:
-        # The hub client raises many kinds (network, HTTP, missing, gated); all mean the same here.
-        raise ModelNotFoundError(
-            f"{name!r} is no directory and the hub gave no such model"
-        ) from error
+        raise ModelNotFoundError(f"{name!r} is no directory, and {_complaint(error)}") from error
+
+
+def _complaint(error: Exception) -> str:
+    """What the hub's client, which raises errors of many libraries, means."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "the hub gives that model to those only who have accepted its terms (HF_TOKEN)"
+    if isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError):
+        return "the hub has no such model, or a private one (HF_TOKEN)"
+    if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
+        return f"the hub answered with status {error.response.status_code}"
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        return f"it could not be fetched from the hub: {error.strerror}"
+    return "the hub could not be reached; this machine has not fetched that model before"
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from vlm_serve.models.files import weight_files
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 _VISION_PREFIXES = ("model.visual.", "visual.")
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
+_log = logging.getLogger(__name__)
+_TELL_SECONDS = 2.0
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,6 +54,8 @@ class Weights:
         self.compiled = compiled
         self._files: dict[str, safe_open] = {}
         self._checked: set[str] = set()
+        self._read = self._total = 0
+        self._told = time.monotonic()
         for file in weight_files(path):
             try:
                 handle = safe_open(file, framework="pt")
@@ -57,6 +63,7 @@ class Weights:
                 raise CheckpointError(f"{file.name} is not a readable safetensors file") from error
             names = handle.keys()  # type: ignore[no-untyped-call]
             self._files.update(dict.fromkeys(names, handle))
+            self._total += file.stat().st_size
         self.text_prefix = self._prefix(_TEXT_PREFIXES, "embed_tokens.weight")
 
     def _prefix(self, prefixes: Sequence[str], anchor: str) -> str:
@@ -93,7 +100,16 @@ class Weights:
         if name not in self._checked:
             _check_finite(name, tensor)
             self._checked.add(name)
+            self._tell(tensor.nbytes)
         return tensor
+
+    def _tell(self, num_bytes: int) -> None:
+        """Notes that so much more was read; says so now and then."""
+        self._read += num_bytes
+        now = time.monotonic()
+        if now - self._told >= _TELL_SECONDS:
+            self._told = now
+            _log.info("%d %% of the weights are read", 100 * self._read // max(1, self._total))
 
     def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """A tensor in the type of activations, in memory of its own."""

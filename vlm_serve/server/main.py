@@ -11,7 +11,7 @@ from functools import partial
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.decode_graphs import padded_sizes
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.memory import MemoryPlan
+from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES, MemoryPlan
 from vlm_serve.options import format_size
 from vlm_serve.server.bounds import total
 from vlm_serve.server.config import ServerConfig
@@ -38,6 +38,7 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     read_tenant_keys(config.tenant_keys)  # before the model is loaded, as with the port
     bound = listen(config)  # first: a taken port should not cost a model's loading time
+    _log.info("loading %s", model)
     try:
         engine = Engine.from_checkpoint(model, engine_config)
     except BaseException:
@@ -92,6 +93,7 @@ def startup_rows(
         f"({options.state_dtype})",
     )
     yield "live states", f"{memory.num_live_rows}, {format_size(memory.live_state_bytes)} on top"
+    yield "logprobs", f"of prompts, up to {format_size(LOGPROB_CACHE_BYTES)} on top"
     yield "sequences", str(options.max_num_seqs)
     yield "step", f"at most {options.max_num_batched_tokens} tokens"
     if options.enable_prefix_caching:

@@ -6,6 +6,7 @@ unless its value asks for nothing. Everything else is ignored and named in a res
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -106,8 +107,15 @@ def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:
-    """The response header that names what was ignored; no header when nothing was."""
+    """The response header that names what was ignored, and beside it what might have been meant; no
+    header when nothing was."""
     shown = [name for name in names if _PLAIN_NAME.fullmatch(name)][:MAX_IGNORED_NAMED]
+    shown = [name + _meant(name) for name in shown]
     if len(shown) < len(names):
         shown.append("...")
     return {IGNORED_HEADER: ", ".join(shown)} if names else {}
+
+
+def _meant(name: str) -> str:
+    found = difflib.get_close_matches(name, ChatCompletionRequest.model_fields, n=1, cutoff=0.85)
+    return f" ({found[0]}?)" if found else ""

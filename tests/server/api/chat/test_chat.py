@@ -205,6 +205,9 @@ def test_ignored_fields_are_named(fake: RunningServer) -> None:
     assert response.status_code == 200
     named = response.headers["x-vlm-serve-ignored-fields"].split(", ")
     assert named == ["user", "metadata", "nonsense", "..."]
+    response = fake.post("/v1/chat/completions", chat_body() | {"temprature": 0, "max_token": 5})
+    meant = "temprature (temperature?), max_token (max_tokens?)"
+    assert response.headers["x-vlm-serve-ignored-fields"] == meant
 
 
 def test_a_clients_request_id_is_kept(fake: RunningServer) -> None:
