@@ -162,10 +162,8 @@ def test_what_is_not_there_is_named_in_one_line(
 
 @pytest.mark.parametrize("command", ["serve", "plan"])
 def test_the_model_may_be_a_flag(command: str) -> None:
-    for given in (["some/model"], ["--model", "some/model"], ["some/model"] * 2):
-        arguments = (
-            given if len(given) < 2 or "--model" in given else [given[0], "--model", given[1]]
-        )
+    flag = ["--model", "some/model"]
+    for arguments in (["some/model"], flag, ["some/model", *flag]):
         options = build_parser().parse_args([command, *arguments])
         assert _model(options, {}) == "some/model"
     with pytest.raises(ConfigError, match="both 'a' and 'b'"):
