@@ -122,7 +122,7 @@ def test_a_video_that_goes_on_is_no_other_video() -> None:
     assert (match.boundary, match.reason) == (12, "media_grown")
     assert reason(world, Text(*film("a", "x", "c"), numbers(9))) == "media_grown"
     assert reason(world, Text(*film("x", "b"), numbers(9))) == "media_changed"
-    assert reason(world, Text(*film("a", "b"), numbers(9, 50))) == "cold"
+    assert reason(world, Text(*film("a", "b"), numbers(9, 50))) == "unseen"
 
 
 def test_another_question_behind_a_picture_is_no_other_picture() -> None:
@@ -130,7 +130,7 @@ def test_another_question_behind_a_picture_is_no_other_picture() -> None:
     world = make_world()
     world.serve(Text([10], Image("cat", 1), numbers(9)))
     match = world.match(Text([10], Image("cat", 1), numbers(9, 50)))
-    assert (match.boundary, match.reason) == (2, "cold")
+    assert (match.boundary, match.reason) == (2, "unseen")
 
 
 def test_experts_missing() -> None:
