@@ -118,4 +118,4 @@ def ignored_header(names: list[str]) -> dict[str, str]:
 
 def _meant(name: str) -> str:
     found = difflib.get_close_matches(name, ChatCompletionRequest.model_fields, n=1, cutoff=0.85)
-    return f" ({found[0]}?)" if found else ""
+    return f" ({found[0]}?)" if found and found[0] != name else ""
