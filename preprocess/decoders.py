@@ -27,8 +27,15 @@ from vlm_serve.preprocess.stopping import Stop
 
 # Images of more pixels, counted once per pass over them, are the ones that leave a process free.
 _SMALL_WORK = 1 << 24
+PROCESS_BYTES = 64 << 20
+"""What a process has before it decodes anything: Python, NumPy, Pillow and FFmpeg."""
 # A video's process knows its deadline itself and says so; this much later it is ended.
 _GRACE_SECONDS = 10.0
+
+
+def default_size() -> int:
+    """Most processes where nobody says: as many as processors, at least 2 and at most 4."""
+    return min(max(2, os.cpu_count() or 1), 4)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -40,13 +47,13 @@ class Decoders:
     """Decodes encoded images and videos in processes, which are started when they are needed.
 
     Args:
-        size: most processes; None: as many as processors, at least 2 and at most 4.
+        size: most processes; None: `default_size()`.
 
     Thread-safe. One that is not closed ends its processes when it is collected.
     """
 
     def __init__(self, size: int | None = None) -> None:
-        self._size = size or min(max(2, os.cpu_count() or 1), 4)
+        self._size = size or default_size()
         self._changed = threading.Condition()
         self._waiting: list[_Ticket] = []
         self._busy = self._busy_large = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from vlm_serve.preprocess.decoders import PROCESS_BYTES, default_size
+from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.connection import READ_BYTES
 from vlm_serve.server.json_body import max_cost
@@ -24,6 +26,11 @@ def parts(config: ServerConfig, max_model_len: int) -> Iterator[tuple[str, int]]
     yield "connections", config.max_connections * CONNECTION_BYTES
     prompts = config.preprocess_threads * max_model_len * PROMPT_TOKEN_BYTES
     yield "prompts that are being made", prompts
+    media = MediaLimits()
+    # A decoder has a medium's bytes in shared memory of its own.
+    yield "media that are fetched or decoded", 2 * media.max_fetched_bytes
+    each = media.max_decode_bytes + 2 * media.max_image_bytes + PROCESS_BYTES
+    yield "decoding processes", default_size() * each
 
 
 def total(config: ServerConfig, max_model_len: int) -> int:

@@ -126,6 +126,12 @@ def test_prompt_logprobs(moe: RunningServer) -> None:
         assert min(entry["rank"] for entry in row.values()) == 1
 
 
+def test_prompt_logprobs_from_a_token_on(moe: RunningServer) -> None:
+    whole = answer(moe, **GREEDY, prompt_logprobs=1)["prompt_logprobs"]
+    rest = answer(moe, **GREEDY, prompt_logprobs=1, prompt_logprobs_start=3)["prompt_logprobs"]
+    assert rest == [None] * 3 + whole[3:]
+
+
 def test_several_choices_and_an_answer_that_goes_on(moe: RunningServer) -> None:
     made = answer(moe, {"cache_report": True}, **GREEDY, n=2)
     first, second = made["choices"]

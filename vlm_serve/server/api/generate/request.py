@@ -40,7 +40,6 @@ SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (),
     "prompt_logprob_start": (0,),
     "prompt_logprob_token_ids": (),
-    "prompt_logprobs_start": (0,),
     "trace_decode_token_ids": (),
 }
 SAMPLING_UNIMPLEMENTED = SAMPLING_REFUSED | {
@@ -67,6 +66,7 @@ class TokenSampling(RequestModel):
     repetition_penalty: float | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int | None = None
     logit_bias: Table[float] | None = None
     allowed_token_ids: Items[int] | None = None
     bad_words: Items[str] | None = None
