@@ -8,11 +8,12 @@ remembered in `meta.checked`; every layer after the first pays a set look-up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 
-from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_CHUNK = 64
@@ -76,7 +77,7 @@ def check_prefill_meta(meta: PrefillMeta, num_tokens: int, num_rows: int) -> Non
     key = ("prefill", num_tokens, num_rows)
     if key in meta.checked:
         return
-    _check_prefill_offsets(meta, num_tokens)
+    _check_offsets(meta, num_tokens)
     for name in ("starts", "src_rows", "dst_rows", "chunk_ends"):
         if len(getattr(meta, name)) != len(meta):
             raise KernelArgumentError(f"meta.{name}", f"expected {len(meta)} sequences")
@@ -110,8 +111,53 @@ def check_decode_meta(meta: DecodeMeta, num_tokens: int, num_rows: int) -> None:
     meta.checked.add(key)
 
 
+def check_verify_meta(meta: VerifyMeta, num_tokens: int, num_rows: int, num_updates: int) -> None:
+    """Offsets, state rows and updates of drafted tokens over pools of these sizes.
+
+    Raises:
+        KernelArgumentError: naming the field.
+    """
+    key = ("verify", num_tokens, num_rows)
+    if key in meta.checked:
+        return
+    _check_offsets(meta, num_tokens)
+    for name in ("starts", "rows", "updates", "folded"):
+        if len(getattr(meta, name)) != len(meta):
+            raise KernelArgumentError(f"meta.{name}", f"expected {len(meta)} sequences")
+    if num_rows:
+        check_folds(meta.folds, num_rows, num_updates)
+        lengths = [end - begin for begin, end in pairwise(meta.cu_seqlens)]
+        _check_apart("meta.updates", zip(meta.updates, lengths, strict=True), num_updates)
+    meta.checked.add(key)
+
+
+def check_folds(folds: Sequence[tuple[int, int, int]], num_rows: int, num_updates: int) -> None:
+    """(row, first update, count): every row once, and no update for two of them.
+
+    Raises:
+        KernelArgumentError: naming what is wrong.
+    """
+    rows = [row for row, _, _ in folds]
+    if any(not 0 <= row < num_rows for row in rows):
+        raise KernelArgumentError("folds", f"row outside 0..{num_rows - 1}")
+    if len(set(rows)) != len(rows):
+        raise KernelArgumentError("folds", "a row is written twice")
+    _check_apart("folds", [(first, count) for _, first, count in folds], num_updates)
+
+
+def _check_apart(name: str, ranges: Iterable[tuple[int, int]], limit: int) -> None:
+    end = 0
+    for first, count in sorted(ranges):
+        if first < end or count < 0 or first + count > limit:
+            raise KernelArgumentError(name, f"updates {first} and {count - 1} more of {limit}")
+        end = first + count
+
+
 def check_block_tables(
-    meta: PrefillMeta | DecodeMeta, kv_lens: Sequence[int], num_blocks: int, block_size: int
+    meta: PrefillMeta | DecodeMeta | VerifyMeta,
+    kv_lens: Sequence[int],
+    num_blocks: int,
+    block_size: int,
 ) -> None:
     """Every sequence's table covers its keys and names existing blocks.
 
@@ -153,7 +199,7 @@ def check_kv_layer(kv: KVLayer, device: torch.device) -> None:
             check_tensor(f"kv.{name}", scale, kv.k.shape[:3], (torch.float16,), device)
 
 
-def _check_prefill_offsets(meta: PrefillMeta, num_tokens: int) -> None:
+def _check_offsets(meta: PrefillMeta | VerifyMeta, num_tokens: int) -> None:
     offsets = meta.cu_seqlens
     if len(offsets) != len(meta) + 1 or offsets[0] != 0 or offsets[-1] != num_tokens:
         raise KernelArgumentError(

@@ -83,6 +83,67 @@ class PrefillMeta:
 
 
 @dataclass(frozen=True)
+class VerifyMeta:
+    """Packed slices of drafted tokens, S sequences, N tokens in all. Which of them hold is known
+    after the step, so they leave their state rows alone and what they would change as updates.
+
+    Attributes:
+        cu_seqlens: S + 1 offsets into the packed tokens.
+        starts: absolute position of each slice's first token.
+        block_tables: physical KV block ids of each sequence, covering start + slice.
+        rows: state row of each sequence, which none of the others reads.
+        updates: where each sequence's updates begin: as many as it has tokens are written.
+        folded: so many of those that are there go into the row before, in place.
+        plans: what ops derive from the above, made at most once per step.
+        checked: which host checks have passed already; see `kernels/checks.py`.
+    """
+
+    cu_seqlens: tuple[int, ...]
+    starts: tuple[int, ...]
+    block_tables: tuple[Sequence[int], ...]
+    rows: tuple[int, ...]
+    updates: tuple[int, ...]
+    folded: tuple[int, ...]
+    plans: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
+    checked: set[tuple[str, int, int]] = field(default_factory=set, compare=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.cu_seqlens[-1]
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        """Keys that each sequence's last token attends to."""
+        slices = zip(self.starts, self.cu_seqlens, self.cu_seqlens[1:], strict=False)
+        return tuple([start + end - begin for start, begin, end in slices])
+
+    @property
+    def folds(self) -> tuple[tuple[int, int, int], ...]:
+        """(row, first update, count) of what is folded."""
+        return tuple(fold for fold in zip(self.rows, self.updates, self.folded, strict=True))
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What tokens do to a layer's state, an entry for each token whose state has yet to be written.
+
+    Attributes:
+        keys: float32 `[entries, Hk, Dk]`, of unit length.
+        changes: float32 `[entries, Hv, Dv]`.
+        decays: float32 `[entries, Hv]`.
+        inputs: of the convolution, `[entries, C]` in the type of activations.
+    """
+
+    keys: torch.Tensor
+    changes: torch.Tensor
+    decays: torch.Tensor
+    inputs: torch.Tensor
+
+
+@dataclass(frozen=True)
 class KVLayer:
     """One attention layer's paged keys and values (views into the pool).
 

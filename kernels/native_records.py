@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.native_layout import constant, struct
 
 LANES = constant("LANES")
@@ -41,7 +41,9 @@ def offsets(meta: PrefillMeta | DecodeMeta) -> Sequence[int]:
     return range(len(meta) + 1) if isinstance(meta, DecodeMeta) else meta.cu_seqlens
 
 
-def tables(meta: PrefillMeta | DecodeMeta) -> tuple[array[int], list[array[int]]]:
+def tables(
+    meta: PrefillMeta | DecodeMeta | VerifyMeta,
+) -> tuple[array[int], list[array[int]]]:
     """The addresses of the sequences' block tables, and what lies there: the tables themselves
     where they are arrays of int32, which nobody copies however long they are."""
     own = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 
@@ -58,6 +58,8 @@ class Driver:
         num_blocks, num_rows: sizes of the pools.
         scratch_rows: further rows, that no sequence gets.
         deterministic: see ForwardBatch.
+        state: type of the recurrent states.
+        most_drafts: tokens of a slice of drafts.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class Driver:
         num_rows: int = 16,
         scratch_rows: int = 0,
         deterministic: bool = False,
+        state: torch.dtype = torch.float32,
+        most_drafts: int = 0,
     ) -> None:
         self.model = model
         self.forward = model.forward
@@ -78,8 +82,18 @@ class Driver:
             num_blocks,
             num_rows + scratch_rows,
             block_size,
-            {"kv": model.dtype, "conv": model.dtype, "recurrent": torch.float32},
+            {
+                "kv": model.dtype,
+                "conv": model.dtype,
+                "recurrent": state,
+                "update_keys": torch.float32,
+                "update_changes": torch.float32,
+                "update_decays": torch.float32,
+                "update_inputs": model.dtype,
+            },
+            num_updates=num_rows * most_drafts,
         )
+        self._most_drafts = most_drafts
         for pool in self.caches.tensors.values():
             pool.fill_(float("nan"))
         self._free_blocks = random.Random(0).sample(range(num_blocks), num_blocks)
@@ -93,6 +107,7 @@ class Driver:
         decodes: Sequence[Sequence_] = (),
         prefills: Sequence[tuple[Sequence_, int, int]] = (),
         *,
+        drafts: Sequence[tuple[Sequence_, int, int]] = (),
         snapshots: Sequence[tuple[Sequence_, int, int]] = (),
         all_logits: bool = True,
         capture_experts: bool = False,
@@ -100,10 +115,12 @@ class Driver:
         """One forward: the last token of each decode sequence, and prompt slices [start, end).
 
         Args:
+            drafts: (sequence, start, how many of its updates hold): its tokens from `start` on.
             snapshots: (sequence, position, row): the state at that position also goes to the row.
             all_logits: logits of every token, else of each slice's last one.
         """
         slices = [(one, len(one.tokens) - 1, len(one.tokens)) for one in decodes] + list(prefills)
+        slices += [(one, start, len(one.tokens)) for one, start, _ in drafts]
         for one, _, end in slices:
             self._make_room(one, end)
         media = []
@@ -128,6 +145,7 @@ class Driver:
             logit_rows=torch.arange(offset) if all_logits else ends,
             deterministic=self.deterministic and bool(prefills),
             capture_experts=capture_experts,
+            verify=self._verify_meta(drafts) if drafts else None,
         )
         output = self.forward(batch, self.caches)
         for one, _, _ in slices:
@@ -166,6 +184,23 @@ class Driver:
             src_rows=tuple(one.row if one.started else -1 for one in decodes),
             dst_rows=tuple(one.row for one in decodes),
             snapshot_rows=(-1,) * len(decodes),
+        )
+
+    def fold(self, one: Sequence_, count: int) -> None:
+        """Brings a row up to date."""
+        self.model.fold(self.caches, [(one.row, one.row * self._most_drafts, count)])
+
+    def _verify_meta(self, drafts: Sequence[tuple[Sequence_, int, int]]) -> VerifyMeta:
+        cu_seqlens = [0]
+        for one, start, _ in drafts:
+            cu_seqlens.append(cu_seqlens[-1] + len(one.tokens) - start)
+        return VerifyMeta(
+            cu_seqlens=tuple(cu_seqlens),
+            starts=tuple(start for _, start, _ in drafts),
+            block_tables=tuple(tuple(one.blocks) for one, _, _ in drafts),
+            rows=tuple(one.row for one, _, _ in drafts),
+            updates=tuple(one.row * self._most_drafts for one, _, _ in drafts),
+            folded=tuple(pending for _, _, pending in drafts),
         )
 
     def _prefill_meta(

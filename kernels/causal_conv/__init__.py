@@ -6,6 +6,10 @@ and causal_conv1d_update with activation "silu"). The tail of a sequence is its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
+
 import torch
 
 from vlm_serve.kernels.causal_conv import compiled, torch_cpu
@@ -15,9 +19,10 @@ from vlm_serve.kernels.checks import (
     check_decode_meta,
     check_prefill_meta,
     check_tensor,
+    check_verify_meta,
 )
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 
 _TRITON = "vlm_serve.kernels.causal_conv.triton"
 _prefill = Op(
@@ -79,6 +84,65 @@ def causal_conv_decode(
     _check(x, weight, tails)
     check_decode_meta(meta, x.shape[0], tails.shape[0])
     return _decode(x.device, x, weight, tails, meta)
+
+
+def causal_conv_verify(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tails: torch.Tensor,
+    inputs: torch.Tensor,
+    meta: VerifyMeta,
+) -> torch.Tensor:
+    """The same for drafted tokens, by the arithmetic of `causal_conv_decode`; tails stay as they
+    are, but for the inputs that are folded into them first.
+
+    Args:
+        x: `[N, C]`.
+        weight, tails: as in `causal_conv_prefill`.
+        inputs: `[entries, C]` of updates; x is written there.
+        meta: the slices.
+
+    Returns:
+        `[N, C]` in the dtype of x.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    _check(x, weight, tails)
+    check_verify_meta(meta, x.shape[0], tails.shape[0], inputs.shape[0])
+    fold_tails(tails, inputs, meta.folds)
+    window, out = tails[list(meta.rows)], torch.empty_like(x)
+    for tokens, step in _turns(meta):
+        out[tokens] = causal_conv_decode(x[tokens], weight, window, step)
+    for first, (begin, end) in zip(meta.updates, pairwise(meta.cu_seqlens), strict=True):
+        inputs[first : first + end - begin] = x[begin:end]
+    return out
+
+
+def fold_tails(
+    tails: torch.Tensor, inputs: torch.Tensor, folds: Sequence[tuple[int, int, int]]
+) -> None:
+    """Moves tails on by the inputs of updates, in place: (row, first update, count) each."""
+    kept = tails.shape[2]
+    for row, first, count in folds:
+        if count:
+            seen = torch.cat((tails[row], inputs[first : first + count].T), dim=1)
+            tails[row].copy_(seen[:, -kept:])
+
+
+def _turns(meta: VerifyMeta) -> list[tuple[list[int], DecodeMeta]]:
+    """The first tokens of all slices, the second ones, and so on, as decode steps over rows that
+    are numbered by sequence."""
+    if "turns" not in meta.plans:
+        slices = list(pairwise(meta.cu_seqlens))
+        turns = []
+        for turn in range(max(end - begin for begin, end in slices)):
+            own = tuple(i for i, (begin, end) in enumerate(slices) if begin + turn < end)
+            none = (-1,) * len(own)
+            step = DecodeMeta(((),) * len(own), (0,) * len(own), own, own, none)
+            turns.append(([slices[i][0] + turn for i in own], step))
+        meta.plans["turns"] = turns
+    return cast("list[tuple[list[int], DecodeMeta]]", meta.plans["turns"])
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor) -> None:

@@ -10,6 +10,8 @@ Everything inside is float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from vlm_serve.kernels.checks import (
@@ -18,10 +20,11 @@ from vlm_serve.kernels.checks import (
     check_decode_meta,
     check_prefill_meta,
     check_tensor,
+    check_verify_meta,
 )
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.gated_delta import compiled, torch_cpu
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.gated_delta import compiled, torch_cpu, torch_drafts
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
 
 _TRITON = "vlm_serve.kernels.gated_delta.triton"
 _chunk = Op(
@@ -34,6 +37,8 @@ _recurrent = Op(
     compiled=compiled.gated_delta,
     triton=f"{_TRITON}:recurrent_gated_delta",
 )
+_verify = Op(torch_drafts.verify_gated_delta)
+_fold = Op(torch_drafts.fold_gated_delta)
 _gates = Op(torch_cpu.gates, compiled=compiled.gates)
 
 
@@ -98,6 +103,47 @@ def recurrent_gated_delta(
     _check(q, k, v, g, beta, state)
     check_decode_meta(meta, q.shape[0], state.shape[0])
     return _recurrent(q.device, q, k, v, g, beta, state, meta)
+
+
+def verify_gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    updates: Updates,
+    meta: VerifyMeta,
+) -> torch.Tensor:
+    """Drafted tokens: steps of the recurrence that leave updates instead of states.
+
+    What `meta` says is folded into the rows first. A state is rounded to the pool's dtype after
+    every token, as decode steps would.
+
+    Args:
+        q, k, v, g, beta, state: as in `chunk_gated_delta`.
+        updates: keys, changes and decays of the tokens are written there.
+        meta: the slices.
+
+    Returns:
+        `[N, Hv, Dv]` in the dtype of v.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    _check(q, k, v, g, beta, state)
+    check_verify_meta(meta, q.shape[0], state.shape[0], updates.decays.shape[0])
+    fold_gated_delta(state, updates, meta.folds)
+    return _verify(q.device, q, k, v, g, beta, state, updates, meta)
+
+
+def fold_gated_delta(
+    state: torch.Tensor, updates: Updates, folds: Sequence[tuple[int, int, int]]
+) -> None:
+    """Folds updates into state rows, in place: (row, first update, count) each."""
+    folds = [fold for fold in folds if fold[2]]
+    if folds:
+        _fold(state.device, state, updates, folds)
 
 
 def gates(

@@ -172,7 +172,7 @@ def recurrent_gated_delta(
 ) -> torch.Tensor:
     # With the decay outside, k and q can read the old state together, and the new one is needed by
     # nobody: o = decay S^T q + (k . q) change. Each state crosses the memory bus once each way.
-    kq = _unit_keys_and_queries(q, k, v.shape[1])
+    kq = unit_keys_and_queries(q, k, v.shape[1])
     decay, beta = g.exp().unsqueeze(-1), beta.unsqueeze(-1)
     change, strength = v * beta.float(), decay * beta
     seen = torch.empty(*v.shape[:2], 2, v.shape[2])
@@ -197,10 +197,10 @@ def _read_row(state: torch.Tensor, row: int) -> torch.Tensor:
     return torch.zeros(state.shape[1:]) if row < 0 else state[row].float()
 
 
-def _unit_keys_and_queries(q: torch.Tensor, k: torch.Tensor, heads: int) -> torch.Tensor:
+def unit_keys_and_queries(q: torch.Tensor, k: torch.Tensor, heads: int) -> torch.Tensor:
     """Unit keys and scaled queries, repeated for each value head: float32 `[B, Hv, 2, Dk]`."""
     kq = torch.stack((k, q), dim=2).float()
-    floor, factors = _norm_constants(q.shape[-1])
+    floor, factors = _norm_constants(q.shape[-1], q.device)
     length: torch.Tensor = torch.linalg.vector_norm(kq, 2, -1, True)
     kq *= torch.addcmul(floor, length, length).rsqrt_().mul_(factors)
     repeats = heads // q.shape[1]
@@ -224,6 +224,7 @@ def gates(
 
 
 @cache
-def _norm_constants(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _norm_constants(dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """What is added to a square norm, and the length that keys and queries get, `[2, 1]`."""
-    return torch.tensor(EPS), torch.tensor([[1.0], [dim**-0.5]])
+    lengths = torch.tensor([[1.0], [dim**-0.5]], device=device)
+    return torch.tensor(EPS, device=device), lengths

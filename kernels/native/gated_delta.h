@@ -38,10 +38,12 @@ struct StatePart {
 // the old state together, and the read of one token shares its pass with the update of the last:
 //   o = decay S'q + (k.q) change,  change = beta (v - decay S'k),  S = decay S + k change'
 // `from` may be null for the zero state; `own` is worked on, and the last token's state goes to
-// `to`. `qk` is [n, 2, key_dim] with queries first, `gates` [n, 4] holds decay, beta and k.q.
+// `to`. `qk` is [n, 2, key_dim] with queries first, `gates` [n, 4] holds decay, beta and k.q. Every
+// token's change goes to `changes` unless that is null.
 template <int COLUMNS>
 void recurrence(StatePart from, StatePart own, StatePart to, int64_t key_dim, int64_t tokens,
-                const float* qk, const float* gates, float* v, int64_t v_stride) {
+                const float* qk, const float* gates, float* v, int64_t v_stride, float* changes,
+                int64_t change_stride) {
     constexpr int N = COLUMNS * VLM_PARTS;
     Floats from_key[N], from_query[N], change[N];
     auto clear = [&] {
@@ -70,6 +72,8 @@ void recurrence(StatePart from, StatePart own, StatePart to, int64_t key_dim, in
             change[i] = beta * fused(-decay, from_key[i], read<Floats>(value));
             const Floats out = fused(decay, from_query[i], overlap * change[i]);
             std::memcpy(value, &out, sizeof out);
+            if (changes)
+                std::memcpy(changes + t * change_stride + i * WIDTH, &change[i], sizeof change[i]);
         }
         const float* keys = qk + (2 * t + 1) * key_dim;
         if (t + 1 == tokens) {
@@ -111,7 +115,7 @@ class HeadState {
 
     // `n` tokens, 1 to TOKEN_TILE; the state after them is written to `row` unless that is null.
     void advance(int64_t n, const float* qk, const float* gates, float* v, int64_t v_stride,
-                 float* row) {
+                 float* row, float* changes = nullptr, int64_t change_stride = 0) {
         // A single token's state is read where it lies, in wider parts.
         const bool apart = n == 1 && row && from_ && !inside_;
         for (int64_t c = 0; c < value_dim_;) {
@@ -124,7 +128,8 @@ class HeadState {
             const auto run = vecs == 4            ? recurrence<4>
                              : vecs == DELTA_VECS ? recurrence<DELTA_VECS>
                                                   : recurrence<1>;
-            run(from, own, to, key_dim_, n, qk, gates, v + c, v_stride);
+            run(from, own, to, key_dim_, n, qk, gates, v + c, v_stride,
+                changes ? changes + c : nullptr, change_stride);
             c += vecs * LANES;
         }
         from_ = row;
@@ -145,6 +150,30 @@ class HeadState {
     float *memory_ = nullptr, *from_ = nullptr;
     bool inside_ = false;
 };
+
+// What tokens do to the states of a layer, an entry for each token whose state has yet to be
+// written; strides are from entry to entry, in elements.
+struct Updates {
+    int64_t key_stride, change_stride, decay_stride, input_stride;
+    float *keys, *changes,
+        *decays;   // [key_heads, key_dim], [value_heads, value_dim], [value_heads]
+    void* inputs;  // of the convolution, [channels]
+};
+
+// `count` tokens' updates of a head's state in place, as `recurrence` makes them.
+inline void fold(float* state, int64_t key_dim, int64_t value_dim, int64_t count, const float* keys,
+                 const float* changes, const float* decays, const Updates& strides) {
+    for (int64_t d = 0; d < key_dim; ++d)
+        for (int64_t c = 0; c < value_dim; c += WIDTH) {
+            float* at = state + d * value_dim + c;
+            Floats s = read<Floats>(at);
+            for (int64_t t = 0; t < count; ++t)
+                s = fused(spread(keys[t * strides.key_stride + d]),
+                          read<Floats>(changes + t * strides.change_stride + c),
+                          spread(decays[t * strides.decay_stride]) * s);
+            std::memcpy(at, &s, sizeof s);
+        }
+}
 
 // Floats that a thread needs for the states and a tile's inputs of `shared` value heads.
 inline int64_t delta_room(int64_t key_dim, int64_t value_dim, int64_t shared) {

@@ -7,6 +7,10 @@ and a fresh one look the same to a query.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
+
 import torch
 
 from vlm_serve.kernels.checks import (
@@ -17,7 +21,7 @@ from vlm_serve.kernels.checks import (
     check_tensor,
 )
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.paged_attention import compiled, torch_cpu
 
 _TRITON = "vlm_serve.kernels.paged_attention.triton"
@@ -93,6 +97,37 @@ def attention_decode(
         raise KernelArgumentError("meta.kv_lens", f"expected {q.shape[0]} positive lengths")
     check_block_tables(meta, meta.kv_lens, kv.k.shape[0], kv.k.shape[1])
     return _decode(q.device, q, kv, meta, scale=scale)
+
+
+def attention_verify(
+    q: torch.Tensor, kv: KVLayer, meta: VerifyMeta, *, scale: float
+) -> torch.Tensor:
+    """Drafted tokens, each as the decode token that it is if the ones before it hold.
+
+    Args:
+        q: `[N, Hq, D]`; it, kv and scale as for `attention_decode`.
+        meta: slices, their absolute starts and block tables.
+
+    Returns:
+        `[N, Hq, D]` in the dtype of q.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    if "as decode tokens" not in meta.plans:
+        meta.plans["as decode tokens"] = _as_decode_tokens(meta)
+    return attention_decode(q, kv, cast(DecodeMeta, meta.plans["as decode tokens"]), scale=scale)
+
+
+def _as_decode_tokens(meta: VerifyMeta) -> DecodeMeta:
+    tables: list[Sequence[int]] = []
+    lengths: list[int] = []
+    slices = zip(meta.starts, pairwise(meta.cu_seqlens), meta.block_tables, strict=True)
+    for start, (begin, end), table in slices:
+        tables += [table] * (end - begin)
+        lengths += range(start + 1, start + 1 + end - begin)
+    none = (-1,) * len(lengths)
+    return DecodeMeta(tuple(tables), tuple(lengths), none, none, none)
 
 
 def _check(q: torch.Tensor, kv: KVLayer) -> None:

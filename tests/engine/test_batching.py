@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from vlm_serve.engine.batching import KnownSequence
-from vlm_serve.engine.local_executor import LocalExecutor
-from vlm_serve.engine.plan import SequenceInfo, Slice, StepPlan
-from vlm_serve.models.cache_layout import CacheLayout
+from vlm_serve.engine.plan import SequenceInfo, Slice
 from vlm_serve.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.0, presence_penalty=1.0)
@@ -48,9 +44,7 @@ def test_what_has_not_arrived_is_missed() -> None:
         known.take(piece(11, 12, (40,), 0, 7))
 
 
-def test_drafts_are_refused() -> None:
-    model: Any = None
-    executor = LocalExecutor(model, CacheLayout((), ()).allocate(2, 2, 4, {}), block_size=4)
-    executor.register(INFO)
-    with pytest.raises(AssertionError, match="verified"):
-        executor.run(StepPlan((Slice(0, "verify", (1, 2), 10, 12, 0, 0, 0, (0, 1, 2), 0),)))
+def test_of_drafts_the_chooser_learns_only_what_is_certain() -> None:
+    known = KnownSequence(INFO)
+    known.take(Slice(0, "verify", (40, 41, 42), 10, 13, 0, 0, 0, (7, 8, 9, 10), 0))
+    assert known.chooser._generated == [40]

@@ -44,10 +44,13 @@ def pick(
     (constrained,) = job.sequences
     constrained.token_ids += history
     tasks = [constrained.sample_task(), SampleTask(1, len(history))]
-    choosers = [Chooser(constrained.info), Chooser(replace(constrained.info, params=GREEDY))]
-    for chooser in choosers:
+    choosers = {
+        0: Chooser(constrained.info),
+        1: Chooser(replace(constrained.info, params=GREEDY)),
+    }
+    for chooser in choosers.values():
         chooser.replace(0, history)
-    one, plain = sample(LOGITS, tasks, choosers, [0, 0])
+    (one,), (plain,) = sample(LOGITS, tasks, choosers, [0, 0]).values()
     assert plain.token_id == 3  # the row itself has not been touched
     return one.token_id
 

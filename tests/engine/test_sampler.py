@@ -33,13 +33,13 @@ def _sample(
 ) -> list[Sampled]:
     """A token for each row, from sequences alike but for their seeds."""
     mask = None if allowed is None else bytes([sum(1 << token for token in allowed)])
-    choosers = []
+    choosers: dict[int, Chooser] = {}
     for number, seed in zip(range(len(rows)), seeds, strict=False):
         info = SequenceInfo(number, prompt, torch.zeros(3, len(prompt)), 0, params, seed)
-        choosers.append(Chooser(info))
-        choosers[-1].replace(0, history)
+        choosers[number] = Chooser(info)
+        choosers[number].replace(0, history)
     tasks = [SampleTask(number, len(history), mask) for number in range(len(rows))]
-    return sample(logits, tasks, choosers, rows)
+    return [one for (one,) in sample(logits, tasks, choosers, rows).values()]
 
 
 def _draws(
@@ -137,3 +137,38 @@ def test_logprobs_are_those_of_the_model_with_the_sampled_token_included() -> No
     assert sampled.logprobs[2] == pytest.approx(math.log(0.15), abs=1e-6)
     only = _sample(LOGITS, replace(params, logprobs=0))[0]
     assert set(only.logprobs) == {0}
+
+
+def _verify(
+    logits: torch.Tensor, params: SamplingParams, drafts: tuple[int, ...]
+) -> tuple[Sampled, ...]:
+    info = SequenceInfo(0, (), torch.zeros(3, 0), 0, params, 5)
+    tasks = [SampleTask(0, at, draft=draft) for at, draft in enumerate((*drafts, None))]
+    return sample(logits, tasks, {0: Chooser(info)}, range(len(tasks)))[0]
+
+
+def test_sampling_stops_at_the_first_draft_that_is_not_sampled() -> None:
+    logits = torch.eye(4)
+    for drafts, tokens in (((0, 1, 2), [0, 1, 2, 3]), ((0, 3, 2), [0, 1]), ((1, 1, 2), [0])):
+        assert [one.token_id for one in _verify(logits, GREEDY, drafts)] == tokens
+
+
+def test_drafts_count_for_penalties_as_they_turn_out_to_hold() -> None:
+    """The first two rows prefer token 1; once it has come, the next one is token 0."""
+    logits = torch.tensor([[1.0, 2.0, 0.0, 0.0]] * 3)
+    params = replace(GREEDY, presence_penalty=1.5)
+    assert [one.token_id for one in _verify(logits, params, (1, 0))] == [1, 0, 1]
+    assert [one.token_id for one in _verify(logits, params, (1, 1))] == [1, 0]
+
+
+def test_every_position_has_its_own_draw() -> None:
+    logits = LOGITS.expand(6, -1)
+    alone = [one.token_id for one in _drawn_one_by_one(logits)]
+    drafts = (*alone[:3], (alone[3] + 1) % 4, alone[4])
+    assert [one.token_id for one in _verify(logits, NEUTRAL, drafts)] == alone[:4]
+
+
+def _drawn_one_by_one(logits: torch.Tensor) -> list[Sampled]:
+    info = SequenceInfo(0, (), torch.zeros(3, 0), 0, NEUTRAL, 5)
+    chooser = Chooser(info)
+    return [chooser.choose(row, SampleTask(0, at)) for at, row in enumerate(logits)]

@@ -41,6 +41,8 @@ typename Tiny<T>::Result Tiny<T>::run(const vlm::Program& program, const std::ve
                          .dst_rows = sequences.dst.data(),
                          .tables = tables.data(),
                          .snapshot_rows = sequences.snapshots.data(),
+                         .updates = nullptr,
+                         .folded = nullptr,
                          .logit_rows = last.data(),
                          .logits = result.logits.data(),
                          .expert_ids = ids ? result.expert_ids.data() : nullptr};

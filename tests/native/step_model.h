@@ -211,7 +211,8 @@ class Tiny {
                                              .norm = layers_[index].gated_norm,
                                              .tails = &state.tails[index * TAILS],
                                              .states = &state.states[index * STATES],
-                                             .eps = EPS});
+                                             .eps = EPS,
+                                             .updates = {}});
     }
 
     void attention(Operations& to, int64_t index, StepState<T>& state) const {

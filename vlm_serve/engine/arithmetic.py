@@ -78,7 +78,9 @@ class Types:
     def pools(self) -> dict[str, torch.dtype]:
         """Of what layers keep between steps, by kind of pool."""
         scales = {"kv_scales": torch.float16} if self.kv == torch.uint8 else {}
-        return {"kv": self.kv, "conv": self.conv, "recurrent": self.state, **scales}
+        updates = dict.fromkeys(("update_keys", "update_changes", "update_decays"), torch.float32)
+        updates["update_inputs"] = self.conv
+        return {"kv": self.kv, "conv": self.conv, "recurrent": self.state, **updates, **scales}
 
     def names(self) -> dict[str, str]:
         """Each type as options name it."""

@@ -9,7 +9,7 @@ import torch
 
 from vlm_serve.engine.plan import SequenceInfo, Slice
 from vlm_serve.engine.sampler import Chooser
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.models.batch import ForwardBatch
 
 
@@ -31,7 +31,9 @@ class KnownSequence:
         assert item.first_block <= len(self.table), "a table with a hole"
         del self.table[item.first_block :]
         self.table.extend(item.blocks)
-        self.chooser.replace(max(0, item.start - len(self.info.token_ids)), item.token_ids)
+        # Of drafts the chooser learns as they turn out to hold.
+        certain = item.token_ids[:1] if item.kind == "verify" else item.token_ids
+        self.chooser.replace(max(0, item.start - len(self.info.token_ids)), certain)
 
     def token_ids(self, item: Slice) -> tuple[int, ...]:
         """All tokens of a slice."""
@@ -59,7 +61,7 @@ def make_batch(
     """The step's batch, on the host, and for every sample its row of the logits.
 
     Args:
-        packed: slices that their sequences have taken, those of decode steps first.
+        packed: slices that their sequences have taken: decode tokens, prefills, drafts.
         known: sequences by number.
         embeddings: of media, by slot.
         block_size: tokens per KV block.
@@ -77,21 +79,26 @@ def make_batch(
         for first, last, slot, row in item.embeddings:
             media.append((offset + first, embeddings[slot][row : row + last - first]))
         logit_rows.extend(range(offset + item.reported_start, offset + item.reported_end))
-        if item.samples:
+        if item.kind == "verify":
+            task_rows.extend(range(len(logit_rows), len(logit_rows) + len(item.samples)))
+            logit_rows.extend(range(offset + item.start, len(token_ids)))
+        elif item.samples:
             task_rows.extend([len(logit_rows)] * len(item.samples))
             logit_rows.append(len(token_ids) - 1)
         wants_experts |= sequence.info.params.return_routed_experts
     decodes = [item for item in packed if item.kind == "decode"]
     prefills = [item for item in packed if item.kind == "prefill"]
+    drafts = [item for item in packed if item.kind == "verify"]
     batch = ForwardBatch(
         token_ids=torch.tensor(token_ids),
-        positions=_positions(decodes, prefills, known),
+        positions=_positions(decodes, prefills + drafts, known),
         slots=torch.tensor(slots),
         decode=_decode_meta(decodes, known) if decodes else None,
         prefill=_prefill_meta(prefills, known) if prefills else None,
         media=tuple(media),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         capture_experts=wants_experts,
+        verify=_verify_meta(drafts, known) if drafts else None,
     )
     return batch, task_rows
 
@@ -104,8 +111,8 @@ def _slots(item: Slice, table: Sequence[int], size: int) -> list[int]:
     return slots
 
 
-def _positions(decodes: list[Slice], prefills: list[Slice], known: Known) -> torch.Tensor:
-    parts = [known[item.sequence].positions(item.start, item.end) for item in prefills]
+def _positions(decodes: list[Slice], others: list[Slice], known: Known) -> torch.Tensor:
+    parts = [known[item.sequence].positions(item.start, item.end) for item in others]
     if decodes:
         ahead = [item.start + known[item.sequence].info.rope_delta for item in decodes]
         parts.insert(0, torch.tensor(ahead).expand(3, -1))
@@ -140,4 +147,18 @@ def _prefill_meta(prefills: list[Slice], known: Known) -> PrefillMeta:
         dst_rows=tuple([item.dst_row for item in prefills]),
         chunk_ends=tuple(chunk_ends),
         snapshots=tuple(snapshots),
+    )
+
+
+def _verify_meta(drafts: list[Slice], known: Known) -> VerifyMeta:
+    cu_seqlens = [0]
+    for item in drafts:
+        cu_seqlens.append(cu_seqlens[-1] + item.end - item.start)
+    return VerifyMeta(
+        cu_seqlens=tuple(cu_seqlens),
+        starts=tuple([item.start for item in drafts]),
+        block_tables=tuple([known[item.sequence].table for item in drafts]),
+        rows=tuple([item.dst_row for item in drafts]),
+        updates=tuple([item.updates for item in drafts]),
+        folded=tuple([item.pending for item in drafts]),
     )

@@ -100,6 +100,7 @@ class DecodeGraphs:
         each, no routed experts wanted, and no more sequences than were captured."""
         return (
             batch.prefill is None
+            and batch.verify is None
             and batch.decode is not None
             and not batch.media
             and not batch.capture_experts

@@ -13,7 +13,7 @@ from vlm_serve.cache.experts import Rows
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
 from vlm_serve.engine.decode_graphs import DecodeGraphs
-from vlm_serve.engine.plan import Encode, Sampled, SequenceInfo, Slice, StepOutput, StepPlan
+from vlm_serve.engine.plan import Encode, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.engine.prompt_rows import logprob_rows
 from vlm_serve.engine.sampler import sample
 from vlm_serve.engine.tier_transfer import TensorTransfer
@@ -76,10 +76,11 @@ class LocalExecutor:
             self._known[item.sequence].take(item)
         for slot in plan.dropped_slots:
             self._embeddings.pop(slot, None)
+        if plan.folds:
+            self._model.fold(self._caches, plan.folds)
         self._copy(plan)
         self._encode(plan.encodes)
-        packed = sorted(plan.slices, key=lambda item: item.kind)  # those of decode steps first
-        assert packed[-1].kind != "verify", "drafts cannot be verified yet"
+        packed = sorted(plan.slices, key=lambda item: item.kind)  # decode, prefill, verify
         batch, rows = make_batch(packed, self._known, self._embeddings, self._block_size)
         if self._deterministic and batch.prefill is not None:
             batch = replace(batch, deterministic=True)
@@ -126,10 +127,8 @@ class LocalExecutor:
     def _output(self, output: ForwardOutput, packed: list[Slice], rows: list[int]) -> StepOutput:
         """Samples from the rows of the tasks and reports from those that the batch asked for."""
         tasks = [task for item in packed for task in item.samples]
-        choosers = [self._known[task.sequence].chooser for task in tasks]
-        sampled: dict[int, tuple[Sampled, ...]] = {}
-        for task, one in zip(tasks, sample(output.logits, tasks, choosers, rows), strict=True):
-            sampled[task.sequence] = (*sampled.get(task.sequence, ()), one)
+        choosers = {task.sequence: self._known[task.sequence].chooser for task in tasks}
+        sampled = sample(output.logits, tasks, choosers, rows)
         reports, row = {}, 0
         for item in packed:
             count = max(0, item.reported_end - item.reported_start)
@@ -138,7 +137,7 @@ class LocalExecutor:
                 following = info.token_ids[item.reported_start + 1 : item.reported_end + 1]
                 logits, rivals = output.logits[row : row + count], info.params.prompt_logprobs
                 reports[item.sequence] = logprob_rows(logits, following, rivals or 0)
-            row += count + bool(item.samples)
+            row += count + len({task.position for task in item.samples})
         return StepOutput(sampled, _experts_by_sequence(output.experts, packed), reports)
 
 

@@ -48,10 +48,12 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """Sample one token from the last row of a slice for sequence `sequence`.
+    """Sample one token for sequence `sequence`.
 
     Attributes:
         position: number of tokens generated before it.
+        draft: the token that is drafted for this position; if another one is sampled, the
+            sequence's further tasks are void.
         mask: what may come: bit `i % 8` of byte `i // 8` stands for token i; None: everything.
         unbiased: logits are taken as they are, without biases and penalties.
     """
@@ -60,6 +62,7 @@ class SampleTask:
     position: int
     mask: bytes | None = None
     unbiased: bool = False
+    draft: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,9 @@ class Slice:
 
     Attributes:
         kind: "prefill": through the chunk kernel; "decode": exactly one token through the recurrent
-            step; "verify": drafted tokens.
+            step; "verify": a sampled token and the drafts behind it, each computed as a decode
+            token would be. They leave the state row alone: what they would change is kept as
+            updates until it is known which of them hold.
         token_ids: those of its tokens that are no part of the prompt. They replace what the
             executor knows from there on.
         src_row, dst_row: state row to start from (-1: zero state) and to leave the state in.
@@ -81,9 +86,11 @@ class Slice:
         embeddings: (first token, last token + 1, slot, first row of the embedding) of the media
             tokens in this slice, absolute positions.
         samples: what to sample from the logits after the last token (several for forked choices);
-            empty while prefill goes on.
+            empty while prefill goes on. Of drafted tokens one task for each token, in order.
         reported_start, reported_end: tokens `[reported_start, reported_end)` are followed by a
             prompt token whose log-probability is wanted; none if the end is not beyond the start.
+        updates: where the updates of a verify slice go, one for each token; -1: there is no state.
+        pending: so many updates that lie there hold: they are folded into the row first.
     """
 
     sequence: int
@@ -102,11 +109,14 @@ class Slice:
     samples: tuple[SampleTask, ...] = ()
     reported_start: int = 0
     reported_end: int = 0
+    updates: int = -1
+    pending: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. Before the forward, in this order: `dropped_slots` are embeddings to forget,
+    `folds` (row, first update, count) are updates to fold into state rows,
     `row_copies` (source, destination) state rows of forked choices, `copies` (source block,
     destination block, number of rows) of KV; then the spans in `encodes` are encoded."""
 
@@ -115,6 +125,7 @@ class StepPlan:
     copies: tuple[tuple[int, int, int], ...] = ()
     row_copies: tuple[tuple[int, int], ...] = ()
     dropped_slots: tuple[int, ...] = ()
+    folds: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -148,7 +159,8 @@ class StepOutput:
     """What a step has computed, by sequence number.
 
     Attributes:
-        sampled: the tokens of a sequence's SampleTasks, in order.
+        sampled: the tokens of a sequence's SampleTasks, in order, up to the first that is not its
+            draft.
         experts: if any sequence wants them, the routed experts of every slice: `[tokens, layers,
             top_k]` expert ids, uint8 up to 256 experts, else uint16.
         prompt_logprobs: of the slices that want them, a row (`cache.logprobs.row_type`) for each

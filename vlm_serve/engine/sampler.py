@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,26 +19,38 @@ _FEW_LOGITS = 1 << 17
 def sample(
     logits: torch.Tensor,
     tasks: Sequence[SampleTask],
-    choosers: Sequence[Chooser],
+    choosers: Mapping[int, Chooser],
     rows: Sequence[int],
-) -> list[Sampled]:
-    """Samples one token per task.
+) -> dict[int, tuple[Sampled, ...]]:
+    """Samples a token per task, but for those behind a draft that was not sampled.
 
     Args:
         logits: float32 `[R, vocab]`.
-        tasks: what to sample.
-        choosers: for each task that of its sequence.
+        tasks: what to sample; those of a sequence in order.
+        choosers: by sequence.
         rows: for each task its row of `logits` (several tasks may share one).
+
+    Returns:
+        Each sequence's tokens.
     """
-    plain = [
-        chooser.is_plain and task.mask is None and not task.unbiased
-        for task, chooser in zip(tasks, choosers, strict=True)
-    ]
-    best = _best(logits) if any(plain) else []
-    return [
-        Sampled(best[row], {}) if simple else chooser.choose(logits[row], task)
-        for task, chooser, row, simple in zip(tasks, choosers, rows, plain, strict=True)
-    ]
+    best: list[int] = []
+    sampled: dict[int, tuple[Sampled, ...]] = {}
+    ended: set[int] = set()
+    for task, row in zip(tasks, rows, strict=True):
+        if task.sequence in ended:
+            continue
+        chooser = choosers[task.sequence]
+        if chooser.is_plain and task.mask is None and not task.unbiased:
+            best = best or _best(logits)
+            one = Sampled(best[row], {})
+        else:
+            one = chooser.choose(logits[row], task)
+        sampled[task.sequence] = (*sampled.get(task.sequence, ()), one)
+        if task.draft is not None and one.token_id == task.draft:
+            chooser.replace(task.position, (task.draft,))
+        elif task.draft is not None:
+            ended.add(task.sequence)
+    return sampled
 
 
 def _best(logits: torch.Tensor) -> list[int]:

@@ -6,19 +6,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """T packed tokens: the decode tokens (one per decode sequence), then the prefill slices.
+    """T packed tokens: the decode tokens (one per decode sequence), the prefill slices, and then
+    the slices of drafted tokens.
 
     Attributes:
         token_ids: int64 `[T]`.
         positions: int64 `[3, T]` M-RoPE positions.
         slots: int64 `[T]`, `block * block_size + offset` where a token's K and V are written;
             -1: not written (its block is shared and already holds them).
-        decode, prefill: None where the step has no such tokens.
+        decode, prefill, verify: None where the step has no such tokens.
         media: (offset into the T tokens, `[n, hidden]` embeddings) pairs that replace the
             placeholder tokens' embeddings.
         logit_rows: int64 `[R]`, the tokens whose logits are wanted.
@@ -35,6 +36,7 @@ class ForwardBatch:
     logit_rows: torch.Tensor
     deterministic: bool = False
     capture_experts: bool = False
+    verify: VerifyMeta | None = None
 
     def to(self, device: torch.device) -> ForwardBatch:
         """The same with token ids, positions, slots and rows on a device."""

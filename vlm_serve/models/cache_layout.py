@@ -16,7 +16,7 @@ import torch
 BLOCK_SIZE = -1
 """Stands in a pool's entry for the tokens of a block."""
 
-Unit = Literal["block", "row"]
+Unit = Literal["block", "row", "update"]
 Dtypes = Mapping[str, torch.dtype]
 """The types of pools by their kind. A kind without one does not exist."""
 
@@ -26,8 +26,10 @@ class Pool:
     """One kind of memory.
 
     Attributes:
-        kind: "kv", "kv_scales", "conv", "recurrent".
-        unit: whether a block of tokens or a sequence's state row has an entry.
+        kind: "kv", "kv_scales", "conv", "recurrent", and "update_keys", "update_changes",
+            "update_decays", "update_inputs".
+        unit: whether a block of tokens, a sequence's state row or a drafted token whose state has
+            yet to be written has an entry.
         entry: shape of one layer's.
         split: the dimension of the entry that tensor parallelism shares out; where it is smaller
             than the number of ranks, each of them has one.
@@ -83,7 +85,7 @@ class CacheLayout:
         return any(pool.unit == "row" for pool, _ in self.pools)
 
     def num_bytes(self, unit: Unit, dtypes: Dtypes, block_size: int = 0) -> int:
-        """Bytes of one KV block or of one state row."""
+        """Bytes of one KV block, of one state row or of one update."""
         return sum(
             layers * prod(pool.shape(block_size)) * dtypes[pool.kind].itemsize
             for pool, layers in self.pools
@@ -97,9 +99,11 @@ class CacheLayout:
         block_size: int,
         dtypes: Dtypes,
         device: torch.device | str = "cpu",
+        *,
+        num_updates: int = 0,
     ) -> CacheTensors:
         """The pools. Untouched pages of a CPU pool cost no memory until they are written."""
-        counts = {"block": num_blocks, "row": num_rows}
+        counts = {"block": num_blocks, "row": num_rows, "update": num_updates}
         tensors = {
             pool.kind: torch.empty(
                 (counts[pool.unit], layers, *pool.shape(block_size)),
@@ -109,8 +113,15 @@ class CacheLayout:
             for pool, layers in self.pools
             if pool.kind in dtypes
         }
-        rows = num_rows if self.has_state else 0
-        return CacheTensors(self, tensors, num_blocks, rows, block_size, torch.device(device))
+        return CacheTensors(
+            self,
+            tensors,
+            num_blocks,
+            num_rows if self.has_state else 0,
+            block_size,
+            torch.device(device),
+            num_updates,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +134,9 @@ class CacheTensors:
             block_size, kv_heads, head_dim]`, "kv_scales" float16 `[blocks, layers, 4, block_size,
             kv_heads]` (k scale, k zero, v scale, v zero; int8 only), "conv" `[rows, layers,
             channels, taps - 1]`, oldest first, "recurrent" `[rows, layers, value_heads, key_dim,
-            value_dim]`.
+            value_dim]`; the updates' are `[updates, layers, ...]`, see `Updates`.
         num_rows: 0 without state layers.
+        num_updates: entries for drafted tokens; 0 without drafts.
         device: of all of them.
     """
 
@@ -134,12 +146,13 @@ class CacheTensors:
     num_rows: int
     block_size: int
     device: torch.device
+    num_updates: int = 0
 
     def __getitem__(self, kind: str) -> torch.Tensor:
         return self.tensors[kind]
 
     def of_unit(self, unit: Unit) -> tuple[torch.Tensor, ...]:
-        """All pools with an entry for every block, or for every row."""
+        """All pools with an entry for every one of these."""
         pools = self.layout.pools
         kinds = [pool.kind for pool, _ in pools if pool.unit == unit and pool.kind in self.tensors]
         return tuple(self.tensors[kind] for kind in kinds)

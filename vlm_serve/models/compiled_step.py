@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Sequence
 
 import torch
 
-from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.checks import (
+    check_block_tables,
+    check_decode_meta,
+    check_prefill_meta,
+    check_verify_meta,
+)
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.native_library import call, load
 from vlm_serve.kernels.native_records import tables
@@ -40,6 +46,7 @@ class CompiledStep:
 
     def __init__(self, program: Program, caches: CacheTensors) -> None:
         self._program = program, program.record()
+        self._folding = program.record("DeltaNet")
         self._caches = caches
         self._bits = 8 * program.dtype.itemsize
         load()
@@ -81,6 +88,24 @@ class CompiledStep:
         call("vlm_step", ctypes.byref(program), ctypes.byref(step), self._bits)
         return logits, ids
 
+    def fold(self, folds: Sequence[tuple[int, int, int]]) -> None:
+        """See `Model.fold`; the arguments are checked there. A step of no tokens."""
+        rows, updates, folded = (array("q", each) for each in zip(*folds, strict=True))
+        offsets = array("q", [0]) * (len(folds) + 1)
+        arrays = {
+            "first_token": offsets,
+            "src_rows": rows,
+            "dst_rows": rows,
+            "updates": updates,
+            "folded": folded,
+        }
+        step = _Step(
+            sequences=len(folds),
+            threads=torch.get_num_threads(),
+            **{name: each.buffer_info()[0] for name, each in arrays.items()},
+        )
+        call("vlm_step", ctypes.byref(self._folding), ctypes.byref(step), self._bits)
+
 
 class _Layout:
     """Which tokens, rows and blocks belong to which sequence; decode sequences come first."""
@@ -91,6 +116,7 @@ class _Layout:
         self.src_rows, self.dst_rows = array("q"), array("q")
         self.snapshot_rows = array("q", [-1]) * tokens
         self.tables = array("q")
+        self.updates, self.folded = array("q"), array("q")
         self._kept: list[array[int]] = []
         first = 0
         if decode is not None:
@@ -102,7 +128,8 @@ class _Layout:
             self._add(decode)
             self.snapshot_rows[:first] = array("q", decode.snapshot_rows)
         if prefill is not None:
-            check_prefill_meta(prefill, tokens - first, caches.num_rows)
+            drafted = 0 if batch.verify is None else batch.verify.num_tokens
+            check_prefill_meta(prefill, tokens - first - drafted, caches.num_rows)
             ends = prefill.cu_seqlens[1:]
             lengths = [
                 start + end - begin
@@ -114,10 +141,30 @@ class _Layout:
             self._add(prefill)
             for sequence, chunk, row in prefill.snapshots:
                 self.snapshot_rows[first + prefill.chunk_ends[sequence][chunk] - 1] = row
+            first += prefill.num_tokens
+        if batch.verify is not None:
+            self._add_drafts(batch.verify, first, tokens, caches)
+
+    def _add_drafts(self, meta: VerifyMeta, first: int, tokens: int, caches: CacheTensors) -> None:
+        check_verify_meta(meta, tokens - first, caches.num_rows, caches.num_updates)
+        check_block_tables(meta, meta.kv_lens, caches.num_blocks, caches.block_size)
+        self.first_token.extend(first + end for end in meta.cu_seqlens[1:])
+        self.start.extend(meta.starts)
+        for rows in (self.src_rows, self.dst_rows):
+            rows.extend(meta.rows)
+        before = len(self.src_rows) - len(meta)
+        self.updates.extend([-1] * before)
+        self.updates.extend(meta.updates)
+        self.folded.extend([0] * before)
+        self.folded.extend(meta.folded)
+        self._add_tables(meta)
 
     def _add(self, meta: DecodeMeta | PrefillMeta) -> None:
         self.src_rows.extend(meta.src_rows)
         self.dst_rows.extend(meta.dst_rows)
+        self._add_tables(meta)
+
+    def _add_tables(self, meta: DecodeMeta | PrefillMeta | VerifyMeta) -> None:
         places, kept = tables(meta)
         self.tables += places
         self._kept += kept
@@ -125,4 +172,5 @@ class _Layout:
     def addresses(self) -> dict[str, int]:
         """Where the tables lie, by their names in `Step`."""
         named = vars(self).items()
-        return {name: each.buffer_info()[0] for name, each in named if isinstance(each, array)}
+        arrays = {name: each for name, each in named if isinstance(each, array) and each}
+        return {name: each.buffer_info()[0] for name, each in arrays.items()}

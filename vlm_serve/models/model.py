@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vlm_serve.kernels.checks import check_folds
 from vlm_serve.kernels.dispatch import compiled_kernels
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.norms import rms_norm
@@ -134,6 +135,19 @@ class Model:
         with compiled_kernels(self.compiled):
             return self._by_ops(batch, caches)
 
+    @torch.inference_mode()
+    def fold(self, caches: CacheTensors, folds: Sequence[tuple[int, int, int]]) -> None:
+        """Folds what drafted tokens have left behind into state rows: (row, first update, count)
+        each, all rows and updates apart."""
+        check_folds(folds, caches.num_rows, caches.num_updates)
+        bound = self._bind(caches)
+        if self._compiled_step is not None:
+            self._compiled_step.fold(folds)
+            return
+        with compiled_kernels(self.compiled):
+            for layer, cache in zip(self._decoder.layers, bound, strict=True):
+                layer.mixer.fold(cache, folds)
+
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self._decoder.embedding).to(self.dtype)
         for offset, embedding in batch.media:
@@ -146,7 +160,7 @@ class Model:
         step = Step(
             decode=batch.decode,
             prefill=batch.prefill,
-            num_decode=0 if batch.decode is None else len(batch.decode),
+            verify=batch.verify,
             slots=batch.slots,
             cos=cos,
             sin=sin,

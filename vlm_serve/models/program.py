@@ -81,8 +81,7 @@ class Program:
         """Adds an operation, by the name of its struct, with the fields of that."""
         kind = struct(operation)
         assert arguments.keys() <= {field[0] for field in kind._fields_}, f"no such {operation}"
-        number = constant(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", operation).upper())
-        self._ops.append((number, kind(**arguments)))
+        self._ops.append((_number(operation), kind(**arguments)))
 
     def rotate(self, inv_freq: torch.Tensor, axis: torch.Tensor) -> None:
         """Angles of every token: frequencies float32 `[half]`, and int32 `[half]`, the row of the
@@ -165,18 +164,17 @@ class Program:
         self._alive.append(own)
         return own.data_ptr()
 
-    def record(self) -> ctypes.Structure:
-        """The whole program; it lives as long as this."""
-        kind = struct("Op")
-        ops = (kind * len(self._ops))(
-            *(kind(number, ctypes.addressof(each)) for number, each in self._ops)
-        )
+    def record(self, only: str | None = None) -> ctypes.Structure:
+        """The whole program, or its operations of one kind; it lives as long as this."""
+        kind, wanted = struct("Op"), None if only is None else _number(only)
+        chosen = [op for op in self._ops if wanted in (None, op[0])]
+        ops = (kind * len(chosen))(*(kind(number, ctypes.addressof(op)) for number, op in chosen))
         widths = (ctypes.c_int64 * len(self._widths))(*self._widths)
         self._alive += ops, widths
         return struct("Program")(
             ops=ctypes.addressof(ops),
             widths=ctypes.addressof(widths),
-            count=len(ops),
+            count=len(chosen),
             buffers=len(widths),
             hidden=self._hidden,
             vocab=self._vocab,
@@ -185,3 +183,7 @@ class Program:
             expert_layers=self._expert_layers,
             top_k=self._top_k,
         )
+
+
+def _number(operation: str) -> int:
+    return constant(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", operation).upper())

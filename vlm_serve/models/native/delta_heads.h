@@ -47,6 +47,31 @@ class DeltaHeads {
         for (int64_t own = 0; own < shared_; ++own) states_[own].finish(state_row(dst, own));
     }
 
+    // Drafted tokens: `folded` updates from the one with index `first` on go into the row, and then
+    // those of the tokens take their places, while the row stays as it is.
+    void verify(const Packed& packed, int64_t sequence, int64_t first, int64_t folded) {
+        const int64_t row = packed.src_rows[sequence], begun = packed.offsets[sequence];
+        for (int64_t own = 0; own < shared_; ++own) {
+            float* state = state_row(row, own);
+            if (folded)
+                fold(state, op_.key_dim, op_.value_dim, folded, keys(first), changes(first, own),
+                     decays(first, own), op_.updates);
+            states_[own].begin(state);
+        }
+        const Tails<T> old = tails(row);
+        each_channel([&](int64_t c, Vec* window, float*, int64_t) {
+            old.load(c, window);
+            for (int64_t t = 0; t < folded; ++t) {
+                for (int64_t j = 1; j < kept_; ++j) window[j - 1] = window[j];
+                if (kept_) window[kept_ - 1] = load(inputs(first + t) + c);
+            }
+            if (folded) old.store(c, window);
+        });
+        for_tiles(packed, sequence, [&](int64_t begin, int64_t n, int64_t) {
+            tile(begin, n, -1, first + begin - begun);
+        });
+    }
+
   private:
     int64_t state_size() const { return op_.key_dim * op_.value_dim; }
 
@@ -79,7 +104,38 @@ class DeltaHeads {
         stretch(2 * keys + head_ * values, values, v_, values);
     }
 
-    void tile(int64_t begin, int64_t n, int64_t row) {
+    float* keys(int64_t entry) const {
+        return op_.updates.keys + entry * op_.updates.key_stride + head_ * op_.key_dim;
+    }
+
+    float* changes(int64_t entry, int64_t own) const {
+        const int64_t h = head_ * shared_ + own;
+        return op_.updates.changes + entry * op_.updates.change_stride + h * op_.value_dim;
+    }
+
+    float* decays(int64_t entry, int64_t own) const {
+        return op_.updates.decays + entry * op_.updates.decay_stride + head_ * shared_ + own;
+    }
+
+    T* inputs(int64_t entry) const {
+        return (T*)op_.updates.inputs + entry * op_.updates.input_stride;
+    }
+
+    // Keys and inputs of a tile's tokens.
+    void keep(int64_t begin, int64_t n, int64_t first) {
+        for (int64_t t = 0; t < n; ++t) {
+            const float* key = qk_ + (2 * t + 1) * op_.key_dim;
+            std::memcpy(keys(first + t), key, op_.key_dim * sizeof(float));
+            const T* x = x_(begin + t);
+            T* to = inputs(first + t);
+            each_channel([&](int64_t c, Vec*, float*, int64_t) {
+                std::memcpy(to + c, x + c, LANES * sizeof(T));
+            });
+        }
+    }
+
+    // The tokens' updates go to those from `first` on, unless that is -1.
+    void tile(int64_t begin, int64_t n, int64_t row, int64_t first = -1) {
         const T* x = x_(begin);
         const Tails<T> to = tails(row);
         each_channel([&](int64_t c, Vec* window, float* y, int64_t y_stride) {
@@ -87,13 +143,17 @@ class DeltaHeads {
             to.store(c, window);
         });
         prepare(qk_, n, op_.key_dim, gates_);
+        if (first >= 0) keep(begin, n, first);
         const int64_t values = shared_ * op_.value_dim;
         // The last value head first, whose gates do not lie over the products of keys and queries.
         for (int64_t own = shared_ - 1; own >= 0; --own) {
             float *gates = gates_ + own * TOKEN_TILE * 4, *v = v_ + own * op_.value_dim;
             const int64_t h = head_ * shared_ + own;
             make_gates(x, n, h, gates);
-            states_[own].advance(n, qk_, gates, v, values, state_row(row, own));
+            float* kept = first < 0 ? nullptr : changes(first, own);
+            states_[own].advance(n, qk_, gates, v, values, state_row(row, own), kept,
+                                 op_.updates.change_stride);
+            for (int64_t t = 0; t < n && kept; ++t) *decays(first + t, own) = gates[4 * t];
             for (int64_t t = 0; t < n; ++t) {
                 float* o = v + t * values;
                 for (int64_t d = 0; d < op_.value_dim; d += LANES)

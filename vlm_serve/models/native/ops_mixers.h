@@ -14,8 +14,13 @@ void perform(const Run& run, const DeltaNet& op) {
                         step.src_rows,  step.dst_rows, step.snapshot_rows};
     const Strided<T> x = run.rows<T>(op.x), out = run.rows<T>(op.out);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < step.sequences * op.key_heads; ++i)
-        DeltaHeads<T>(op, i % op.key_heads, x, out).run(packed, i / op.key_heads);
+    for (int64_t i = 0; i < step.sequences * op.key_heads; ++i) {
+        DeltaHeads<T> heads(op, i % op.key_heads, x, out);
+        const int64_t sequence = i / op.key_heads;
+        const int64_t first = step.updates ? step.updates[sequence] : -1;
+        first < 0 ? heads.run(packed, sequence)
+                  : heads.verify(packed, sequence, first, step.folded[sequence]);
+    }
 }
 
 template <typename T>

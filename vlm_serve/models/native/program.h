@@ -3,6 +3,7 @@
 // models/compiled_step.py a step. Nothing here knows an architecture.
 #pragma once
 
+#include "gated_delta.h"
 #include "product.h"
 
 namespace vlm {
@@ -75,6 +76,7 @@ struct DeltaNet {
     void* tails;    // first row of this layer, [channels, taps - 1]
     float* states;  // first row of this layer, [value_heads, key_dim, value_dim]
     double eps;
+    Updates updates;  // those of this layer; none are kept or folded if there are no pools for them
 };
 
 // Norms and rotates the heads of queries (in place) and keys (into their pages), and copies values
@@ -151,9 +153,13 @@ struct Step {
     const int64_t* dst_rows;       // [S]
     const int32_t** tables;        // [S] its blocks in their order
     const int64_t* snapshot_rows;  // [T] row that receives the state after this token, -1 for none
-    const int64_t* logit_rows;     // [R] tokens
-    float* logits;                 // [R, vocab]
-    int64_t* expert_ids;           // [T, expert_layers, top_k] or null: none are wanted
+    // [S] or null: where the updates of a sequence with drafts begin, -1 for others, and how many
+    // are folded into its row (src and dst are one) before its tokens leave theirs there. The row
+    // stays at what was folded.
+    const int64_t *updates, *folded;
+    const int64_t* logit_rows;  // [R] tokens
+    float* logits;              // [R, vocab]
+    int64_t* expert_ids;        // [T, expert_layers, top_k] or null: none are wanted
 };
 
 }  // namespace vlm

@@ -13,8 +13,12 @@ import torch
 from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.kv_write import write_kv
 from vlm_serve.kernels.linear import Linear, Part
-from vlm_serve.kernels.metadata import KVLayer
-from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, VerifyMeta
+from vlm_serve.kernels.paged_attention import (
+    attention_decode,
+    attention_prefill,
+    attention_verify,
+)
 from vlm_serve.kernels.rope import qk_norm_rope
 from vlm_serve.kernels.rope.compiled import MOST_DIM
 from vlm_serve.models.cache_layout import BLOCK_SIZE, Pool
@@ -128,16 +132,15 @@ class LoadedAttention(LoadedMixer):
         return self.out_proj(out, plus=residual, deterministic=deterministic)
 
     def _attend(self, q: torch.Tensor, cache: KVLayer, step: Step) -> torch.Tensor:
-        scale, first, parts = self.sizes.head_dim**-0.5, step.num_decode, []
-        if step.decode is not None:
-            parts.append(attention_decode(q[:first], cache, step.decode, scale=scale))
-        if step.prefill is not None:
-            prefilling, deterministic = q[first:], step.deterministic
-            parts.append(
-                attention_prefill(
-                    prefilling, cache, step.prefill, scale=scale, deterministic=deterministic
-                )
-            )
+        scale, exact, parts = self.sizes.head_dim**-0.5, step.deterministic, []
+        for meta, rows in step.parts():
+            if isinstance(meta, VerifyMeta):
+                parts.append(attention_verify(q[rows], cache, meta, scale=scale))
+            elif isinstance(meta, DecodeMeta):
+                parts.append(attention_decode(q[rows], cache, meta, scale=scale))
+            else:
+                own = attention_prefill(q[rows], cache, meta, scale=scale, deterministic=exact)
+                parts.append(own)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def lower(self, program: Program, cache: KVLayer, *, last: bool) -> None:

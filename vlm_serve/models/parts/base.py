@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from vlm_serve.kernels.linear import Linear, Part
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.program import Program
 
@@ -33,16 +33,25 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What every layer of one forward shares. The first `num_decode` of the packed tokens are the
-    decode tokens."""
+    """What every layer of one forward shares. The packed tokens are those of decode steps, of
+    prefills and of drafts, in this order."""
 
     decode: DecodeMeta | None
     prefill: PrefillMeta | None
-    num_decode: int
+    verify: VerifyMeta | None
     slots: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
     deterministic: bool
+
+    def parts(self) -> Iterator[tuple[DecodeMeta | PrefillMeta | VerifyMeta, slice]]:
+        """Each kind of tokens that there is, and where they are among the packed ones."""
+        first = 0
+        for meta in (self.decode, self.prefill, self.verify):
+            if meta is not None:
+                last = first + (len(meta) if isinstance(meta, DecodeMeta) else meta.num_tokens)
+                yield meta, slice(first, last)
+                first = last
 
 
 class Loader(Protocol):
@@ -104,6 +113,11 @@ class LoadedMixer(ABC):
         Returns:
             `[T or len(keep), hidden]`.
         """
+
+    def fold(self, cache: Any, folds: Sequence[tuple[int, int, int]]) -> None:
+        """Folds what drafted tokens have left into the state rows, by ops: (row, first update,
+        count) each. Nothing to do without state."""
+        del cache, folds
 
     @abstractmethod
     def lower(self, program: Program, cache: Any, *, last: bool) -> None:

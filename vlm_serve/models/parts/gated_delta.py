@@ -6,17 +6,28 @@ bfloat16 that here stays in a register, ours is the more exact one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
+from vlm_serve.kernels.causal_conv import (
+    causal_conv_decode,
+    causal_conv_prefill,
+    causal_conv_verify,
+    fold_tails,
+)
 from vlm_serve.kernels.causal_conv.compiled import MOST_TAPS
-from vlm_serve.kernels.gated_delta import chunk_gated_delta, gates, recurrent_gated_delta
+from vlm_serve.kernels.gated_delta import (
+    chunk_gated_delta,
+    fold_gated_delta,
+    gates,
+    recurrent_gated_delta,
+    verify_gated_delta,
+)
 from vlm_serve.kernels.linear import Linear, Part
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
-from vlm_serve.kernels.native_layout import constant
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
+from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.norms import gated_rms_norm
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.parts.base import LoadedMixer, Loader, Mixer, Norm, Step
@@ -51,6 +62,10 @@ class GatedDelta(Mixer):
         return (
             Pool("recurrent", "row", (self.value_heads, self.key_dim, self.value_dim), split=0),
             Pool("conv", "row", (self.channels, self.taps - 1), split=0),
+            Pool("update_keys", "update", (self.key_heads, self.key_dim), split=0),
+            Pool("update_changes", "update", (self.value_heads, self.value_dim), split=0),
+            Pool("update_decays", "update", (self.value_heads,), split=0),
+            Pool("update_inputs", "update", (self.channels,), split=0),
         )
 
     def heads_to_split(self) -> Mapping[str, int]:
@@ -77,10 +92,11 @@ class GatedDelta(Mixer):
 @dataclass(frozen=True, slots=True)
 class StateLayer:
     """A layer's view of the state rows: tails `[rows, channels, taps - 1]` and recurrent matrices
-    `[rows, value_heads, key_dim, value_dim]`."""
+    `[rows, value_heads, key_dim, value_dim]`; and of the updates, if there are pools for them."""
 
     conv: torch.Tensor
     recurrent: torch.Tensor
+    updates: Updates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +113,10 @@ class LoadedGatedDelta(LoadedMixer):
     eps: float
 
     def bind(self, pools: Mapping[str, torch.Tensor]) -> StateLayer:
-        return StateLayer(pools["conv"], pools["recurrent"])
+        names = ("keys", "changes", "decays", "inputs")
+        found = {name: pools[f"update_{name}"] for name in names if f"update_{name}" in pools}
+        updates = Updates(**found) if found else None
+        return StateLayer(pools["conv"], pools["recurrent"], updates)
 
     def apply(
         self,
@@ -113,10 +132,10 @@ class LoadedGatedDelta(LoadedMixer):
             self.in_proj(x, deterministic=deterministic), widths, 1
         )
         beta, decay = gates(raw, self.neg_decay, self.dt_bias, deterministic=deterministic)
-        first, parts = step.num_decode, []
-        for meta, rows in ((step.decode, slice(first)), (step.prefill, slice(first, None))):
-            if meta is not None:
-                parts.append(self._mix(qkv[rows], decay[rows], beta[rows], cache, meta))
+        parts = [
+            self._mix(qkv[rows], decay[rows], beta[rows], cache, meta)
+            for meta, rows in step.parts()
+        ]
         core = parts[0] if len(parts) == 1 else torch.cat(parts)
         z = z.view(-1, sizes.value_heads, sizes.value_dim)
         if keep is not None:
@@ -130,13 +149,24 @@ class LoadedGatedDelta(LoadedMixer):
         decay: torch.Tensor,
         beta: torch.Tensor,
         cache: StateLayer,
-        meta: DecodeMeta | PrefillMeta,
+        meta: DecodeMeta | PrefillMeta | VerifyMeta,
     ) -> torch.Tensor:
+        if isinstance(meta, VerifyMeta):
+            updates = cache.updates
+            assert updates is not None, "no pools for updates"
+            mixed = causal_conv_verify(qkv, self.conv, cache.conv, updates.inputs, meta)
+            q, k, v = self._heads(mixed)
+            return verify_gated_delta(q, k, v, decay, beta, cache.recurrent, updates, meta)
         if isinstance(meta, DecodeMeta):
             q, k, v = self._heads(causal_conv_decode(qkv, self.conv, cache.conv, meta))
             return recurrent_gated_delta(q, k, v, decay, beta, cache.recurrent, meta)
         q, k, v = self._heads(causal_conv_prefill(qkv, self.conv, cache.conv, meta))
         return chunk_gated_delta(q, k, v, decay, beta, cache.recurrent, meta)
+
+    def fold(self, cache: StateLayer, folds: Sequence[tuple[int, int, int]]) -> None:
+        assert cache.updates is not None, "no pools for updates"
+        fold_tails(cache.conv, cache.updates.inputs, folds)
+        fold_gated_delta(cache.recurrent, cache.updates, folds)
 
     def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         sizes, tokens = self.sizes, qkv.shape[0]
@@ -178,7 +208,26 @@ class LoadedGatedDelta(LoadedMixer):
             tails=cache.conv.data_ptr(),
             states=cache.recurrent.data_ptr(),
             eps=self.eps,
+            **_updates_record(cache),
         )
         if last:
             program.keep(mixed, sizes.values)
         program.add(self.out_proj, mixed)
+
+
+def _updates_record(cache: StateLayer) -> dict[str, object]:
+    """Where compiled code keeps updates, if there are pools for them."""
+    updates = cache.updates
+    if updates is None or not updates.decays.shape[0]:
+        return {}
+    record = struct("Updates")(
+        key_stride=updates.keys.stride(0),
+        change_stride=updates.changes.stride(0),
+        decay_stride=updates.decays.stride(0),
+        input_stride=updates.inputs.stride(0),
+        keys=updates.keys.data_ptr(),
+        changes=updates.changes.data_ptr(),
+        decays=updates.decays.data_ptr(),
+        inputs=updates.inputs.data_ptr(),
+    )
+    return {"updates": record}
