@@ -1,6 +1,6 @@
 """Random traffic through the real scheduler and the real cache, checked after every step.
 
-    python benchmarks/simulate.py [--steps 1000000] [--seed 0] [--workers 2]
+    python benchmarks/simulate.py [--steps 1000000] [--seed 0] [--workers 2] [--speculative]
 
 Each seed makes a world of its own (pool sizes, block size, budgets, failure rates) and runs 1 000
 steps in it: shared prefixes, growing videos, two tenants, several choices, aborts, flushes, steps
@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -28,12 +29,15 @@ STEPS_PER_SEED = 1000
 SEEDS_PER_ROUND = 50
 
 
-def run_seed(seed: int) -> Counter[str]:
+def run_seed(speculative: bool, seed: int) -> Counter[str]:
     """One world; what happened in it how often."""
     try:
-        return Simulation(seed).run(STEPS_PER_SEED)
+        return Simulation(seed, speculative=speculative).run(STEPS_PER_SEED)
     except Exception:
-        print(f"seed {seed} violates a promise; replay: --steps 1 --seed {seed}", flush=True)
+        option = " --speculative" if speculative else ""
+        print(
+            f"seed {seed} violates a promise; replay: --steps 1 --seed {seed}{option}", flush=True
+        )
         raise
 
 
@@ -44,6 +48,9 @@ def main() -> int:
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count(), help="processes (default: one per core)"
     )
+    parser.add_argument(
+        "--speculative", action="store_true", help="with drafts, right and wrong ones"
+    )
     options = parser.parse_args()
     totals: Counter[str] = Counter()
     begin = time.perf_counter()
@@ -52,7 +59,7 @@ def main() -> int:
         while (missing := options.steps - totals["steps"]) > 0:
             # Not all at once: a violation ends the run within a round.
             last = seed + min(SEEDS_PER_ROUND, -(-missing // STEPS_PER_SEED))
-            for counts in pool.map(run_seed, range(seed, last)):
+            for counts in pool.map(partial(run_seed, options.speculative), range(seed, last)):
                 totals.update(counts)
             seed = last
             print(f"{totals['steps']:>9} steps, {time.perf_counter() - begin:.0f} s", flush=True)

@@ -110,6 +110,12 @@ class Leasing:
             lease.copies = ((lease.tail.block.id, lease.blocks[first], rows),)
         return True
 
+    def shrink(self, lease: Lease, num_tokens: int) -> None:
+        """Gives back the blocks beyond `num_tokens` tokens: what was to be there did not hold."""
+        assert lease.state is LeaseState.OPEN and num_tokens >= lease.length
+        while len(lease.blocks) > max(self._blocks_for(num_tokens), lease.num_shared):
+            self._ledger.let_go(self._ledger.blocks[lease.blocks.pop()])
+
     def reserve_snapshot(self, lease: Lease, position: int, kind: str) -> int | None:
         """A row for the state after `position` tokens, or None: skip it. Never fails.
 
@@ -258,9 +264,7 @@ class Leasing:
             return None
         self.abandon(lease)
         self._expect(lease, None)
-        needed = max(self._blocks_for(lease.length), lease.num_shared)
-        while len(lease.blocks) > needed:
-            self._ledger.let_go(self._ledger.blocks[lease.blocks.pop()])
+        self.shrink(lease, lease.length)
         del self.leases[lease]
         return self._suspensions.add(lease)
 

@@ -13,7 +13,7 @@ import pickle
 import random
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ from vlm_serve.engine.plan import PromptLogprobs, StepOutput, StepPlan
 from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.scheduler import Event, Scheduler
-from vlm_serve.engine.sequence import Job
+from vlm_serve.engine.sequence import Job, Sequence
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
@@ -138,6 +138,37 @@ def cold_answer(request: Request, seed: int, count: int) -> list[int]:
     return answer
 
 
+class Guesser:
+    """Drafts what will come, but for mistakes. What it knows follows from its own seed, so that the
+    traffic is the same without it."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(f"drafts {seed}")
+        self.most = self._rng.choice([1, 3, 7])
+        self._rate = self._rng.choice([0.0, 0.7, 1.0])
+        self._digests: dict[int, tuple[int, bytes]] = {}
+
+    def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+        rng, tokens = self._rng, sequence.token_ids
+        if sequence.number in self._digests:
+            known, digest = self._digests[sequence.number]
+        else:
+            known = len(sequence.prompt)
+            digest = chain(sequence.info.positions, sequence.prompt.token_ids)[-1]
+        for token in tokens[known:]:
+            digest = extended(digest, token)
+        self._digests[sequence.number] = len(tokens), digest
+        drafts: list[int] = []
+        for _ in range(rng.randint(0, limit)):
+            right = next_token(digest, sequence.info.seed)
+            drafts.append(right if rng.random() < self._rate else rng.randrange(VOCABULARY))
+            digest = extended(digest, drafts[-1])
+        return tuple(drafts)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._digests.pop(sequence.number, None)
+
+
 class Mirror:
     """The tree as a reader knows it who was told it once and has followed the log since."""
 
@@ -204,9 +235,10 @@ class Simulation:
     Args:
         seed: everything random follows from it.
         check_every: steps between two full invariant checks.
+        speculative: with drafts, of which some hold.
     """
 
-    def __init__(self, seed: int, *, check_every: int = 1) -> None:
+    def __init__(self, seed: int, *, check_every: int = 1, speculative: bool = False) -> None:
         self.rng = random.Random(seed)
         rng = self.rng
         self._reports = random.Random(f"reports {seed}")
@@ -242,14 +274,25 @@ class Simulation:
             reported_tokens=self.block_size * self._reports.choice([1, 3, 1000]),
             complete_experts=rng.random() < 0.5,
         )
+        self.drafter = Guesser(seed) if speculative else None
+        most = self.drafter.most if self.drafter is not None else 0
+        self.config = replace(self.config, speculative_tokens=most)
         self.scheduler = Scheduler(
             self.cache,
             MediaPlanner(embeddings, EMBEDDING_BYTES),
             self.config,
             self.tiers.fetcher,
+            self.drafter,
         )
         self.executor, self.twin = (
-            SymbolicExecutor(num_blocks, config.num_rows, self.block_size, own, has_state=has_state)
+            SymbolicExecutor(
+                num_blocks,
+                config.num_rows,
+                self.block_size,
+                own,
+                has_state=has_state,
+                num_updates=max_num_seqs * (most + 1),
+            )
             for own in (rng, random.Random(f"twin {seed}"))
         )
         for executor in (self.executor, self.twin):
@@ -478,6 +521,10 @@ class Simulation:
         self.counts["query_tokens"] += self.cache.stats.query_tokens
         self.counts["computed_tokens"] += self.executor.tokens_computed
         self.counts["rows computed"] += self.executor.rows_computed
+        drafting = self.scheduler.drafting
+        if drafting is not None:
+            self.counts["drafts"] += drafting.counts.draft_tokens
+            self.counts["accepted drafts"] += drafting.counts.accepted_tokens
         self.counts["came up"] += self.tiers.counts["hit_host"]
         self.counts["tier errors"] += self.tiers.counts["failed"]
         self.counts["mirror read again"] += self.mirror.times_read

@@ -179,11 +179,14 @@ class _Known:
     def __init__(self, info: SequenceInfo) -> None:
         self.info = info
         self.digests = chain(info.positions, info.token_ids)
+        self.certain = len(info.token_ids)
         self.table: list[int] = []
         self.spans = self._spans()
 
     def take(self, item: Slice) -> None:
-        """Takes over what is new in a slice; what has come before must not change."""
+        """Takes over what is new in a slice; what has come before must not change, unless it was
+        drafted."""
+        del self.digests[self.certain + 1 :]
         assert item.first_block <= len(self.table), "a table with a hole"
         self.table[item.first_block :] = item.blocks
         first = max(item.start, len(self.info.token_ids))
@@ -194,6 +197,8 @@ class _Known:
             if position + 1 == len(self.digests):
                 self.digests.append(digest)
             assert self.digests[position + 1] == digest, "a generated token changed"
+        drafted = item.kind == "verify"
+        self.certain = max(self.certain, item.start + 1 if drafted else item.end)
 
     def _spans(self) -> dict[tuple[int, int], bytes]:
         """Tokens [start, end) of each medium in the prompt -> its content."""
@@ -214,6 +219,7 @@ class SymbolicExecutor:
         num_blocks, num_rows, block_size: sizes of the pools.
         rng: decides where injected failures strike within a step.
         has_state: the model has recurrent layers.
+        num_updates: entries for what drafts do to states.
     """
 
     def __init__(
@@ -224,7 +230,10 @@ class SymbolicExecutor:
         rng: random.Random,
         *,
         has_state: bool = True,
+        num_updates: int = 0,
     ) -> None:
+        self.updates = [(NOTHING, NOTHING)] * num_updates
+        self.drafts_accepted = 0
         self.kv = [[NOTHING] * block_size for _ in range(num_blocks)]
         self.rows = [NOTHING] * num_rows
         self.embeddings: dict[int, bytes] = {}
@@ -253,6 +262,8 @@ class SymbolicExecutor:
     def run(self, plan: StepPlan) -> StepOutput:
         for slot in plan.dropped_slots:
             self.embeddings.pop(slot, None)
+        for row, first, count in plan.folds:
+            self._fold(row, first, count)
         for source, destination in plan.row_copies:
             self.rows[destination] = self.rows[source]
         for source, destination, count in plan.copies:
@@ -270,6 +281,9 @@ class SymbolicExecutor:
             known = self._known[item.sequence]
             known.take(item)
             self._compute(item, known, writes, rows_written)
+            if item.kind == "verify":
+                sampled[item.sequence] = self._verify(item, known)
+                continue
             for task in item.samples:
                 assert task.position == item.end - len(known.info.token_ids)
                 seed = self._known[task.sequence].info.seed
@@ -294,6 +308,25 @@ class SymbolicExecutor:
                 self.rows_computed += len(reports[item.sequence])
         return reports
 
+    def _fold(self, row: int, first: int, count: int) -> None:
+        for before, after in self.updates[first : first + count]:
+            assert self.rows[row] == before, "an update of another state"
+            self.rows[row] = after
+
+    def _verify(self, item: Slice, known: _Known) -> tuple[Sampled, ...]:
+        """Tokens up to the first one that is not its draft."""
+        sampled: tuple[Sampled, ...] = ()
+        for end, task in enumerate(item.samples, item.start + 1):
+            assert task.sequence == item.sequence
+            assert task.position == end - len(known.info.token_ids)
+            token = next_token(known.digests[end], known.info.seed)
+            sampled += (Sampled(token, {}),)
+            if token != task.draft:
+                break
+        known.certain = item.start + len(sampled)
+        self.drafts_accepted += len(sampled) - 1
+        return sampled
+
     def _experts(self, plan: StepPlan) -> dict[int, npt.NDArray[np.uint8]]:
         """As the real executor: nobody's rows, or those of the whole step."""
         known = {item: self._known[item.sequence] for item in plan.slices}
@@ -317,6 +350,12 @@ class SymbolicExecutor:
         for position in self._positions_to_check(present, prefill):
             found = self.kv[table[position // size]][position % size]
             assert found == digests[position + 1], f"wrong KV at {position} of {item}"
+        drafted = item.kind == "verify"
+        assert len(item.samples) == item.end - item.start or not drafted
+        assert (item.updates >= 0) == (drafted and self.has_state)
+        if self.has_state and drafted:
+            assert item.src_row == item.dst_row and not item.snapshots
+            self._fold(item.dst_row, item.updates, item.pending)
         if self.has_state:
             state = digests[0] if item.src_row < 0 else self.rows[item.src_row]
             assert state == digests[item.start], f"wrong state before {item}"
@@ -327,7 +366,12 @@ class SymbolicExecutor:
             assert place not in writes, "two sequences write one slot"
             writes.add(place)
             self.kv[place[0]][place[1]] = digests[position + 1]
-        if self.has_state:
+        if self.has_state and drafted:
+            assert item.dst_row not in rows_written, "two writers of one row"
+            rows_written.add(item.dst_row)
+            for entry, position in enumerate(range(item.start, item.end), item.updates):
+                self.updates[entry] = (digests[position], digests[position + 1])
+        elif self.has_state:
             targets = [(item.end, item.dst_row), *item.snapshots]
             for position, row in targets:
                 assert item.start < position <= item.end

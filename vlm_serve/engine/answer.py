@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,10 @@ from vlm_serve.engine.detokenizer import Detokenizer
 from vlm_serve.engine.outputs import FinishReason
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.grammar.state import GrammarState
+from vlm_serve.sampling_params import MAX_BAD_WORD_LENGTH
+
+_LONGEST_BAD_WORD = 4 * MAX_BAD_WORD_LENGTH
+"""In tokens: one for each byte of a text, at most."""
 
 
 class Answer:
@@ -45,13 +50,45 @@ class Answer:
             flags[list(params.allowed_token_ids)] = True
             self._allowed = np.packbits(flags, bitorder="little")
 
+    def room(self, count: int) -> int:
+        """Tokens that may come after the answer's first `count`."""
+        return self._max_tokens - count
+
+    def masks_ahead(
+        self, first: bytes | None, token_ids: Sequence[int], count: int, drafts: Sequence[int]
+    ) -> list[tuple[bytes | None, bool]]:
+        """What `mask` is behind each draft, up to the first one that must not come or ends the
+        answer.
+
+        Args:
+            first: the mask of the first draft.
+            token_ids, count: as for `mask`.
+            drafts: tokens that may come.
+        """
+        masks: list[tuple[bytes | None, bool]] = []
+        mask, tokens = first, [*token_ids[-_LONGEST_BAD_WORD:]]
+        with self.grammar.ahead() if self.grammar is not None else nullcontext():
+            for draft in drafts:
+                forbidden = mask is not None and not mask[draft // 8] >> draft % 8 & 1
+                if forbidden or draft in self._ends:
+                    break
+                if self.grammar is not None:
+                    self.grammar.accept(draft)
+                    if self.grammar.finished:
+                        break
+                tokens.append(draft)
+                count += 1
+                masks.append(self.mask(tokens, count))
+                mask = masks[-1][0]
+        return masks
+
     def mask(self, token_ids: Sequence[int], count: int) -> tuple[bytes | None, bool]:
         """(`SampleTask.mask`, `SampleTask.unbiased`) of the next token: where all rules together
         leave nothing, the logits as they are under what remains in force, which is the grammar,
         without one the allowed tokens. A grammar that has yet to begin bans what ends the answer.
 
         Args:
-            token_ids: prompt and answer so far.
+            token_ids: prompt and answer so far, or their end.
             count: tokens of the answer.
         """
         grammar = self.grammar.allowed() if self.grammar is not None else None

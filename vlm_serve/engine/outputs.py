@@ -14,11 +14,14 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; `cached_tokens` is the part of the prompt that was reused."""
+    """Token counts of one request; `cached_tokens` is the part of the prompt that was reused.
+    Drafted tokens are counted by whether they held; the former are part of the completion."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

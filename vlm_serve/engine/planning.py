@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.admission import Admission
+from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.plan import Slice, StepPlan
 from vlm_serve.engine.roster import Roster, order
 from vlm_serve.engine.sequence import Sequence
@@ -27,22 +28,29 @@ class SchedulerConfig:
     """Prompt tokens whose log-probabilities are computed in one step; at least a block."""
     complete_experts: bool = False
     """Requests for routed experts reuse nothing whose experts are unknown."""
+    speculative_tokens: int = 0
+    """Drafts of a sequence in one step, at most; 0: none."""
 
 
 class Planner:
     """Reserves blocks, rows and embeddings for what runs next.
 
-    Decode tokens come first, then running prefills, oldest first, then admissions. While there are
-    suspects of a failed step, the first of them runs alone.
+    Decode tokens come first, then running prefills, oldest first, then admissions, and drafts from
+    what is left. While there are suspects of a failed step, the first of them runs alone.
     """
 
     def __init__(
-        self, roster: Roster, config: SchedulerConfig, tiers: TierFetcher | None = None
+        self,
+        roster: Roster,
+        config: SchedulerConfig,
+        tiers: TierFetcher | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self._roster = roster
         self._cache = roster.cache
         self._media = roster.media
         self._config = config
+        self._drafting = drafting
         self._reports_left = 0
         self.failures: list[tuple[Sequence, Exception]] = []
         self._admission = Admission(
@@ -62,7 +70,12 @@ class Planner:
         candidates = roster.suspects[:1] or roster.running
         for sequence in sorted(candidates, key=lambda each: (each.prefilling, order(each))):
             budget -= self._grant(sequence, budget)
-        self._admit(budget)
+        budget = self._admit(budget)
+        if self._drafting is not None and budget > 0:
+            self._drafting.extend(budget)
+        for item in roster.planned:
+            if item.kind == "decode":
+                roster.fold(roster[item.sequence])
         if not roster.planned:
             return None
         leases = [roster[item.sequence].lease for item in roster.planned]
@@ -72,9 +85,11 @@ class Planner:
             copies=tuple(copy for lease in leases if lease is not None for copy in lease.copies),
             row_copies=tuple(roster.row_copies),
             dropped_slots=self._media.take_dropped(),
+            folds=tuple(roster.folds),
         )
 
-    def _admit(self, budget: int) -> None:
+    def _admit(self, budget: int) -> int:
+        """Admits what waits; returns the budget that is left."""
         roster = self._roster
         for sequence in roster.suspects[:1] or list(roster.waiting):
             if sequence.lease is not None or sequence.fetching:
@@ -83,13 +98,14 @@ class Planner:
                 self._clear_the_way()
             full = len(roster.running) >= self._config.max_num_seqs
             if budget <= 0 or full:
-                return
+                return budget
             if not self._admission.admit(sequence, budget, alone=not roster.running):
                 if sequence.fetching:
                     continue  # others need not wait for what comes up for this one
-                return
+                return budget
             roster.start(sequence)
             budget -= self._grant(sequence, budget)
+        return budget
 
     def _clear_the_way(self) -> None:
         """A suspect runs alone. The others wait for it anyway, so they may as well make room."""

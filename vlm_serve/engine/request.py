@@ -30,6 +30,8 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences of which the last token is banned after the others."""
     grammar: Grammar | None = None
+    prediction: tuple[int, ...] = ()
+    """Tokens that the caller expects in the answer."""
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,18 @@ class Roster:
         suspects: sequences of a failed step that have yet to run alone without a failure.
         planned: slices of the step that is being planned.
         row_copies: (source, destination) state rows of forked choices, for the next step.
+        folds: (state row, first update, count) of what drafts have left for rows that somebody else
+            reads, for the next step.
+
+    Args:
+        cache, media: what sequences hold places in.
+        updates: of a sequence, at most; 0: there are no drafts, or no state that they would change.
+        max_num_seqs: sequences that run.
     """
 
-    def __init__(self, cache: PrefixCache, media: MediaPlanner) -> None:
+    def __init__(
+        self, cache: PrefixCache, media: MediaPlanner, *, updates: int = 0, max_num_seqs: int = 0
+    ) -> None:
         self.cache = cache
         self.media = media
         self.waiting: list[Sequence] = []
@@ -38,6 +47,11 @@ class Roster:
         self.num_preemptions = 0
         self._by_number: dict[int, Sequence] = {}
         self._retired: list[Sequence] = []
+        self.folds: list[tuple[int, int, int]] = []
+        self._updates = updates
+        self._seats = list(range(max_num_seqs))
+        self._taken: dict[Sequence, int] = {}
+        cache.events.row_freed.subscribe(self._forget_fold)
 
     def __getitem__(self, number: int) -> Sequence:
         return self._by_number[number]
@@ -63,8 +77,34 @@ class Roster:
         self._drop_forks_of(sequence)
         self._release_retired()
         self.media.release_all(sequence)
+        self.fold(sequence)
         sequence.suspended = self.cache.suspend(sequence.lease)
         self._leave(sequence)
+
+    def fold(self, sequence: Sequence) -> None:
+        """Has the next step bring the sequence's row up to date before anything reads it."""
+        assert sequence.lease is not None
+        if sequence.pending:
+            fold = (sequence.lease.row, self.updates_of(sequence), sequence.pending)
+            self.folds.append(fold)
+            sequence.pending = 0
+
+    def updates_of(self, sequence: Sequence) -> int:
+        """Where the updates of a running sequence's drafts are; -1 if there are none."""
+        if not self._updates:
+            return -1
+        if sequence not in self._taken:
+            self._taken[sequence] = self._seats.pop()
+        return self._taken[sequence] * self._updates
+
+    def drop_suspended(self, rows: set[int]) -> None:
+        """Nobody knows what is in these rows: whose they were starts again from the cache."""
+        for sequence in self.waiting:
+            suspended = sequence.suspended
+            lease = suspended.lease if suspended is not None else None
+            if suspended is not None and lease is not None and lease.row in rows:
+                self.cache.drop(suspended)
+                sequence.suspended = None
 
     def restart(self, sequence: Sequence) -> None:
         """Back to waiting; it starts again from shared cache entries."""
@@ -79,6 +119,7 @@ class Roster:
             if sequence in queue:
                 queue.remove(sequence)
         self._by_number.pop(sequence.number, None)
+        self._leave_seat(sequence)
         self.media.release_all(sequence)
         if sequence.request.cold:
             self.media.discard(sequence)
@@ -113,8 +154,9 @@ class Roster:
         self.running.append(child)
 
     def forget_row_copies(self) -> None:
-        """The step that made the row copies is over: their sources may go."""
+        """The step that made the row copies is over: their sources may go. So are its folds."""
         self.row_copies = []
+        self.folds = []
         self._release_retired()
 
     def _release_retired(self) -> None:
@@ -141,10 +183,19 @@ class Roster:
         if sequence.lease is not None and sequence.lease.hit is not None:
             sequence.job.report = None  # no step has succeeded: the next admission is the first
         sequence.lease = None
+        self._leave_seat(sequence)
         self.running.remove(sequence)
         # A decode token may have been planned before a prefill of higher priority needed its room.
         self.planned = [item for item in self.planned if item.sequence != sequence.number]
         self.wait(sequence)
+
+    def _leave_seat(self, sequence: Sequence) -> None:
+        sequence.pending = 0
+        if sequence in self._taken:
+            self._seats.append(self._taken.pop(sequence))
+
+    def _forget_fold(self, row: int) -> None:
+        self.folds = [fold for fold in self.folds if fold[0] != row]
 
     def _close(self, sequence: Sequence) -> None:
         assert sequence.lease is not None

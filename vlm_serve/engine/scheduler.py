@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tiers.up import TierFetcher
+from vlm_serve.engine.drafting import Drafting
+from vlm_serve.engine.drafts.base import Drafter
+from vlm_serve.engine.drafts.lengths import CostCurve
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta, FinishReason
-from vlm_serve.engine.plan import StepOutput, StepPlan
+from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
 from vlm_serve.engine.planning import Planner, SchedulerConfig
 from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Job, Sequence
@@ -27,9 +30,12 @@ class Scheduler:
         media: which spans need the vision tower, and where their embeddings are.
         config: limits.
         tiers: fetches from lower cache tiers; None: there are none.
+        drafter: guesses what comes next; None: nobody does.
+        costs: of a step's rows.
 
     Attributes:
         running, waiting: not to be changed.
+        drafting: puts drafts into steps, if there is a drafter.
     """
 
     def __init__(
@@ -38,12 +44,26 @@ class Scheduler:
         media: MediaPlanner,
         config: SchedulerConfig,
         tiers: TierFetcher | None = None,
+        drafter: Drafter | None = None,
+        costs: CostCurve | None = None,
+        never_drafted: frozenset[int] = frozenset(),
     ) -> None:
         self._cache = cache
         self._media = media
         self._config = config
-        self._roster = Roster(cache, media)
-        self._planner = Planner(self._roster, config, tiers)
+        updates = config.speculative_tokens + 1 if drafter and cache.config.has_state else 0
+        self._roster = Roster(cache, media, updates=updates, max_num_seqs=config.max_num_seqs)
+        self.drafting: Drafting | None = None
+        if drafter is not None:
+            self.drafting = Drafting(
+                self._roster,
+                drafter,
+                most=config.speculative_tokens,
+                costs=costs or CostCurve(),
+                state_interval=config.decode_state_interval,
+                never=never_drafted,
+            )
+        self._planner = Planner(self._roster, config, tiers, self.drafting)
         self.running, self.waiting = self._roster.running, self._roster.waiting
 
     @property
@@ -74,29 +94,67 @@ class Scheduler:
         events: list[Event] = []
         for item in plan.slices:
             sequence = self._roster[item.sequence]
-            assert sequence.lease is not None
-            sequence.num_computed = item.end
-            sequence.settled_blocks = item.start // self._config.block_size
-            rows, log = output.experts.get(item.sequence), sequence.job.prompt_log
-            reports = output.prompt_logprobs.get(item.sequence)
-            if log is not None and reports is not None:
-                log.put(item.reported_start + 1, reports)
-            self._cache.commit(
-                sequence.lease,
-                sequence.keys,
-                item.end,
-                exact_until=sequence.prefill_target,
-                experts=rows,
-                logprobs=log.known if log is not None else None,
-            )
-            if sequence.experts is not None and rows is not None:
-                sequence.experts.put(item.start, rows)
+            if item.kind == "verify":
+                events += self._commit_drafts(sequence, item, output)
+                continue
+            self._commit_tokens(sequence, item, item.end, output)
             self._media.release_until(sequence, item.end)
             self._clear_suspect(sequence)
             if item.samples:
                 events += self._accept(sequence, output)
             sequence.check_lengths()
         return events + self._end_slow_grammars()
+
+    def _commit_tokens(self, sequence: Sequence, item: Slice, end: int, output: StepOutput) -> None:
+        """The tokens of a slice up to `end` are computed."""
+        assert sequence.lease is not None
+        sequence.num_computed = end
+        sequence.settled_blocks = item.start // self._config.block_size
+        rows, log = output.experts.get(item.sequence), sequence.job.prompt_log
+        if rows is not None:
+            rows = rows[: end - item.start]
+        reports = output.prompt_logprobs.get(item.sequence)
+        if log is not None and reports is not None:
+            log.put(item.reported_start + 1, reports)
+        self._cache.commit(
+            sequence.lease,
+            sequence.keys,
+            end,
+            exact_until=sequence.prefill_target,
+            experts=rows,
+            logprobs=log.known if log is not None else None,
+        )
+        if sequence.experts is not None and rows is not None:
+            sequence.experts.put(item.start, rows)
+
+    def _commit_drafts(self, sequence: Sequence, item: Slice, output: StepOutput) -> list[Event]:
+        """Takes in what was sampled up to the first draft that did not hold, or up to the answer's
+        end. What lies behind it in blocks and updates counts for nothing."""
+        assert self.drafting is not None and sequence.lease is not None
+        sampled, drafted = output.sampled[sequence.number], len(item.samples) - 1
+        job, events, taken = sequence.job, list[Event](), 0
+        job.drafted_tokens += drafted
+        rows = output.experts.get(item.sequence)
+        if sequence.experts is not None and rows is not None:
+            sequence.experts.put(item.start, rows[: len(sampled)])
+        for taken, one in enumerate(sampled, 1):
+            job.accepted_tokens += taken < len(sampled)
+            events.append((job, sequence.accept(one)))
+            if sequence.answer.finish_reason is not None:
+                break
+        self._commit_tokens(sequence, item, item.start + taken, output)
+        self._cache.shrink(sequence.lease, sequence.num_computed)
+        sequence.pending = taken if item.updates >= 0 else 0
+        sequence.check_lengths()
+        self.drafting.settle(sequence, drafted, min(taken, len(sampled) - 1))
+        if sequence.answer.finish_reason is not None:
+            self._remove(sequence)
+        return events
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._roster.remove(sequence)
+        if self.drafting is not None:
+            self.drafting.forget(sequence)
 
     def _end_slow_grammars(self) -> list[Event]:
         """One request's grammar may not take up the time of all others."""
@@ -117,12 +175,14 @@ class Scheduler:
         """Takes a failed step back. State rows are updated in place, so every sequence of the step
         starts again from the cache, alone; one that fails alone is ended with the error."""
         self._media.abandon_step()
+        folded_rows = {row for row, _, _ in plan.folds}
+        self._roster.drop_suspended(folded_rows)
         ends = {item.sequence: item.end for item in plan.slices}
         first = self._roster[next(iter(ends))]
         if len(ends) == 1 and first.suspect_until:
             self._roster.forget_row_copies()
             return self._end_with_error(first, error)
-        unborn_rows = {destination for _, destination in plan.row_copies}
+        unborn_rows = folded_rows | {destination for _, destination in plan.row_copies}
         for sequence in list(self.running):
             assert sequence.lease is not None
             if sequence.number in ends:
@@ -144,7 +204,7 @@ class Scheduler:
             if sequence.answer.finish_reason is not None:
                 continue
             sequence.answer.finish_reason = reason
-            self._roster.remove(sequence)
+            self._remove(sequence)
             ending = Delta(
                 index=sequence.index,
                 finish_reason=reason,
@@ -173,9 +233,9 @@ class Scheduler:
             if each is not sequence and each.answer.finish_reason is None:
                 self._roster.fork(sequence, each, self._config.max_num_seqs)
             elif each is not sequence:
-                self._roster.remove(each)
+                self._remove(each)
         if sequence.answer.finish_reason is not None:
-            self._roster.remove(sequence)
+            self._remove(sequence)
         return events
 
     def _clear_suspect(self, sequence: Sequence) -> None:

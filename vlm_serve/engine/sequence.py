@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vlm_serve.engine.answer import Answer
@@ -34,6 +35,7 @@ class Job:
         report, cached_tokens: of its first admission.
         encoded_items: media of which a part went through the vision tower for it.
         prompt_log: log-probabilities of the prompt's tokens, None if they were not asked for.
+        drafted_tokens, accepted_tokens: drafts for it, and those that held.
     """
 
     def __init__(self, request: Request, numbers: Iterator[int], language: Language) -> None:
@@ -47,6 +49,8 @@ class Job:
             if params.prompt_logprobs is not None
             else None
         )
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self.sequences = [
             Sequence(next(numbers), self, index, Answer(request, language))
             for index in range(request.params.n)
@@ -55,7 +59,13 @@ class Job:
     @property
     def usage(self) -> Usage:
         generated = sum(sequence.num_generated for sequence in self.sequences)
-        return Usage(len(self.request.prompt), generated, self.cached_tokens)
+        return Usage(
+            len(self.request.prompt),
+            generated,
+            self.cached_tokens,
+            self.accepted_tokens,
+            self.drafted_tokens - self.accepted_tokens,
+        )
 
     @property
     def finished(self) -> bool:
@@ -90,6 +100,7 @@ class Sequence:
         experts: the routed experts of its tokens, None if they were not asked for.
         fetching: entries of lower cache tiers are on their way up for it.
         fetched: what came up since it began to wait; it asks once.
+        pending: updates of drafts that held, which its state row does not contain yet.
     """
 
     def __init__(self, number: int, job: Job, index: int, answer: Answer) -> None:
@@ -117,6 +128,7 @@ class Sequence:
         self.suspect_until = 0
         self.fetching = False
         self.fetched: Fetched | None = None
+        self.pending = 0
         self.experts = ExpertLog() if params.return_routed_experts else None
 
     @property
@@ -150,6 +162,16 @@ class Sequence:
         """How its next token is to be sampled."""
         position = self.num_generated
         return SampleTask(self.number, position, *self.answer.mask(self.token_ids, position))
+
+    def draft_tasks(self, first: SampleTask, drafts: Tokens[int]) -> tuple[SampleTask, ...]:
+        """How the next tokens are to be sampled if drafts hold, the very next one as in `first`.
+        Drafts that cannot come are left out, with what is behind them."""
+        tasks = [first]
+        masks = self.answer.masks_ahead(first.mask, self.token_ids, first.position, drafts)
+        for draft, mask in zip(drafts, masks, strict=False):
+            tasks[-1] = replace(tasks[-1], draft=draft)
+            tasks.append(SampleTask(self.number, first.position + len(tasks), *mask))
+        return tuple(tasks)
 
     def accept(self, sampled: Sampled) -> Delta:
         """Appends a sampled token, decides whether the choice ends, says what became visible."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ class FollowTime:
 
     def count_token(self) -> None:
         self._tokens += 1
+
+    def charge(self, seconds: float) -> None:
+        self._spent += seconds
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -79,6 +83,9 @@ class GrammarState:
         self._token_bytes = token_bytes
         self._tail = b""
         self._lost = False
+        self._steps = 0
+        self._ahead = False
+        self._owed: deque[tuple[int, float]] = deque()
         self.waiting = bool(grammar.after)
         self._words = np.zeros((1, (vocabulary + 31) // 32), dtype=np.int32)
 
@@ -96,12 +103,45 @@ class GrammarState:
         """Follows a sampled token."""
         if self.finished or self.too_slow:
             return
+        if self._ahead:
+            self._owed.append((token, 0.0))
+            self._follow(token)
+            return
         self._time.count_token()
+        self._settle(token)
         with self._time.measured():
-            if self.waiting:
-                self._look_for_the_start(self._token_bytes(token))
-            elif not self._matcher.accept_token(token):
-                self._lost = True  # e.g. a model that computes NaN
+            self._follow(token)
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """What is accepted inside is taken back at the end. A mask that was made behind a token is
+        paid for when that token is accepted for good, and never otherwise."""
+        before = (self.waiting, self._tail, self._lost)
+        self._owed.clear()
+        self._steps, self._ahead = 0, True
+        try:
+            yield
+        finally:
+            self._ahead = False
+            self.waiting, self._tail, self._lost = before
+            if self._steps:
+                self._matcher.rollback(self._steps)
+
+    def _settle(self, token: int) -> None:
+        """Pays for what was made ahead behind this token."""
+        expected, seconds = self._owed.popleft() if self._owed else (token, 0.0)
+        if expected == token:
+            self._time.charge(seconds)
+        else:
+            self._owed.clear()
+
+    def _follow(self, token: int) -> None:
+        if self.waiting:
+            self._look_for_the_start(self._token_bytes(token))
+        elif self._matcher.accept_token(token):
+            self._steps += 1
+        else:
+            self._lost = True  # e.g. a model that computes NaN
 
     def _look_for_the_start(self, data: bytes) -> None:
         tail = self._tail + data
@@ -112,7 +152,9 @@ class GrammarState:
         self.waiting, self._tail = False, b""
         rest = tail[found + len(self._after) :]
         # A token may hold more than the marker's end: white space there belongs to neither side.
-        if rest and not self._matcher.accept_string(rest) and rest.strip():
+        if rest and self._matcher.accept_string(rest):
+            self._steps += 1
+        elif rest.strip():
             self._lost = True
 
     def allowed(self) -> npt.NDArray[np.uint8] | None:
@@ -120,6 +162,12 @@ class GrammarState:
         those beyond the vocabulary mean nothing. None: all. The next call overwrites it."""
         if self.waiting or self.finished or self.too_slow:
             return None
-        with self._time.measured():
-            restricts = self._matcher.fill_next_token_bitmask(self._words)
+        begin = time.thread_time()
+        restricts = self._matcher.fill_next_token_bitmask(self._words)
+        seconds = time.thread_time() - begin
+        if self._ahead:
+            token, _ = self._owed.pop()
+            self._owed.append((token, seconds))
+        else:
+            self._time.charge(seconds)
         return self._words.view(np.uint8)[0] if restricts else None

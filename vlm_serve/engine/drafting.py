@@ -1,0 +1,148 @@
+"""Puts drafts behind the decode tokens of a step, from what the step has left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from dataclasses import replace
+
+from vlm_serve.engine.drafts.base import Drafter
+from vlm_serve.engine.drafts.lengths import CostCurve, Trust, share
+from vlm_serve.engine.plan import Slice
+from vlm_serve.engine.roster import Roster
+from vlm_serve.engine.sequence import Sequence
+
+
+class DraftCounts:
+    """What has become of drafts.
+
+    Attributes:
+        drafts: verified slices.
+        draft_tokens, accepted_tokens: tokens drafted, and those that held.
+        accepted_per_position: likewise, by their place behind the sampled token.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.drafts = 0
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
+        self.accepted_per_position = [0] * most
+
+    def add(self, drafted: int, accepted: int) -> None:
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        for place in range(accepted):
+            self.accepted_per_position[place] += 1
+
+    def as_dict(self) -> dict[str, int | list[int]]:
+        return dict(vars(self))
+
+
+class Drafting:
+    """Drafts displace nothing: they take budget, free blocks and context that nobody else uses in a
+    step, and end where a state snapshot is wanted, which only a decode token leaves.
+
+    Args:
+        roster: whose planned slices are extended.
+        drafter: guesses.
+        most: drafts of a sequence in one step.
+        costs: of a step's rows.
+        state_interval: tokens between state snapshots while decoding; 0: none.
+        never: tokens that are no drafts.
+
+    Attributes:
+        counts: what has become of drafts so far.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        drafter: Drafter,
+        *,
+        most: int,
+        costs: CostCurve,
+        state_interval: int,
+        never: frozenset[int],
+    ) -> None:
+        self.counts = DraftCounts(most)
+        self.costs = costs
+        self._roster = roster
+        self._drafter = drafter
+        self._most = most
+        self._interval = state_interval
+        self._never = never
+        self._trust: dict[int, Trust] = {}
+
+    def extend(self, budget: int) -> None:
+        """Makes slices of drafts of planned decode tokens; `budget`: tokens that may be added."""
+        planned = self._roster.planned
+        wishes = [self._propose(item, budget) if item.kind == "decode" else () for item in planned]
+        rows = sum(item.end - item.start for item in planned)
+        decodes = sum(item.kind == "decode" for item in planned)
+        trusts = [self._trust.setdefault(item.sequence, Trust()) for item in planned]
+        lengths = share(
+            [(trust, len(drafts)) for trust, drafts in zip(trusts, wishes, strict=True)],
+            rows=rows,
+            decodes=decodes,
+            budget=budget,
+            costs=self.costs,
+        )
+        for place, (item, drafts, length) in enumerate(zip(planned, wishes, lengths, strict=True)):
+            if length:
+                planned[place] = self._extended(item, drafts[:length])
+
+    def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """So many of a sequence's drafts held."""
+        self._trust[sequence.number].learn(drafted, accepted)
+        self.counts.add(drafted, accepted)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        self._trust.pop(sequence.number, None)
+        self._drafter.forget(sequence)
+
+    def _propose(self, item: Slice, budget: int) -> Tokens[int]:
+        sequence = self._roster[item.sequence]
+        limit = min(budget, self._room(item, sequence))
+        if limit <= 0 or sequence.request.cold or sequence.suspect_until:
+            return ()
+        drafts = self._drafter.propose(sequence, limit)
+        for place, token in enumerate(drafts):
+            if token in self._never:
+                return drafts[:place]
+        return drafts
+
+    def _room(self, item: Slice, sequence: Sequence) -> int:
+        """Drafts that would fit."""
+        cache, lease = self._roster.cache, sequence.lease
+        assert lease is not None
+        blocks = len(lease.blocks) + cache.free_block_count
+        rooms = [self._most, sequence.answer.room(sequence.num_generated) - 1]
+        rooms.append(blocks * cache.config.block_size - item.end)
+        if self._interval:
+            rooms.append(-item.end % self._interval - 1)
+        return min(rooms)
+
+    def _extended(self, item: Slice, drafts: Tokens[int]) -> Slice:
+        sequence, lease = self._roster[item.sequence], self._roster[item.sequence].lease
+        assert lease is not None and item.src_row == item.dst_row
+        tasks = sequence.draft_tasks(item.samples[0], drafts)
+        tokens = tuple([task.draft for task in tasks if task.draft is not None])
+        end = item.end + len(tokens)
+        cache = self._roster.cache
+        # Other drafts may have taken the blocks in the meantime.
+        fits = -(-end // cache.config.block_size) <= len(lease.blocks) + cache.free_block_count
+        if not tokens or not fits:
+            return item
+        grown = cache.grow(lease, end)
+        assert grown, "there are free blocks"
+        return replace(
+            item,
+            kind="verify",
+            token_ids=item.token_ids + tokens,
+            end=end,
+            blocks=tuple(lease.blocks[item.first_block :]),
+            samples=tasks,
+            updates=self._roster.updates_of(sequence),
+            pending=sequence.pending,
+        )

@@ -1,0 +1,17 @@
+"""What a source of drafts is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from vlm_serve.engine.sequence import Sequence
+
+
+class Drafter(Protocol):
+    """Guesses what a sequence generates next. Only the engine's thread calls it."""
+
+    def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+        """Up to `limit` tokens that may follow those that the sequence has."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended; what it has said may come again in another one."""

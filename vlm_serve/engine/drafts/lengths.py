@@ -1,0 +1,92 @@
+"""How many drafts are worth it: what a row more costs a step against how likely a draft holds."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_FIRST_RATE = 0.7
+_WEIGHT = 0.2
+_FIRST_PAUSE, _LONGEST_PAUSE = 8, 256
+
+
+@dataclass(slots=True)
+class Trust:
+    """What has become of a sequence's drafts lately.
+
+    Attributes:
+        rate: how likely a draft holds if those before it do.
+        pause: steps without drafts, while they are not worth it, before one is tried.
+        paused: of those, how many have passed.
+    """
+
+    rate: float = _FIRST_RATE
+    pause: int = _FIRST_PAUSE
+    paused: int = 0
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """The first `accepted` of some drafts held, and the next one did not."""
+        for held in (True,) * accepted + (False,) * (accepted < drafted):
+            self.rate += _WEIGHT * (held - self.rate)
+        self.paused = 0
+        failed = drafted and not accepted
+        self.pause = min(2 * self.pause, _LONGEST_PAUSE) if failed else _FIRST_PAUSE
+
+
+class CostCurve:
+    """Seconds of a step by its rows: straight lines between what was measured.
+
+    Args:
+        points: (rows, seconds), ascending in both; none: rows cost nothing.
+    """
+
+    def __init__(self, points: Sequence[tuple[int, float]] = ()) -> None:
+        self._points = list(points) or [(1, 1.0)]
+
+    def seconds(self, rows: int) -> float:
+        points = self._points
+        right = bisect_left(points, (rows,))
+        if right < len(points) and points[right][0] == rows:
+            return points[right][1]
+        if right == 0 or len(points) == 1:
+            return points[0][1]
+        (low, less), (high, more) = (
+            points[right - 1 : right + 1] if right < len(points) else (points[-2:])
+        )
+        return less + (more - less) * (rows - low) / (high - low)
+
+
+def share(
+    wishes: Sequence[tuple[Trust, int]], *, rows: int, decodes: int, budget: int, costs: CostCurve
+) -> list[int]:
+    """How many drafts each sequence gets, so that the step makes the most tokens in a second.
+
+    Args:
+        wishes: of each sequence how its drafts have done, and how many there are.
+        rows: tokens of the step without drafts.
+        decodes: of those, the ones that make a token each.
+        budget: most drafts in all.
+        costs: of a step.
+    """
+    chances = sorted(
+        (
+            (trust.rate**place, -index)
+            for index, (trust, n) in enumerate(wishes)
+            for place in range(1, n + 1)
+        ),
+        reverse=True,
+    )[:budget]
+    best, wanted, tokens = decodes / costs.seconds(rows), 0, float(decodes)
+    for number, (chance, _) in enumerate(chances, 1):
+        tokens += chance
+        if tokens / costs.seconds(rows + number) >= best:
+            best, wanted = tokens / costs.seconds(rows + number), number
+    lengths = [0] * len(wishes)
+    for _, index in chances[:wanted]:
+        lengths[-index] += 1
+    for index, (trust, n) in enumerate(wishes):
+        if not lengths[index] and n and sum(lengths) < budget:
+            trust.paused += 1
+            lengths[index] = int(trust.paused >= trust.pause)
+    return lengths

@@ -1,0 +1,112 @@
+"""Drafts from what has been said before: the sequence's own text, a prediction that came with the
+request, and earlier answers of the same model to the same tenant (after Saxena 2023, "Prompt lookup
+decoding", and Oliaro et al. 2024, "SuffixDecoding")."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as Tokens
+from itertools import count
+
+from vlm_serve.engine.drafts.texts import ORDER, Answers, Text, common, repeated
+from vlm_serve.engine.sequence import Sequence
+
+BYTES_PER_TOKEN = 192
+"""Of an earlier answer: its place in two dictionaries, and itself."""
+ANSWER_BYTES = 64 << 20
+"""Most bytes of all earlier answers."""
+MOST_PROMPT_TOKENS = 1 << 14
+"""Tokens at a prompt's end that are looked through."""
+
+
+class _Follower:
+    """Follows a sequence through the texts that it may repeat."""
+
+    def __init__(self, sequence: Sequence, answers: Answers | None) -> None:
+        self._seen = max(0, len(sequence.prompt) - MOST_PROMPT_TOKENS)
+        self._own = Text()
+        self._answers = answers
+        self._prediction = Text(sequence.request.prediction)
+        self._in: Tokens[int] = self._prediction.tokens
+        self._at = 0
+        self._length = ORDER if sequence.request.prediction else 0
+        self._start = len(sequence.prompt)
+
+    def propose(self, tokens: list[int], limit: int) -> tuple[int, ...]:
+        new = tokens[self._seen :]
+        for position, token in enumerate(new, self._seen):
+            if position >= self._start:
+                self._follow(token)
+        self._own.extend(new)
+        self._seen = len(tokens)
+        if not self._length or self._at >= len(self._in):
+            self._look_up()
+        return repeated(self._in, self._at, limit) if self._length else ()
+
+    def _follow(self, token: int) -> None:
+        holds = self._length and self._at < len(self._in) and self._in[self._at] == token
+        self._at, self._length = (self._at + 1, self._length + 1) if holds else (0, 0)
+
+    def _look_up(self) -> None:
+        """Goes on where most of what came last has come before."""
+        own, found = self._own.tokens, list[tuple[Tokens[int], int]]()
+        for text in (self._prediction, self._own):
+            place = text.find(own)
+            if place is not None:
+                found.append((text.tokens, place))
+        elsewhere = self._answers.find(own) if self._answers is not None else None
+        if elsewhere is not None:
+            found.append(elsewhere)
+        self._length = 0
+        for tokens, at in found:
+            length = common(tokens, at, own)
+            if length > self._length:
+                self._in, self._at, self._length = tokens, at, length
+
+
+class SuffixDrafter:
+    """A token costs a few look-ups, however long the texts are.
+
+    Args:
+        most_bytes: of earlier answers; the oldest ones go.
+
+    Attributes:
+        num_bytes: what they take.
+    """
+
+    def __init__(self, most_bytes: int = ANSWER_BYTES) -> None:
+        self.num_bytes = 0
+        self._most_bytes = most_bytes
+        self._followers: dict[int, _Follower] = {}
+        self._answers: dict[bytes, Answers] = {}
+        self._order: OrderedDict[int, bytes] = OrderedDict()
+        self._numbers = count()
+
+    def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+        follower = self._followers.get(sequence.number)
+        if follower is None:
+            follower = _Follower(sequence, self._answers.get(sequence.keys.root))
+            self._followers[sequence.number] = follower
+        return follower.propose(sequence.token_ids, limit)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._followers.pop(sequence.number, None)
+        tokens = array("i", sequence.generated)
+        size = len(tokens) * BYTES_PER_TOKEN
+        if sequence.request.cold or len(tokens) <= ORDER or size > self._most_bytes:
+            return
+        while self.num_bytes + size > self._most_bytes:
+            self._remove_oldest()
+        number, root = next(self._numbers), sequence.keys.root
+        self._answers.setdefault(root, Answers()).add(number, tokens)
+        self._order[number] = root
+        self.num_bytes += size
+
+    def _remove_oldest(self) -> None:
+        number, root = self._order.popitem(last=False)
+        answers = self._answers[root]
+        self.num_bytes -= len(answers.texts[number]) * BYTES_PER_TOKEN
+        answers.remove(number)
+        if not answers.texts:
+            del self._answers[root]
