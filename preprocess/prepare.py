@@ -104,6 +104,8 @@ class Preprocessor:
         if config is not None:
             check_fit(config["vision_config"], images, videos)
         vision = self._vision_tokens(config) if config is not None else None
+        pads = () if vision is None else (vision.image_pad, vision.video_pad)
+        self.media_token_ids = frozenset(pads)
         self.raw_index = RawIndex(raw_index_bytes)
         self._decoders = Decoders()
         self._loader = MediaLoader(

@@ -82,10 +82,13 @@ def tapped(engine: Engine) -> Iterator[Tap]:
 
     def listening_run(plan: StepPlan) -> StepOutput:
         output = run(plan)
-        packed = sorted(plan.slices, key=lambda item: item.kind == "prefill")
+        packed = sorted(plan.slices, key=lambda item: item.kind)
         rows = iter(latest[0])
         for item in packed:
-            if item.samples:
+            if item.kind == "verify":
+                own = [next(rows) for _ in item.samples]
+                tap.logits[item.sequence] += own[: len(output.sampled[item.sequence])]
+            elif item.samples:
                 row = next(rows)
                 for task in item.samples:
                     tap.logits.setdefault(task.sequence, []).append(row)

@@ -217,6 +217,23 @@ class EngineConfig:
         kind="int",
         low=1,
     )
+    speculative: str = option(
+        "off",
+        "where drafts of the next tokens come from, several of which one step verifies: suffix "
+        "finds them in the sequence's own text, in a request's prediction and in earlier answers "
+        "to the same tenant. Drafts change no token",
+        group=_SCHEDULER,
+        kind="text",
+        choices=("off", "suffix"),
+    )
+    speculative_tokens: int = option(
+        7,
+        "most drafts of a sequence in one step",
+        group=_SCHEDULER,
+        kind="int",
+        low=1,
+        high=32,
+    )
     allowed_local_media_path: str | None = option(
         None,
         "folder below which file:// URLs may name media",

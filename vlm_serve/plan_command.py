@@ -12,6 +12,7 @@ import torch
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic, decide
 from vlm_serve.engine.build import find_checkpoint, longest_context, with_block_size
+from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
     LOGPROB_CACHE_BYTES,
@@ -125,6 +126,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "block_bytes": memory.block_bytes,
         "snapshot_bytes": memory.snapshot_bytes,
         "live_state_bytes": memory.live_state_bytes,
+        "draft_update_bytes": memory.num_updates * memory.update_bytes,
         "tokens": memory.tokens,
         "snapshots": memory.num_snapshot_rows,
         "granularity": memory.block_size,
@@ -167,6 +169,10 @@ def _buckets(plan: Plan) -> list[str]:
         _bucket("snapshots", memory.num_snapshot_rows, memory.snapshot_bytes),
         _bucket("live state rows", memory.num_live_rows, memory.snapshot_bytes),
     ]
+    if memory.num_updates:
+        lines.append(_bucket("draft updates", memory.num_updates, memory.update_bytes))
+    if plan.config.speculative != "off":
+        lines.append(f"{'draft texts':<18}{'up to':>7}{'':>18}{_mib(ANSWER_BYTES)}")
     if model.vision is not None:
         lines.append(_bound("vision embeddings", EMBEDDING_CACHE_BYTES))
     if model.routing is not None:

@@ -16,6 +16,7 @@ MAX_ALLOWED_TOKENS = 1 << 16
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
 MAX_CHOICES = 128
+MAX_PREDICTION_LENGTH = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class SamplingParams:
         n: number of choices from one prompt.
         return_routed_experts: also return the experts that each token was routed to (mixture of
             experts models only).
+        prediction: text that is expected in the answer. With drafts on, as much of it as turns out
+            right comes faster; what is generated does not depend on it.
         routed_experts_prompt_start: leave out the rows of the prompt's first tokens; less than the
             prompt's length, and only with return_routed_experts.
     """
@@ -75,6 +78,7 @@ class SamplingParams:
     n: int = 1
     return_routed_experts: bool = False
     routed_experts_prompt_start: int = 0
+    prediction: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -112,6 +116,11 @@ class SamplingParams:
             raise InvalidRequestError("stop strings must be non-empty strings", param="stop")
         for token in self.stop_token_ids:
             _check("stop_token_ids", token, int, 0)
+        if not isinstance(self.prediction, str) or len(self.prediction) > MAX_PREDICTION_LENGTH:
+            raise InvalidRequestError(
+                f"prediction must be a text of at most {MAX_PREDICTION_LENGTH} characters",
+                param="prediction",
+            )
 
     def _check_logit_rules(self) -> None:
         bias = self.logit_bias or {}

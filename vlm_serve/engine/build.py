@@ -12,6 +12,9 @@ from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic, decide
+from vlm_serve.engine.drafts.lengths import CostCurve
+from vlm_serve.engine.drafts.measuring import measure_rows
+from vlm_serve.engine.drafts.suffix import SuffixDrafter
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.memory import (
@@ -74,10 +77,28 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     max_model_len = longest_context(config, spec, memory)
     preprocessor = _preprocessor(path, config, loaded, arithmetic, max_model_len)
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
-    caches = layout.allocate(memory.num_blocks, rows, memory.block_size, types.pools, device)
+    caches = layout.allocate(
+        memory.num_blocks,
+        rows,
+        memory.block_size,
+        types.pools,
+        device,
+        num_updates=memory.num_updates,
+    )
     graphs = decode_graphs(loaded, caches, config, max_model_len) if with_graphs else None
     if compiled:
         compile_steps(loaded, caches)
+    drafter = SuffixDrafter() if config.speculative == "suffix" else None
+    costs = None
+    if drafter is not None:
+        costs = CostCurve(
+            measure_rows(
+                loaded,
+                caches,
+                most_sequences=config.max_num_seqs,
+                most_tokens=config.speculative_tokens + 1,
+            )
+        )
     executor = LocalExecutor(
         loaded,
         caches,
@@ -124,7 +145,15 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
             spec.vocab_size,
             max_model_len,
         ),
-        scheduler=Scheduler(cache, media, _scheduler_config(config, spec), fetcher),
+        scheduler=Scheduler(
+            cache,
+            media,
+            _scheduler_config(config, spec),
+            fetcher,
+            drafter,
+            costs=costs,
+            never_drafted=preprocessor.media_token_ids,
+        ),
         executor=executor,
         cache=cache,
         media=media,
@@ -230,4 +259,5 @@ def _scheduler_config(config: EngineConfig, model: ModelSpec) -> SchedulerConfig
         decode_state_interval=config.prefix_cache_decode_state_interval,
         reported_tokens=max(block_size, REPORTED_LOGITS_BYTES // (4 * model.vocab_size)),
         complete_experts=config.expert_replay == "complete",
+        speculative_tokens=0 if config.speculative == "off" else config.speculative_tokens,
     )

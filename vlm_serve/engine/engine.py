@@ -96,15 +96,18 @@ class Engine:
         check_request(prompt, params, self.spec, self.max_model_len)
         if grammar is None and params.structured_outputs is not None:
             grammar = self.grammars.compile(params.structured_outputs)
+        encode = self.preprocessor.tokenizer.encode_plain
+        prediction = encode(params.prediction) if self.config.speculative != "off" else ()
         request = Request(
             request_id=request_id or f"req-{secrets.token_hex(8)}",
             prompt=prompt,
-            params=params,
+            params=dataclasses.replace(params, prediction=""),
             on_delta=on_delta,
             priority=priority,
             arrival=next(self._numbers),
-            bad_words=find_bad_words(params.bad_words, self.preprocessor.tokenizer.encode_plain),
+            bad_words=find_bad_words(params.bad_words, encode),
             grammar=grammar,
+            prediction=tuple(prediction),
         )
         job = self._job(request)
         self._loop.post(lambda: self._loop.add(job))
@@ -200,6 +203,9 @@ class Engine:
             "num_waiting": self.num_waiting,
             "num_preemptions": self._scheduler.num_preemptions,
             "num_steps": self.num_steps,
+            "drafts": self._scheduler.drafting.counts.as_dict()
+            if self._scheduler.drafting is not None
+            else None,
             "step_times": self._loop.step_times.as_dict(),
             "num_encoded_spans": self._media.num_encoded_spans,
             "cache": self._cache.stats.as_dict(),

@@ -23,8 +23,8 @@ MIN_BLOCKS = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How the cache memory is spent. `live_rows`, embeddings, expert rows and kept
-    prompt log-probabilities come on top."""
+    """How the cache memory is spent. `live_rows`, embeddings, expert rows, kept prompt
+    log-probabilities and the updates that drafts leave come on top."""
 
     cache_memory: int
     block_size: int
@@ -33,6 +33,8 @@ class MemoryPlan:
     num_blocks: int
     num_snapshot_rows: int
     num_live_rows: int
+    update_bytes: int = 0
+    num_updates: int = 0
 
     @property
     def tokens(self) -> int:
@@ -101,7 +103,16 @@ def plan_memory(
         num_blocks=blocks,
         num_snapshot_rows=snapshots,
         num_live_rows=config.max_num_seqs if layout.has_state else 0,
+        update_bytes=layout.num_bytes("update", types.pools),
+        num_updates=_num_updates(config) if layout.has_state else 0,
     )
+
+
+def _num_updates(config: EngineConfig) -> int:
+    """One for each token of every sequence's slice of drafts: the sampled token is one of them."""
+    if config.speculative == "off":
+        return 0
+    return config.max_num_seqs * (config.speculative_tokens + 1)
 
 
 def default_cache_memory(device: torch.device) -> int:

@@ -173,6 +173,8 @@ class EngineStats(Collector):
         yield self._counter("num_preemptions", "Preempted sequences", "num_preemptions")
         yield self._counter("num_steps", "Steps of the engine", "num_steps")
         yield self._step_times(self._stats["step_times"])
+        if self._stats["drafts"] is not None:
+            yield from self._drafts(self._stats["drafts"])
         cache, usage = self._stats["cache"], self._stats["usage"]
         evictions = dict.fromkeys(EVICTED_KINDS, 0) | cache["evictions"]
         yield self._by_kind("state_snapshots_saved", "Snapshots published", cache["saves"])
@@ -190,6 +192,29 @@ class EngineStats(Collector):
             rows.add_metric([self._model_name, state], count)
         yield rows
         yield from self._audits(self._stats["audit"])
+
+    def _drafts(self, drafts: Mapping[str, Any]) -> Iterator[Metric]:
+        for name, text, key in (
+            ("num_drafts", "Slices of drafts that were verified", "drafts"),
+            ("num_draft_tokens", "Drafted tokens", "draft_tokens"),
+            ("num_accepted_tokens", "Drafted tokens that held", "accepted_tokens"),
+        ):
+            family = CounterMetricFamily(
+                PREFIX + "spec_decode_" + name, text, labels=["model_name"]
+            )
+            family.add_metric([self._model_name], drafts[key])
+            yield family
+        places = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that held, by their place in the slice",
+            labels=["model_name", "position"],
+        )
+        for place, count in enumerate(drafts["accepted_per_position"]):
+            places.add_metric([self._model_name, str(place)], count)
+        yield places
+        tokens = drafts["drafts"] + drafts["accepted_tokens"]
+        text = "Tokens that a verified slice gave, on average"
+        yield self._gauge("spec_decode_mean_accepted_length", text, tokens, drafts["drafts"])
 
     def _audits(self, audit: Mapping[str, int]) -> Iterator[Metric]:
         for name, text in (

@@ -11,7 +11,12 @@ import numpy as np
 
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.preprocess.prompt import Prompt
-from vlm_serve.server.api.bodies import CacheReportBody, PromptTokensDetails, UsageBody
+from vlm_serve.server.api.bodies import (
+    CacheReportBody,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    UsageBody,
+)
 
 
 def usage_body(usage: Usage, *prompts: Prompt) -> UsageBody:
@@ -26,6 +31,10 @@ def usage_body(usage: Usage, *prompts: Prompt) -> UsageBody:
             image_tokens=sum(span.end - span.start for span in spans if span.modality == "image"),
             video_tokens=sum(span.end - span.start for span in spans if span.modality == "video"),
         ),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=usage.accepted_prediction_tokens,
+            rejected_prediction_tokens=usage.rejected_prediction_tokens,
+        ),
     )
 
 
@@ -35,6 +44,8 @@ def add_usage(parts: list[Usage]) -> Usage:
         sum(part.prompt_tokens for part in parts),
         sum(part.completion_tokens for part in parts),
         sum(part.cached_tokens for part in parts),
+        sum(part.accepted_prediction_tokens for part in parts),
+        sum(part.rejected_prediction_tokens for part in parts),
     )
 
 

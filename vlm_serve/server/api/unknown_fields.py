@@ -39,7 +39,6 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "modalities": (["text"],),
-    "prediction": (),
     "prompt_embeds": (),
     "regex": (),
     "repetition_detection": (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -81,6 +82,24 @@ class TemplateFields(RequestModel):
         )
 
 
+class PredictionPart(RequestModel):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class Prediction(RequestModel):
+    """What the caller expects in the answer."""
+
+    type: Literal["content"] = "content"
+    content: str | Items[PredictionPart]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatCompletionRequest(TemplateFields, GenerationRequest):
     messages: Items[ChatMessage] = Field(max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
@@ -90,18 +109,22 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     verbosity: Verbosity | None = None
+    prediction: Prediction | None = None
 
     def asked(self) -> Asked:
         """What the request asks for. Raises InvalidRequestError that names the field at fault."""
         given = self.chat_input(self.messages)
         limit = self.max_completion_tokens
+        params = self.all_sampling(
+            self.max_tokens if limit is None else limit, self._top_logprobs()
+        )
+        if self.prediction is not None:
+            params = replace(params, prediction=self.prediction.text)
         return Asked(
             input=with_variable(
                 with_thinking(given, self.reasoning_effort), "verbosity", self.verbosity
             ),
-            params=self.all_sampling(
-                self.max_tokens if limit is None else limit, self._top_logprobs()
-            ),
+            params=params,
             choice=self._tool_choice(given.function_names),
             form_field=self.form_field,
         )

@@ -1,0 +1,56 @@
+"""Drafts for tests and measurements: what is known to come, with mistakes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Tokens
+
+from vlm_serve.engine.drafts.lengths import CostCurve
+from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.sequence import Sequence
+
+
+class Oracle:
+    """Drafts the answers that it was told, each token with some chance a wrong one.
+
+    Args:
+        seed: of the mistakes.
+        mistakes: share of them.
+        vocabulary: wrong tokens are below.
+    """
+
+    def __init__(self, seed: int, *, mistakes: float, vocabulary: int) -> None:
+        self.answers: dict[tuple[tuple[int, ...], int], Tokens[int]] = {}
+        self._rng = random.Random(seed)
+        self._mistakes = mistakes
+        self._vocabulary = vocabulary
+
+    def tell(self, prompt: Tokens[int], answers: Tokens[Tokens[int]]) -> None:
+        """What the choices of a prompt are going to be."""
+        for index, answer in enumerate(answers):
+            self.answers[tuple(prompt), index] = answer
+
+    def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+        answer = self.answers.get((sequence.prompt.token_ids, sequence.index), ())
+        at, rng = sequence.num_generated, self._rng
+        return tuple(
+            rng.randrange(self._vocabulary) if rng.random() < self._mistakes else token
+            for token in answer[at : at + limit]
+        )
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
+def consult(engine: Engine, oracle: Oracle) -> None:
+    """Has an engine that was made with drafts take them from an oracle, as many as there are."""
+    draft_freely(engine)
+    assert engine._scheduler.drafting is not None
+    engine._scheduler.drafting._drafter = oracle
+
+
+def draft_freely(engine: Engine) -> None:
+    """Takes all drafts for worth it, as if rows cost a step nothing."""
+    drafting = engine._scheduler.drafting
+    assert drafting is not None
+    drafting.costs = CostCurve()
