@@ -163,6 +163,12 @@ class FakeEngine:
             "num_preemptions": 2,
             "num_steps": 5,
             "step_times": self.step_times.as_dict(),
+            "drafts": {
+                "drafts": 4,
+                "draft_tokens": 12,
+                "accepted_tokens": 6,
+                "accepted_per_position": [4, 2],
+            },
             "audit": {"audits": 9, "mismatches": 1, "near_ties": 2, "dropped": 3},
             "cache": {"saves": {"media": 3}, "skips": {}, "evictions": {"kv": 1}},
             "usage": {"blocks": 10, "free_blocks": 4, "cached_blocks": 1, "rows": {"free": 7}},

@@ -135,6 +135,16 @@ def test_every_metric_has_a_name_without_a_colon_too(fake: RunningServer) -> Non
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_metrics_of_drafts(fake: RunningServer) -> None:
+    found = samples(fake)
+    assert found["spec_decode_num_drafts_total"] == 4
+    assert found["spec_decode_num_draft_tokens_total"] == 12
+    assert found["spec_decode_num_accepted_tokens_total"] == 6
+    assert found["spec_decode_num_accepted_tokens_per_pos_total 0"] == 4
+    assert found["spec_decode_num_accepted_tokens_per_pos_total 1"] == 2
+    assert found["spec_decode_mean_accepted_length"] == 2.5
+
+
 def test_metrics_name_how_requests_end(fake: RunningServer) -> None:
     before = samples(fake)
     fake.engine.fail_after = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -32,14 +33,15 @@ def measure_rows(
     for kind in ("recurrent", "conv"):
         if caches.num_rows:
             caches[kind][:most_sequences].zero_()
+    least = math.inf
     points: list[tuple[int, float]] = []
     with launching_on(caches.device):
-        for rows in sizes:
+        for rows in reversed(sizes):
             batch = _batch(rows, caches, most_tokens).to(caches.device)
-            seconds = min(_seconds(model, caches, batch) for _ in range(_REPEATS))
-            # A step does not become faster by another row: that is noise.
-            points.append((rows, max(seconds, points[-1][1]) if points else seconds))
-    return points
+            # Fewer rows take no longer: what does, has been disturbed.
+            least = min(least, *(_seconds(model, caches, batch) for _ in range(_REPEATS)))
+            points.append((rows, least))
+    return points[::-1]
 
 
 def _seconds(model: Model, caches: CacheTensors, batch: ForwardBatch) -> float:

@@ -1,0 +1,210 @@
+"""Decoding with and without drafts, in turns on one engine: answers that repeat, and free text.
+
+    python benchmarks/speculative.py [checkpoint] [--tokens 160] [--rounds 5] [--dtype bfloat16]
+
+A random model repeats itself by accident only, so what repeats is made:
+
+- again: a question that has been answered before; the suffix drafter finds that answer.
+- copies: of the answer's tokens, one in eight is another than drafted, at random places.
+- free text: drawn at temperature 1 from the whole vocabulary; nothing ever comes again.
+
+Every round runs each of them with and without drafts, batch by batch, and compares the tokens.
+Times are of decoding alone, from the first token of the last sequence on. The bound is what steps
+of that many rows allow if every draft holds: t(B) (K + 1) / t(B (K + 1)), as measured at start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
+import torch
+from checkpoint_spec import BENCHMARK_SPEC
+from guesses import Oracle
+from machine import add_isa_argument, describe, run_as
+from make_checkpoint import make_checkpoint
+from parity_cases import random_ids
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.sampling_params import SamplingParams
+
+SPEC = replace(
+    BENCHMARK_SPEC,
+    hidden_size=1024,
+    num_layers=16,
+    intermediate_size=3584,
+    gdn_key_heads=8,
+    gdn_value_heads=16,
+    vocab_size=32768,
+    vision_depth=0,
+    dtype="bfloat16",
+)
+"""About 330M parameters."""
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+FREE = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, ignore_eos=True)
+PROMPT_TOKENS = 64
+
+
+class Batch:
+    """Requests that run together; the time from when all have their first token."""
+
+    def __init__(self, engine: Engine, count: int) -> None:
+        self._engine = engine
+        self.tokens: list[list[int]] = [[] for _ in range(count)]
+        self._begun = self._unfinished = count
+        self._begin = 0.0
+        self.seconds = 0.0
+        self._done = threading.Event()
+
+    def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> float:
+        """Seconds of a decoded token of one sequence."""
+        prepare = self._engine.preprocessor.prepare_tokens
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            self._engine.submit(prepare(prompt), each, lambda delta, i=index: self._push(i, delta))
+        assert self._done.wait(600)
+        return self.seconds / (sum(map(len, self.tokens)) / len(self.tokens) - 1)
+
+    def _push(self, index: int, delta: Delta) -> None:
+        own = self.tokens[index]
+        if not own and delta.token_ids:
+            self._begun -= 1
+            if not self._begun:
+                self._begin = time.perf_counter()
+        own += delta.token_ids
+        if delta.finish_reason is not None:
+            assert delta.error is None
+            self._unfinished -= 1
+            if not self._unfinished:
+                self.seconds = time.perf_counter() - self._begin
+                self._done.set()
+
+
+@contextmanager
+def without_drafts(engine: Engine) -> Iterator[None]:
+    """Steps as an engine without drafts would plan them."""
+    planner = engine._scheduler._planner
+    drafting, planner._drafting = planner._drafting, None
+    try:
+        yield
+    finally:
+        planner._drafting = drafting
+
+
+class Workload:
+    """One kind of answers at one batch size."""
+
+    def __init__(self, engine: Engine, kind: str, batch: int, tokens: int) -> None:
+        self._engine, self.kind, self.batch = engine, kind, batch
+        self._prompts = [random_ids(PROMPT_TOKENS, 100 * batch + i) for i in range(batch)]
+        params = replace(FREE if kind == "free text" else GREEDY, max_tokens=tokens)
+        self._params = [replace(params, seed=index) for index in range(batch)]
+        self.ratios: list[float] = []
+        self.plain: list[float] = []
+
+    def round(self) -> None:
+        """With and without drafts; the answers must be the same."""
+        engine = self._engine
+        drafting = engine._scheduler.drafting
+        assert drafting is not None
+        drafter = drafting._drafter
+        plain = Batch(engine, self.batch)
+        with without_drafts(engine):
+            without = plain.run(self._prompts, self._params)
+        if self.kind == "copies":
+            oracle = Oracle(len(self.ratios), mistakes=1 / 8, vocabulary=SPEC.vocab_size)
+            for prompt, answer in zip(self._prompts, plain.tokens, strict=True):
+                oracle.tell(prompt, [answer])
+            drafting._drafter = oracle
+        elif self.kind == "free text":
+            self._params = [replace(each, seed=(each.seed or 0) + 1000) for each in self._params]
+            with without_drafts(engine):
+                plain = Batch(engine, self.batch)
+                without = plain.run(self._prompts, self._params)
+            drafting._drafter = type(drafter)()  # It has seen this very text just now.
+        drafted = Batch(engine, self.batch)
+        seconds = drafted.run(self._prompts, self._params)
+        drafting._drafter = drafter
+        assert drafted.tokens == plain.tokens, "drafts have changed a token"
+        self.ratios.append(without / seconds)
+        self.plain.append(without)
+
+
+def measure(path: Path, options: argparse.Namespace) -> None:
+    config = EngineConfig(
+        dtype=options.dtype,
+        compute_dtype=options.compute_dtype,
+        cache_memory="512MiB",
+        max_num_seqs=8,
+        speculative="suffix",
+        speculative_tokens=options.drafts,
+        threads=options.threads,
+    )
+    engine = Engine.from_checkpoint(str(path), config)
+    try:
+        drafting = engine._scheduler.drafting
+        assert drafting is not None
+        costs, most = drafting.costs, options.drafts + 1
+        print(f"weights {engine.config.dtype}, activations {engine.config.compute_dtype}")
+        print("rows of a step, milliseconds:")
+        print("  " + ", ".join(f"{rows}: {1000 * each:.1f}" for rows, each in costs._points))
+        works = [
+            Workload(engine, kind, batch, options.tokens)
+            for kind in ("again", "copies", "free text")
+            for batch in (1, 8)
+        ]
+        for number in range(options.rounds + 1):
+            for work in works:
+                work.round()
+                if not number:  # The first one warms up.
+                    work.ratios.clear()
+                    work.plain.clear()
+        print("| answers | batch | ms a token without | speed-up (least .. most) | bound | share |")
+        print("|---|---|---|---|---|---|")
+        for work in works:
+            bound = costs.seconds(work.batch) * most / costs.seconds(work.batch * most)
+            median = statistics.median(work.ratios)
+            print(
+                f"| {work.kind} | {work.batch} | {1000 * statistics.median(work.plain):.1f} | "
+                f"{median:.2f} ({min(work.ratios):.2f} .. {max(work.ratios):.2f}) | {bound:.2f} | "
+                f"{median / bound:.2f} |"
+            )
+        counts = drafting.counts
+        share = counts.accepted_tokens / max(1, counts.draft_tokens)
+        print(f"{counts.draft_tokens} drafts, of which {100 * share:.0f} % held")
+    finally:
+        engine.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("checkpoint", nargs="?", help="default: a random one, 330M parameters")
+    parser.add_argument("--tokens", type=int, default=160, help="of an answer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--drafts", type=int, default=7, help="of a sequence in a step, at most")
+    parser.add_argument("--dtype", default="auto", help="of weights")
+    parser.add_argument("--compute-dtype", default="auto", help="of activations")
+    parser.add_argument("--threads", type=int)
+    add_isa_argument(parser)
+    options = parser.parse_args()
+    run_as(options.isa)
+    print(describe(options.threads or torch.get_num_threads()))
+    with tempfile.TemporaryDirectory() as folder:
+        measure(Path(options.checkpoint or make_checkpoint(folder, SPEC)), options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
