@@ -93,8 +93,8 @@ def test_answers_are_those_without(
                 assert visible(ours) == visible(theirs), kind
                 if moe:
                     for one, other in zip(ours.choices, theirs.choices, strict=True):
-                        rows = (one.routed_experts, other.routed_experts)
-                        assert np.array_equal(*map(np.asarray, rows))
+                        rows = [np.asarray(each.routed_experts) for each in (one, other)]
+                        assert np.array_equal(rows[0], rows[1])
             pipe.engine.check()
         stats = pipe.engine.stats()
         counts = stats["drafts"]
