@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from simulation import Letters
 from symbolic import END_OF_TURN, VOCABULARY, SymbolicExecutor, make_prompt
@@ -11,6 +14,7 @@ from symbolic import END_OF_TURN, VOCABULARY, SymbolicExecutor, make_prompt
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.engine.drafts.base import Drafter
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.plan import StepPlan
@@ -24,9 +28,21 @@ BLOCK = 8
 
 
 class World:
-    """Two seats, blocks of 8 tokens."""
+    """Two seats, blocks of 8 tokens.
 
-    def __init__(self, num_blocks: int) -> None:
+    Args:
+        num_blocks: of the cache.
+        drafter: if there are to be drafts.
+        changes: fields of the scheduler's config.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        drafter: Drafter | None = None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> None:
         self.cache = PrefixCache(
             CacheConfig(
                 num_blocks=num_blocks, block_size=BLOCK, num_live_rows=2, num_snapshot_rows=0
@@ -40,8 +56,14 @@ class World:
             state_interval=BLOCK,
             decode_state_interval=0,
         )
-        self.scheduler = Scheduler(self.cache, MediaPlanner(EmbeddingCache(0), 4), config)
-        self.executor = SymbolicExecutor(num_blocks, 2, BLOCK, random.Random(0))
+        config = replace(config, **(changes or {}))
+        self.scheduler = Scheduler(
+            self.cache, MediaPlanner(EmbeddingCache(0), 4), config, drafter=drafter
+        )
+        updates = 2 * (config.speculative_tokens + 1)
+        self.executor = SymbolicExecutor(
+            num_blocks, 2, BLOCK, random.Random(0), num_updates=updates
+        )
         self._numbers = itertools.count()
         self._language = Language(
             Letters(), frozenset({END_OF_TURN}), VOCABULARY, (num_blocks - 1) * BLOCK

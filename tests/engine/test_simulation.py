@@ -9,11 +9,17 @@ from simulation import Simulation
 
 STEPS = 200
 TOTALS: Counter[str] = Counter()
+DRAFTED: Counter[str] = Counter()
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_random_traffic_keeps_every_promise(seed: int) -> None:
     TOTALS.update(Simulation(seed).run(STEPS))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_drafts_keep_every_promise_too(seed: int) -> None:
+    DRAFTED.update(Simulation(seed, speculative=True).run(STEPS))
 
 
 def test_a_finished_choice_gives_way_when_its_fork_is_preempted() -> None:
@@ -28,6 +34,9 @@ def test_the_traffic_was_worth_its_name() -> None:
     if not TOTALS:
         TOTALS.update(Simulation(0).run(STEPS))
         TOTALS.update(Simulation(34).run(STEPS))
+        DRAFTED.update(Simulation(1, speculative=True).run(STEPS))
+    for what in ("drafts", "accepted drafts"):
+        assert DRAFTED[what] > 0, f"no {what}"
     for what in (
         "hit_tokens",
         "aborts",

@@ -177,7 +177,11 @@ class Scheduler:
         self._media.abandon_step()
         folded_rows = {row for row, _, _ in plan.folds}
         self._roster.drop_suspended(folded_rows)
-        ends = {item.sequence: item.end for item in plan.slices}
+        # Of drafts nobody knows whether they would have held.
+        ends = {
+            item.sequence: item.start + 1 if item.kind == "verify" else item.end
+            for item in plan.slices
+        }
         first = self._roster[next(iter(ends))]
         if len(ends) == 1 and first.suspect_until:
             self._roster.forget_row_copies()

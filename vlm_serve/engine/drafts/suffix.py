@@ -42,7 +42,11 @@ class _Follower:
         self._seen = len(tokens)
         if not self._length or self._at >= len(self._in):
             self._look_up()
-        return repeated(self._in, self._at, limit) if self._length else ()
+        if not self._length:
+            return ()
+        if self._in is self._own.tokens:
+            return repeated(self._in, self._at, limit)
+        return tuple(self._in[self._at : self._at + limit])
 
     def _follow(self, token: int) -> None:
         holds = self._length and self._at < len(self._in) and self._in[self._at] == token

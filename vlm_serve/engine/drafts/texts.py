@@ -83,7 +83,7 @@ class Answers:
 
 
 def repeated(tokens: Sequence[int], at: int, limit: int) -> tuple[int, ...]:
-    """What comes from `at` on; a text that ends before goes on as it has repeated itself."""
+    """What comes from `at` on in a text that grows: where it ends it goes on repeating itself."""
     found = list(islice(tokens, at, at + limit))
     period = len(tokens) - at
     while 0 < period <= len(found) < limit:

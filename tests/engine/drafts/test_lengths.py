@@ -1,0 +1,71 @@
+"""How many drafts a step gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlm_serve.engine.drafts.lengths import CostCurve, Trust, share
+
+FREE = CostCurve()
+LINEAR = CostCurve([(1, 1.0), (2, 2.0)])
+STEPS = CostCurve([(1, 1.0), (4, 1.1), (5, 4.0), (8, 4.2)])
+
+
+def lengths(
+    *wishes: tuple[float, int], costs: CostCurve, rows: int = 0, budget: int = 100
+) -> list[int]:
+    decodes = len(wishes)
+    trusts = [(Trust(rate), count) for rate, count in wishes]
+    rows = rows or decodes
+    return share(trusts, rows=rows, decodes=decodes, budget=budget, costs=costs)
+
+
+def test_rows_that_cost_nothing_are_all_used() -> None:
+    assert lengths((0.9, 7), (0.1, 3), costs=FREE) == [7, 3]
+
+
+def test_rows_that_cost_as_much_as_tokens_bring_are_not() -> None:
+    assert lengths((0.99, 7), costs=LINEAR) == [0]
+
+
+def test_the_likeliest_come_first_and_a_jump_in_costs_ends_them() -> None:
+    assert lengths((0.9, 7), costs=STEPS) == [3]
+    assert lengths((0.9, 7), (0.5, 7), costs=STEPS) == [2, 0]
+    assert lengths((0.9, 7), (0.5, 7), costs=FREE, budget=3) == [3, 0]
+
+
+def test_a_prefill_beside_makes_rows_dearer() -> None:
+    curve = CostCurve([(1, 1.0), (8, 1.05), (100, 9.0)])
+    assert lengths((0.9, 7), costs=curve) == [7]
+    assert lengths((0.9, 7), costs=curve, rows=93) > [0]
+
+
+def test_a_sequence_that_lost_trust_is_tried_again_ever_more_rarely() -> None:
+    trust, tries = Trust(), []
+    for step in range(600):
+        (given,) = share([(trust, 7)], rows=1, decodes=1, budget=10, costs=LINEAR)
+        if given:
+            assert given == 1
+            tries.append(step)
+            trust.learn(given, 0)
+    waits = [after - before for before, after in zip(tries, tries[1:], strict=False)]
+    assert waits == sorted(waits) and waits[-1] == 256
+    trust.learn(1, 1)
+    assert trust.pause == 8
+
+
+def test_trust_follows_what_became_of_drafts() -> None:
+    trust = Trust()
+    for _ in range(10):
+        trust.learn(7, 7)
+    assert trust.rate > 0.95
+    for _ in range(10):
+        trust.learn(7, 0)
+    assert trust.rate < 0.15
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds"), [(1, 1.0), (2, 1.0333), (4, 1.1), (6, 4.0667), (11, 4.4)]
+)
+def test_costs_between_and_beyond_what_was_measured(rows: int, seconds: float) -> None:
+    assert STEPS.seconds(rows) == pytest.approx(seconds, abs=1e-4)

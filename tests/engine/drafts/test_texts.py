@@ -1,0 +1,140 @@
+"""Where a text goes on, and what a sequence is told of others."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from array import array
+
+from simulation import Letters
+from symbolic import make_prompt
+
+from vlm_serve.engine.drafts.suffix import BYTES_PER_TOKEN, SuffixDrafter
+from vlm_serve.engine.drafts.texts import Answers, Text, repeated
+from vlm_serve.engine.request import Language, Request
+from vlm_serve.engine.sequence import Job, Sequence
+from vlm_serve.sampling_params import SamplingParams
+
+NUMBERS = itertools.count()
+
+
+def sequence(
+    prompt: tuple[int, ...],
+    *answer: int,
+    salt: str = "",
+    prediction: tuple[int, ...] = (),
+    cold: bool = False,
+) -> Sequence:
+    request = Request(
+        "r",
+        make_prompt([prompt], block_size=4, salt=salt),
+        SamplingParams(temperature=0.0),
+        print,
+        prediction=prediction,
+        cold=cold,
+    )
+    (made,) = Job(request, NUMBERS, Language(Letters(), frozenset(), 50, 500)).sequences
+    made.token_ids += answer
+    return made
+
+
+def test_a_text_goes_on_behind_its_last_occurrence() -> None:
+    text = Text([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3])
+    assert text.find([9, 1, 2, 3]) == 7
+    assert text.find([2, 3, 4]) == 4
+    assert text.find([4, 5, 6]) is None and text.find([1, 2]) is None
+
+
+def test_what_was_removed_is_not_found_and_the_rest_is() -> None:
+    """Against looking through all texts, the latest first."""
+    rng, answers, texts = random.Random(0), Answers(), dict[int, list[int]]()
+    for number in range(60):
+        texts[number] = rng.choices(range(4), k=rng.randint(4, 30))
+        answers.add(number, array("i", texts[number]))
+        if number > 20:
+            answers.remove(number - 20)
+            del texts[number - 20]
+        ending = rng.choices(range(4), k=3)
+        found = answers.find(ending)
+        if found is not None:
+            text, at = found
+            assert list(text) in texts.values() and list(text[at - 3 : at]) == ending
+
+
+def test_a_text_that_repeats_itself_goes_on_doing_so() -> None:
+    assert repeated([7, 8, 9], 1, 5) == (8, 9, 8, 9, 8)
+    assert repeated([7, 8, 9], 2, 3) == (9, 9, 9)
+    assert repeated([7, 8, 9], 0, 2) == (7, 8)
+
+
+def test_a_sequence_repeats_itself() -> None:
+    drafter = SuffixDrafter()
+    one = sequence((1, 2, 3, 4, 5, 6), 9, 2, 3)
+    assert drafter.propose(one, 4) == ()
+    one.token_ids.append(4)
+    assert drafter.propose(one, 2) == (5, 6)
+    one.token_ids += [5, 6, 9]
+    assert drafter.propose(one, 3) == (2, 3, 4)
+    one.token_ids.append(8)
+    assert drafter.propose(one, 3) == ()
+
+
+def test_earlier_answers_of_the_same_tenant_come_again() -> None:
+    drafter = SuffixDrafter()
+    drafter.forget(sequence((1, 2), 10, 11, 12, 13, 14))
+    drafter.forget(sequence((1, 2), 20, 21, 22, 23, salt="tenant"))
+    drafter.forget(sequence((1, 2), 30, 31, 32, 33, cold=True))
+    assert drafter.propose(sequence((5,), 10, 11, 12), 5) == (13, 14)
+    assert drafter.propose(sequence((5,), 20, 21, 22), 5) == ()
+    assert drafter.propose(sequence((5,), 20, 21, 22, salt="tenant"), 5) == (23,)
+    assert drafter.propose(sequence((5,), 30, 31, 32), 5) == ()
+
+
+def test_a_prediction_begins_with_the_answer_and_is_found_again() -> None:
+    drafter = SuffixDrafter()
+    one = sequence((1, 2), prediction=(10, 11, 12, 13, 14, 15))
+    assert drafter.propose(one, 2) == (10, 11)
+    one.token_ids += [10, 11]
+    assert drafter.propose(one, 2) == (12, 13)
+    one.token_ids += [40, 11, 12]
+    assert drafter.propose(one, 2) == ()
+    one.token_ids += [13]
+    assert drafter.propose(one, 2) == (14, 15)
+
+
+def test_the_longest_match_is_followed() -> None:
+    drafter = SuffixDrafter()
+    drafter.forget(sequence((1,), 5, 6, 7, 8, 20, 21))
+    assert drafter.propose(sequence((9, 6, 7, 8, 30), 5, 6, 7, 8), 2) == (20, 21)
+    assert drafter.propose(sequence((5, 6, 7, 8, 30, 31), 9, 6, 7, 8), 1) == (30,)
+
+
+def test_answers_are_bounded_in_bytes() -> None:
+    drafter = SuffixDrafter(20 * BYTES_PER_TOKEN)
+    for start in range(0, 1000, 10):
+        drafter.forget(sequence((1,), *range(start, start + 6)))
+        assert drafter.num_bytes <= 20 * BYTES_PER_TOKEN
+    assert drafter.propose(sequence((1,), 990, 991, 992), 2) == (993, 994)
+    assert drafter.propose(sequence((1,), 0, 1, 2), 2) == ()
+    drafter.forget(sequence((1,), *range(100)))
+    assert drafter.num_bytes == 18 * BYTES_PER_TOKEN
+
+
+def test_a_guess_is_the_same_however_often_it_is_asked_for() -> None:
+    """One follower that is asked at every token, and a new one that is asked once."""
+    rng = random.Random(2)
+    for _ in range(20):
+        text = rng.choices(range(5), k=60)
+        often = sequence(tuple(text[:10]), prediction=())
+        drafter = SuffixDrafter()
+        for token in text[10:]:
+            often.token_ids.append(token)
+            guess = drafter.propose(often, 6)
+            if guess:
+                ending = often.token_ids[-3:]
+                places = [
+                    i
+                    for i in range(len(often.token_ids) - 3)
+                    if often.token_ids[i : i + 3] == ending
+                ]
+                assert guess[0] in {often.token_ids[i + 3] for i in places}

@@ -1,0 +1,187 @@
+"""Drafts take what a step has left, and leave nothing behind where they fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from scheduling import BLOCK, World
+from symbolic import chain, extended, next_token
+
+from vlm_serve.engine.plan import StepPlan
+from vlm_serve.engine.sequence import Sequence
+
+MOST = 5
+
+
+@dataclass
+class Seer:
+    """Drafts what will come; from `wrong` on (places in a draft), what will not."""
+
+    wrong: int = 100
+    asked: list[int] = field(default_factory=list)
+
+    def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+        self.asked.append(limit)
+        digest = chain(sequence.info.positions, sequence.token_ids)[-1]
+        drafts: list[int] = []
+        for place in range(limit):
+            token = next_token(digest, sequence.info.seed)
+            drafts.append(token if place < self.wrong else token ^ 1)
+            digest = extended(digest, drafts[-1])
+        return tuple(drafts)
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
+def world(num_blocks: int = 30, *, interval: int = 0, budget: int = 100, wrong: int = 100) -> World:
+    return World(
+        num_blocks,
+        drafter=Seer(wrong),
+        changes={
+            "speculative_tokens": MOST,
+            "decode_state_interval": interval,
+            "max_num_batched_tokens": budget,
+        },
+    )
+
+
+def kinds(plan: StepPlan) -> list[tuple[str, int]]:
+    return [(item.kind, item.end - item.start) for item in plan.slices]
+
+
+def test_a_sampled_token_and_its_drafts_are_one_slice() -> None:
+    one = world()
+    job = one.submit(5, 10, 30)
+    one.run(one.plan())
+    plan = one.plan()
+    assert kinds(plan) == [("verify", MOST + 1)]
+    assert [task.position for task in plan.slices[0].samples] == list(range(1, MOST + 2))
+    deltas = one.run(plan)
+    assert len(deltas) == MOST + 1
+    (sequence,) = job.sequences
+    assert sequence.pending == MOST + 1 and sequence.num_computed == sequence.num_tokens - 1
+    assert job.usage.accepted_prediction_tokens == MOST
+    assert one.plan().slices[0].pending == MOST + 1
+
+
+def test_what_did_not_hold_gives_its_blocks_back() -> None:
+    one = world(wrong=1)
+    job = one.submit(5, BLOCK - 2, 30)
+    one.run(one.plan())
+    before = one.cache.free_block_count
+    plan = one.plan()
+    assert len(plan.slices[0].blocks) == 2 and one.cache.free_block_count == before - 1
+    assert len(one.run(plan)) == 2
+    assert one.cache.free_block_count == before
+    assert job.sequences[0].pending == 2
+    usage = job.usage
+    assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (1, MOST - 1)
+
+
+def test_drafts_end_with_the_answer() -> None:
+    one = world()
+    job = one.submit(5, 10, 4)
+    one.run(one.plan())
+    assert kinds(one.plan()) == [("verify", 3)]
+    one = world()
+    job = one.submit(5, 10, 2)
+    one.run(one.plan())
+    assert kinds(one.plan()) == [("decode", 1)]
+    assert job.sequences[0].pending == 0
+
+
+def test_drafts_stop_before_a_state_that_is_to_be_kept() -> None:
+    one = world(interval=BLOCK)
+    one.submit(5, 10, 30)
+    one.run(one.plan())
+    plan = one.plan()
+    assert kinds(plan) == [("verify", 5)]  # Tokens 10 to 14: the state after 16 is wanted.
+    one.run(plan)
+    plan = one.plan()
+    assert kinds(plan) == [("decode", 1)] and plan.slices[0].end == 16
+    assert plan.folds and plan.folds[0][2] == 5
+
+
+def test_drafts_take_only_blocks_that_are_free() -> None:
+    """Cached blocks of others stay, and nobody is preempted."""
+    one = world(num_blocks=7)
+    one.submit(6, 3 * BLOCK, 2)
+    while one.scheduler.has_work:
+        one.run(one.plan())
+    first = one.submit(5, BLOCK, 12)
+    one.run(one.plan())
+    second, squeezed = one.submit(7, BLOCK, 12), 0
+    while one.scheduler.has_work:
+        had = {each: len(each.lease.blocks) for each in one.scheduler.running if each.lease}
+        free, plan = one.cache.free_block_count, one.plan()
+        for item in plan.slices:
+            before = had.get(one.scheduler._roster[item.sequence], 0)
+            if item.kind == "verify" and not free:
+                blocks = item.first_block + len(item.blocks)
+                assert blocks == max(before, -(-(item.start + 1) // BLOCK))
+                squeezed += 1
+        one.run(plan)
+        one.cache.check()
+    assert one.scheduler.num_preemptions == 0
+    assert first.finished and second.finished and squeezed
+
+
+def test_a_prefill_has_the_budget_before_drafts() -> None:
+    one = world(budget=12)
+    one.submit(5, 10, 30)
+    one.run(one.plan())
+    one.submit(6, BLOCK * 3, 5)
+    plan = one.plan()
+    assert sorted(kinds(plan)) == [("prefill", BLOCK), ("verify", 4)]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_preempted_row_is_folded_before_it_is_anyone_elses(fails: bool) -> None:
+    """If the step that folds it fails, nobody knows what is in the row."""
+    one = world()
+    job = one.submit(5, 10, 30)
+    one.run(one.plan())
+    one.run(one.plan())
+    (sequence,) = job.sequences
+    roster = one.scheduler._roster
+    roster.preempt(sequence)
+    assert sequence.suspended is not None and sequence.pending == 0 and len(roster.folds) == 1
+    plan = one.plan()
+    ((row, _, count),) = plan.folds
+    assert (row, count) == (plan.slices[0].src_row, MOST + 1)
+    if fails:
+        one.scheduler.fail(plan, RuntimeError())
+        assert sequence.lease is None and sequence.num_generated == MOST + 2
+    else:
+        one.run(plan)
+    while one.scheduler.has_work:
+        one.run(one.plan())
+    assert len(sequence.generated) == 30
+    one.cache.check()
+
+
+def test_an_evicted_row_is_not_folded() -> None:
+    one = world()
+    job = one.submit(5, 10, 30)
+    one.run(one.plan())
+    one.run(one.plan())
+    (sequence,) = job.sequences
+    one.scheduler._roster.preempt(sequence)
+    assert sequence.suspended is not None
+    one.cache.drop(sequence.suspended)
+    assert not one.scheduler._roster.folds
+
+
+def test_a_suspect_runs_without_drafts() -> None:
+    one = world()
+    job = one.submit(5, 10, 30)
+    one.run(one.plan())
+    plan = one.plan()
+    one.scheduler.fail(plan, RuntimeError())
+    plan = one.plan()
+    assert [item.kind for item in plan.slices] == ["prefill"]
+    one.run(replace(plan))
+    assert kinds(one.plan()) == [("verify", MOST + 1)]
+    assert job.sequences[0].suspect_until == 0
