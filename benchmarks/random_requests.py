@@ -1,12 +1,18 @@
 """Random requests against the real engine, each compared with a cold run.
 
     python benchmarks/random_requests.py [--requests 2000] [--seed 0] [--deterministic]
+                                         [--speculative suffix] [--experts 8]
 
 Small pools, a host tier and a disk tier, so that eviction, preemption and loading from below happen
 all the time; several requests at once, text and pictures, two tenants. A request whose cached part
 was all made by prefill must give the tokens of a cold engine (with --deterministic also the very
 bits of the first logits). Elsewhere (parts made by decode steps) a first difference must be a near
 tie of the cold run: a top-2 logit gap of at most 1e-4.
+
+With --speculative the engine under test drafts, from what it has seen and from what the cold one
+has answered (with mistakes), and requests are of all kinds: drawn, penalised, biased, with
+grammars, stop strings, several choices and so on. There every answer must be the cold one's, token
+by token: where steps are compiled, nothing else has to be allowed for.
 """
 
 from __future__ import annotations
@@ -24,17 +30,52 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
 
 import PIL.Image  # noqa: E402
 import torch  # noqa: E402
+from checkpoint_spec import CheckpointSpec  # noqa: E402
+from guesses import Oracle, draft_freely  # noqa: E402
 from make_checkpoint import make_checkpoint  # noqa: E402
 from parity import NEAR_TIE, greedy, tapped  # noqa: E402
 from parity_cases import random_ids, user  # noqa: E402
 
 from vlm_serve import EngineConfig, Pipeline  # noqa: E402
+from vlm_serve.engine.drafts.base import Drafter  # noqa: E402
 from vlm_serve.engine.sequence import Sequence  # noqa: E402
 from vlm_serve.pipeline import Output  # noqa: E402
 from vlm_serve.preprocess.prompt import Prompt  # noqa: E402
+from vlm_serve.sampling_params import SamplingParams  # noqa: E402
+from vlm_serve.structured_outputs import StructuredOutputs  # noqa: E402
 
 TOKENS = 12
 BLOCKS, SNAPSHOTS = 60, 6
+
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 20, "n": 2},
+    {"presence_penalty": 1.5, "repetition_penalty": 1.2},
+    {"temperature": 0.8, "logit_bias": {7: 5.0, 9: -100.0}},
+    {"bad_words": ("a", "the"), "min_tokens": 20},
+    {"stop": ("e", "zzz"), "min_tokens": 3},
+    {"temperature": 0.5, "logprobs": 3},
+    {"structured_outputs": StructuredOutputs(regex="([ab]{3}c){9}")},
+    {"allowed_token_ids": (5, 6, 7, 8), "temperature": 1.0},
+    {"prompt_logprobs": 1},
+    {"return_routed_experts": True},
+)
+"""Requests with drafts."""
+
+
+class Both:
+    """What was told; else what a drafter finds."""
+
+    def __init__(self, oracle: Oracle, drafter: Drafter) -> None:
+        self._oracle, self._drafter = oracle, drafter
+
+    def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+        return self._oracle.propose(sequence, limit) or self._drafter.propose(sequence, limit)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._drafter.forget(sequence)
 
 
 class Traffic:
@@ -102,6 +143,8 @@ def run(checkpoint: Path, folder: Path, options: argparse.Namespace) -> Counter[
         host_cache_memory="512KiB",
         disk_cache_path=str(folder / "tier"),
         disk_cache_size="8MiB",
+        speculative=options.speculative,
+        prefix_cache_decode_state_interval=0 if options.speculative == "off" else 16,
         **common,
     )
     counts: Counter[str] = Counter()
@@ -110,6 +153,9 @@ def run(checkpoint: Path, folder: Path, options: argparse.Namespace) -> Counter[
         traffic, exact = Traffic(hot, options.seed), watch_exactness(hot)
         while counts["requests"] < options.requests:
             prompts = [traffic.prompt() for _ in range(6)]
+            if options.speculative != "off":
+                drafted_round(hot, cold, prompts, counts, traffic)
+                continue
             params = [greedy(TOKENS)] * len(prompts)
             exact.clear()
             with tapped(hot.engine) as tap:
@@ -125,9 +171,51 @@ def run(checkpoint: Path, folder: Path, options: argparse.Namespace) -> Counter[
             hot.engine.check()
         stats = hot.engine.stats()
     counts["preemptions"] = stats["num_preemptions"]
+    if stats["drafts"] is not None:
+        counts["drafts"] = stats["drafts"]["draft_tokens"]
+        counts["accepted drafts"] = stats["drafts"]["accepted_tokens"]
     for name in ("kv", "snapshot"):
         counts[f"evictions of {name}"] = stats["cache"]["evictions"][name]
     return counts
+
+
+def drafted_round(
+    hot: Pipeline, cold: Pipeline, prompts: list[Prompt], counts: Counter[str], traffic: Traffic
+) -> None:
+    """Requests of any kind, half of whose answers are known beforehand but for mistakes."""
+    number = counts["requests"]
+    rng, spec = random.Random(number), hot.engine.spec
+    kinds = [kind for kind in KINDS if spec.routing or "return_routed_experts" not in kind]
+    params = [
+        SamplingParams(**{"max_tokens": 48, "temperature": 0.0, "seed": number} | rng.choice(kinds))
+        for _ in prompts
+    ]
+    expected = [
+        cold._run(iter([prompt]), [each])[0] for prompt, each in zip(prompts, params, strict=True)
+    ]
+    oracle = Oracle(number, mistakes=rng.choice([0.0, 0.1, 0.5]), vocabulary=spec.vocab_size)
+    for prompt, answer in zip(prompts, expected, strict=True):
+        if rng.random() < 0.5:
+            oracle.tell(prompt.token_ids, [choice.token_ids for choice in answer.choices])
+    drafting = hot.engine._scheduler.drafting
+    assert drafting is not None
+    drafter = drafting._drafter
+    draft_freely(hot.engine)
+    drafting._drafter = Both(oracle, drafter)
+    outputs = hot._run(iter(prompts), params)
+    drafting._drafter = drafter
+    for prompt, each, output, other in zip(prompts, params, outputs, expected, strict=True):
+        counts["requests"] += 1
+        counts["cold"] += not output.usage.cached_tokens
+        for tier, tokens in output.cache_report.tiers.items():
+            counts[f"tokens from {tier}"] += tokens
+        counts["drafted answers"] += output.usage.accepted_prediction_tokens > 0
+        for one, reference in zip(output.choices, other.choices, strict=True):
+            assert one.token_ids == reference.token_ids, f"another answer to {each}"
+            assert one.text == reference.text and one.logprobs == reference.logprobs, str(each)
+        assert output.prompt_logprobs == other.prompt_logprobs
+        traffic.learn(prompt, output)
+    hot.engine.check()
 
 
 def compare(
@@ -162,10 +250,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--speculative", default="off", choices=("off", "suffix"))
+    parser.add_argument("--experts", type=int, default=0, help="of the random checkpoint")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        checkpoint = options.checkpoint or make_checkpoint(folder / "checkpoint")
+        checkpoint = options.checkpoint or make_checkpoint(
+            folder / "checkpoint", CheckpointSpec(num_experts=options.experts)
+        )
         for what, count in run(Path(checkpoint), folder, options).items():
             print(f"{what:<26}{count:>9}")
 

@@ -186,6 +186,8 @@ class _Known:
     def take(self, item: Slice) -> None:
         """Takes over what is new in a slice; what has come before must not change, unless it was
         drafted."""
+        if item.kind == "verify":
+            self.certain = min(self.certain, item.start + 1)
         del self.digests[self.certain + 1 :]
         assert item.first_block <= len(self.table), "a table with a hole"
         self.table[item.first_block :] = item.blocks
