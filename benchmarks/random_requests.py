@@ -117,8 +117,8 @@ def watch_exactness(pipe: Pipeline) -> dict[int, bool]:
     remove, exact = roster.remove, dict[int, bool]()
 
     def watching(sequence: Sequence) -> None:
-        assert sequence.lease is not None
-        exact[sequence.number] = sequence.lease.exact
+        if sequence.lease is not None:
+            exact[sequence.number] = sequence.lease.exact
         remove(sequence)
 
     roster.remove = watching  # type: ignore[method-assign]

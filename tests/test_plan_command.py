@@ -126,3 +126,16 @@ def test_nothing_is_compiled_for_a_plan(
     plan = _plan(capsys, "qwen3.5-4b.json", "--device", "cpu")
     assert "no-such-compiler was not found" in plan["compute_reason"]
     assert plan["types"]["weights"] == "float32"
+
+
+def test_drafts_cost_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unit keys, changes, decays and convolution inputs of 24 layers, for 8 tokens of 8 sequences;
+    nothing without drafts."""
+    assert _plan(capsys, "qwen3.5-4b.json")["draft_update_bytes"] == 0
+    plan = _plan(capsys, "qwen3.5-4b.json", "--speculative", "suffix", "--dtype", "bfloat16")
+    layer = 4 * (16 * 128 + 32 * 128 + 32) + 2 * (2 * 16 * 128 + 32 * 128)
+    assert plan["draft_update_bytes"] == 64 * 24 * layer
+    model = str(DATA / "qwen3.5-4b.json")
+    assert main(["plan", "--model", model, "--speculative", "suffix"]) == 0
+    text = capsys.readouterr().out
+    assert "draft updates" in text and "draft texts" in text

@@ -10,6 +10,7 @@ from functools import partial
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.decode_graphs import padded_sizes
+from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES, MemoryPlan
 from vlm_serve.options import format_size
@@ -94,6 +95,8 @@ def startup_rows(
     )
     yield "live states", f"{memory.num_live_rows}, {format_size(memory.live_state_bytes)} on top"
     yield "logprobs", f"of prompts, up to {format_size(LOGPROB_CACHE_BYTES)} on top"
+    if options.speculative != "off":
+        yield "drafts", _drafts(options, memory)
     yield "sequences", str(options.max_num_seqs)
     yield "step", f"at most {options.max_num_batched_tokens} tokens"
     if options.enable_prefix_caching:
@@ -109,6 +112,15 @@ def startup_rows(
         yield "stored responses", f"{kept}, {config.response_store_ttl:g} s, on top"
     yield "API keys", str(len(config.api_key)) if config.api_key else "none: everybody may ask"
     yield "URL", f"{url}/v1"
+
+
+def _drafts(options: EngineConfig, memory: MemoryPlan) -> str:
+    updates = format_size(memory.num_updates * memory.update_bytes)
+    texts = format_size(ANSWER_BYTES)
+    return (
+        f"{options.speculative}, at most {options.speculative_tokens} a sequence; "
+        f"{updates} for what they change, up to {texts} for earlier answers on top"
+    )
 
 
 def _decode(options: EngineConfig, memory: MemoryPlan) -> str:
