@@ -54,6 +54,7 @@ SPEC = replace(
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 FREE = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, ignore_eos=True)
 PROMPT_TOKENS = 64
+KINDS = ("again", "copies", "free text")
 
 
 class Batch:
@@ -160,8 +161,8 @@ def measure(path: Path, options: argparse.Namespace) -> None:
         print("  " + ", ".join(f"{rows}: {1000 * each:.1f}" for rows, each in costs._points))
         works = [
             Workload(engine, kind, batch, options.tokens)
-            for kind in ("again", "copies", "free text")
-            for batch in (1, 8)
+            for kind in options.kinds
+            for batch in options.batches
         ]
         for number in range(options.rounds + 1):
             for work in works:
@@ -193,6 +194,8 @@ def main() -> int:
     parser.add_argument("checkpoint", nargs="?", help="default: a random one, 330M parameters")
     parser.add_argument("--tokens", type=int, default=160, help="of an answer")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="at most 8")
     parser.add_argument("--drafts", type=int, default=7, help="of a sequence in a step, at most")
     parser.add_argument("--dtype", default="auto", help="of weights")
     parser.add_argument("--compute-dtype", default="auto", help="of activations")
