@@ -9,9 +9,13 @@ import torch
 from gpu_shapes import ALL, Shapes
 
 from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
-from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
+from vlm_serve.kernels.gated_delta import (
+    chunk_gated_delta,
+    recurrent_gated_delta,
+    verify_gated_delta,
+)
 from vlm_serve.kernels.kv_write import copy_kv_rows, write_kv
-from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.moe import route, routed_experts
 from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
 from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
@@ -22,6 +26,7 @@ BLOCK = 64
 BLOCKS = 64
 TOKENS = 512
 BATCH = 32
+DRAFTED = 8
 LONGEST = 32768
 STATE_ROWS = 32
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
@@ -80,6 +85,9 @@ def _state_ops(shapes: Shapes) -> Iterator[Case]:
         yield label, partial(chunk_gated_delta, *arguments, state, prefill_meta())
         arguments = _gated_delta_inputs(shapes, BATCH, dtype)
         yield label, partial(recurrent_gated_delta, *arguments, state, decode_meta())
+        arguments = _gated_delta_inputs(shapes, BATCH * DRAFTED, dtype)
+        updates = _updates(shapes, BATCH * DRAFTED)
+        yield label, partial(verify_gated_delta, *arguments, state, updates, verify_meta())
 
 
 def _attention(shapes: Shapes) -> Iterator[Case]:
@@ -106,6 +114,16 @@ def _experts(shapes: Shapes) -> Iterator[Case]:
         weights = _half(tokens, shapes.top_k)
         x = _half(tokens, shapes.hidden)
         yield "moe", partial(routed_experts, x, weights, ids, gate_up, down)
+
+
+def _updates(shapes: Shapes, entries: int) -> Updates:
+    keys, values, dim = shapes.key_heads, shapes.value_heads, shapes.state_dim
+    return Updates(
+        torch.empty(entries, 2, keys, dim)[:, 0],
+        torch.empty(entries, 2, values, dim)[:, 0],
+        torch.empty(entries, 2, values)[:, 0],
+        _half(entries, 2, shapes.conv_channels)[:, 0],
+    )
 
 
 def _gated_delta_inputs(
@@ -141,6 +159,18 @@ def decode_meta(batch: int = BATCH, blocks: int = BLOCKS // 2) -> DecodeMeta:
         src_rows=tuple(range(batch)),
         dst_rows=tuple(range(batch)),
         snapshot_rows=(-1,) * batch,
+    )
+
+
+def verify_meta() -> VerifyMeta:
+    """As many drafted tokens for each sequence."""
+    return VerifyMeta(
+        cu_seqlens=tuple(range(0, BATCH * DRAFTED + 1, DRAFTED)),
+        starts=(BLOCK,) * BATCH,
+        block_tables=((0, 1),) * BATCH,
+        rows=tuple(range(BATCH)),
+        updates=tuple(range(0, BATCH * DRAFTED, DRAFTED)),
+        folded=(DRAFTED,) * BATCH,
     )
 
 

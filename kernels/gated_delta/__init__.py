@@ -37,8 +37,9 @@ _recurrent = Op(
     compiled=compiled.gated_delta,
     triton=f"{_TRITON}:recurrent_gated_delta",
 )
-_verify = Op(torch_drafts.verify_gated_delta)
-_fold = Op(torch_drafts.fold_gated_delta)
+_DRAFTS_TRITON = "vlm_serve.kernels.gated_delta.drafts_triton"
+_verify = Op(torch_drafts.verify_gated_delta, triton=f"{_DRAFTS_TRITON}:verify_gated_delta")
+_fold = Op(torch_drafts.fold_gated_delta, triton=f"{_DRAFTS_TRITON}:fold_gated_delta")
 _gates = Op(torch_cpu.gates, compiled=compiled.gates)
 
 
@@ -133,7 +134,6 @@ def verify_gated_delta(
     """
     _check(q, k, v, g, beta, state)
     check_verify_meta(meta, q.shape[0], state.shape[0], updates.decays.shape[0])
-    fold_gated_delta(state, updates, meta.folds)
     return _verify(q.device, q, k, v, g, beta, state, updates, meta)
 
 

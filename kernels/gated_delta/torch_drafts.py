@@ -21,6 +21,7 @@ def verify_gated_delta(
     updates: Updates,
     meta: VerifyMeta,
 ) -> torch.Tensor:
+    fold_gated_delta(state, updates, [fold for fold in meta.folds if fold[2]])
     # Statement by statement what recurrent_gated_delta does with each of the tokens.
     kq = unit_keys_and_queries(q, k, v.shape[1])
     decay, beta = g.exp().unsqueeze(-1), beta.unsqueeze(-1)

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "aot.py"
-KERNELS = ("copy_kernel", "write_kernel", "step_kernel", "gated_delta: scan", "on bfloat16: decode")
+KERNELS = (
+    "copy_kernel",
+    "write_kernel",
+    "step_kernel",
+    "verify_kernel",
+    "gated_delta: scan",
+    "on bfloat16: decode",
+)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])

@@ -1,0 +1,211 @@
+"""Gated delta rule over drafted tokens on a GPU.
+
+As the decode step, with a tile of the state in registers from the row through all tokens of a
+slice. What was left by the tokens before is folded in while the tile is read. New updates go to
+memory of their own first: programs of other tiles may have yet to read the old ones.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
+
+import torch
+import triton
+import triton.language as tl
+
+from vlm_serve.kernels.gated_delta.chunk_triton import EPS
+from vlm_serve.kernels.metadata import Updates, VerifyMeta
+from vlm_serve.kernels.triton_support import launch, power_of_two
+
+COLUMNS = 32
+
+
+@triton.jit
+def _verify_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    state,
+    out,
+    old_keys,
+    old_changes,
+    old_decays,
+    new_keys,
+    new_changes,
+    new_decays,
+    table,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    g_stride,
+    beta_stride,
+    state_row_stride,
+    key_stride,
+    change_stride,
+    decay_stride,
+    scale,
+    RATIO: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    head = tl.program_id(1)
+    key_head = head // RATIO
+    dims = tl.arange(0, BLOCK_KEY)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = dims < KEY_DIM
+    inside_columns = columns < VALUE_DIM
+    tile_inside = inside[:, None] & inside_columns[None, :]
+    table += tl.program_id(2) * 5
+    row = tl.load(table).to(tl.int64)
+    first = tl.load(table + 1).to(tl.int64)
+    folded = tl.load(table + 2)
+    state += row * state_row_stride + head * KEY_DIM * VALUE_DIM
+    tile = state + dims[:, None] * VALUE_DIM + columns[None, :]
+
+    current = tl.load(tile, mask=tile_inside, other=0.0).to(tl.float32)
+    for place in range(0, folded):
+        entry = first + place
+        held_key = tl.load(
+            old_keys + entry * key_stride + key_head * KEY_DIM + dims, mask=inside, other=0.0
+        )
+        held_change = tl.load(
+            old_changes + entry * change_stride + head * VALUE_DIM + columns,
+            mask=inside_columns,
+            other=0.0,
+        )
+        current *= tl.load(old_decays + entry * decay_stride + head)
+        current += held_key[:, None] * held_change[None, :]
+        current = current.to(state.dtype.element_ty).to(tl.float32)
+    if folded > 0:
+        tl.store(tile, current.to(state.dtype.element_ty), mask=tile_inside)
+    begin = tl.load(table + 3).to(tl.int64)
+    for place in range(0, tl.load(table + 4)):
+        token = begin + place
+        q_places = token * q_token_stride + key_head * q_head_stride + dims
+        query = tl.load(q + q_places, mask=inside, other=0.0).to(tl.float32)
+        k_places = token * k_token_stride + key_head * k_head_stride + dims
+        key = tl.load(k + k_places, mask=inside, other=0.0).to(tl.float32)
+        v_places = token * v_token_stride + head * v_head_stride + columns
+        value = tl.load(v + v_places, mask=inside_columns, other=0.0).to(tl.float32)
+        decay = tl.exp(tl.load(g + token * g_stride + head))
+        strength = tl.load(beta + token * beta_stride + head).to(tl.float32)
+        query *= tl.rsqrt(tl.sum(query * query, axis=0) + EPS) * scale
+        key *= tl.rsqrt(tl.sum(key * key, axis=0) + EPS)
+
+        current *= decay
+        change = (value - tl.sum(current * key[:, None], axis=0)) * strength
+        current += key[:, None] * change[None, :]
+        result = tl.sum(current * query[:, None], axis=0)
+        current = current.to(state.dtype.element_ty).to(tl.float32)
+        own = (token * HEADS + head) * VALUE_DIM + columns
+        tl.store(out + own, result.to(out.dtype.element_ty), mask=inside_columns)
+        tl.store(new_changes + own, change, mask=inside_columns)
+        if tl.program_id(0) == 0:
+            tl.store(new_decays + token * HEADS + head, decay)
+            if head % RATIO == 0:
+                shared = (token * (HEADS // RATIO) + key_head) * KEY_DIM + dims
+                tl.store(new_keys + shared, key, mask=inside)
+
+
+def verify_gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    updates: Updates,
+    meta: VerifyMeta,
+) -> torch.Tensor:
+    if "verify" not in meta.plans:
+        meta.plans["verify"] = _tables(meta, q.device)
+    table, entries = cast("tuple[torch.Tensor, torch.Tensor]", meta.plans["verify"])
+    made = [
+        torch.empty(size, device=q.device, dtype=torch.float32)
+        for size in (k.shape, v.shape, v.shape[:2])
+    ]
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    _launch(q, k, v, g, beta, state, out, updates, made, table)
+    for pool, new in zip((updates.keys, updates.changes, updates.decays), made, strict=True):
+        pool.index_copy_(0, entries, new)
+    return out
+
+
+def _tables(meta: VerifyMeta, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 `[S, 5]`: row, first update, updates to fold, first token, tokens; int64 `[N]`: each
+    token's update."""
+    slices = [(begin, end - begin) for begin, end in pairwise(meta.cu_seqlens)]
+    rows = [(*fold, *each) for fold, each in zip(meta.folds, slices, strict=True)]
+    entries = [
+        entry
+        for first, (_, count) in zip(meta.updates, slices, strict=True)
+        for entry in range(first, first + count)
+    ]
+    table = torch.tensor(rows, dtype=torch.int32, device=device)
+    return table, torch.tensor(entries, device=device)
+
+
+def fold_gated_delta(
+    state: torch.Tensor, updates: Updates, folds: Sequence[tuple[int, int, int]]
+) -> None:
+    """Slices of no tokens."""
+    device = state.device
+    table = torch.tensor([(*fold, 0, 0) for fold in folds], dtype=torch.int32, device=device)
+    keys, values = updates.keys[:0], updates.changes[:0]
+    gates = updates.decays[:0]
+    made = [keys, values, gates]
+    _launch(keys, keys, values, gates, gates, state, values, updates, made, table)
+
+
+def _launch(q, k, v, g, beta, state, out, updates, made, table) -> None:
+    heads, value_dim = v.shape[1:]
+    key_dim = q.shape[2]
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": g,
+        "beta": beta,
+        "state": state,
+        "out": out,
+        "old_keys": updates.keys,
+        "old_changes": updates.changes,
+        "old_decays": updates.decays,
+        "new_keys": made[0],
+        "new_changes": made[1],
+        "new_decays": made[2],
+        "table": table,
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "k_token_stride": k.stride(0),
+        "k_head_stride": k.stride(1),
+        "v_token_stride": v.stride(0),
+        "v_head_stride": v.stride(1),
+        "g_stride": g.stride(0),
+        "beta_stride": beta.stride(0),
+        "state_row_stride": state.stride(0),
+        "key_stride": updates.keys.stride(0),
+        "change_stride": updates.changes.stride(0),
+        "decay_stride": updates.decays.stride(0),
+        "scale": key_dim**-0.5,
+        "RATIO": heads // q.shape[1],
+        "HEADS": heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_KEY": power_of_two(key_dim),
+        "COLUMNS": COLUMNS,
+    }
+    grid = (triton.cdiv(value_dim, COLUMNS), heads, table.shape[0])
+    launch(_verify_kernel, grid, arguments, num_warps=4)
