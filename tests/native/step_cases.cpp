@@ -9,7 +9,7 @@ namespace cases {
 
 template <typename T>
 typename Tiny<T>::Result Tiny<T>::run(const vlm::Program& program, const std::vector<Slice>& slices,
-                                      int64_t threads, bool ids) const {
+                                      int64_t threads, bool ids, const Drafts& drafts) const {
     const Sequences sequences(slices);
     const std::vector<T> x = x_.of(slices);
     const int64_t tokens = sequences.tokens(), count = (int64_t)slices.size();
@@ -30,7 +30,7 @@ typename Tiny<T>::Result Tiny<T>::run(const vlm::Program& program, const std::ve
                   std::vector<int64_t>(ids ? tokens * LAYERS * TOP_K : 0)};
     const vlm::Step step{.tokens = tokens,
                          .sequences = count,
-                         .rows = count,
+                         .rows = tokens ? count : 0,
                          .threads = threads,
                          .x = x.data(),
                          .positions = positions.data(),
@@ -41,13 +41,41 @@ typename Tiny<T>::Result Tiny<T>::run(const vlm::Program& program, const std::ve
                          .dst_rows = sequences.dst.data(),
                          .tables = tables.data(),
                          .snapshot_rows = sequences.snapshots.data(),
-                         .updates = nullptr,
-                         .folded = nullptr,
+                         .updates = drafts.updates.empty() ? nullptr : drafts.updates.data(),
+                         .folded = drafts.updates.empty() ? nullptr : drafts.folded.data(),
                          .logit_rows = last.data(),
                          .logits = result.logits.data(),
                          .expert_ids = ids ? result.expert_ids.data() : nullptr};
     must(vlm_step(&program, &step, BITS<T>), "vlm_step");
     return result;
+}
+
+// The rest of two sequences as drafts: more than a tile of tokens, with the same logits, while
+// their rows stay as they are; then one more slice that folds a part of them, and the rest.
+template <typename T>
+static void drafted(const std::string& name, const Tiny<T>& model, const StepState<T>& state,
+                    const StepState<T>& whole, const std::vector<float>& logits) {
+    StepState<T> own = state;
+    model.run(FIRST, 1, own, false);
+    const StepState<T> before = own;
+    const std::vector<Slice> rest{{1, 67, 83, 1, 1}, {0, 1, 4, 0, 0}};
+    const std::vector<float> found = model.run(rest, 2, own, false, {{0, 90}, {0, 0}}).logits;
+    for (size_t i = 0; i < rest.size(); ++i)
+        expect(alike(part(found, i * VOCAB, VOCAB), part(logits, rest[i].sequence * VOCAB, VOCAB)),
+               BITS<T>, name, "drafts of sequence " + std::to_string(rest[i].sequence));
+    expect(alike(own.states, before.states) && alike(own.tails, before.tails), BITS<T>, name,
+           "the state before drafts hold");
+    model.run({{1, 70, 5, 1, 1}}, 3, own, false, {{0}, {3}});
+    model.run({{1, 75, 0, 1, 1}, {0, 5, 0, 0, 0}}, 2, own, false, {{0, 90}, {5, 4}});
+    const std::vector<Slice> last{{1, 75, 75, 1, 1}};
+    const std::vector<float> end = model.run(last, 1, own, false).logits;
+    expect(alike(end, part(logits, VOCAB, VOCAB)), BITS<T>, name, "what follows drafts that hold");
+    for (int64_t row = 0; row < 2; ++row)
+        expect(alike(part(own.states, row * LAYERS * STATES, LAYERS * STATES),
+                     part(whole.states, row * LAYERS * STATES, LAYERS * STATES)) &&
+                   alike(part(own.tails, row * LAYERS * TAILS, LAYERS * TAILS),
+                         part(whole.tails, row * LAYERS * TAILS, LAYERS * TAILS)),
+               BITS<T>, name, "row " + std::to_string(row) + " once its drafts are folded");
 }
 
 template <typename T>
@@ -79,6 +107,7 @@ static void steps(const std::string& name, int64_t type, const Shape& shape) {
             alike(part(second, i * VOCAB, VOCAB), part(logits, SECOND[i].sequence * VOCAB, VOCAB)),
             BITS<T>, name, "sequence " + std::to_string(SECOND[i].sequence) + " in two steps");
     expect(alike(cut, company), BITS<T>, name, "the state after two steps");
+    drafted<T>(name, model, state, company, logits);
 }
 
 template <typename T>

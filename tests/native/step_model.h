@@ -1,6 +1,7 @@
 // A small made-up model as a program of operations, and the state that its steps change.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <memory>
@@ -23,17 +24,31 @@ constexpr int64_t WIDEST =
 constexpr int64_t SCORES_WIDTH = 16;
 constexpr double EPS = 1e-6;
 
+constexpr int64_t KEYS = KEY_HEADS * DELTA_DIM, ENTRIES = 100;  // of updates
+
 // What a step changes: [rows, layers, ...] of tails and states, [blocks, layers, keys or values,
 // ...] of pages.
 template <typename T>
 struct StepState {
     std::vector<T> tails, pages;
     std::vector<float> states;
+    // Of drafted tokens: [entries, layers, ...].
+    std::vector<float> keys, changes, decays;
+    std::vector<T> inputs;
 
     explicit StepState(Random& random)
         : tails(random.numbers<T>(STATE_ROWS * LAYERS * TAILS)),
           pages(random.numbers<T>(3 * BLOCKS * LAYERS * 2 * PAGE)),
-          states(random.numbers(STATE_ROWS * LAYERS * STATES)) {}
+          states(random.numbers(STATE_ROWS * LAYERS * STATES)),
+          keys(ENTRIES * LAYERS * KEYS),
+          changes(ENTRIES * LAYERS * VALUES),
+          decays(ENTRIES * LAYERS * VALUE_HEADS),
+          inputs(ENTRIES * LAYERS * CHANNELS) {}
+};
+
+// Where the updates of each slice begin, and how many are folded before; empty: none are drafted.
+struct Drafts {
+    std::vector<int64_t> updates, folded;
 };
 
 template <typename T>
@@ -93,12 +108,18 @@ class Tiny {
         std::vector<int64_t> expert_ids;  // of all tokens, if they were asked for
     };
 
-    Result run(const std::vector<Slice>& slices, int64_t threads, StepState<T>& state,
-               bool ids) const {
+    Result run(const std::vector<Slice>& slices, int64_t threads, StepState<T>& state, bool ids,
+               const Drafts& drafts = {}) const {
         const Operations operations = all_of(state);
-        const vlm::Program program{.ops = operations.ops().data(),
+        std::vector<vlm::Op> ops = operations.ops();
+        // Without tokens all there is to do is to fold.
+        if (offsets(slices).back() == 0)
+            ops.erase(std::remove_if(ops.begin(), ops.end(),
+                                     [](const vlm::Op& op) { return op.kind != vlm::DELTA_NET; }),
+                      ops.end());
+        const vlm::Program program{.ops = ops.data(),
                                    .widths = WIDTHS,
-                                   .count = (int64_t)operations.ops().size(),
+                                   .count = (int64_t)ops.size(),
                                    .buffers = BUFFERS,
                                    .hidden = HIDDEN,
                                    .vocab = VOCAB,
@@ -106,7 +127,7 @@ class Tiny {
                                    .deepest = VALUES,
                                    .expert_layers = LAYERS,
                                    .top_k = TOP_K};
-        return run(program, slices, threads, ids);
+        return run(program, slices, threads, ids, drafts);
     }
 
   private:
@@ -122,7 +143,7 @@ class Tiny {
     static constexpr vlm::View mixed(int64_t width) { return {MIXED, 0, width}; }
 
     Result run(const vlm::Program& program, const std::vector<Slice>& slices, int64_t threads,
-               bool ids) const;
+               bool ids, const Drafts& drafts) const;
 
     const float* vector(int64_t count, float scale, float centre) {
         vectors_.push_back(random_.numbers(count, scale, centre));
@@ -196,23 +217,31 @@ class Tiny {
     }
 
     void delta_net(Operations& to, int64_t index, StepState<T>& state) const {
-        to.add(vlm::DELTA_NET, vlm::DeltaNet{.x = wide(0),
-                                             .out = mixed(VALUES),
-                                             .key_heads = KEY_HEADS,
-                                             .value_heads = VALUE_HEADS,
-                                             .key_dim = DELTA_DIM,
-                                             .value_dim = DELTA_DIM,
-                                             .taps = KERNEL,
-                                             .tail_stride = LAYERS * TAILS,
-                                             .state_stride = LAYERS * STATES,
-                                             .conv = layers_[index].conv,
-                                             .neg_decay = layers_[index].neg_decay,
-                                             .dt_bias = layers_[index].dt_bias,
-                                             .norm = layers_[index].gated_norm,
-                                             .tails = &state.tails[index * TAILS],
-                                             .states = &state.states[index * STATES],
-                                             .eps = EPS,
-                                             .updates = {}});
+        to.add(vlm::DELTA_NET,
+               vlm::DeltaNet{.x = wide(0),
+                             .out = mixed(VALUES),
+                             .key_heads = KEY_HEADS,
+                             .value_heads = VALUE_HEADS,
+                             .key_dim = DELTA_DIM,
+                             .value_dim = DELTA_DIM,
+                             .taps = KERNEL,
+                             .tail_stride = LAYERS * TAILS,
+                             .state_stride = LAYERS * STATES,
+                             .conv = layers_[index].conv,
+                             .neg_decay = layers_[index].neg_decay,
+                             .dt_bias = layers_[index].dt_bias,
+                             .norm = layers_[index].gated_norm,
+                             .tails = &state.tails[index * TAILS],
+                             .states = &state.states[index * STATES],
+                             .eps = EPS,
+                             .updates = {.key_stride = LAYERS * KEYS,
+                                         .change_stride = LAYERS * VALUES,
+                                         .decay_stride = LAYERS * VALUE_HEADS,
+                                         .input_stride = LAYERS * CHANNELS,
+                                         .keys = &state.keys[index * KEYS],
+                                         .changes = &state.changes[index * VALUES],
+                                         .decays = &state.decays[index * VALUE_HEADS],
+                                         .inputs = &state.inputs[index * CHANNELS]}});
     }
 
     void attention(Operations& to, int64_t index, StepState<T>& state) const {
