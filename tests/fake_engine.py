@@ -144,6 +144,7 @@ class FakeEngine:
         name = request_id or str(next(self._names))
         self.num_submitted += 1
         request = FakeRequest(prompt, params, on_delta)
+        self.latest_params = params
         self.requests[name] = request
         self._inbox.put(request)
         return name
@@ -224,7 +225,7 @@ class FakeEngine:
                     token_ids=(token,),
                     logprobs=self._logprobs(token, request.params.logprobs),
                     finish_reason=reason if last else None,
-                    usage=Usage(prompt_tokens, index * len(tokens) + number, 3),
+                    usage=Usage(prompt_tokens, index * len(tokens) + number, 3, 4, 1),
                     cache_report=report,
                 )
 

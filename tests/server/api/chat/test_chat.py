@@ -217,3 +217,22 @@ def test_a_clients_request_id_is_kept(fake: RunningServer) -> None:
     assert response.headers["x-request-id"] == "mine-2"
     response = fake.post("/v1/chat/completions", chat_body(), headers={"X-Request-Id": "no good"})
     assert response.headers["x-request-id"] != "no good"
+
+
+def test_a_prediction_reaches_the_engine(fake: RunningServer) -> None:
+    for content in ("Hello, world!", [{"type": "text", "text": "Hello,"}, {"text": " world!"}]):
+        response = fake.chat(prediction={"type": "content", "content": content})
+        assert response.status_code == 200
+        assert "x-vlm-serve-ignored-fields" not in response.headers
+        assert fake.engine.latest_params.prediction == "Hello, world!"
+        assert response.json()["usage"]["completion_tokens_details"] == {
+            "accepted_prediction_tokens": 4,
+            "rejected_prediction_tokens": 1,
+        }
+
+
+@pytest.mark.parametrize("prediction", ["Hello", {"content": 3}, {"content": "x" * 65537}])
+def test_a_prediction_that_is_none_is_refused(fake: RunningServer, prediction: Any) -> None:
+    response = fake.chat(prediction=prediction)
+    assert response.status_code == 400
+    assert "prediction" in response.text
