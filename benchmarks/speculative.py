@@ -119,19 +119,17 @@ class Workload:
         drafting = engine._scheduler.drafting
         assert drafting is not None
         drafter = drafting._drafter
+        if self.kind == "free text":
+            self._params = [replace(each, seed=(each.seed or 0) + 1000) for each in self._params]
         plain = Batch(engine, self.batch)
         with without_drafts(engine):
             without = plain.run(self._prompts, self._params)
         if self.kind == "copies":
-            oracle = Oracle(len(self.ratios), mistakes=1 / 8, vocabulary=SPEC.vocab_size)
+            oracle = Oracle(len(self.ratios), mistakes=1 / 8, vocabulary=engine.spec.vocab_size)
             for prompt, answer in zip(self._prompts, plain.tokens, strict=True):
                 oracle.tell(prompt, [answer])
             drafting._drafter = oracle
         elif self.kind == "free text":
-            self._params = [replace(each, seed=(each.seed or 0) + 1000) for each in self._params]
-            with without_drafts(engine):
-                plain = Batch(engine, self.batch)
-                without = plain.run(self._prompts, self._params)
             drafting._drafter = type(drafter)()  # It has seen this very text just now.
         drafted = Batch(engine, self.batch)
         seconds = drafted.run(self._prompts, self._params)
