@@ -116,6 +116,7 @@ def test_chat_says_what_is_wrong(checkpoint: Path, tmp_path: Path) -> None:
         timeout=SECONDS,
         check=False,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("vlm-serve: ")
+    assert "none.png" in done.stderr
     assert "Traceback" not in done.stderr

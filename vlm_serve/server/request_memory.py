@@ -40,7 +40,8 @@ class RequestMemory:
     Requests of up to SMALL_PART of it may use all of it, larger ones only LARGE_PART: whoever fills
     that with large bodies holds up nobody who asks a question. One large request at a time, the
     first that waited, is given what it needs even beyond, so that those who have a part of what
-    they need never wait for each other for ever.
+    they need never wait for each other for ever. The next one is while all of them are within the
+    budget again: at most one is ever beyond it.
 
     Args:
         most: bytes.
@@ -72,8 +73,6 @@ class RequestMemory:
         self.held -= freed
         share.size = size
         if freed > 0:
-            if share is self._favoured:
-                self._favoured = None
             self._on_freed(freed)
             self._grant()
 
@@ -95,6 +94,8 @@ class RequestMemory:
 
     def _grant(self) -> None:
         """Lets everybody in for whom there is room, in order; without room, one beyond it."""
+        if self.held <= self.most:
+            self._favoured = None
         left: deque[_Waiter] = deque()
         for waiter in self._waiting:
             if waiter.granted.done():
