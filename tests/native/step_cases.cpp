@@ -15,9 +15,15 @@ typename Tiny<T>::Result Tiny<T>::run(const vlm::Program& program, const std::ve
     const int64_t tokens = sequences.tokens(), count = (int64_t)slices.size();
     std::vector<int64_t> positions(3 * tokens), slots, start, last;
     std::vector<const int32_t*> tables;
+    const std::vector<T> features = features_.of(slices);
+    std::vector<int64_t> media_first, media_tokens;
+    std::vector<const void*> media_rows;
     for (const Slice& slice : slices) {
         start.push_back(slice.first);
         tables.push_back(blocks_.data() + slice.sequence * BLOCKS);
+        media_first.push_back((int64_t)slots.size());
+        media_tokens.push_back(slice.count);
+        media_rows.push_back(&features[slots.size() * FEATURES_WIDTH]);
         for (int64_t t = slice.first; t < slice.first + slice.count; ++t) {
             const int64_t own = (int64_t)slots.size(), table = slice.sequence * BLOCKS;
             for (int64_t axis = 0; axis < 3; ++axis)
@@ -45,7 +51,12 @@ typename Tiny<T>::Result Tiny<T>::run(const vlm::Program& program, const std::ve
                          .folded = drafts.updates.empty() ? nullptr : drafts.folded.data(),
                          .logit_rows = last.data(),
                          .logits = result.logits.data(),
-                         .expert_ids = ids ? result.expert_ids.data() : nullptr};
+                         .expert_ids = ids ? result.expert_ids.data() : nullptr,
+                         .media = count,
+                         .media_stride = FEATURES_WIDTH,
+                         .media_first = media_first.data(),
+                         .media_tokens = media_tokens.data(),
+                         .media_rows = media_rows.data()};
     must(vlm_step(&program, &step, BITS<T>), "vlm_step");
     return result;
 }
@@ -117,6 +128,7 @@ static void all_steps() {
     steps<T>("vlm_step/experts-float32", vlm::FLOAT32, {.experts = 6});
     steps<T>("vlm_step/experts-bfloat16", vlm::BFLOAT16, {.experts = 6});
     steps<T>("vlm_step/attention-alone", vlm::BFLOAT16, {.attends = {true, true, true}});
+    steps<T>("vlm_step/features-of-media", vlm::BFLOAT16, {.features = true});
     steps<T>("vlm_step/states-and-routed-experts-alone", vlm::BFLOAT16,
              {.experts = 6, .shared = false, .attends = {false, false, false}});
 }

@@ -22,6 +22,7 @@ constexpr int64_t PAGE = BLOCK * KV_HEADS * DIM, VALUES = VALUE_HEADS * DELTA_DI
 constexpr int64_t WIDEST =
     (CHANNELS + VALUES + 2 * VALUE_HEADS + 15) / 16 * 16;  // of projected rows
 constexpr int64_t SCORES_WIDTH = 16;
+constexpr int64_t FEATURES_WIDTH = 2 * HIDDEN;  // of a token that stands for media
 constexpr double EPS = 1e-6;
 
 constexpr int64_t KEYS = KEY_HEADS * DELTA_DIM, ENTRIES = 100;  // of updates
@@ -77,6 +78,7 @@ struct Shape {
     int64_t experts = 0;
     bool shared = true;  // is there an expert beside those?
     std::array<bool, LAYERS> attends{false, true, false};
+    bool features = false;  // are those of media added after the first layer?
 };
 
 struct Layer {
@@ -91,7 +93,11 @@ template <typename T>
 class Tiny {
   public:
     Tiny(Random& random, int64_t type, const Shape& shape)
-        : random_(random), type_(type), shape_(shape), x_(random, 3, SEQUENCE_TOKENS, HIDDEN) {
+        : random_(random),
+          type_(type),
+          shape_(shape),
+          x_(random, 3, SEQUENCE_TOKENS, HIDDEN),
+          features_(random, 3, SEQUENCE_TOKENS, FEATURES_WIDTH) {
         for (int64_t i = 0; i < 2 * shape.experts * LAYERS; ++i)
             gate_up_.push_back(matrix(EXPERT_INNER, HIDDEN));
         for (int64_t i = 0; i < shape.experts * LAYERS; ++i)
@@ -189,6 +195,9 @@ class Tiny {
             project(to, own.out_proj, x, residual_, vlm::ADD);
             norm(to, own.post_norm);
             shape_.experts ? experts(to, i) : mlp(to, own);
+            if (shape_.features && i == 0)
+                to.add(vlm::FEATURES,
+                       vlm::Features{.out = residual_, .column = HIDDEN, .width = HIDDEN});
         }
         keep(to, none_, 0, 1);
         norm(to, final_norm_);
@@ -310,7 +319,7 @@ class Tiny {
     Random& random_;
     int64_t type_;
     Shape shape_;
-    Table<T> x_;
+    Table<T> x_, features_;
     std::deque<std::vector<float>> vectors_;
     std::deque<Matrix> matrices_;
     std::vector<vlm::Weight> gate_up_, down_;

@@ -72,6 +72,7 @@ class CompiledStep:
         if batch.capture_experts and program.top_k:
             ids = torch.empty(tokens, program.expert_layers, program.top_k, dtype=torch.int64)
         layout, positions = _Layout(batch, tokens, self._caches), batch.positions.contiguous()
+        media = _Media(batch, x.dtype)
         step = _Step(
             tokens=tokens,
             sequences=len(layout.start),
@@ -84,6 +85,7 @@ class CompiledStep:
             logits=logits.data_ptr(),
             expert_ids=None if ids is None else ids.data_ptr(),
             **layout.addresses(),
+            **media.fields(),
         )
         call("vlm_step", ctypes.byref(program), ctypes.byref(step), self._bits)
         return logits, ids
@@ -171,6 +173,25 @@ class _Layout:
 
     def addresses(self) -> dict[str, int]:
         """Where the tables lie, by their names in `Step`."""
-        named = vars(self).items()
-        arrays = {name: each for name, each in named if isinstance(each, array) and each}
-        return {name: each.buffer_info()[0] for name, each in arrays.items()}
+        return _addresses(self)
+
+
+class _Media:
+    """Which tokens have features of media, and where those lie."""
+
+    def __init__(self, batch: ForwardBatch, dtype: torch.dtype) -> None:
+        self._kept = [rows.to(dtype).contiguous() for _, rows in batch.media]
+        self.media_first = array("q", (offset for offset, _ in batch.media))
+        self.media_tokens = array("q", map(len, self._kept))
+        self.media_rows = array("q", (rows.data_ptr() for rows in self._kept))
+
+    def fields(self) -> dict[str, int]:
+        """Of `Step`."""
+        width = self._kept[0].shape[1] if self._kept else 0
+        return {"media": len(self._kept), "media_stride": width, **_addresses(self)}
+
+
+def _addresses(tables: object) -> dict[str, int]:
+    named = vars(tables).items()
+    arrays = {name: each for name, each in named if isinstance(each, array) and each}
+    return {name: each.buffer_info()[0] for name, each in arrays.items()}

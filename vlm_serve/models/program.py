@@ -119,6 +119,12 @@ class Program:
         self.emit("Gated", x=self.normed, out=hidden, **weights)
         return hidden
 
+    def features(self, index: int) -> None:
+        """Adds the features of that index, which media bring behind their embeddings, to the
+        residual."""
+        column = (1 + index) * self._hidden
+        self.emit("Features", out=self.residual, column=column, width=self._hidden)
+
     def keep(self, x: View, width: int, *, reporting: bool = False) -> None:
         """From here on only rows with wanted logits matter, of the residual and of x; in steps that
         report routed experts, or in all others."""

@@ -45,6 +45,22 @@ void perform(const Run& run, const Sigmoid& op) {
     for (int64_t t = 0; t < run.tokens; ++t) times_sigmoid_row(x(t), gate(t), x(t), op.width);
 }
 
+template <typename T>
+void perform(const Run& run, const Features& op) {
+    const Step& step = run.step;
+    const Strided<float> out = run.rows<float>(op.out);
+    for (int64_t i = 0; i < step.media; ++i) {
+        const Strided<const T> rows{(const T*)step.media_rows[i] + op.column, step.media_stride};
+#pragma omp for schedule(static) nowait
+        for (int64_t r = 0; r < step.media_tokens[i]; ++r) {
+            float* to = out(step.media_first[i] + r);
+            for (int64_t c = 0; c < op.width; c += LANES)
+                store(to + c, rounded<T>(load(to + c) + load(rows(r) + c)));
+        }
+    }
+#pragma omp barrier
+}
+
 // By way of memory whose content has been used: rows may come in any order.
 template <typename E>
 void keep_rows(const Run& run, const View& view, int64_t width) {

@@ -20,6 +20,7 @@ enum Kind : int64_t {
     SIGMOID = 7,    // Sigmoid
     KEEP = 8,       // Keep
     EXPERTS = 9,    // Experts
+    FEATURES = 10,  // Features
 };
 
 // Rows of a buffer, one for each token: elements `column` and on, `stride` elements apart, which is
@@ -126,6 +127,12 @@ struct Experts {
     bool has_shared() const { return shared_down.columns > 0; }
 };
 
+// Adds media's features to the rows of their tokens in `out`, float32: elements `column` and on.
+struct Features {
+    View out;
+    int64_t column, width;
+};
+
 struct Op {
     int64_t kind;
     const void* args;
@@ -157,9 +164,13 @@ struct Step {
     // are folded into its row (src and dst are one) before its tokens leave theirs there. The row
     // stays at what was folded.
     const int64_t *updates, *folded;
-    const int64_t* logit_rows;  // [R] tokens
-    float* logits;              // [R, vocab]
-    int64_t* expert_ids;        // [T, expert_layers, top_k] or null: none are wanted
+    const int64_t* logit_rows;    // [R] tokens
+    float* logits;                // [R, vocab]
+    int64_t* expert_ids;          // [T, expert_layers, top_k] or null: none are wanted
+    int64_t media, media_stride;  // M runs of tokens with features, a row of them so many elements
+    const int64_t* media_first;   // [M] first token
+    const int64_t* media_tokens;  // [M] how many there are
+    const void** media_rows;      // [M] their features
 };
 
 }  // namespace vlm

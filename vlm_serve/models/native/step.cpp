@@ -31,6 +31,8 @@ void perform(Run& run, const Op& op) {
             return perform<T>(run, *(const Keep*)op.args);
         case EXPERTS:
             return perform<T>(run, *(const Experts*)op.args);
+        case FEATURES:
+            return perform<T>(run, *(const Features*)op.args);
     }
 }
 
