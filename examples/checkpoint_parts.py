@@ -1,4 +1,4 @@
-"""The files of a Qwen3.5 checkpoint beside its weights: tokenizer, chat template, processors.
+"""The files of a checkpoint beside its weights: tokenizer, chat template, processors.
 
 Used by `make_checkpoint.py` (random weights) and by the recipe that trains the demo checkpoint.
 """
@@ -36,19 +36,22 @@ PLAIN_ADDED_TOKENS = (
 NUM_ADDED_TOKENS = len(SPECIAL_TOKENS) + len(PLAIN_ADDED_TOKENS)
 MIN_VOCAB_SIZE = 256 + NUM_ADDED_TOKENS
 
-# How Qwen3.5 cuts text before BPE: contractions, words with one leading sign, single digits, runs
-# of signs, line ends, spaces. AutoTokenizer installs this pattern for the model type, so a
-# checkpoint whose tokenizer.json had another one would be read in two ways.
-SPLIT_PATTERN = "|".join(
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
-        r"\p{N}",
-        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
+# How tokenizers cut text before BPE: contractions, words with one leading sign, single digits, runs
+# of signs, line ends, spaces; in Qwen3.5 marks belong to words. AutoTokenizer installs the pattern
+# of the model type, so a checkpoint whose tokenizer.json had another one would be read in two ways.
+SPLIT_PATTERN, PLAIN_SPLIT_PATTERN = (
+    "|".join(
+        (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{letters}+",
+            r"\p{N}",
+            rf" ?[^\s{inside}\p{{N}}]+[\r\n]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        )
     )
+    for letters, inside in ((r"[\p{L}\p{M}]", r"\p{L}\p{M}"), (r"\p{L}", r"\p{L}"))
 )
 
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
@@ -70,14 +73,15 @@ class MediaShape:
     max_frames: int = 768
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer with the Qwen3.5 normaliser, split and added tokens.
+def build_tokenizer(texts: Iterable[str], vocab_size: int, split: str = SPLIT_PATTERN) -> Tokenizer:
+    """Train a byte-level BPE tokenizer with the normaliser and the added tokens of Qwen3.5.
 
     The added tokens take the highest ids. Text too poor for `vocab_size` gives fewer tokens.
 
     Args:
         texts: training text; without any, tokens are single bytes.
         vocab_size: number of ids wanted, added tokens included; at least `MIN_VOCAB_SIZE`.
+        split: pattern of words.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be at least {MIN_VOCAB_SIZE}, got {vocab_size}")
@@ -85,7 +89,7 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -123,13 +127,26 @@ def media_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
     }
 
 
-def write_tokenizer_files(path: Path, tokenizer: Tokenizer, *, max_length: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `path`."""
+def write_tokenizer_files(
+    path: Path,
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    kind: str = "Qwen3_5Tokenizer",
+    media: bool = True,
+) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `path`.
+
+    Args:
+        max_length: the model's context, in tokens.
+        kind: transformers' class.
+        media: whether the model takes any.
+    """
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     config = {
-        "tokenizer_class": "Qwen3_5Tokenizer",
-        "processor_class": "Qwen3VLProcessor",
+        "tokenizer_class": kind,
+        **({"processor_class": "Qwen3VLProcessor"} if media else {}),
         "add_prefix_space": False,
         "add_bos_token": False,
         "bos_token": None,

@@ -1,12 +1,18 @@
-"""Sizes of a Qwen3.5 checkpoint, and the config.json that goes with them."""
+"""Sizes of a checkpoint, and the config.json that goes with them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
+
+FAMILIES = {
+    "qwen3_5": "Qwen3_5",
+    "qwen3_vl": "Qwen3VL",
+    "qwen3_next": "Qwen3Next",
+}
+"""Families, and what the names of transformers' classes begin with."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -15,10 +21,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class CheckpointSpec:
     """Sizes of a checkpoint.
 
-    `num_experts > 0` makes it a mixture of experts, `vision_depth = 0` a text-only one
-    (`Qwen3_5ForCausalLM`). Raises ValueError for sizes that do not fit together.
+    `num_experts > 0` makes it a mixture of experts (Qwen3-Next always is one), `vision_depth = 0`
+    a text-only one (Qwen3-Next always is, Qwen3-VL never). Only Qwen3-VL has `deepstack_features`;
+    it has no Gated DeltaNet layers and no shared experts. Experts are in every `sparse_step`-th
+    layer behind the first `dense_layers`, but in all layers of Qwen3.5. Raises ValueError for sizes
+    that do not fit together.
     """
 
+    family: str = "qwen3_5"
     hidden_size: int = 64
     num_layers: int = 4
     intermediate_size: int = 128
@@ -36,6 +46,8 @@ class CheckpointSpec:
     experts_per_token: int = 2
     moe_intermediate_size: int = 32
     shared_intermediate_size: int = 64
+    sparse_step: int = 1
+    dense_layers: int = 0
     vision_depth: int = 2
     vision_hidden_size: int = 32
     vision_heads: int = 2
@@ -43,6 +55,7 @@ class CheckpointSpec:
     patch_size: int = 8
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
+    deepstack_features: int = 2
     num_position_embeddings: int = 64
     image_min_pixels: int = 32 * 32
     image_max_pixels: int = 512 * 512
@@ -61,10 +74,37 @@ class CheckpointSpec:
     @property
     def model_type(self) -> str:
         """transformers' name of the family."""
-        return "qwen3_5_moe" if self.num_experts else "qwen3_5"
+        moe = self.num_experts and self.family != "qwen3_next"
+        return f"{self.family}_moe" if moe else self.family
+
+    @property
+    def architecture(self) -> str:
+        """What the names of transformers' classes begin with."""
+        moe = self.model_type.endswith("_moe")
+        return FAMILIES[self.family] + ("Moe" if moe else "")
+
+    @property
+    def deepstack(self) -> list[int]:
+        """Vision layers that add features, spread evenly; none in other families."""
+        count = self.deepstack_features if self.family == "qwen3_vl" else 0
+        return [(index + 1) * self.vision_depth // (count + 1) for index in range(count)]
+
+    def has_experts(self, index: int) -> bool:
+        """Whether a layer has."""
+        if self.family == "qwen3_5" or not self.num_experts:
+            return self.num_experts > 0
+        return index >= self.dense_layers and (index + 1) % self.sparse_step == 0
 
 
 def _validate(spec: CheckpointSpec) -> None:
+    if spec.family not in FAMILIES:
+        raise ValueError(f"family must be one of {', '.join(FAMILIES)}")
+    if spec.family == "qwen3_next" and (spec.vision_depth or not spec.num_experts):
+        raise ValueError("qwen3_next has num_experts and no vision_depth")
+    if spec.family == "qwen3_vl" and not spec.vision_depth:
+        raise ValueError("qwen3_vl has a vision_depth")
+    if len(set(spec.deepstack)) < len(spec.deepstack) or len(spec.deepstack) >= spec.num_layers:
+        raise ValueError("deepstack_features must be fewer than layers, at most vision_depth")
     if spec.gdn_value_heads % spec.gdn_key_heads:
         raise ValueError("gdn_value_heads must be a multiple of gdn_key_heads")
     if spec.attention_heads % spec.kv_heads:
@@ -80,6 +120,13 @@ def _validate(spec: CheckpointSpec) -> None:
     if spec.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}")
 
+
+SMALL_SPECS = {
+    "qwen3_5": CheckpointSpec(),
+    "qwen3_vl": CheckpointSpec(family="qwen3_vl", vision_depth=3),
+    "qwen3_next": CheckpointSpec(family="qwen3_next", num_experts=8, vision_depth=0),
+}
+"""What a checkpoint of each family begins as."""
 
 BENCHMARK_SPEC = CheckpointSpec(
     hidden_size=512,
@@ -103,75 +150,10 @@ BENCHMARK_SPEC = CheckpointSpec(
 )
 """The 49M-parameter model of the benchmarks: 39M weights are read per decoded token."""
 
-
-def text_config(spec: CheckpointSpec) -> dict[str, Any]:
-    """config.json of the language model; the whole file of a text-only checkpoint."""
-    half = spec.head_dim // 8
-    config: dict[str, Any] = {
-        "model_type": f"{spec.model_type}_text",
-        "dtype": spec.dtype,
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.attention_heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "hidden_act": "silu",
-        "attn_output_gate": True,
-        "full_attention_interval": spec.full_attention_interval,
-        "linear_conv_kernel_dim": spec.conv_kernel,
-        "linear_key_head_dim": spec.gdn_key_dim,
-        "linear_value_head_dim": spec.gdn_value_dim,
-        "linear_num_key_heads": spec.gdn_key_heads,
-        "linear_num_value_heads": spec.gdn_value_heads,
-        "mamba_ssm_dtype": "float32",
-        "max_position_embeddings": spec.max_position_embeddings,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": spec.rope_theta,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [(half + 2) // 3, (half + 1) // 3, half // 3],
-            "mrope_interleaved": True,
-        },
-        "tie_word_embeddings": spec.tied_embeddings,
-    }
-    if not spec.vision_depth:
-        config["architectures"] = [_architecture(spec, "ForCausalLM")]
-    if spec.num_experts:
-        return config | {
-            "num_experts": spec.num_experts,
-            "num_experts_per_tok": spec.experts_per_token,
-            "moe_intermediate_size": spec.moe_intermediate_size,
-            "shared_expert_intermediate_size": spec.shared_intermediate_size,
-        }
-    return config | {"intermediate_size": spec.intermediate_size}
-
-
-def full_config(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint with a vision tower, but for the token ids."""
-    return {
-        "architectures": [_architecture(spec, "ForConditionalGeneration")],
-        "model_type": spec.model_type,
-        "dtype": spec.dtype,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "text_config": text,
-        "vision_config": {
-            "model_type": f"{spec.model_type}_vision",
-            "depth": spec.vision_depth,
-            "hidden_size": spec.vision_hidden_size,
-            "intermediate_size": spec.vision_intermediate_size,
-            "num_heads": spec.vision_heads,
-            "in_channels": 3,
-            "patch_size": spec.patch_size,
-            "spatial_merge_size": spec.spatial_merge_size,
-            "temporal_patch_size": spec.temporal_patch_size,
-            "out_hidden_size": spec.hidden_size,
-            "num_position_embeddings": spec.num_position_embeddings,
-            "hidden_act": "gelu_pytorch_tanh",
-        },
-    }
-
-
-def _architecture(spec: CheckpointSpec, suffix: str) -> str:
-    return ("Qwen3_5Moe" if spec.num_experts else "Qwen3_5") + suffix
+BENCHMARK_SPECS = {
+    "qwen3_5": BENCHMARK_SPEC,
+    "qwen3_vl": replace(
+        BENCHMARK_SPEC, family="qwen3_vl", intermediate_size=1600, deepstack_features=3
+    ),
+}
+"""Models of about that size, by family."""

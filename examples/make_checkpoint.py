@@ -1,7 +1,9 @@
-"""Write a random-weight Qwen3.5 checkpoint, dense or MoE, that transformers loads unchanged.
+"""Write a random-weight checkpoint, dense or MoE, that transformers loads unchanged.
 
     python examples/make_checkpoint.py /tmp/tiny --hidden-size 64 --num-layers 4
     python examples/make_checkpoint.py /tmp/tiny-moe --num-experts 8 --experts-per-token 2
+    python examples/make_checkpoint.py /tmp/tiny-vl --family qwen3_vl
+    python examples/make_checkpoint.py /tmp/tiny-next --family qwen3_next
 
 The weights are drawn so that the model is lively: every layer contributes about as much as the
 embedding, decays span short and long memories, and greedy output depends on the whole prompt.
@@ -15,7 +17,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from checkpoint_config import full_config, text_config
 from checkpoint_parts import (
+    PLAIN_SPLIT_PATTERN,
+    SPLIT_PATTERN,
     MediaShape,
     build_tokenizer,
     media_token_ids,
@@ -26,9 +31,12 @@ from checkpoint_parts import (
     write_processor_files,
     write_tokenizer_files,
 )
-from checkpoint_spec import BENCHMARK_SPEC, DTYPES, CheckpointSpec, full_config, text_config
+from checkpoint_spec import BENCHMARK_SPECS, DTYPES, FAMILIES, SMALL_SPECS, CheckpointSpec
 from random_weights import draw, entries
 from safetensors.torch import save_file
+
+_TOKENIZERS = {"qwen3_5": ("Qwen3_5Tokenizer", SPLIT_PATTERN)}
+"""Of families with one of their own: its class, and how it splits words."""
 
 
 def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Path:
@@ -38,8 +46,16 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
     """
     path, spec = Path(path), spec or CheckpointSpec()
     path.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer(sample_text(4 * spec.vocab_size, spec.seed), spec.vocab_size)
-    write_tokenizer_files(path, tokenizer, max_length=spec.max_position_embeddings)
+    kind, split = _TOKENIZERS.get(spec.family, ("Qwen2Tokenizer", PLAIN_SPLIT_PATTERN))
+    texts = sample_text(4 * spec.vocab_size, spec.seed)
+    tokenizer = build_tokenizer(texts, spec.vocab_size, split)
+    write_tokenizer_files(
+        path,
+        tokenizer,
+        max_length=spec.max_position_embeddings,
+        kind=kind,
+        media=spec.vision_depth > 0,
+    )
     write_generation_config(path, tokenizer)
     config = text_config(spec) | {"eos_token_id": token_id(tokenizer, "<|endoftext|>")}
     if spec.vision_depth:
@@ -86,21 +102,27 @@ def _write_weights(path: Path, spec: CheckpointSpec) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: one flag per field of CheckpointSpec."""
-    parser = argparse.ArgumentParser(description="Write a random-weight Qwen3.5 checkpoint.")
+    parser = argparse.ArgumentParser(description="Write a random-weight checkpoint.")
     parser.add_argument("path", type=Path, help="directory to write")
     parser.add_argument(
-        "--benchmark", action="store_true", help="start from the 49M-parameter benchmark model"
+        "--benchmark",
+        action="store_true",
+        help="start from the benchmarks' 49M-parameter model",
     )
     fields = dataclasses.fields(CheckpointSpec)
+    choices = {"dtype": list(DTYPES), "family": list(FAMILIES)}
     for field in fields:
         flag, default = "--" + field.name.replace("_", "-"), field.default
         if isinstance(default, bool):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=f"({default})")
         else:
-            kind, choices = type(default), DTYPES if field.name == "dtype" else None
-            parser.add_argument(flag, type=kind, choices=choices, help=f"({default})")
+            known = choices.get(field.name)
+            parser.add_argument(flag, type=type(default), choices=known, help=f"({default})")
     values = vars(parser.parse_args(arguments))
-    base = BENCHMARK_SPEC if values["benchmark"] else CheckpointSpec()
+    bases, family = BENCHMARK_SPECS if values["benchmark"] else SMALL_SPECS, values["family"]
+    base = bases.get(family or CheckpointSpec.family)
+    if base is None:
+        parser.error(f"there is no benchmark model of {family}")
     given = {f.name: values[f.name] for f in fields if values[f.name] is not None}
     try:
         spec = dataclasses.replace(base, **given)

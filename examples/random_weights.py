@@ -1,4 +1,4 @@
-"""Names, shapes and random values of every weight of a Qwen3.5 checkpoint."""
+"""Names, shapes and random values of every weight of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ def entries(spec: CheckpointSpec) -> Iterator[Entry]:
     hidden = spec.hidden_size
     embedding = "linear" if spec.tied_embeddings else "embedding"
     yield f"{prefix}.embed_tokens.weight", (spec.vocab_size, hidden), embedding
+    norm = "norm" if spec.family == "qwen3_vl" else "centred_norm"
     for index in range(spec.num_layers):
         layer = f"{prefix}.layers.{index}"
-        attention = (index + 1) % spec.full_attention_interval == 0
-        yield from _attention(layer, spec) if attention else _gated_delta(layer, spec)
-        yield from _experts(layer, spec) if spec.num_experts else _dense(layer, spec)
-        yield f"{layer}.input_layernorm.weight", (hidden,), "centred_norm"
-        yield f"{layer}.post_attention_layernorm.weight", (hidden,), "centred_norm"
-    yield f"{prefix}.norm.weight", (hidden,), "centred_norm"
+        if spec.family == "qwen3_vl" or (index + 1) % spec.full_attention_interval == 0:
+            yield from _attention(layer, spec)
+        else:
+            yield from _gated_delta(layer, spec)
+        yield from _experts(layer, spec) if spec.has_experts(index) else _dense(layer, spec)
+        yield f"{layer}.input_layernorm.weight", (hidden,), norm
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,), norm
+    yield f"{prefix}.norm.weight", (hidden,), norm
     if spec.vision_depth:
         yield from _vision(spec)
     if not spec.tied_embeddings:
@@ -37,10 +40,11 @@ def _gated_delta(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
     hidden, heads = spec.hidden_size, spec.gdn_value_heads
     value = heads * spec.gdn_value_dim
     mixed = 2 * spec.gdn_key_heads * spec.gdn_key_dim + value
-    yield f"{layer}.linear_attn.in_proj_qkv.weight", (mixed, hidden), "linear"
-    yield f"{layer}.linear_attn.in_proj_z.weight", (value, hidden), "linear"
-    yield f"{layer}.linear_attn.in_proj_b.weight", (heads, hidden), "linear"
-    yield f"{layer}.linear_attn.in_proj_a.weight", (heads, hidden), "linear"
+    inputs = {"qkv": mixed, "z": value, "b": heads, "a": heads}
+    if spec.family == "qwen3_next":
+        inputs = {"qkvz": mixed + value, "ba": 2 * heads}
+    for name, rows in inputs.items():
+        yield f"{layer}.linear_attn.in_proj_{name}.weight", (rows, hidden), "linear"
     yield f"{layer}.linear_attn.conv1d.weight", (mixed, 1, spec.conv_kernel), "linear"
     yield f"{layer}.linear_attn.dt_bias", (heads,), "dt_bias"
     yield f"{layer}.linear_attn.A_log", (heads,), "A_log"
@@ -49,14 +53,15 @@ def _gated_delta(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
 
 
 def _attention(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
-    hidden, dim = spec.hidden_size, spec.head_dim
+    hidden, dim, plain = spec.hidden_size, spec.head_dim, spec.family == "qwen3_vl"
     query, key = spec.attention_heads * dim, spec.kv_heads * dim
-    yield f"{layer}.self_attn.q_proj.weight", (2 * query, hidden), "linear"
+    yield f"{layer}.self_attn.q_proj.weight", (query if plain else 2 * query, hidden), "linear"
     yield f"{layer}.self_attn.k_proj.weight", (key, hidden), "linear"
     yield f"{layer}.self_attn.v_proj.weight", (key, hidden), "linear"
     yield f"{layer}.self_attn.o_proj.weight", (hidden, query), "linear"
-    yield f"{layer}.self_attn.q_norm.weight", (dim,), "sharp_norm"
-    yield f"{layer}.self_attn.k_norm.weight", (dim,), "sharp_norm"
+    for name in ("q_norm", "k_norm"):
+        rule = "sharp_norm" if plain else "sharp_centred_norm"
+        yield f"{layer}.self_attn.{name}.weight", (dim,), rule
 
 
 def _dense(layer: str, spec: CheckpointSpec, part: str = "mlp", size: int = 0) -> Iterator[Entry]:
@@ -67,10 +72,19 @@ def _dense(layer: str, spec: CheckpointSpec, part: str = "mlp", size: int = 0) -
 
 
 def _experts(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
+    """One tensor for all experts, which Qwen3-VL keeps transposed; Qwen3-Next has one for each."""
     hidden, count, size = spec.hidden_size, spec.num_experts, spec.moe_intermediate_size
     yield f"{layer}.mlp.gate.weight", (count, hidden), "router"
-    yield f"{layer}.mlp.experts.gate_up_proj", (count, 2 * size, hidden), "linear"
-    yield f"{layer}.mlp.experts.down_proj", (count, hidden, size), "linear"
+    if spec.family == "qwen3_next":
+        for expert in range(count):
+            yield from _dense(layer, spec, f"mlp.experts.{expert}", size)
+    elif spec.family == "qwen3_vl":
+        yield f"{layer}.mlp.experts.gate_up_proj", (count, hidden, 2 * size), "transposed"
+        yield f"{layer}.mlp.experts.down_proj", (count, size, hidden), "transposed"
+        return
+    else:
+        yield f"{layer}.mlp.experts.gate_up_proj", (count, 2 * size, hidden), "stacked"
+        yield f"{layer}.mlp.experts.down_proj", (count, hidden, size), "stacked"
     yield f"{layer}.mlp.shared_expert_gate.weight", (1, hidden), "linear"
     yield from _dense(layer, spec, "mlp.shared_expert", spec.shared_intermediate_size)
 
@@ -89,9 +103,11 @@ def _vision(spec: CheckpointSpec) -> Iterator[Entry]:
         yield from _biased(f"{block}.attn.proj", (dim, dim))
         yield from _biased(f"{block}.mlp.linear_fc1", (wide, dim))
         yield from _biased(f"{block}.mlp.linear_fc2", (dim, wide))
-    yield from _layer_norm(f"{tower}.merger.norm", dim)
-    yield from _biased(f"{tower}.merger.linear_fc1", (merged, merged))
-    yield from _biased(f"{tower}.merger.linear_fc2", (spec.hidden_size, merged))
+    late = [f"deepstack_merger_list.{index}" for index in range(len(spec.deepstack))]
+    for merger in ["merger", *late]:
+        yield from _layer_norm(f"{tower}.{merger}.norm", merged if merger in late else dim)
+        yield from _biased(f"{tower}.{merger}.linear_fc1", (merged, merged))
+        yield from _biased(f"{tower}.{merger}.linear_fc2", (spec.hidden_size, merged))
 
 
 def _biased(name: str, shape: tuple[int, ...]) -> Iterator[Entry]:
@@ -121,14 +137,16 @@ def draw(name: str, shape: tuple[int, ...], rule: str, seed: int) -> torch.Tenso
         return torch.log(torch.expm1(spread.exp()))
     noise = torch.randn(shape, generator=generator)
     if rule == "linear":
-        fan_in = shape[-1] if "experts" in name else math.prod(shape[1:])
-        return noise / math.sqrt(fan_in)
+        return noise / math.sqrt(math.prod(shape[1:]))
+    if rule in ("stacked", "transposed"):
+        return noise / math.sqrt(shape[-1] if rule == "stacked" else shape[-2])
     if rule == "router":
         return noise * (3.0 / math.sqrt(shape[-1]))
     offset, scale = {
         "norm": (1.0, 0.1),
         "centred_norm": (0.0, 0.1),
-        "sharp_norm": (0.5, 0.1),
+        "sharp_norm": (1.5, 0.1),
+        "sharp_centred_norm": (0.5, 0.1),
         "position": (0.0, 0.5),
         "embedding": (0.0, 1.0),
         "bias": (0.0, 0.1),

@@ -28,6 +28,17 @@ class Family:
 
 
 CHATML = Family()
+QWEN2 = Family(
+    split=(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+        r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+        r"|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+"
+        r"|\s+(?!\S)"
+        r"|\s+"
+    )
+)
 QWEN3_5 = Family(
     split=(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -41,6 +52,11 @@ QWEN3_5 = Family(
 )
 
 
+_FAMILIES = {"qwen3_5": QWEN3_5, "qwen3_vl": QWEN2, "qwen3_next": QWEN2}
+"""By what model types begin with."""
+
+
 def family_of(model_type: str) -> Family:
     """The family of a model that nobody has given one."""
-    return QWEN3_5 if model_type.startswith("qwen3_5") else CHATML
+    known = (family for name, family in _FAMILIES.items() if model_type.startswith(name))
+    return next(known, CHATML)

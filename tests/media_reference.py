@@ -20,7 +20,8 @@ def _fetch_videos(urls: Any, sample_indices_fn: Any = None) -> Any:
 def processor(path: Path) -> Any:
     """transformers' processor of a checkpoint, able to read video files."""
     found = oracle.processor(path)
-    found.video_processor.fetch_videos = _fetch_videos
+    if hasattr(found, "video_processor"):
+        found.video_processor.fetch_videos = _fetch_videos
     return found
 
 
@@ -36,16 +37,20 @@ def inputs(
     **template_kwargs: Any,
 ) -> dict[str, Any]:
     """The tensors that transformers gives its model for a conversation."""
-    output: dict[str, Any] = processor(path).apply_chat_template(
+    found = processor(path)
+    if hasattr(found, "video_processor"):  # else it is a tokenizer
+        template_kwargs |= {
+            "sanitize_control_tokens": sanitize,
+            "processor_kwargs": processor_kwargs or {},
+        }
+    output: dict[str, Any] = found.apply_chat_template(
         messages,
         tools=tools,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        sanitize_control_tokens=sanitize,
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
-        processor_kwargs=processor_kwargs or {},
         **template_kwargs,
     )
     return output

@@ -78,3 +78,22 @@ def random_ids(length: int, seed: int, vocabulary: int = 300) -> list[int]:
     """Ordinary token ids: none of the special ones, which come last in the vocabulary."""
     rng = random.Random(seed)
     return [rng.randrange(vocabulary) for _ in range(length)]
+
+
+def conversations(*, media: bool) -> dict[str, list[dict[str, Any]]]:
+    """All of them, or those without pictures and videos."""
+    plain = {name: each for name, each in CONVERSATIONS.items() if not _has_media(each)}
+    return CONVERSATIONS if media else plain | {"turns": _TURNS}
+
+
+def _has_media(conversation: list[dict[str, Any]]) -> bool:
+    parts = [part for message in conversation for part in message["content"]]
+    return any(part["type"] != "text" for part in parts if isinstance(part, dict))
+
+
+_TURNS = [
+    SYSTEM,
+    user("Which numbers come next: 2, 3, 5, 7?"),
+    assistant("11 and 13."),
+    user("And after those?"),
+]

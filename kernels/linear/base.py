@@ -67,17 +67,25 @@ class Part:
         name, shape: of the tensor; dimensions behind the rows are taken together.
         rows: which ones, in their order; all if there are none.
         index: in the first dimension, of a tensor that holds several weights.
+        transposed: whether the tensor has the weight's columns as rows.
     """
 
     name: str
     shape: tuple[int, ...]
     rows: tuple[range, ...] = ()
     index: int | None = None
+    transposed: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and columns of the whole weight."""
+        shape = self.shape if self.index is None else self.shape[1:]
+        rows, columns = shape[0], math.prod(shape[1:])
+        return (columns, rows) if self.transposed else (rows, columns)
 
     def ranges(self, shard: Shard | None) -> list[range]:
         """The rows of a shard, or all of them."""
-        shape = self.shape if self.index is None else self.shape[1:]
-        ranges = list(self.rows) or [range(shape[0])]
+        ranges = list(self.rows) or [range(self.sizes[0])]
         if shard is None or shard.axis == 1:
             return ranges
         return list(_share(ranges, shard.of(sum(map(len, ranges)))))
@@ -88,6 +96,7 @@ class Part:
         if self.index is not None:
             tensor = tensor[self.index]
         tensor = tensor.flatten(1) if tensor.ndim > 1 else tensor
+        tensor = tensor.T if self.transposed else tensor
         if shard is not None and shard.axis == 1 and tensor.ndim > 1:
             columns = shard.of(tensor.shape[1])
             tensor = tensor[:, columns.start : columns.stop]
@@ -101,8 +110,7 @@ class Part:
 def shape(parts: Sequence[Part], shard: Shard | None) -> tuple[int, int]:
     """N and K of parts one below the other."""
     columns = sum(len(rows) for part in parts for rows in part.ranges(shard))
-    one = parts[0].shape if parts[0].index is None else parts[0].shape[1:]
-    depth = math.prod(one[1:])
+    depth = parts[0].sizes[1]
     return columns, len(shard.of(depth)) if shard is not None and shard.axis == 1 else depth
 
 

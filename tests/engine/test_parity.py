@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from checkpoint_spec import CheckpointSpec
+from families import SPECS as ALL_SPECS
 from make_checkpoint import make_checkpoint
 from parity import Comparison, Messages, check, greedy
-from parity_cases import CONVERSATIONS, SYSTEM, assistant, photograph, random_ids, user
+from parity_cases import SYSTEM, assistant, conversations, photograph, random_ids, user
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
@@ -19,21 +20,34 @@ from vlm_serve.pipeline import Output, Pipeline
 TOKENS = 64
 LOGIT_ERROR = 1e-4
 SPECS = {
-    "dense": CheckpointSpec(gdn_key_heads=2, gdn_value_heads=4, kv_heads=2),
-    "dense, equal heads, one kv head": CheckpointSpec(
-        gdn_key_heads=2, gdn_value_heads=2, kv_heads=1, seed=1, tied_embeddings=True
-    ),
-    "moe, three value heads, four kv heads": CheckpointSpec(
-        gdn_key_heads=2, gdn_value_heads=6, kv_heads=4, num_experts=8, seed=2
-    ),
-    "attention alone, no state": CheckpointSpec(full_attention_interval=1, seed=3),
+    name: ALL_SPECS[name]
+    for name in (
+        "dense",
+        "dense, equal heads, one kv head",
+        "moe, three value heads, four kv heads",
+        "attention alone, no state",
+        "text",
+        "vl",
+        "vl moe, every second layer dense",
+        "next, three value heads, dense layers",
+    )
 }
+KINDS = {name: conversations(media=spec.vision_depth > 0) for name, spec in SPECS.items()}
+with_media = pytest.mark.parametrize(
+    "checkpoint", [name for name in SPECS if SPECS[name].vision_depth], indirect=True
+)
 
 
 @pytest.fixture(scope="module", params=SPECS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parity")
-    return make_checkpoint(folder, SPECS[request.param])
+    return make_checkpoint(folder / request.param.replace(" ", "-"), SPECS[request.param])
+
+
+@pytest.fixture
+def known(request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
+    """Conversations that the checkpoint can take."""
+    return KINDS[request.node.callspec.params["checkpoint"]]
 
 
 def config(**options: object) -> EngineConfig:
@@ -58,22 +72,28 @@ def expect(comparisons: list[Comparison]) -> None:
         assert comparison.logit_error <= LOGIT_ERROR
 
 
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_cold_then_identical(pipe: Pipeline, checkpoint: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [(checkpoint, name) for checkpoint, known in KINDS.items() for name in known],
+    indirect=["checkpoint"],
+)
+def test_cold_then_identical(
+    pipe: Pipeline, checkpoint: Path, known: dict[str, Any], name: str
+) -> None:
     pipe.engine.flush()
-    outputs, comparisons = check(pipe, checkpoint, [CONVERSATIONS[name]], TOKENS)
+    outputs, comparisons = check(pipe, checkpoint, [known[name]], TOKENS)
     expect(comparisons)
     assert outputs[0].usage.cached_tokens == 0
-    outputs, comparisons = check(pipe, checkpoint, [CONVERSATIONS[name]], TOKENS)
+    outputs, comparisons = check(pipe, checkpoint, [known[name]], TOKENS)
     expect(comparisons)
     hit = outputs[0]
     assert hit.usage.cached_tokens >= len(hit.prompt_token_ids) - 2 * 16
     assert hit.cache_report.media_encoded == 0 and hit.cache_report.media_decoded == 0
 
 
-def test_a_batch_of_eight(pipe: Pipeline, checkpoint: Path) -> None:
+def test_a_batch_of_eight(pipe: Pipeline, checkpoint: Path, known: dict[str, Any]) -> None:
     pipe.engine.flush()
-    prompts: list[Messages | list[int]] = [*list(CONVERSATIONS.values())[:7], random_ids(77, 1)]
+    prompts: list[Messages | list[int]] = [*list(known.values())[:7], random_ids(77, 1)]
     expect(check(pipe, checkpoint, prompts, TOKENS)[1])
 
 
@@ -82,6 +102,7 @@ def test_prompts_of_many_lengths(pipe: Pipeline, checkpoint: Path, length: int) 
     expect(check(pipe, checkpoint, [random_ids(length, seed=length)], 16)[1])
 
 
+@with_media
 def test_another_question_about_the_same_picture(pipe: Pipeline, checkpoint: Path) -> None:
     pipe.engine.flush()
     picture = photograph("coffee.png")
@@ -93,6 +114,7 @@ def test_another_question_about_the_same_picture(pipe: Pipeline, checkpoint: Pat
     assert outputs[0].cache_report.media_encoded == 0
 
 
+@with_media
 def test_a_picture_under_text_that_was_cached_without_one(pipe: Pipeline, checkpoint: Path) -> None:
     pipe.engine.flush()
     question = "What can be seen in the picture that I am about to show you, in a few words?" * 3
@@ -104,6 +126,7 @@ def test_a_picture_under_text_that_was_cached_without_one(pipe: Pipeline, checkp
     assert outputs[0].cache_report.media_encoded == 1
 
 
+@with_media
 def test_several_turns(pipe: Pipeline, checkpoint: Path) -> None:
     pipe.engine.flush()
     history = [SYSTEM, user(photograph("camera.png"), "Who is this?")]
@@ -139,12 +162,14 @@ def small(pipe: Pipeline, blocks: int, snapshots: int) -> EngineConfig:
     return config(cache_memory=total, prefix_cache_state_budget=snapshots)
 
 
-def test_after_eviction(pipe: Pipeline, checkpoint: Path) -> None:
+def test_after_eviction(pipe: Pipeline, checkpoint: Path, known: dict[str, Any]) -> None:
     """A pool for one and a half conversations: everything is evicted again and again."""
-    names = ["one image", "several turns", "text", "one image", "several turns", "text"]
-    with Pipeline(checkpoint, small(pipe, 110, 4)) as crowded:
-        for name in names:
-            expect(check(crowded, checkpoint, [CONVERSATIONS[name]], 16)[1])
+    names, blocks = ["one image", "several turns", "text"], 110
+    if "one image" not in known:
+        names, blocks = list(known), 62
+    with Pipeline(checkpoint, small(pipe, blocks, 4)) as crowded:
+        for name in names * 2:
+            expect(check(crowded, checkpoint, [known[name]], 16)[1])
         evictions = crowded.engine.stats()["cache"]["evictions"]
         assert evictions["kv"]
         assert bool(evictions.get("snapshot")) == bool(crowded.engine.memory.snapshot_bytes)
@@ -159,17 +184,21 @@ def test_after_preemption(pipe: Pipeline, checkpoint: Path, snapshots: int) -> N
         assert crowded.engine.stats()["num_preemptions"] > 0
 
 
-def test_a_budget_smaller_than_the_prompt(checkpoint: Path) -> None:
+def test_a_budget_smaller_than_the_prompt(checkpoint: Path, known: dict[str, Any]) -> None:
     options = {"max_num_batched_tokens": 32, "max_num_seqs": 4}
+    longest = known["one image" if "one image" in known else "words"]
     with Pipeline(checkpoint, config(**options)) as pipe:
-        expect(check(pipe, checkpoint, [CONVERSATIONS["one image"], random_ids(300, 3)], 16)[1])
+        expect(check(pipe, checkpoint, [longest, random_ids(300, 3)], 16)[1])
 
 
-def test_nan_in_everything_freed_reaches_no_result(pipe: Pipeline, checkpoint: Path) -> None:
+@with_media
+def test_nan_in_everything_freed_reaches_no_result(
+    pipe: Pipeline, checkpoint: Path, known: dict[str, Any]
+) -> None:
     parts = build(str(checkpoint), small(pipe, 110, 4), poison=True)
     with Pipeline.from_engine(Engine(parts)) as poisoned:
         for name in ("one image", "several turns", "one image", "text", "several turns"):
-            expect(check(poisoned, checkpoint, [CONVERSATIONS[name]], 16)[1])
+            expect(check(poisoned, checkpoint, [known[name]], 16)[1])
 
 
 def test_choices_fork_from_one_prompt(pipe: Pipeline) -> None:

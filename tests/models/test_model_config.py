@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_spec import CheckpointSpec, full_config, text_config
+from checkpoint_config import full_config, text_config
+from checkpoint_spec import CheckpointSpec
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.parts.attention import Attention
@@ -180,7 +181,7 @@ def test_unsupported_configs_are_named(config: dict[str, Any], complaint: str) -
     ("changes", "complaint"),
     [
         ({"hidden_act": "relu"}, "hidden_act"),
-        ({"deepstack_visual_indexes": [1]}, "deepstack"),
+        ({"deepstack_visual_indexes": [1]}, r"deepstack_visual_indexes \[1\]"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type"),
         ({"num_heads": 3}, "multiple of 4"),
         ({"patch_size": 0}, "patch_size in config.json must be a positive integer"),

@@ -114,7 +114,7 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     fetcher = tiers.fetcher if tiers is not None else None
     media = MediaPlanner(
         EmbeddingCache(EMBEDDING_CACHE_BYTES),
-        spec.hidden_size * types.vision.itemsize,
+        spec.embedding_width * types.vision.itemsize,
     )
     return EngineParts(
         config=replace(

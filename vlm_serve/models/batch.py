@@ -20,8 +20,8 @@ class ForwardBatch:
         slots: int64 `[T]`, `block * block_size + offset` where a token's K and V are written;
             -1: not written (its block is shared and already holds them).
         decode, prefill, verify: None where the step has no such tokens.
-        media: (offset into the T tokens, `[n, hidden]` embeddings) pairs that replace the
-            placeholder tokens' embeddings.
+        media: (offset into the T tokens, `[n, embedding_width]`) pairs: what replaces the
+            placeholder tokens' embeddings, and what the first layers add to the residual.
         logit_rows: int64 `[R]`, the tokens whose logits are wanted.
         deterministic: pad GEMMs and tile attention so that a row's bits do not depend on the batch.
         capture_experts: also return the routed expert ids (MoE models only).

@@ -88,6 +88,13 @@ class Config:
         if value != expected:
             raise CheckpointError(f"{name} {value!r} is not supported, only {expected!r}")
 
+    def allow(self, name: str, *values: object) -> None:
+        """Refuses a model in which a field has another value than these, if the file has it."""
+        value = self.raw.get(name)
+        if value is not None and value not in values:
+            named = f", only {values[0]!r}" if values[0] is not None else ""
+            raise CheckpointError(f"{name} {value!r} is not supported{named}")
+
     def section(self, name: str) -> Config:
         """A part that is an object of its own."""
         value = self.given(name)

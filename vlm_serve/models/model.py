@@ -113,11 +113,14 @@ class Model:
         spec, program = self.spec, Program(self.dtype, self.spec.hidden_size)
         eps = spec.norm.eps
         program.rotate(self._inv_freq, axes(len(self._inv_freq), spec.rope.sections))
-        for layer, cache in zip(self._decoder.layers, self._bind(caches), strict=True):
+        layers = zip(self._decoder.layers, self._bind(caches), strict=True)
+        for index, (layer, cache) in enumerate(layers):
             program.norm(layer.input_norm, eps)
             layer.mixer.lower(program, cache, last=layer is self._decoder.layers[-1])
             program.norm(layer.post_norm, eps)
             layer.feed_forward.lower(program)
+            if index < spec.media_features:
+                program.features(index)
         program.keep(program.normed, 0, reporting=True)
         program.norm(self._decoder.norm, eps)
         program.logits(self._decoder.head)
@@ -150,9 +153,16 @@ class Model:
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self._decoder.embedding).to(self.dtype)
-        for offset, embedding in batch.media:
-            x[offset : offset + embedding.shape[0]] = embedding
+        for offset, rows in batch.media:
+            x[offset : offset + rows.shape[0]] = rows[:, : self.spec.hidden_size]
         return x
+
+    def _add_features(self, x: torch.Tensor, batch: ForwardBatch, index: int) -> None:
+        """What media add to the residual behind the layer of that index."""
+        hidden = self.spec.hidden_size
+        for offset, rows in batch.media:
+            first = (1 + index) * hidden
+            x[offset : offset + rows.shape[0]] += rows[:, first : first + hidden]
 
     def _by_ops(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
         x, layers, eps = self._embed(batch), self._decoder.layers, self.spec.norm.eps
@@ -167,7 +177,7 @@ class Model:
             deterministic=batch.deterministic,
         )
         routed: list[torch.Tensor] = []
-        for layer, cache in zip(layers, self._bind(caches), strict=True):
+        for index, (layer, cache) in enumerate(zip(layers, self._bind(caches), strict=True)):
             # Behind the last token mixer only the rows with wanted logits matter.
             last = layer is layers[-1] and not batch.capture_experts
             keep = batch.logit_rows if last else None
@@ -175,6 +185,8 @@ class Model:
             x, ids = layer.feed_forward.apply(rms_norm(x, layer.post_norm, eps), x, step)
             if ids is not None:
                 routed.append(ids)
+            if index < self.spec.media_features:
+                self._add_features(x, batch, index)
         if batch.capture_experts:
             x = x[batch.logit_rows]
         last_normed = rms_norm(x, self._decoder.norm, eps)

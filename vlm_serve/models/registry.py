@@ -17,6 +17,9 @@ FAMILIES = {
     "qwen3_5_text": "vlm_serve.models.families.qwen3_5",
     "qwen3_5_moe": "vlm_serve.models.families.qwen3_5",
     "qwen3_5_moe_text": "vlm_serve.models.families.qwen3_5",
+    "qwen3_vl": "vlm_serve.models.families.qwen3_vl",
+    "qwen3_vl_moe": "vlm_serve.models.families.qwen3_vl",
+    "qwen3_next": "vlm_serve.models.families.qwen3_next",
 }
 """Model types, and the modules whose `spec(Config) -> ModelSpec` knows them."""
 

@@ -27,7 +27,9 @@ class Rope:
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """The vision tower. `num_positions` is a square: the learned grid of position embeddings."""
+    """The vision tower. `num_positions` is a square: the learned grid of position embeddings.
+    `deepstack` lists the layers, ascending, behind which a merger of its own makes features that
+    are added to the residual behind the decoder's first layers, one after the other."""
 
     depth: int
     hidden_size: int
@@ -40,6 +42,7 @@ class VisionSpec:
     out_hidden_size: int
     num_positions: int
     rope_theta: float
+    deepstack: tuple[int, ...] = ()
 
     @property
     def patch_dim(self) -> int:
@@ -93,6 +96,16 @@ class ModelSpec:
     def expert_layers(self) -> int:
         """Number of layers with routed experts."""
         return sum(layer.feed_forward.routing is not None for layer in self.layers)
+
+    @property
+    def media_features(self) -> int:
+        """Decoder layers behind which media add features."""
+        return 0 if self.vision is None else len(self.vision.deepstack)
+
+    @property
+    def embedding_width(self) -> int:
+        """Numbers that stand for a token of a medium: its embedding, then its features."""
+        return (1 + self.media_features) * self.hidden_size
 
     def cache_layout(self, ranks: int = 1) -> CacheLayout:
         """The pools that one of `ranks` ranks holds.

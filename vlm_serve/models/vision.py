@@ -41,9 +41,19 @@ class VisionBlock:
     fc2: Linear
 
 
+@dataclass(frozen=True, slots=True)
+class Merger:
+    """Squares of patches to tokens. `norm` is of patches, or of squares where `late`."""
+
+    norm: Affine
+    fc1: Linear
+    fc2: Linear
+    late: bool
+
+
 class VisionTower:
-    """The tower of Qwen3.5 (transformers' Qwen3_5VisionModel): attention within one temporal patch,
-    interpolated absolute positions, axial rotary embedding, 2x2 merger.
+    """The tower of Qwen3-VL and Qwen3.5 (transformers' Qwen3VLVisionModel): attention within one
+    temporal patch, interpolated absolute positions, axial rotary embedding, 2x2 mergers.
 
     Args:
         config: sizes.
@@ -60,10 +70,11 @@ class VisionTower:
         self._patch_embed = reader.patch_embed()
         self._positions = reader.positions()
         self._blocks = tuple(reader.block(index) for index in range(config.depth))
-        self._merger_norm = reader.norm("merger.norm")
-        merged = config.hidden_size * config.merge_size**2
-        self._merger_fc1 = reader.projection("merger.linear_fc1", merged, merged)
-        self._merger_fc2 = reader.projection("merger.linear_fc2", config.out_hidden_size, merged)
+        self._merger = reader.merger("merger", late=False)
+        self._deepstack = tuple(
+            reader.merger(f"deepstack_merger_list.{index}", late=True)
+            for index in range(len(config.deepstack))
+        )
         self._grid_tensors = lru_cache(_REMEMBERED_GRIDS)(self._compute_grid_tensors)
 
     @torch.inference_mode()
@@ -79,7 +90,8 @@ class VisionTower:
             deterministic: equal to the last bit, not only in value.
 
         Returns:
-            `[h * w / merge**2, hidden]` in the model's dtype for each grid.
+            `[h * w / merge**2, embedding_width]` in the model's dtype for each grid: embeddings,
+            and features of every deepstack layer behind them.
         """
         sizes = [height * width for _, height, width in grids]
         assert all(frames == 1 for frames, _, _ in grids), "one temporal patch per grid"
@@ -92,10 +104,16 @@ class VisionTower:
         x = self._patch_embed(patches, plus=positions, deterministic=deterministic)
         # [n, 1, 1, d]: the same angles for queries, keys and every head.
         angles = (cos[:, None, None], sin[:, None, None])
-        for block in self._blocks:
+        mergers = dict(zip(self._config.deepstack, self._deepstack, strict=True))
+        features = []
+        for index, block in enumerate(self._blocks):
             x = self._attention(block, x, angles, sizes, deterministic)
             x = self._mlp(block, x, deterministic)
-        merged = self._merge(x, deterministic)
+            if index in mergers:
+                features.append(self._merge(mergers[index], x, deterministic))
+        merged = self._merge(self._merger, x, deterministic)
+        if features:
+            merged = torch.cat([merged, *features], dim=1)
         rows = [size // self._config.merge_size**2 for size in sizes]
         return list(torch.split_with_sizes(merged, rows))
 
@@ -118,11 +136,12 @@ class VisionTower:
         hidden = block.fc1(normed, activation="gelu_tanh", deterministic=deterministic)
         return block.fc2(hidden, plus=x, deterministic=deterministic)
 
-    def _merge(self, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
-        rows = x.shape[0] // self._config.merge_size**2
-        squares = _layer_norm(x, self._merger_norm).view(rows, -1)
-        hidden = self._merger_fc1(squares, activation="gelu", deterministic=deterministic)
-        return self._merger_fc2(hidden, deterministic=deterministic)
+    def _merge(self, merger: Merger, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
+        shape = (x.shape[0] // self._config.merge_size**2, -1)
+        late = merger.late
+        normed = _layer_norm(x.view(shape) if late else x, merger.norm).view(shape)
+        hidden = merger.fc1(normed, activation="gelu", deterministic=deterministic)
+        return merger.fc2(hidden, deterministic=deterministic)
 
     def _compute_grid_tensors(
         self, height: int, width: int
@@ -152,8 +171,8 @@ class _Reader:
         kernel = (config.in_channels, config.temporal_patch_size, *[config.patch_size] * 2)
         return self._load("patch_embed.proj", (config.hidden_size, *kernel))
 
-    def norm(self, name: str) -> Affine:
-        shape, name = (self._config.hidden_size,), self._prefix + name
+    def norm(self, name: str, size: int | None = None) -> Affine:
+        shape, name = (size or self._config.hidden_size,), self._prefix + name
         weight = self._source.tensor(f"{name}.weight", shape)
         return Affine(weight, self._source.tensor(f"{name}.bias", shape))
 
@@ -164,6 +183,15 @@ class _Reader:
         name = self._prefix + name
         bias = [Part(f"{name}.bias", shape[:1])]
         return self._source.linear(Part(f"{name}.weight", shape), bias=bias)
+
+    def merger(self, name: str, *, late: bool) -> Merger:
+        merged = self._config.hidden_size * self._config.merge_size**2
+        return Merger(
+            norm=self.norm(f"{name}.norm", merged if late else None),
+            fc1=self.projection(f"{name}.linear_fc1", merged, merged),
+            fc2=self.projection(f"{name}.linear_fc2", self._config.out_hidden_size, merged),
+            late=late,
+        )
 
     def block(self, index: int) -> VisionBlock:
         hidden, wide = self._config.hidden_size, self._config.intermediate_size

@@ -86,6 +86,13 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """As the checkpoint has it; None if it has no such tensor."""
+        file = self._files.get(name)
+        if file is None:
+            return None
+        return tuple(file.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
+
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """A tensor as it lies in its file, read-only memory that is paged in when touched."""
         if name not in self._files:

@@ -61,6 +61,10 @@ class Loader(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor, as the checkpoint has it; None if it has none."""
+        ...
+
     def linear(self, *parts: Part, bias: list[Part] | None = None) -> Linear:
         """Rows of several tensors below each other, as one projection."""
         ...

@@ -6,7 +6,7 @@ Numerics follow transformers' Qwen3_5MLP and Qwen3_5MoeSparseMoeBlock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,11 +60,13 @@ class LoadedMlp(LoadedFeedForward):
 
 @dataclass(frozen=True, slots=True)
 class Experts(FeedForward):
-    """Experts of `size`, and a shared one of `shared`, 0 for none."""
+    """Experts of `size`, and a shared one of `shared`, 0 for none. `transposed`: checkpoints keep
+    the columns of the routed ones as rows."""
 
     routed: Routing
     size: int
     shared: int
+    transposed: bool = False
     name: str = "mlp"
 
     @property
@@ -93,15 +95,16 @@ class Experts(FeedForward):
         tensor, or expert by expert."""
         size, count = self.size, self.routing.num_experts
         if f"{name}.gate_up_proj" in source:
-            both, down = (count, 2 * size, hidden), (count, hidden, size)
+            both = self._stored(source, f"{name}.gate_up_proj", (count, 2 * size, hidden))
+            down = self._stored(source, f"{name}.down_proj", (count, hidden, size))
             halves = (range(size), range(size, 2 * size))
             return (
                 [
-                    Part(f"{name}.gate_up_proj", both, (half,), expert)
+                    replace(both, rows=(half,), index=expert)
                     for expert in range(count)
                     for half in halves
                 ],
-                [Part(f"{name}.down_proj", down, index=expert) for expert in range(count)],
+                [replace(down, index=expert) for expert in range(count)],
             )
         return (
             [
@@ -111,6 +114,11 @@ class Experts(FeedForward):
             ],
             [Part(f"{name}.{expert}.down_proj.weight", (hidden, size)) for expert in range(count)],
         )
+
+    def _stored(self, source: Loader, name: str, shape: tuple[int, int, int]) -> Part:
+        """All experts' weights. As transformers has it, a shape that fits is never transposed."""
+        turned = self.transposed and source.shape_of(name) != shape
+        return Part(name, (shape[0], shape[2], shape[1]) if turned else shape, transposed=turned)
 
 
 def _apart(source: Loader, parts: list[Part]) -> tuple[Linear, ...]:

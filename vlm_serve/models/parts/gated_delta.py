@@ -6,7 +6,7 @@ bfloat16 that here stays in a register, ours is the more exact one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,13 +39,15 @@ _MOST_SHARED = constant("MOST_SHARED")
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta(Mixer):
-    """Sizes. `name` begins its tensors' names inside of a layer."""
+    """Sizes. `interleaved`: the checkpoint keeps the rows of query, key, value and z together for
+    each key head, and those of b and a. `name` begins its tensors' names inside of a layer."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
+    interleaved: bool = False
     name: str = "linear_attn"
 
     @property
@@ -74,12 +76,9 @@ class GatedDelta(Mixer):
     def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedGatedDelta:
         name, heads, values = f"{layer}.{self.name}", self.value_heads, self.values
         conv = source.tensor(f"{name}.conv1d.weight", (self.channels, 1, self.taps))
-        rows = {"qkv": self.channels, "z": values, "b": heads, "a": heads}
         return LoadedGatedDelta(
             sizes=self,
-            in_proj=source.linear(
-                *(Part(f"{name}.in_proj_{part}.weight", (n, hidden)) for part, n in rows.items())
-            ),
+            in_proj=source.linear(*self._input(f"{name}.in_proj_{{}}.weight", hidden)),
             conv=conv.squeeze(1),
             neg_decay=-source.tensor(f"{name}.A_log", (heads,)).float().exp(),
             dt_bias=source.tensor(f"{name}.dt_bias", (heads,)).float(),
@@ -87,6 +86,23 @@ class GatedDelta(Mixer):
             out_proj=source.linear(Part(f"{name}.out_proj.weight", (hidden, values))),
             eps=norm.eps,
         )
+
+    def _input(self, name: str, hidden: int) -> Iterator[Part]:
+        """Rows of query, key, value, z, b and a, in this order, each of all heads."""
+        heads, values = self.value_heads, self.values
+        if not self.interleaved:
+            for kind, count in ("qkv", self.channels), ("z", values), ("b", heads), ("a", heads):
+                yield Part(name.format(kind), (count, hidden))
+            return
+        shared, own = heads // self.key_heads, values // self.key_heads
+        for kind, widths in ("qkvz", (self.key_dim, self.key_dim, own, own)), ("ba", (shared,) * 2):
+            group, first = sum(widths), 0
+            count = self.key_heads * group
+            for width in widths:
+                starts = range(first, count, group)
+                rows = tuple(range(start, start + width) for start in starts)
+                yield Part(name.format(kind), (count, hidden), rows)
+                first += width
 
 
 @dataclass(frozen=True, slots=True)

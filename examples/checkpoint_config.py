@@ -1,0 +1,112 @@
+"""The config.json of a random checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from checkpoint_spec import CheckpointSpec
+
+
+def text_config(spec: CheckpointSpec) -> dict[str, Any]:
+    """config.json of the language model; the whole file of a text-only checkpoint."""
+    kind = spec.model_type if spec.family == "qwen3_next" else f"{spec.model_type}_text"
+    config: dict[str, Any] = {
+        "model_type": kind,
+        "dtype": spec.dtype,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.attention_heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rms_norm_eps": 1e-6,
+        **_rotation(spec),
+        "tie_word_embeddings": spec.tied_embeddings,
+    }
+    if not spec.vision_depth:
+        config["architectures"] = [f"{spec.architecture}ForCausalLM"]
+    if spec.family != "qwen3_vl":
+        config |= _gated_delta(spec)
+    return config | (_experts(spec) if spec.num_experts else {}) | _dense(spec)
+
+
+def _rotation(spec: CheckpointSpec) -> dict[str, Any]:
+    """In the place and form in which each family's published files have it."""
+    if spec.family == "qwen3_next":
+        return {"rope_theta": spec.rope_theta, "rope_scaling": None, "partial_rotary_factor": 0.25}
+    half = spec.head_dim // (2 if spec.family == "qwen3_vl" else 8)
+    kind = {
+        "rope_type": "default",
+        "mrope_section": [(half + 2) // 3, (half + 1) // 3, half // 3],
+        "mrope_interleaved": True,
+    }
+    if spec.family == "qwen3_vl":
+        return {"rope_theta": spec.rope_theta, "rope_scaling": kind}
+    share = {"rope_theta": spec.rope_theta, "partial_rotary_factor": 0.25}
+    return {"rope_parameters": kind | share}
+
+
+def _gated_delta(spec: CheckpointSpec) -> dict[str, Any]:
+    gated = {"attn_output_gate": True} if spec.family == "qwen3_5" else {}
+    return gated | {
+        "full_attention_interval": spec.full_attention_interval,
+        "linear_conv_kernel_dim": spec.conv_kernel,
+        "linear_key_head_dim": spec.gdn_key_dim,
+        "linear_value_head_dim": spec.gdn_value_dim,
+        "linear_num_key_heads": spec.gdn_key_heads,
+        "linear_num_value_heads": spec.gdn_value_heads,
+        "mamba_ssm_dtype": "float32",
+    }
+
+
+def _experts(spec: CheckpointSpec) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "num_experts": spec.num_experts,
+        "num_experts_per_tok": spec.experts_per_token,
+        "moe_intermediate_size": spec.moe_intermediate_size,
+    }
+    if spec.family != "qwen3_vl":
+        config["shared_expert_intermediate_size"] = spec.shared_intermediate_size
+    if spec.family != "qwen3_5":
+        config |= {
+            "norm_topk_prob": True,
+            "decoder_sparse_step": spec.sparse_step,
+            "mlp_only_layers": list(range(spec.dense_layers)),
+        }
+    return config
+
+
+def _dense(spec: CheckpointSpec) -> dict[str, Any]:
+    if all(map(spec.has_experts, range(spec.num_layers))):
+        return {}
+    return {"intermediate_size": spec.intermediate_size}
+
+
+def full_config(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a checkpoint with a vision tower, but for the token ids."""
+    vision = {
+        "model_type": f"{spec.model_type}_vision",
+        "depth": spec.vision_depth,
+        "hidden_size": spec.vision_hidden_size,
+        "intermediate_size": spec.vision_intermediate_size,
+        "num_heads": spec.vision_heads,
+        "in_channels": 3,
+        "patch_size": spec.patch_size,
+        "spatial_merge_size": spec.spatial_merge_size,
+        "temporal_patch_size": spec.temporal_patch_size,
+        "out_hidden_size": spec.hidden_size,
+        "num_position_embeddings": spec.num_position_embeddings,
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+    if spec.family == "qwen3_vl":
+        vision["deepstack_visual_indexes"] = spec.deepstack
+    return {
+        "architectures": [f"{spec.architecture}ForConditionalGeneration"],
+        "model_type": spec.model_type,
+        "dtype": spec.dtype,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "text_config": text,
+        "vision_config": vision,
+    }

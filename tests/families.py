@@ -1,0 +1,73 @@
+"""Random checkpoints of every model type that can be served, in shapes that differ where families
+have their traps: groups of heads, dense layers among experts, features of the vision tower."""
+
+from __future__ import annotations
+
+from checkpoint_spec import CheckpointSpec
+
+Shapes = dict[str, CheckpointSpec]
+
+_QWEN3_5: Shapes = {
+    "dense": CheckpointSpec(gdn_key_heads=2, gdn_value_heads=4, kv_heads=2),
+    "dense, equal heads, one kv head": CheckpointSpec(
+        gdn_key_heads=2, gdn_value_heads=2, kv_heads=1, seed=1, tied_embeddings=True
+    ),
+    "attention alone, no state": CheckpointSpec(full_attention_interval=1, seed=3),
+}
+_QWEN3_5_MOE: Shapes = {
+    "moe, three value heads, four kv heads": CheckpointSpec(
+        gdn_key_heads=2, gdn_value_heads=6, kv_heads=4, num_experts=8, seed=2
+    ),
+}
+_TEXT: Shapes = {
+    "text": CheckpointSpec(vision_depth=0, seed=4),
+    "text, tied": CheckpointSpec(vision_depth=0, gdn_value_heads=2, tied_embeddings=True, seed=5),
+}
+_MOE_TEXT: Shapes = {
+    "text, moe": CheckpointSpec(vision_depth=0, num_experts=8, seed=6),
+    "text, moe, three value heads": CheckpointSpec(
+        vision_depth=0, num_experts=4, experts_per_token=3, gdn_value_heads=6, seed=7
+    ),
+}
+_QWEN3_VL: Shapes = {
+    "vl": CheckpointSpec(family="qwen3_vl", vision_depth=3, seed=8),
+    "vl, tied, one feature, one kv head": CheckpointSpec(
+        family="qwen3_vl", deepstack_features=1, kv_heads=1, tied_embeddings=True, seed=9
+    ),
+    "vl, features behind all layers but the last": CheckpointSpec(
+        family="qwen3_vl", vision_depth=4, deepstack_features=3, attention_heads=6, seed=10
+    ),
+}
+_QWEN3_VL_MOE: Shapes = {
+    "vl moe": CheckpointSpec(family="qwen3_vl", vision_depth=3, num_experts=8, seed=11),
+    "vl moe, every second layer dense": CheckpointSpec(
+        family="qwen3_vl", num_experts=6, num_layers=6, sparse_step=2, dense_layers=2, seed=12
+    ),
+}
+_QWEN3_NEXT: Shapes = {
+    "next": CheckpointSpec(family="qwen3_next", vision_depth=0, num_experts=8, seed=13),
+    "next, three value heads, dense layers": CheckpointSpec(
+        family="qwen3_next",
+        vision_depth=0,
+        num_experts=4,
+        num_layers=8,
+        sparse_step=2,
+        dense_layers=2,
+        gdn_value_heads=6,
+        gdn_value_dim=32,
+        seed=14,
+    ),
+}
+
+FAMILIES: dict[str, Shapes] = {
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5_MOE,
+    "qwen3_5_text": _TEXT,
+    "qwen3_5_moe_text": _MOE_TEXT,
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": _QWEN3_VL_MOE,
+    "qwen3_next": _QWEN3_NEXT,
+}
+"""By model type, as the registry has them."""
+
+SPECS: Shapes = {name: spec for shapes in FAMILIES.values() for name, spec in shapes.items()}

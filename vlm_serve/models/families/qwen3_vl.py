@@ -1,0 +1,47 @@
+"""Qwen3-VL and Qwen3-VL-MoE: attention alone, without gates, and a vision tower whose middle layers
+add features behind the decoder's first ones."""
+
+from __future__ import annotations
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models.config import Config
+from vlm_serve.models.families import shared
+from vlm_serve.models.parts.base import FeedForward, Norm
+from vlm_serve.models.spec import LayerSpec, ModelSpec
+from vlm_serve.preprocess.family import QWEN2
+
+
+def spec(config: Config) -> ModelSpec:
+    """The model of a config.json, dense or MoE."""
+    text = config.section("text_config")
+    text.expect("hidden_act", "silu")
+    text.allow("attn_output_gate", False)
+    mixer = shared.attention(text, gated=False)
+    layers = [LayerSpec(mixer, each) for each in _feed_forwards(config, text)]
+    for each in text.raw.get("layer_types") or ():
+        if each != "full_attention":
+            raise CheckpointError(f"layer type {each!r} is not supported")
+    tower = shared.vision(config.section("vision_config"), deepstack=True)
+    if len(tower.deepstack) >= len(layers):
+        raise CheckpointError(
+            f"deepstack_visual_indexes {list(tower.deepstack)} are too many for "
+            f"num_hidden_layers {len(layers)}"
+        )
+    return ModelSpec(
+        hidden_size=text.size("hidden_size"),
+        vocab_size=text.size("vocab_size"),
+        max_position_embeddings=text.size("max_position_embeddings"),
+        layers=tuple(layers),
+        norm=Norm(text.positive("rms_norm_eps"), centred=False),
+        rope=shared.rope(text, partial=False, sections=True),
+        tied_embeddings=shared.tied_embeddings(config, text),
+        vision=tower,
+        dtype=config.dtype(text),
+        family=QWEN2,
+    )
+
+
+def _feed_forwards(config: Config, text: Config) -> list[FeedForward]:
+    if config.raw["model_type"] == "qwen3_vl":
+        return [shared.mlp(text)] * text.size("num_hidden_layers")
+    return shared.sparse_layers(text, shared.experts(text, shared=False, transposed=True))

@@ -1,0 +1,160 @@
+"""What the config.json of several of Qwen's families have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models.config import Config
+from vlm_serve.models.parts.attention import Attention
+from vlm_serve.models.parts.base import FeedForward, Routing
+from vlm_serve.models.parts.feed_forward import Experts, Mlp
+from vlm_serve.models.parts.gated_delta import GatedDelta
+from vlm_serve.models.spec import Rope, VisionSpec
+
+
+def tied_embeddings(config: Config, text: Config) -> bool:
+    """transformers reads the outer switch; older files carry only the inner one."""
+    for section in (config, text):
+        if "tie_word_embeddings" in section.raw:
+            return bool(section.raw["tie_word_embeddings"])
+    return bool(config.value("tie_word_embeddings"))
+
+
+def layer_types(text: Config, known: Mapping[str, Any]) -> list[str]:
+    """The kind of every layer's token mixer."""
+    count = text.size("num_hidden_layers")
+    if not text.raw.get("layer_types"):
+        text.size("full_attention_interval")
+    given = list(text.raw.get("layer_types") or text.value("layer_types"))
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise CheckpointError(f"layer type {unknown[0]!r} is not supported")
+    if len(given) < count:
+        raise CheckpointError(f"layer_types names {len(given)} layers of {count}")
+    return given[:count]
+
+
+def attention(text: Config, *, gated: bool) -> Attention:
+    """Attention over all keys."""
+    if text.raw.get("use_sliding_window") is not False:
+        text.allow("use_sliding_window", None)
+        text.allow("sliding_window", None)
+    sizes = Attention(
+        heads=text.size("num_attention_heads"),
+        kv_heads=text.size("num_key_value_heads"),
+        head_dim=text.size("head_dim"),
+        gated=gated,
+        bias=bool(text.value("attention_bias")),
+    )
+    _check_groups("num_attention_heads", sizes.heads, sizes.kv_heads)
+    return sizes
+
+
+def gated_delta(text: Config, *, interleaved: bool = False) -> GatedDelta:
+    """A Gated DeltaNet mixer."""
+    sizes = GatedDelta(
+        key_heads=text.size("linear_num_key_heads"),
+        value_heads=text.size("linear_num_value_heads"),
+        key_dim=text.size("linear_key_head_dim"),
+        value_dim=text.size("linear_value_head_dim"),
+        taps=text.size("linear_conv_kernel_dim"),
+        interleaved=interleaved,
+    )
+    _check_groups("linear_num_value_heads", sizes.value_heads, sizes.key_heads)
+    return sizes
+
+
+def _check_groups(name: str, heads: int, key_heads: int) -> None:
+    if heads % key_heads:
+        raise CheckpointError(f"{name} {heads} is no multiple of its {key_heads} key heads")
+
+
+def mlp(text: Config) -> Mlp:
+    """A dense feed-forward."""
+    return Mlp(text.size("intermediate_size"))
+
+
+def experts(text: Config, *, shared: bool, transposed: bool = False) -> Experts:
+    """Routed experts, the weights of a token's adding up to 1."""
+    text.allow("norm_topk_prob", True)
+    routing = Routing(text.size("num_experts"), text.size("num_experts_per_tok"))
+    if routing.top_k > routing.num_experts:
+        raise CheckpointError(
+            f"num_experts_per_tok {routing.top_k} exceeds {routing.num_experts} experts"
+        )
+    beside = text.size("shared_expert_intermediate_size") if shared else 0
+    return Experts(routing, text.size("moe_intermediate_size"), beside, transposed=transposed)
+
+
+def sparse_layers(text: Config, sparse: Experts) -> list[FeedForward]:
+    """Experts in every layer but those that the file wants dense."""
+    step, dense = text.size("decoder_sparse_step"), text.given("mlp_only_layers")
+    if not isinstance(dense, Sequence) or not all(isinstance(index, int) for index in dense):
+        raise CheckpointError(f"mlp_only_layers {dense!r} is no list of layers")
+    count = text.size("num_hidden_layers")
+    routed = [index not in dense and (index + 1) % step == 0 for index in range(count)]
+    return [sparse if chosen else mlp(text) for chosen in routed]
+
+
+def rope(text: Config, *, partial: bool, sections: bool) -> Rope:
+    """Rotation of a part of each head or of all of it, by positions on three axes or on one."""
+    scaled = text.raw.get("rope_parameters") or text.raw.get("rope_scaling")
+    fields = text.inlined("rope_parameters", "rope_scaling") if scaled or sections else text
+    kind = fields.raw.get("rope_type", fields.raw.get("type"))
+    if kind not in ("default", None):
+        raise CheckpointError(f"rope_type {kind!r} is not supported, only 'default'")
+    if not partial:
+        fields.allow("partial_rotary_factor", 1)
+    share = fields.positive("partial_rotary_factor") if partial else 1
+    whole, theta = text.size("head_dim"), fields.positive("rope_theta")
+    dims = int(whole * share)
+    fits = 0 < dims <= whole and dims % 2 == 0
+    if not sections:
+        if not fits:
+            raise CheckpointError(f"partial_rotary_factor {share} does not fit head_dim {whole}")
+        return Rope(theta, dims, (dims // 2, 0, 0))
+    fields.allow("mrope_interleaved", True)
+    axes = tuple(fields.given("mrope_section"))
+    if len(axes) != 3 or not fits:
+        raise CheckpointError(f"mrope_section {list(axes)} does not fit {dims} dims")
+    return Rope(theta, dims, (axes[0], axes[1], axes[2]))
+
+
+def vision(config: Config, *, deepstack: bool) -> VisionSpec:
+    """A vision tower; `deepstack`: its layers may add features to the decoder's."""
+    config.expect("hidden_act", "gelu_pytorch_tanh")
+    # No published file has it: transformers' value is the model's.
+    angles = config.value("rope_parameters")
+    if angles["rope_type"] != "axial":
+        raise CheckpointError(f"rope_type {angles['rope_type']!r} is not supported, only 'axial'")
+    if not deepstack and config.raw.get("deepstack_visual_indexes"):
+        indexes = config.raw["deepstack_visual_indexes"]
+        raise CheckpointError(f"deepstack_visual_indexes {indexes!r} is not supported, only []")
+    theta = float(angles["rope_theta"])
+    if not (math.isfinite(theta) and theta > 0):
+        raise CheckpointError(f"the vision rope_theta must be positive, not {theta}")
+    sizes = VisionSpec(
+        depth=config.size("depth"),
+        hidden_size=config.size("hidden_size"),
+        intermediate_size=config.size("intermediate_size"),
+        heads=config.size("num_heads"),
+        in_channels=config.size("in_channels"),
+        patch_size=config.size("patch_size"),
+        temporal_patch_size=config.size("temporal_patch_size"),
+        merge_size=config.size("spatial_merge_size"),
+        out_hidden_size=config.size("out_hidden_size"),
+        num_positions=config.size("num_position_embeddings"),
+        rope_theta=theta,
+        deepstack=tuple(config.given("deepstack_visual_indexes")) if deepstack else (),
+    )
+    if sizes.hidden_size % (4 * sizes.heads):
+        raise CheckpointError("the vision hidden_size must be a multiple of 4 * num_heads")
+    layers = list(sizes.deepstack)
+    if layers != sorted(set(layers) & set(range(sizes.depth))):
+        raise CheckpointError(
+            f"deepstack_visual_indexes {layers} are not ascending layers below {sizes.depth}"
+        )
+    return sizes
