@@ -94,6 +94,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_options(plan, options_of(ServerConfig))
     _add_options(plan, options_of(EngineConfig))
 
+    models = commands.add_parser(
+        "models", help="list the models that can be served, and what each gets", allow_abbrev=False
+    )
+    models.set_defaults(run=run_models)
+    models.add_argument("--json", action="store_true", help="print JSON and nothing else")
+
     add_batch_commands(commands)
 
     chat = commands.add_parser("chat", help="answer one question and exit", allow_abbrev=False)
@@ -334,6 +340,13 @@ def run_plan(options: argparse.Namespace) -> int:
     from vlm_serve import plan_command
 
     plan_command.run(model, options.tp, engine_config, as_json=options.json)
+    return 0
+
+
+def run_models(options: argparse.Namespace) -> int:
+    from vlm_serve import models_command
+
+    models_command.run(as_json=options.json)
     return 0
 
 

@@ -18,6 +18,7 @@ from vlm_serve.engine.memory import (
     LOGPROB_CACHE_BYTES,
     MemoryPlan,
     default_cache_memory,
+    embedding_bytes,
     plan_memory,
     split_by_interval,
 )
@@ -36,7 +37,8 @@ class Plan:
     """What a start with these options would give. All sizes are per rank.
 
     Attributes:
-        rows: tokens and snapshots that fit, for each of TABLE_INTERVALS.
+        rows: tokens and snapshots that fit, for each of TABLE_INTERVALS; none without state.
+        embedding_bytes: of one token of a picture or video, with its features; 0 without them.
         max_model_len: longest prompt with its answer, in tokens.
     """
 
@@ -47,6 +49,7 @@ class Plan:
     memory: MemoryPlan
     rows: tuple[dict[str, int], ...]
     max_model_len: int
+    embedding_bytes: int
 
 
 def run(model: str, tensor_parallel: int, config: EngineConfig, *, as_json: bool) -> None:
@@ -87,8 +90,11 @@ def make(model: str, tensor_parallel: int, config: EngineConfig) -> Plan:
             tensor_parallel=tensor_parallel,
         ),
         memory=memory,
-        rows=tuple(_table_row(memory, interval) for interval in TABLE_INTERVALS),
+        rows=tuple(
+            _table_row(memory, interval) for interval in TABLE_INTERVALS if layout.has_state
+        ),
         max_model_len=longest_context(config, spec, memory),
+        embedding_bytes=embedding_bytes(spec, arithmetic.types),
     )
 
 
@@ -127,6 +133,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "snapshot_bytes": memory.snapshot_bytes,
         "live_state_bytes": memory.live_state_bytes,
         "draft_update_bytes": memory.num_updates * memory.update_bytes,
+        "embedding_bytes": plan.embedding_bytes,
         "tokens": memory.tokens,
         "snapshots": memory.num_snapshot_rows,
         "granularity": memory.block_size,
@@ -155,9 +162,11 @@ def render(plan: Plan) -> str:
         *_buckets(plan),
         "",
         *(f"{name:<20} {text}" for name, text in facts),
-        "",
-        "interval (blocks)     tokens  snapshots",
-        *(f"{row['interval']:>17}{row['tokens']:>11}{row['snapshots']:>11}" for row in plan.rows),
+    ]
+    if plan.rows:
+        lines += ["", "interval (blocks)     tokens  snapshots"]
+    lines += [
+        f"{row['interval']:>17}{row['tokens']:>11}{row['snapshots']:>11}" for row in plan.rows
     ]
     return "\n".join(lines)
 
@@ -173,8 +182,9 @@ def _buckets(plan: Plan) -> list[str]:
         lines.append(_bucket("draft updates", memory.num_updates, memory.update_bytes))
     if plan.config.speculative != "off":
         lines.append(f"{'draft texts':<18}{'up to':>7}{'':>18}{_mib(ANSWER_BYTES)}")
-    if model.vision is not None:
-        lines.append(_bound("vision embeddings", EMBEDDING_CACHE_BYTES))
+    if plan.embedding_bytes:
+        tokens = EMBEDDING_CACHE_BYTES // plan.embedding_bytes
+        lines.append(_bucket("vision embeddings", tokens, plan.embedding_bytes))
     if model.routing is not None:
         per_block = memory.block_size * model.expert_layers * model.routing.top_k
         per_block *= 1 if model.routing.num_experts <= 256 else 2

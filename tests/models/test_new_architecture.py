@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from vlm_serve.config import EngineConfig
 from vlm_serve.models import load_model
 from vlm_serve.models.model import Decoder
-from vlm_serve.models.registry import FAMILIES, spec_of
+from vlm_serve.models.registry import FAMILIES, Served, spec_of
 from vlm_serve.models.weight_sizes import Shapes
 from vlm_serve.pipeline import Pipeline
 
@@ -52,7 +52,7 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "patchwork", "patchwork")
+    monkeypatch.setitem(FAMILIES, "patchwork", Served("patchwork", media=(), experts=True))
 
 
 @pytest.fixture

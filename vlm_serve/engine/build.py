@@ -22,6 +22,7 @@ from vlm_serve.engine.memory import (
     LOGPROB_CACHE_BYTES,
     MemoryPlan,
     default_cache_memory,
+    embedding_bytes,
     plan_memory,
 )
 from vlm_serve.engine.parts import EngineParts
@@ -112,10 +113,7 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
         cache.events.row_freed.subscribe(lambda row: executor.poison_freed((), (row,)))
     tiers = make_tiers(config, cache, executor.pages, preprocessor.root_key())
     fetcher = tiers.fetcher if tiers is not None else None
-    media = MediaPlanner(
-        EmbeddingCache(EMBEDDING_CACHE_BYTES),
-        spec.embedding_width * types.vision.itemsize,
-    )
+    media = MediaPlanner(EmbeddingCache(EMBEDDING_CACHE_BYTES), embedding_bytes(spec, types))
     return EngineParts(
         config=replace(
             config,

@@ -10,6 +10,7 @@ import torch
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.errors import ConfigError
+from vlm_serve.models import ModelSpec
 from vlm_serve.models.cache_layout import CacheLayout
 
 EMBEDDING_CACHE_BYTES = 256 << 20
@@ -113,6 +114,11 @@ def _num_updates(config: EngineConfig) -> int:
     if config.speculative == "off":
         return 0
     return config.max_num_seqs * (config.speculative_tokens + 1)
+
+
+def embedding_bytes(model: ModelSpec, types: Types) -> int:
+    """Of one token of a picture or video, with its features; 0 if the model takes none."""
+    return 0 if model.vision is None else model.embedding_width * types.vision.itemsize
 
 
 def default_cache_memory(device: torch.device) -> int:

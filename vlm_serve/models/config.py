@@ -48,8 +48,9 @@ class Config:
             raise CheckpointError(f"config.json: {' '.join(str(error).split())}") from error
 
     def given(self, name: str) -> Any:
-        """A field that the file must have, under this name or an older one that means the same."""
-        aliases = [old for old, new in self._kind.attribute_map.items() if new == name]
+        """A field that the file must have, under this name or another one that means the same."""
+        pairs = self._kind.attribute_map.items()
+        aliases = [other for pair in pairs if name in pair for other in pair]
         for each in (name, *aliases):
             if self.raw.get(each) is not None:
                 return self.raw[each]

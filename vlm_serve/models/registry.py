@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,40 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config, read_json
 from vlm_serve.models.spec import ModelSpec
 
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a model type gets.
+
+    Attributes:
+        module: its `spec(Config) -> ModelSpec` knows the type.
+        media: what prompts may hold beside text.
+        state: whether layers keep a state, so that hits need snapshots.
+        experts: whether layers have routed experts.
+        compiled: whether compiled code runs whole steps on a CPU.
+    """
+
+    module: str
+    media: tuple[str, ...] = ("image", "video")
+    state: bool = True
+    experts: bool = False
+    compiled: bool = True
+
+
+_QWEN3_5 = "vlm_serve.models.families.qwen3_5"
+_QWEN3_VL = "vlm_serve.models.families.qwen3_vl"
+_QWEN3_NEXT = "vlm_serve.models.families.qwen3_next"
+
 FAMILIES = {
-    "qwen3_5": "vlm_serve.models.families.qwen3_5",
-    "qwen3_5_text": "vlm_serve.models.families.qwen3_5",
-    "qwen3_5_moe": "vlm_serve.models.families.qwen3_5",
-    "qwen3_5_moe_text": "vlm_serve.models.families.qwen3_5",
-    "qwen3_vl": "vlm_serve.models.families.qwen3_vl",
-    "qwen3_vl_moe": "vlm_serve.models.families.qwen3_vl",
-    "qwen3_next": "vlm_serve.models.families.qwen3_next",
+    "qwen3_5": Served(_QWEN3_5),
+    "qwen3_5_moe": Served(_QWEN3_5, experts=True),
+    "qwen3_5_text": Served(_QWEN3_5, media=()),
+    "qwen3_5_moe_text": Served(_QWEN3_5, media=(), experts=True),
+    "qwen3_vl": Served(_QWEN3_VL, state=False),
+    "qwen3_vl_moe": Served(_QWEN3_VL, state=False, experts=True),
+    "qwen3_next": Served(_QWEN3_NEXT, media=(), experts=True),
 }
-"""Model types, and the modules whose `spec(Config) -> ModelSpec` knows them."""
+"""By model type, as config.json has it."""
 
 
 def read_spec(path: Path | str) -> ModelSpec:
@@ -43,7 +67,7 @@ def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
     kind = raw.get("model_type")
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise CheckpointError(f"model type {kind!r} is not supported; supported are {known}")
+        raise CheckpointError(f"model_type {kind!r} is not supported; supported are {known}")
     if raw.get("quantization_config"):
         raise CheckpointError("quantised checkpoints are not supported")
     # Imported late: it takes half a second, which those need not pay who read no config.
@@ -55,7 +79,10 @@ def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
     except KeyError:
         named = PretrainedConfig
     config = Config(raw, named)
-    spec: ModelSpec = importlib.import_module(FAMILIES[kind]).spec(config)
+    spec: ModelSpec = importlib.import_module(FAMILIES[kind].module).spec(config)
     if spec.vision is not None and spec.vision.out_hidden_size != spec.hidden_size:
-        raise CheckpointError("out_hidden_size of the vision tower is not the model's hidden_size")
+        raise CheckpointError(
+            f"out_hidden_size {spec.vision.out_hidden_size} of the vision tower is not the model's "
+            f"hidden_size {spec.hidden_size}"
+        )
     return spec

@@ -21,7 +21,7 @@ _MIXERS: dict[str, Callable[[Config], Mixer]] = {
 def spec(config: Config) -> ModelSpec:
     """The model of a config.json."""
     kind = config.raw["model_type"]
-    text = config if kind.endswith("_text") else config.section("text_config")
+    text = config if kind.endswith("_text") else shared.text_section(config)
     text.expect("hidden_act", "silu")
     text.expect("attn_output_gate", True)
     kinds = shared.layer_types(text, _MIXERS)
@@ -29,7 +29,7 @@ def spec(config: Config) -> ModelSpec:
     feed_forward: FeedForward = (
         shared.experts(text, shared=True) if "moe" in kind else shared.mlp(text)
     )
-    tower = config.section("vision_config") if config.raw.get("vision_config") else None
+    seeing = bool(config.raw.get("vision_config"))
     return ModelSpec(
         hidden_size=text.size("hidden_size"),
         vocab_size=text.size("vocab_size"),
@@ -38,7 +38,7 @@ def spec(config: Config) -> ModelSpec:
         norm=Norm(text.positive("rms_norm_eps")),
         rope=shared.rope(text, partial=True, sections=True),
         tied_embeddings=shared.tied_embeddings(config, text),
-        vision=None if tower is None else shared.vision(tower, deepstack=False),
+        vision=shared.vision(config, deepstack=False) if seeing else None,
         dtype=config.dtype(text),
         family=QWEN3_5,
     )

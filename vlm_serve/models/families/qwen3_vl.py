@@ -13,15 +13,14 @@ from vlm_serve.preprocess.family import QWEN2
 
 def spec(config: Config) -> ModelSpec:
     """The model of a config.json, dense or MoE."""
-    text = config.section("text_config")
+    text = shared.text_section(config)
     text.expect("hidden_act", "silu")
     text.allow("attn_output_gate", False)
+    if text.raw.get("layer_types"):
+        shared.layer_types(text, ["full_attention"])
     mixer = shared.attention(text, gated=False)
     layers = [LayerSpec(mixer, each) for each in _feed_forwards(config, text)]
-    for each in text.raw.get("layer_types") or ():
-        if each != "full_attention":
-            raise CheckpointError(f"layer type {each!r} is not supported")
-    tower = shared.vision(config.section("vision_config"), deepstack=True)
+    tower = shared.vision(config, deepstack=True)
     if len(tower.deepstack) >= len(layers):
         raise CheckpointError(
             f"deepstack_visual_indexes {list(tower.deepstack)} are too many for "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config
@@ -15,6 +14,13 @@ from vlm_serve.models.parts.gated_delta import GatedDelta
 from vlm_serve.models.spec import Rope, VisionSpec
 
 
+def text_section(config: Config) -> Config:
+    """The language model of a config.json that has a vision tower beside it."""
+    text = config.section("text_config")
+    text.allow("model_type", f"{config.raw['model_type']}_text")
+    return text
+
+
 def tied_embeddings(config: Config, text: Config) -> bool:
     """transformers reads the outer switch; older files carry only the inner one."""
     for section in (config, text):
@@ -23,7 +29,7 @@ def tied_embeddings(config: Config, text: Config) -> bool:
     return bool(config.value("tie_word_embeddings"))
 
 
-def layer_types(text: Config, known: Mapping[str, Any]) -> list[str]:
+def layer_types(text: Config, known: Collection[str]) -> list[str]:
     """The kind of every layer's token mixer."""
     count = text.size("num_hidden_layers")
     if not text.raw.get("layer_types"):
@@ -31,7 +37,9 @@ def layer_types(text: Config, known: Mapping[str, Any]) -> list[str]:
     given = list(text.raw.get("layer_types") or text.value("layer_types"))
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise CheckpointError(f"layer type {unknown[0]!r} is not supported")
+        raise CheckpointError(
+            f"layer_types {unknown[0]!r} is not supported, only {', '.join(map(repr, known))}"
+        )
     if len(given) < count:
         raise CheckpointError(f"layer_types names {len(given)} layers of {count}")
     return given[:count]
@@ -91,9 +99,8 @@ def experts(text: Config, *, shared: bool, transposed: bool = False) -> Experts:
 
 def sparse_layers(text: Config, sparse: Experts) -> list[FeedForward]:
     """Experts in every layer but those that the file wants dense."""
-    step, dense = text.size("decoder_sparse_step"), text.given("mlp_only_layers")
-    if not isinstance(dense, Sequence) or not all(isinstance(index, int) for index in dense):
-        raise CheckpointError(f"mlp_only_layers {dense!r} is no list of layers")
+    text.given("mlp_only_layers")
+    step, dense = text.size("decoder_sparse_step"), text.value("mlp_only_layers")
     count = text.size("num_hidden_layers")
     routed = [index not in dense and (index + 1) % step == 0 for index in range(count)]
     return [sparse if chosen else mlp(text) for chosen in routed]
@@ -123,8 +130,12 @@ def rope(text: Config, *, partial: bool, sections: bool) -> Rope:
     return Rope(theta, dims, (axes[0], axes[1], axes[2]))
 
 
-def vision(config: Config, *, deepstack: bool) -> VisionSpec:
-    """A vision tower; `deepstack`: its layers may add features to the decoder's."""
+def vision(outer: Config, *, deepstack: bool) -> VisionSpec:
+    """The vision tower; `deepstack`: its layers may add features to the decoder's."""
+    config, kind = outer.section("vision_config"), outer.raw["model_type"]
+    # Published files have the family's name as well, that of the dense one even beside experts.
+    plain = kind.removesuffix("_moe")
+    config.allow("model_type", f"{kind}_vision", kind, plain, f"{plain}_vision")
     config.expect("hidden_act", "gelu_pytorch_tanh")
     # No published file has it: transformers' value is the model's.
     angles = config.value("rope_parameters")
@@ -151,7 +162,10 @@ def vision(config: Config, *, deepstack: bool) -> VisionSpec:
         deepstack=tuple(config.given("deepstack_visual_indexes")) if deepstack else (),
     )
     if sizes.hidden_size % (4 * sizes.heads):
-        raise CheckpointError("the vision hidden_size must be a multiple of 4 * num_heads")
+        raise CheckpointError(
+            f"the vision hidden_size {sizes.hidden_size} is no multiple of 4 * num_heads, "
+            f"{4 * sizes.heads}"
+        )
     layers = list(sizes.deepstack)
     if layers != sorted(set(layers) & set(range(sizes.depth))):
         raise CheckpointError(

@@ -1,0 +1,201 @@
+"""What each family reads of config.json, and that it refuses what it does not know by field and
+value, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_config import full_config, text_config
+from checkpoint_spec import CheckpointSpec
+from families import FAMILIES as SHAPES
+from families import SPECS
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models.parts.attention import Attention
+from vlm_serve.models.parts.base import Routing
+from vlm_serve.models.parts.feed_forward import Experts, Mlp
+from vlm_serve.models.parts.gated_delta import GatedDelta
+from vlm_serve.models.registry import FAMILIES, spec_of
+from vlm_serve.pipeline import Pipeline
+
+
+def config_of(spec: CheckpointSpec) -> dict[str, Any]:
+    text = text_config(spec)
+    return full_config(spec, text) if spec.vision_depth else text
+
+
+def config(kind: str, **changes: Any) -> dict[str, Any]:
+    """Of a model type, with other fields of the language model."""
+    made = config_of(next(iter(SHAPES[kind].values())))
+    (made.get("text_config") or made).update(changes)
+    return made
+
+
+def test_random_checkpoints_exist_of_all_that_is_registered() -> None:
+    assert SHAPES.keys() == FAMILIES.keys()
+    for kind, shapes in SHAPES.items():
+        assert {config_of(spec)["model_type"] for spec in shapes.values()} == {kind}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_registry_says_what_a_model_gets(kind: str) -> None:
+    spec, served = spec_of(config(kind)), FAMILIES[kind]
+    assert (spec.vision is not None) == bool(served.media)
+    assert spec.cache_layout().has_state == served.state
+    assert (spec.routing is not None) == served.experts
+
+
+def test_qwen3_vl() -> None:
+    spec = spec_of(config("qwen3_vl"))
+    assert {layer.mixer for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
+    assert {layer.feed_forward for layer in spec.layers} == {Mlp(128)}
+    assert not spec.norm.centred
+    assert (spec.rope.rotary_dim, spec.rope.sections) == (32, (6, 5, 5))
+    assert spec.vision is not None and spec.vision.deepstack == (1, 2)
+    assert (spec.media_features, spec.embedding_width) == (2, 3 * 64)
+
+
+def test_qwen3_vl_moe_mixes_dense_layers_in() -> None:
+    spec = spec_of(config_of(SPECS["vl moe, every second layer dense"]))
+    experts = Experts(Routing(6, 2), 32, shared=0, transposed=True)
+    found = [layer.feed_forward for layer in spec.layers]
+    assert found == [Mlp(128), Mlp(128), Mlp(128), experts, Mlp(128), experts]
+    assert spec.expert_layers == 2
+
+
+def test_qwen3_next() -> None:
+    spec = spec_of(config_of(SPECS["next, three value heads, dense layers"]))
+    delta, attention = spec.layers[0].mixer, spec.layers[3].mixer
+    assert isinstance(delta, GatedDelta) and delta.interleaved
+    assert attention == Attention(4, 2, 32)
+    kinds = [type(layer.feed_forward) for layer in spec.layers]
+    assert kinds == [Mlp, Mlp, Mlp, Experts] + [Mlp, Experts] * 2
+    assert spec.norm.centred
+    assert (spec.rope.rotary_dim, spec.rope.sections) == (8, (4, 0, 0))
+    assert spec.vision is None
+
+
+def test_names_that_transformers_saves_under_are_read() -> None:
+    made = config("qwen3_vl_moe")
+    made["text_config"]["num_local_experts"] = made["text_config"].pop("num_experts")
+    assert spec_of(made).routing == Routing(8, 2)
+
+
+def test_rotation_in_the_newer_form() -> None:
+    made = config("qwen3_next")
+    rotation = {"rope_theta": 77.0, "partial_rotary_factor": 0.5, "rope_type": "default"}
+    for name in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
+        del made[name]
+    assert spec_of(made | {"rope_parameters": rotation}).rope.rotary_dim == 16
+
+
+def test_untied_where_neither_section_says_so() -> None:
+    made = config("qwen3_vl_moe")
+    del made["tie_word_embeddings"], made["text_config"]["tie_word_embeddings"]
+    assert not spec_of(made).tied_embeddings
+
+
+REQUIRED = {
+    "qwen3_vl": ("hidden_size", "intermediate_size", "head_dim", "rope_theta", "hidden_act"),
+    "qwen3_vl_moe": ("num_experts", "moe_intermediate_size", "decoder_sparse_step"),
+    "qwen3_next": (
+        "linear_num_key_heads",
+        "mlp_only_layers",
+        "partial_rotary_factor",
+        "rope_theta",
+        "shared_expert_intermediate_size",
+        "full_attention_interval",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in REQUIRED.items() for name in names]
+)
+def test_what_decides_shapes_or_arithmetic_is_never_a_default(kind: str, name: str) -> None:
+    made = config(kind)
+    del (made.get("text_config") or made)[name]
+    with pytest.raises(CheckpointError, match=f"lacks {name}"):
+        spec_of(made)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
+SPLIT = {"mrope_interleaved": False, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
+ALL = tuple(FAMILIES)
+VL, SPARSE = ("qwen3_vl", "qwen3_vl_moe"), ("qwen3_vl_moe", "qwen3_next")
+REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
+    (ALL, "sliding_window", 4096, "sliding_window 4096 is not supported"),
+    (ALL, "use_sliding_window", True, "use_sliding_window True is not supported"),
+    (ALL, "layer_types", ["sliding_attention"] * 8, "layer_types 'sliding_attention'"),
+    (ALL, "layer_types", ["mamba"] * 8, "layer_types 'mamba' is not supported"),
+    (ALL, "rope_parameters", YARN, "rope_type 'yarn' is not supported, only 'default'"),
+    (ALL, "hidden_act", "gelu", "hidden_act 'gelu' is not supported, only 'silu'"),
+    (ALL, "num_attention_heads", 3, "num_attention_heads 3 is no multiple of its"),
+    (VL, "rope_parameters", SPLIT, "mrope_interleaved False is not supported, only True"),
+    (VL, "attn_output_gate", True, "attn_output_gate True is not supported, only False"),
+    (VL, "partial_rotary_factor", 0.5, "partial_rotary_factor 0.5 is not supported, only 1"),
+    (SPARSE, "norm_topk_prob", False, "norm_topk_prob False is not supported, only True"),
+    (SPARSE, "mlp_only_layers", 3, "'mlp_only_layers' with value 3"),
+    (SPARSE, "decoder_sparse_step", 0, "decoder_sparse_step in config.json must be a positive"),
+    (("qwen3_next",), "attn_output_gate", False, "attn_output_gate False is not supported"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "complaint"),
+    [(kind, *rest) for kinds, *rest in REFUSED for kind in kinds],
+)
+def test_what_nobody_supports_is_named(kind: str, name: str, value: Any, complaint: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        spec_of(config(kind, **{name: value}))
+    assert complaint in caught.value.message and "\n" not in caught.value.message
+
+
+def test_a_window_that_is_switched_off_is_none() -> None:
+    assert spec_of(config("qwen3_vl", use_sliding_window=False, sliding_window=4096))
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "complaint"),
+    [
+        ("vision_config", {"deepstack_visual_indexes": [2, 1]}, r"visual_indexes \[2, 1\] are not"),
+        ("vision_config", {"deepstack_visual_indexes": [1, 3]}, r"\[1, 3\] are not .* below 3"),
+        ("vision_config", {"deepstack_visual_indexes": None}, "deepstack_visual_indexes.* None"),
+        ("vision_config", {"model_type": "siglip"}, "model_type 'siglip' is not supported"),
+        ("vision_config", {"num_heads": 5}, "hidden_size 32 is no multiple"),
+        ("vision_config", {"out_hidden_size": 32}, "out_hidden_size 32 .* hidden_size 64"),
+        ("text_config", {"model_type": "llama"}, "model_type 'llama' is not supported"),
+        ("text_config", {"num_hidden_layers": 2}, "too many for num_hidden_layers 2"),
+    ],
+)
+def test_sections_that_do_not_fit_are_named(
+    section: str, changes: dict[str, Any], complaint: str
+) -> None:
+    made = config("qwen3_vl")
+    made[section] |= changes
+    with pytest.raises(CheckpointError, match=complaint):
+        spec_of(made)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
+        ({"sliding_window": 128}, "sliding_window 128 is not supported"),
+    ],
+)
+def test_no_weight_is_read_before(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
+    made = config("qwen3_next") | change
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=complaint):
+        Pipeline(tmp_path, EngineConfig())
+
+
+def test_weights_come_in_the_type_that_the_file_names() -> None:
+    assert spec_of(config("qwen3_vl") | {"dtype": "bfloat16"}).dtype is torch.bfloat16

@@ -1,0 +1,44 @@
+"""`vlm-serve models`: the models that can be served, and what each of them gets."""
+
+from __future__ import annotations
+
+import json
+
+from vlm_serve.models.registry import FAMILIES, Served
+
+_COLUMNS = ("model type", "media", "state", "experts", "compiled step")
+
+
+def run(*, as_json: bool) -> None:
+    """Prints the registry."""
+    rows = {kind: _row(served) for kind, served in FAMILIES.items()}
+    print(json.dumps(rows) if as_json else render())
+
+
+def _row(served: Served) -> dict[str, object]:
+    return {
+        "media": served.media,
+        "state": served.state,
+        "experts": served.experts,
+        "compiled_step": served.compiled,
+    }
+
+
+def render() -> str:
+    """The registry as a table."""
+    rows = [_COLUMNS, *((kind, *_cells(served)) for kind, served in FAMILIES.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+    return "\n".join(lines)
+
+
+def _cells(served: Served) -> tuple[str, ...]:
+    return (
+        ", ".join(("text", *served.media)),
+        "KV and snapshots" if served.state else "KV",
+        "routed" if served.experts else "-",
+        "yes" if served.compiled else "no",
+    )
