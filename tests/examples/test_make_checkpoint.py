@@ -10,11 +10,13 @@ import oracle
 import pytest
 import torch
 from checkpoint_parts import CHAT_TEMPLATE, SPLIT_PATTERN, build_tokenizer
-from checkpoint_spec import BENCHMARK_SPEC, CheckpointSpec
+from checkpoint_spec import BENCHMARK_SPECS, CheckpointSpec
+from families import SPECS
 from make_checkpoint import main, make_checkpoint
 from random_weights import entries
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 DENSE = CheckpointSpec(num_layers=4, shards=2)
 MOE = CheckpointSpec(num_layers=4, num_experts=4, tied_embeddings=True, dtype="bfloat16")
@@ -41,6 +43,23 @@ def test_transformers_loads_every_weight(
             assert torch.equal(held[name], value.float()), name
     tied = {"lm_head.weight"} if spec.tied_embeddings else set()
     assert held.keys() - tied == {name for name, _, _ in entries(spec)}
+
+
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.family != "qwen3_5"])
+def test_transformers_finds_and_knows_every_weight(tmp_path: Path, name: str) -> None:
+    """Of families whose experts it merges or transposes."""
+    oracle.prepare_torchvision()
+    path = make_checkpoint(tmp_path, SPECS[name])
+    multimodal = SPECS[name].vision_depth > 0
+    loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    model, told = loader.from_pretrained(path, output_loading_info=True)
+    assert type(model).__name__.startswith(SPECS[name].architecture + "For")
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokenizer = oracle.tokenizer(path)
+    assert type(tokenizer).__name__ == "Qwen2Tokenizer"
+    plain = Tokenizer.from_file(str(path / "tokenizer.json"))
+    for text in ("a\u0301\u0323b 12", "It's naïve \u0e17\u0e35\u0e48 \u0915\u093f"):
+        assert tokenizer(text).input_ids == plain.encode(text, add_special_tokens=False).ids
 
 
 def test_greedy_output_of_random_weights_is_lively(tmp_path: Path) -> None:
@@ -104,9 +123,14 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     config = json.loads((tmp_path / "x" / "config.json").read_text())
     assert config["text_config"]["num_hidden_layers"] == 8
     assert config["tie_word_embeddings"] is True
+    main([str(tmp_path / "z"), "--family", "qwen3_next"])
+    assert json.loads((tmp_path / "z" / "config.json").read_text())["model_type"] == "qwen3_next"
     with pytest.raises(SystemExit):
         main([str(tmp_path / "y"), "--kv-heads", "3"])
     assert "multiple of kv_heads" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "y"), "--benchmark", "--family", "qwen3_next"])
+    assert "no benchmark model of qwen3_next" in capsys.readouterr().err
     assert not (tmp_path / "y").exists()
 
 
@@ -119,6 +143,10 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         {"num_position_embeddings": 60},
         {"num_experts": 4, "experts_per_token": 5},
         {"dtype": "int8"},
+        {"family": "qwen2"},
+        {"family": "qwen3_next", "num_experts": 4},
+        {"family": "qwen3_vl", "vision_depth": 0},
+        {"family": "qwen3_vl", "deepstack_features": 3},
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change: dict[str, int]) -> None:
@@ -126,6 +154,7 @@ def test_sizes_that_do_not_fit_are_refused(change: dict[str, int]) -> None:
         dataclasses.replace(DENSE, **change)  # type: ignore[arg-type]
 
 
-def test_benchmark_model_has_49m_weights() -> None:
-    total = sum(torch.Size(shape).numel() for _, shape, _ in entries(BENCHMARK_SPEC))
+@pytest.mark.parametrize("family", BENCHMARK_SPECS)
+def test_benchmark_models_have_49m_weights(family: str) -> None:
+    total = sum(torch.Size(shape).numel() for _, shape, _ in entries(BENCHMARK_SPECS[family]))
     assert total == pytest.approx(49e6, rel=0.01)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
+from families import SPECS as FAMILIES
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_, text_sequence
 
@@ -42,6 +43,8 @@ SPECS = {
         head_dim=80,
         full_attention_interval=2,
     ),
+    # Attention alone, without gates; features behind two layers; every second one dense.
+    "features": replace(FAMILIES["vl moe, every second layer dense"], deepstack_features=2),
 }
 TYPES = {
     "float32": (torch.float32, torch.float32),
@@ -100,7 +103,7 @@ class Twins:
         """Runs a step on all; their logits and all of their caches must agree."""
         outputs = [run(driver, side) for side, driver in enumerate(self.drivers)]
         self.close(*(output.logits for output in outputs))
-        for name in ("kv", "conv", "recurrent"):
+        for name in self.drivers[0].caches.tensors:
             ops, compiled, truth = (driver.caches[name] for driver in self.drivers)
             # What no step has written is NaN in all.
             assert torch.equal(ops.isnan(), compiled.isnan()), name
@@ -151,6 +154,40 @@ def test_equals_the_ops(checkpoint: Path, types: tuple[torch.dtype, torch.dtype]
             return driver.step(decodes, rest, all_logits=turn != 1)
 
         twins.step(decode)
+
+
+def test_features_of_media(tmp_path: Path, types: tuple[torch.dtype, torch.dtype]) -> None:
+    """Two pictures in one sequence and one in another, cut anywhere, beside a decode step."""
+    spec = replace(SPECS["features"], dtype="bfloat16")
+    twins = Twins(make_checkpoint(tmp_path, spec), types)
+    draw = torch.Generator().manual_seed(0)
+    media = [torch.randn(n, 3 * spec.hidden_size, generator=draw) for n in (20, 7, 30)]
+    tokens = random.Random(3).choices(range(400), k=60)
+    first, second, text = (twins.sequences(part) for part in (tokens, tokens[:40], [1, 2, 3]))
+    for side, driver in enumerate(twins.drivers):
+        own = [one.to(driver.model.dtype) for one in media]
+        first[side].media = [(5, own[0]), (30, own[1])]
+        second[side].media = [(8, own[2])]
+    twins.step(lambda driver, side: driver.step(prefills=[(text[side], 0, 3)]))
+    for one in text:
+        one.tokens.append(4)
+
+    def together(driver: Driver, side: int) -> ForwardOutput:
+        return driver.step([text[side]], [(first[side], 0, 17), (second[side], 0, 38)])
+
+    twins.step(together)
+    twins.step(lambda driver, side: driver.step(prefills=[(first[side], 17, 33)]))
+    last = twins.step(
+        lambda driver, side: driver.step(prefills=[(first[side], 33, 60)], all_logits=False)
+    )
+    # They do matter.
+    for side, driver in enumerate(twins.drivers):
+        bare = text_sequence(tokens)
+        bare.media = [(at, rows.clone()) for at, rows in first[side].media]
+        for _, rows in bare.media:
+            rows[:, spec.hidden_size :] = 0
+        other = driver.step(prefills=[(bare, 0, 60)], all_logits=False).logits
+        assert (other - last[side].logits).abs().max() > 0.1
 
 
 def test_long_contexts(checkpoint: Path, types: tuple[torch.dtype, torch.dtype]) -> None:
@@ -249,8 +286,8 @@ def test_what_decoding_has_written_is_what_a_prefill_writes(
     parts.append(driver.step(prefills=[(slow, 533, 620)]).logits)
     assert torch.equal(torch.cat(parts), whole)
     caches = driver.caches
-    assert torch.equal(caches["recurrent"][slow.row], caches["recurrent"][cold.row])
-    assert torch.equal(caches["conv"][slow.row], caches["conv"][cold.row])
+    for pool in caches.of_unit("row"):
+        assert torch.equal(pool[slow.row], pool[cold.row])
     last = len(cold.blocks) - 1
     assert torch.equal(caches["kv"][slow.blocks[:last]], caches["kv"][cold.blocks[:last]])
 

@@ -10,6 +10,7 @@ import oracle
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
+from families import SPECS
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, text_sequence
 
@@ -33,6 +34,7 @@ HEADS = {
     "tied": text_only(tied_embeddings=True),
     "moe": text_only(num_experts=8, experts_per_token=2),
     "moe_values_3x": text_only(num_experts=4, experts_per_token=3, gdn_value_heads=6, kv_heads=1),
+    **{name: spec for name, spec in SPECS.items() if spec.family != "qwen3_5"},
 }
 
 
@@ -73,7 +75,7 @@ def test_prefill_and_decode(checkpoint: Maker, name: str) -> None:
         torch.testing.assert_close(logits[0], expected[position], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["values_2x", "moe"])
+@pytest.mark.parametrize("name", ["values_2x", "moe", "vl moe", "next"])
 def test_greedy_tokens(checkpoint: Maker, name: str) -> None:
     path = checkpoint(HEADS[name])
     model = load_model(path, torch.float32, "cpu")
@@ -96,7 +98,7 @@ def test_prefill_in_slices(checkpoint: Maker, block_size: int) -> None:
         torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["values_3x", "moe"])
+@pytest.mark.parametrize("name", ["values_3x", "moe", "vl moe", "next"])
 def test_decode_and_prefill_in_one_batch(checkpoint: Maker, name: str) -> None:
     path = checkpoint(HEADS[name])
     driver = Driver(load_model(path, torch.float32, "cpu"))
@@ -140,15 +142,27 @@ def test_float16_and_bfloat16_are_as_good_as_transformers(checkpoint: Maker) -> 
         assert ours_error <= 1.2 * (theirs - exact).square().mean().sqrt()
 
 
-def test_experts_are_captured(checkpoint: Maker) -> None:
-    path = checkpoint(HEADS["moe"])
+@pytest.mark.parametrize(
+    ("name", "sparse"),
+    [
+        ("moe", [0, 1, 2, 3]),
+        ("vl moe, every second layer dense", [3, 5]),
+        ("next, three value heads, dense layers", [3, 5, 7]),
+    ],
+)
+def test_experts_are_captured(checkpoint: Maker, name: str, sparse: list[int]) -> None:
+    """Rows are those of the layers that have experts."""
+    path = checkpoint(HEADS[name])
     driver = Driver(load_model(path, torch.float32, "cpu"))
     tokens = random_tokens(30)
     routed: list[torch.Tensor] = []
     oracle_model = oracle.model(path)
+    decoder = getattr(oracle_model.model, "language_model", oracle_model.model)
     hooks = [
-        layer.mlp.gate.register_forward_hook(lambda _module, _in, out: routed.append(out[2]))
-        for layer in oracle_model.model.layers
+        decoder.layers[index].mlp.gate.register_forward_hook(
+            lambda _module, _in, out: routed.append(out[2])
+        )
+        for index in sparse
     ]
     reference(path, tokens)
     for hook in hooks:
@@ -156,12 +170,12 @@ def test_experts_are_captured(checkpoint: Maker) -> None:
     one = text_sequence(tokens)
     captured = driver.step(prefills=[(one, 0, 30)], capture_experts=True).experts
     assert captured is not None and captured.dtype == torch.uint8
-    assert captured.shape == (30, 4, 2)
+    assert captured.shape == (30, len(sparse), 2)
     expected = torch.stack(routed, dim=1)
     assert torch.equal(captured.long().sort(-1).values, expected.sort(-1).values)
     one.tokens += tokens[:1]
     decoded = driver.step(decodes=[one], capture_experts=True).experts
-    assert decoded is not None and decoded.shape == (1, 4, 2)
+    assert decoded is not None and decoded.shape == (1, len(sparse), 2)
     assert driver.step(decodes=[one]).experts is None
 
 

@@ -11,6 +11,7 @@ import oracle
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
+from families import SPECS as FAMILIES
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_
 from PIL import Image
@@ -55,10 +56,17 @@ CONTENTS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[0, 4], ids=["dense", "moe"])
+SPECS = {
+    "dense": CheckpointSpec(num_layers=4),
+    "moe": CheckpointSpec(num_layers=4, num_experts=4),
+    "vl": FAMILIES["vl"],
+    "vl moe": FAMILIES["vl moe, every second layer dense"],
+}
+
+
+@pytest.fixture(scope="module", params=SPECS)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = CheckpointSpec(num_layers=4, num_experts=request.param)
-    return make_checkpoint(tmp_path_factory.mktemp("media"), spec)
+    return make_checkpoint(tmp_path_factory.mktemp("media"), SPECS[request.param])
 
 
 def processed(path: Path, content: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

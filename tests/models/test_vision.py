@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
@@ -13,13 +15,14 @@ from make_checkpoint import make_checkpoint
 from vlm_serve.models import Model, load_model
 
 SPEC = CheckpointSpec(num_layers=4, vision_depth=3, vision_heads=4, vision_hidden_size=48)
+SPECS = {"plain": SPEC, "deepstack": replace(SPEC, family="qwen3_vl")}
 PATCH_DIM = 3 * 2 * 8 * 8
 GRIDS = [(1, 2, 2), (1, 4, 6), (1, 4, 6), (1, 6, 4), (1, 2, 20), (1, 4, 6)]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("vision"), SPEC)
+@pytest.fixture(scope="module", params=SPECS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("vision"), SPECS[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +37,13 @@ def random_patches(grids: list[tuple[int, int, int]]) -> torch.Tensor:
 
 @torch.no_grad()
 def expected(path: Path, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
-    tower = oracle.model(path).model.visual
-    return torch.as_tensor(tower(patches, grid_thw=torch.tensor(grids)).pooler_output)
+    return encoded(oracle.model(path).model.visual, patches, grids)
+
+
+def encoded(tower: Any, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
+    """Embeddings, and features behind them."""
+    output = tower(patches, grid_thw=torch.tensor(grids))
+    return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)
 
 
 def test_equals_transformers(path: Path, model: Model) -> None:
@@ -83,7 +91,7 @@ def test_bfloat16_is_as_good_as_transformers(path: Path) -> None:
     exact = expected(path, patches, GRIDS)
     tower = oracle.model(path, torch.bfloat16).model.visual
     with torch.no_grad():
-        theirs = tower(patches.bfloat16(), grid_thw=torch.tensor(GRIDS)).pooler_output
+        theirs = encoded(tower, patches.bfloat16(), GRIDS)
     ours = torch.cat(load_model(path, torch.bfloat16, "cpu").encode_media(patches, GRIDS))
     assert (ours - exact).square().mean() <= 1.2 * (theirs - exact).square().mean()
 

@@ -23,6 +23,8 @@ SPECS = {
     "tied": dataclasses.replace(SPEC, tied_embeddings=True),
     "experts": dataclasses.replace(SPEC, num_experts=6),
     "text": dataclasses.replace(SPEC, vision_depth=0),
+    "features": dataclasses.replace(SPEC, family="qwen3_vl", num_experts=6, sparse_step=2),
+    "per head": dataclasses.replace(SPEC, family="qwen3_next", num_experts=6, vision_depth=0),
 }
 KINDS = {
     "compiled": (torch.bfloat16, torch.float32, True),
