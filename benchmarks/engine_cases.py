@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
 
 import oracle  # noqa: E402
 import torch  # noqa: E402
-from checkpoint_spec import BENCHMARK_SPEC, CheckpointSpec  # noqa: E402
+from checkpoint_spec import BENCHMARK_SPECS, CheckpointSpec  # noqa: E402
 from make_checkpoint import make_checkpoint  # noqa: E402
 
 from vlm_serve import EngineConfig, Pipeline, SamplingParams  # noqa: E402
@@ -199,13 +199,13 @@ class Results:
 
 
 @contextmanager
-def checkpoint(given: Path | None) -> Iterator[Path]:
-    """The given checkpoint, or the random one of 49M parameters, removed afterwards."""
+def checkpoint(given: Path | None, family: str = "qwen3_5") -> Iterator[Path]:
+    """The given checkpoint, or a family's random one of 49M parameters, removed afterwards."""
     if given is not None:
         yield given
         return
     with tempfile.TemporaryDirectory() as folder:
-        yield make_checkpoint(folder, BENCHMARK_SPEC)
+        yield make_checkpoint(folder, BENCHMARK_SPECS[family])
 
 
 @contextmanager
@@ -239,6 +239,12 @@ def work_for(path: Path, prefill: int, steps: int) -> Work:
 def add_arguments(parser: Any, dtypes: Sequence[str], rounds: int) -> None:
     """The options that the engine benchmarks share."""
     parser.add_argument("checkpoint", type=Path, nargs="?", help="default: a random 49M model")
+    parser.add_argument(
+        "--family",
+        choices=BENCHMARK_SPECS,
+        default="qwen3_5",
+        help="of the random model, where no checkpoint is given (qwen3_5)",
+    )
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=list(dtypes))
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--prompt-tokens", type=int, default=4096)

@@ -1,14 +1,15 @@
 """The whole engine on a CPU against transformers, vLLM, llama.cpp and an earlier commit; in turns.
 
     python benchmarks/engine_cpu.py [CHECKPOINT] [--peers] [--before FOLDER] [--isa avx2]
-        [--dtypes float32 bfloat16] [--parts text media] [--rounds 5] [--minutes 20]
-        [--vllm-python PATH] [--llama-source FOLDER]
+        [--family qwen3_vl] [--dtypes float32 bfloat16] [--parts text media] [--rounds 5]
+        [--minutes 20] [--vllm-python PATH] [--llama-source FOLDER]
 
-Without a checkpoint the 49M-parameter random one is made. `--peers` adds whichever of the others is
-found, and says in one line which is not; `--before` adds the engine of another checkout. Every part
-of a round runs on one side after the other, in an order that turns each round; only one side ever
-has work. A ratio is the median over rounds of (their time / our time), the figures are medians too.
-Decode is the time of 65 tokens less that of one. Rounds that there is no time for are left out.
+Without a checkpoint a family's 49M-parameter random one is made. `--peers` adds whichever of the
+others is found, and says in one line which is not; `--before` adds the engine of another checkout.
+Every part of a round runs on one side after the other, in an order that turns each round; only one
+side ever has work. A ratio is the median over rounds of (their time / our time), the figures are
+medians too. Decode is the time of 65 tokens less that of one. Rounds that there is no time for are
+left out.
 
 vLLM and llama.cpp are servers, asked over HTTP with token ids (a few milliseconds of every "same
 prompt again"); our engine, now and before, runs in a child that takes the time itself, transformers
@@ -155,7 +156,7 @@ def main() -> int:
         arguments.before = arguments.before.resolve()
         print(f"{BEFORE}: commit {commit(arguments.before)}", flush=True)
     missed, end = [], begin + 60 * arguments.minutes
-    with checkpoint(arguments.checkpoint) as path, ExitStack() as stack:
+    with checkpoint(arguments.checkpoint, arguments.family) as path, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         peers = Peers(path, folder, arguments, stack)
         work = work_for(path, arguments.prompt_tokens, arguments.decode_tokens)

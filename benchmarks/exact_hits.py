@@ -1,11 +1,12 @@
-"""Counts cache hits whose first logits have the bits of a cold run: of random prompts, and of next
-turns over decoded answers.
+"""Counts cache hits whose first logits have the bits of a cold run: of random prompts, of chats
+about pictures where the model takes some, and of next turns over decoded answers.
 
-    python benchmarks/exact_hits.py [--pairs 200] [--speculative] [--isa avx2]
+    python benchmarks/exact_hits.py [--family qwen3_vl ...] [--pairs 200] [--speculative]
+        [--isa avx2]
 
-Small random checkpoints, dense and MoE, with weights in float32 and bfloat16; every pair in random
-company. With --speculative both sides draft, as many tokens as they find. Exits with 1 if a pair
-differs.
+A small random checkpoint of each family (all, if none is named) with weights in float32 and
+bfloat16; every pair in random company. With --speculative both sides draft, as many tokens as they
+find. Exits with 1 if a pair differs.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
 import torch
 from checkpoint_spec import CheckpointSpec
-from exactness import Pair, next_turn_pairs, random_pairs
+from exactness import Pair, next_turn_pairs, picture_pairs, random_pairs
+from families import FAMILIES
 from guesses import draft_freely
 from machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
@@ -26,9 +31,16 @@ from make_checkpoint import make_checkpoint
 from vlm_serve.config import EngineConfig
 from vlm_serve.pipeline import Pipeline
 
-SPECS = {
-    "dense": CheckpointSpec(vision_depth=0, dtype="bfloat16"),
-    "MoE": CheckpointSpec(num_experts=8, vision_depth=0, dtype="bfloat16"),
+
+def _next_turns(pipe: Pipeline, count: int, *, num_tokens: int) -> list[Pair]:
+    return [pair for pair, _ in next_turn_pairs(pipe, count, seed=12, num_tokens=num_tokens)]
+
+
+PROMPTS, PICTURES, TURNS = "prompts", "chats about pictures", "next turns"
+KINDS: dict[str, Callable[..., Iterable[Pair]]] = {
+    PROMPTS: partial(random_pairs, seed=11),
+    PICTURES: partial(picture_pairs, seed=13),
+    TURNS: _next_turns,
 }
 
 
@@ -39,23 +51,21 @@ def pairs(path: Path, dtype: str, kind: str, count: int, speculative: bool) -> l
         dtype=dtype,
         block_size=16,
         cache_memory="64MiB",
-        prefix_cache_decode_state_interval=16 if kind == "next turns" else 0,
+        prefix_cache_decode_state_interval=16 if kind == TURNS else 0,
         speculative="suffix" if speculative else "off",
     )
     with Pipeline(path, config) as pipe:
         assert pipe.engine.config.compiled_kernels, "there are no compiled kernels here"
         if speculative:
             draft_freely(pipe.engine)
-        tokens = 40 if speculative else 4
-        if kind == "prompts":
-            return list(random_pairs(pipe, count, seed=11, num_tokens=tokens))
-        return [pair for pair, _ in next_turn_pairs(pipe, count, seed=12, num_tokens=tokens)]
+        return list(KINDS[kind](pipe, count, num_tokens=40 if speculative else 4))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--speculative", action="store_true", help="with suffix drafts")
     add_isa_argument(parser)
@@ -64,17 +74,27 @@ def main() -> int:
     print(describe(torch.get_num_threads()))
     print("| checkpoint, weights | hits of | same bits | same tokens |\n|---|---|---|---|")
     different = 0
-    for name, spec in SPECS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            path = make_checkpoint(folder, spec)
-            for dtype in ("float32", "bfloat16"):
-                for kind in ("prompts", "next turns"):
-                    made = pairs(path, dtype, kind, given.pairs, given.speculative)
-                    bits, tokens = sum(p.same_bits for p in made), sum(p.same_tokens for p in made)
-                    different += len(made) - bits
-                    cells = f"{bits} of {len(made)} | {tokens} of {len(made)}"
-                    print(f"| {name}, {dtype} | {kind} | {cells} |", flush=True)
+    for family in given.family:
+        spec = replace(next(iter(FAMILIES[family].values())), dtype="bfloat16")
+        different += print_rows(family, spec, given.pairs, given.speculative)
     return 1 if different else 0
+
+
+def print_rows(name: str, spec: CheckpointSpec, count: int, speculative: bool) -> int:
+    """All kinds of pairs on one checkpoint; returns how many differ."""
+    different = 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_checkpoint(folder, spec)
+        for dtype in ("float32", "bfloat16"):
+            for kind in KINDS:
+                if kind == PICTURES and not spec.vision_depth:
+                    continue
+                made = pairs(path, dtype, kind, count, speculative)
+                bits, tokens = sum(p.same_bits for p in made), sum(p.same_tokens for p in made)
+                different += len(made) - bits
+                cells = f"{bits} of {len(made)} | {tokens} of {len(made)}"
+                print(f"| {name}, {dtype} | {kind} | {cells} |", flush=True)
+    return different
 
 
 if __name__ == "__main__":

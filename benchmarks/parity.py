@@ -1,12 +1,15 @@
-"""Compares an engine with transformers, and hits with cold runs, on one checkpoint.
+"""Compares an engine with transformers, and hits with cold runs.
 
-    python benchmarks/parity.py [CHECKPOINT]
+    python benchmarks/parity.py [--family qwen3_vl ...] [--pairs 200]
+    python benchmarks/parity.py CHECKPOINT
 
 Prints, per case: how many greedy answers of 64 tokens equal transformers' token for token, how many
 differ first at a near tie of the reference (top-2 logit gap at most 1e-4), and the largest logit
-error up to there. Then the share of hits whose first logits have the very bits of a cold run, with
-and without `deterministic`, and what that option costs. Without a checkpoint small random ones are
-made, dense and MoE. Needs torchvision (`make test` installs it): it is part of the reference.
+error up to there. Then, unless `--pairs 0` leaves it out, the share of hits whose first logits have
+the very bits of a cold run, with and without `deterministic`, and what that option costs. Without a
+checkpoint small random ones are made, in several shapes of each family that is named (of all, if
+none is); hits are then compared with cold runs in the first shape of each. Needs torchvision (`make
+test` installs it): it is part of the reference. Exits with 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -24,15 +27,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
 
-from checkpoint_spec import CheckpointSpec  # noqa: E402
 from exactness import random_pairs  # noqa: E402
+from families import FAMILIES  # noqa: E402
 from make_checkpoint import make_checkpoint  # noqa: E402
 from parity import Comparison, check, greedy  # noqa: E402
-from parity_cases import CONVERSATIONS, photograph, random_ids, user  # noqa: E402
+from parity_cases import conversations, photograph, random_ids, user  # noqa: E402
 
 from vlm_serve import EngineConfig, Pipeline  # noqa: E402
+from vlm_serve.models import read_spec  # noqa: E402
 
 TOKENS = 64
+LOGIT_ERROR = 1e-4
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 257, 1024, 3000)
 
 
@@ -49,34 +54,40 @@ def small_pool(pipe: Pipeline, blocks: int, snapshots: int) -> EngineConfig:
 
 def cases(checkpoint: Path, pipe: Pipeline) -> Iterator[tuple[str, list[Comparison]]]:
     """Every case on fresh caches, hits right after what makes them hits."""
+    media = read_spec(checkpoint).vision is not None
+    known = conversations(media=media)
 
     def run(*batches: Sequence[Any], on: Pipeline = pipe) -> list[Comparison]:
         on.engine.flush()
         return [one for batch in batches for one in check(on, checkpoint, list(batch), TOKENS)[1]]
 
-    for name, conversation in CONVERSATIONS.items():
+    for name, conversation in known.items():
         yield f"{name}, cold and again", run([conversation], [conversation])
-    yield "8 mixed requests at once", run([*list(CONVERSATIONS.values())[:7], random_ids(77, 1)])
+    yield "8 mixed requests at once", run([*list(known.values())[:7], random_ids(77, 1)])
     yield "prompts of 1 ... 3 000 tokens", run(*([random_ids(n, n)] for n in LENGTHS))
     pictures = photograph("coffee.png"), photograph("rocket.jpg")
     questions = ("What is this?", "How hot might it be?", "Who made it?")
-    yield "same image, other questions", run(*([[user(pictures[0], q)]] for q in questions))
-    yield "other image, same text", run(*([[user(p, questions[0])]] for p in pictures))
+    if media:
+        yield "same image, other questions", run(*([[user(pictures[0], q)]] for q in questions))
+        yield "other image, same text", run(*([[user(p, questions[0])]] for p in pictures))
     shared = random_ids(300, 5)
     junction = [[shared + random_ids(40, 6 + i)] for i in range(3)]
     with Pipeline(checkpoint, config(prefix_cache_state_interval=1000)) as sparse:
         yield "junction, three requests", run(*junction, on=sparse)
     with Pipeline(checkpoint, small_pool(pipe, 110, 4)) as crowded:
-        names = ("one image", "several turns", "text") * 2
-        yield "after eviction", run(*([CONVERSATIONS[name]] for name in names), on=crowded)
+        names = ("one image", "several turns", "text") if media else known
+        yield "after eviction", run(*([known[name]] for name in [*names] * 2), on=crowded)
     with Pipeline(checkpoint, small_pool(pipe, 40, 4)) as crowded:
         yield "after preemption", run([random_ids(120, 20 + i) for i in range(4)], on=crowded)
         assert crowded.engine.stats()["num_preemptions"] > 0
     with Pipeline(checkpoint, config(max_num_batched_tokens=64)) as slow:
-        yield "budget of 64 tokens", run([CONVERSATIONS["one image"], random_ids(500, 3)], on=slow)
+        longest = known["one image" if media else "words"]
+        yield "budget of 64 tokens", run([longest, random_ids(500, 3)], on=slow)
 
 
-def print_cases(checkpoint: Path) -> None:
+def print_cases(checkpoint: Path) -> int:
+    """Returns how many answers are wrong."""
+    failures = 0
     print(f"{'case':<32}{'answers':>8}{'equal':>7}{'near ties':>11}{'wrong':>7}{'logit error':>13}")
     with Pipeline(checkpoint, config()) as pipe:
         for name, results in cases(checkpoint, pipe):
@@ -84,8 +95,10 @@ def print_cases(checkpoint: Path) -> None:
             ties = sum(one.near_tie for one in results)
             error = max(one.logit_error for one in results)
             wrong = len(results) - equal - ties
+            failures += wrong + (error > LOGIT_ERROR)
             print(f"{name:<32}{len(results):>8}{equal:>7}{ties:>11}{wrong:>7}{error:>13.1e}")
             pipe.engine.check()
+    return failures
 
 
 def print_exactness(checkpoint: Path, count: int) -> None:
@@ -121,27 +134,32 @@ def _prefill_seconds(pipe: Pipeline, seed: int) -> float:
     return time.perf_counter() - begin
 
 
-def main() -> None:
+def main() -> int:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("checkpoint", nargs="?", help="default: small random ones, dense and MoE")
+    parser.add_argument("checkpoint", nargs="?", help="default: small random ones")
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--pairs", type=int, default=200, help="hits to compare with cold runs")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        if options.checkpoint:
-            checkpoints = {options.checkpoint: Path(options.checkpoint)}
-        else:
-            checkpoints = {
-                "dense": make_checkpoint(Path(folder) / "dense"),
-                "moe": make_checkpoint(
-                    Path(folder) / "moe", CheckpointSpec(num_experts=8, gdn_value_heads=6, seed=2)
-                ),
-            }
-        for name, checkpoint in checkpoints.items():
-            print(f"\n{name}, float32")
-            print_cases(checkpoint)
-            print_exactness(checkpoint, options.pairs)
+    if options.checkpoint:
+        return compare(options.checkpoint, Path(options.checkpoint), options.pairs)
+    failures = 0
+    for family in options.family:
+        for index, (name, spec) in enumerate(FAMILIES[family].items()):
+            with tempfile.TemporaryDirectory() as folder:
+                path, pairs = make_checkpoint(folder, spec), 0 if index else options.pairs
+                failures += compare(f"{family}: {name}", path, pairs)
+    return min(failures, 1)
+
+
+def compare(name: str, checkpoint: Path, pairs: int) -> int:
+    """Prints everything about one checkpoint; returns how many answers are wrong."""
+    print(f"\n{name}, float32", flush=True)
+    failures = print_cases(checkpoint)
+    if pairs:
+        print_exactness(checkpoint, pairs)
+    return failures
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

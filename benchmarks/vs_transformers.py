@@ -2,9 +2,10 @@
 
     python benchmarks/vs_transformers.py [CHECKPOINT] [--dtypes float32 bfloat16] [--rounds 5]
 
-Without a checkpoint the 49M-parameter random one is made. Each round runs ours and theirs one after
-the other, in changing order, so that both see the same neighbours on a busy machine; a ratio is the
-median over rounds of (their time / our time), and the rates are those of each side's best round.
+Without a checkpoint a family's 49M-parameter random one is made. Each round runs ours and theirs
+one after the other, in changing order, so that both see the same neighbours on a busy machine; a
+ratio is the median over rounds of (their time / our time), and the rates are those of each side's
+best round.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     reached = True
-    with checkpoint(arguments.checkpoint) as path:
+    with checkpoint(arguments.checkpoint, arguments.family) as path:
         work = work_for(path, arguments.prompt_tokens, arguments.decode_tokens)
         for dtype in arguments.dtypes:
             reached = show(dtype, work, compare(path, work, dtype, arguments)) and reached

@@ -1,17 +1,19 @@
-"""Random pairs of a cold run and a hit on the same prompt, in random company; and of next turns,
-which hit what decoding has written."""
+"""Random pairs of a cold run and a hit on the same prompt, in random company: of token ids, of
+chats about pictures, and of next turns, which hit what decoding has written."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from parity import greedy, tapped
-from parity_cases import random_ids
+from parity_cases import random_ids, user
 
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.pipeline import Output, Pipeline
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,59 @@ def random_pairs(pipe: Pipeline, count: int, *, seed: int, num_tokens: int = 4) 
         for hit, rows, (answer, expected) in zip(hits, logits, cold, strict=True):
             if hit.usage.cached_tokens:
                 made += 1
-                yield Pair(
-                    hit.usage.cached_tokens,
-                    torch.equal(rows[0], expected[0]),
-                    hit.token_ids == answer.token_ids,
-                    float((rows[0] - expected[0]).abs().max()),
-                )
+                yield _pair(hit, rows, answer, expected)
+
+
+def picture_pairs(pipe: Pipeline, count: int, *, seed: int, num_tokens: int = 4) -> Iterator[Pair]:
+    """Chats that share some of their pictures, cold and alone, then as hits in batches of one to
+    four. Some hits bring another picture, which is encoded in company."""
+    rng = random.Random(seed)
+    engine = pipe.engine
+    made = 0
+    while made < count:
+        base: list[dict[str, Any] | str]
+        base = [_words(rng, 10), _picture(rng), _words(rng, 20), _picture(rng), _words(rng, 5)]
+        chats = []
+        for _ in range(rng.randint(1, 4)):
+            another = [_picture(rng)] if rng.random() < 0.4 else []
+            chats.append([user(*base[: rng.randint(2, 5)], *another, _words(rng, 15))])
+        cold = []
+        for chat in chats:
+            engine.flush()
+            with tapped(engine) as tap:
+                answer = pipe.chat(chat, greedy(num_tokens))
+                cold.append((answer, tap.take()[0]))
+        engine.flush()
+        pipe.chat([user(*base)], greedy(1))
+        with tapped(engine) as tap:
+            hits = pipe.chat_many(chats, greedy(num_tokens))
+            logits = tap.take()
+        engine.check()
+        for hit, rows, (answer, expected) in zip(hits, logits, cold, strict=True):
+            if hit.usage.cached_tokens:
+                made += 1
+                yield _pair(hit, rows, answer, expected)
+
+
+def _words(rng: random.Random, most: int) -> str:
+    count = rng.randint(1, most)
+    return " ".join(rng.choice(("red", "stars", "below", "a", "circle", "7")) for _ in range(count))
+
+
+def _picture(rng: random.Random) -> dict[str, Any]:
+    """Noise, of few sizes: pictures of one size are attended to together."""
+    shape = (rng.choice((40, 64, 96)), rng.choice((40, 64)), 3)
+    noise = np.random.default_rng(rng.getrandbits(30)).integers(0, 256, shape, dtype=np.uint8)
+    return {"type": "image", "image": noise}
+
+
+def _pair(hit: Output, rows: torch.Tensor, cold: Output, expected: torch.Tensor) -> Pair:
+    return Pair(
+        hit.usage.cached_tokens,
+        torch.equal(rows[0], expected[0]),
+        hit.token_ids == cold.token_ids,
+        float((rows[0] - expected[0]).abs().max()),
+    )
 
 
 def next_turn_pairs(
@@ -96,12 +145,4 @@ def next_turn_pairs(
             reused = hit.usage.cached_tokens - len(prompt)
             if reused > 0:
                 made += 1
-                yield (
-                    Pair(
-                        hit.usage.cached_tokens,
-                        torch.equal(rows[0], expected[0]),
-                        hit.token_ids == cold.token_ids,
-                        float((rows[0] - expected[0]).abs().max()),
-                    ),
-                    reused,
-                )
+                yield _pair(hit, rows, cold, expected), reused

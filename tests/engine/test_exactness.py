@@ -7,17 +7,24 @@ from pathlib import Path
 
 import pytest
 from checkpoint_spec import CheckpointSpec
-from exactness import next_turn_pairs, random_pairs
+from exactness import next_turn_pairs, picture_pairs, random_pairs
+from families import SPECS as FAMILIES
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.pipeline import Pipeline
 
+SPECS = {
+    "dense": CheckpointSpec(vision_depth=0),
+    "moe": CheckpointSpec(num_experts=8, vision_depth=0),
+    "vl moe": FAMILIES["vl moe, every second layer dense"],
+    "next": FAMILIES["next, three value heads, dense layers"],
+}
 
-@pytest.fixture(scope="module", params=["dense", "moe"])
+
+@pytest.fixture(scope="module", params=SPECS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = CheckpointSpec(num_experts=8 if request.param == "moe" else 0, vision_depth=0)
-    return make_checkpoint(tmp_path_factory.mktemp("exactness"), spec)
+    return make_checkpoint(tmp_path_factory.mktemp("exactness"), SPECS[request.param])
 
 
 def _config(deterministic: bool, dtype: str) -> EngineConfig:
@@ -53,6 +60,16 @@ def test_next_turns_over_decoded_answers_have_the_bits_of_a_cold_run(
     with Pipeline(checkpoint, config) as pipe:
         pairs = list(next_turn_pairs(pipe, 50, seed=4))
     assert all(pair.same_bits and pair.same_tokens for pair, _ in pairs)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("family", ["dense", "vl"])
+def test_hits_behind_pictures_have_the_bits_of_a_cold_run(tmp_path: Path, family: str) -> None:
+    """Features of the vision tower included, whoever was encoded beside them."""
+    path = make_checkpoint(tmp_path, FAMILIES[family])
+    with Pipeline(path, _config(False, "float32")) as pipe:
+        pairs = list(picture_pairs(pipe, 25, seed=6))
+    assert all(pair.same_bits and pair.same_tokens for pair in pairs)
 
 
 def test_hits_give_the_tokens_of_a_cold_run(checkpoint: Path) -> None:
