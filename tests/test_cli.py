@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from vlm_serve.cli import _model, build_parser, collect, main, read_config_file
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
+from vlm_serve.models.registry import FAMILIES
 from vlm_serve.options import Option, check_environment, options_of
 from vlm_serve.server.config import ServerConfig
 
@@ -23,7 +25,9 @@ def flags_of(*arguments: str) -> dict[str, Any]:
     return vars(build_parser().parse_args(arguments))
 
 
-@pytest.mark.parametrize("command", ["", "serve", "plan", "chat", "run-batch", "video-qa"])
+@pytest.mark.parametrize(
+    "command", ["", "serve", "plan", "models", "chat", "run-batch", "video-qa"]
+)
 def test_help_loads_nothing_heavy(command: str) -> None:
     code = (
         "import sys\n"
@@ -39,6 +43,22 @@ def test_help_loads_nothing_heavy(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "usage: vlm-serve" in done.stdout
+
+
+def test_models_lists_what_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split("  ")[0] == "model type"
+    assert [row.split()[0] for row in rows] == list(FAMILIES)
+    assert main(["models", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["qwen3_vl_moe"] == {
+        "media": ["image", "video"],
+        "state": False,
+        "experts": True,
+        "compiled_step": True,
+    }
+    assert listed["qwen3_next"]["media"] == []
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_spec import CheckpointSpec
+from make_checkpoint import make_checkpoint
 
 from vlm_serve import plan_command
 from vlm_serve.cli import main
@@ -64,6 +66,21 @@ def test_the_text_names_every_bucket(capsys: pytest.CaptureFixture[str]) -> None
         assert f"\n{fact}  " in text
     for bucket in ("KV blocks", "snapshots", "live state rows", "vision embeddings", "expert rows"):
         assert bucket in text
+
+
+def test_embeddings_count_the_features_of_the_vision_tower(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What stands for a token: its embedding, and a row for each layer that gets features."""
+    spec = CheckpointSpec(family="qwen3_vl", vision_depth=4, deepstack_features=3, dtype="bfloat16")
+    path = str(make_checkpoint(tmp_path, spec))
+    assert main(["plan", path, "--json", "--device", "cuda"]) == 0
+    assert json.loads(capsys.readouterr().out)["embedding_bytes"] == (1 + 3) * 64 * 2
+    assert main(["plan", path, "--device", "cuda"]) == 0
+    (line,) = (
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("vision embedd")
+    )
+    assert line.split()[2:] == [str((256 << 20) // 512), "512", "256.0"]
 
 
 def test_an_impossible_plan_says_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import oracle
 import pytest
+from checkpoint_spec import SMALL_SPECS
 from hypothesis import given
 from hypothesis import strategies as st
+from make_checkpoint import make_checkpoint
 
 from vlm_serve.errors import CheckpointError, ContextLengthError
 from vlm_serve.preprocess.tokenizer import Tokenizer
@@ -33,6 +36,13 @@ TEXTS = [
     "\x00\x07\ufffd\uf8ff\U000f0000",
     "<0.3 seconds>",
 ]
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_vl", "qwen3_next"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Families split words in their own ways, whatever tokenizer.json says."""
+    spec = replace(SMALL_SPECS[request.param], vocab_size=1024)
+    return make_checkpoint(tmp_path_factory.mktemp("tokenizer"), spec)
 
 
 @pytest.fixture(scope="module")
