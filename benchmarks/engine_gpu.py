@@ -2,8 +2,9 @@
 
     python benchmarks/engine_gpu.py [CHECKPOINT] [--rounds 5]
 
-First agreement: small float32 checkpoints, dense and MoE, answer alike on the CPU and on the GPU
-with and without CUDA graphs; an answer may part where the CPU's best two tokens lie within 1e-3.
+First agreement: small float32 checkpoints, dense and MoE, of Qwen3.5, Qwen3-VL and Qwen3-Next
+answer alike on the CPU and on the GPU with and without CUDA graphs; an answer may part where the
+CPU's best two tokens lie within 1e-3.
 Then time, on the checkpoint or on a random one of Qwen3.5-4B's shape (bfloat16, vocabulary 32 768,
 7 GB of disk): prefill, the same prompt again and decode, with and without graphs and without prefix
 caching (and so without snapshots), in turns. `kernels_gpu.py --engine --write` runs this too and
@@ -20,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from engine_cases import (
     AGAIN,
@@ -30,12 +32,15 @@ from engine_cases import (
     make_checkpoint,
     work_for,
 )
+from parity_cases import user
 
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
 
 SMALL = {
     "dense": CheckpointSpec(vision_depth=0),
     "MoE": CheckpointSpec(vision_depth=0, num_experts=8),
+    "Qwen3-VL-MoE": CheckpointSpec(family="qwen3_vl", num_experts=8, sparse_step=2),
+    "Qwen3-Next": CheckpointSpec(family="qwen3_next", vision_depth=0, num_experts=8),
 }
 QWEN_4B = CheckpointSpec(
     hidden_size=2560,
@@ -66,13 +71,22 @@ Answer = list[dict[int, float]]
 
 
 def answers(checkpoint: Path, **options: Any) -> list[Answer]:
-    """Greedy answers to prompts of many lengths at once: the best two tokens of every step."""
+    """Greedy answers to prompts of many lengths at once, and about pictures if the model takes
+    some: the best two tokens of every step."""
     draw = random.Random(5)
     prompts = [draw.choices(range(400), k=length) for length in (1, 16, 33, 64, 100, 257, 700)]
     params = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=2)
     config = EngineConfig(dtype="float32", block_size=16, cache_memory="256MiB", **options)
     with Pipeline(checkpoint, config) as pipe:
-        return [one.logprobs or [] for one in pipe.generate_many(prompts, params)]
+        outputs = pipe.generate_many(prompts, params)
+        if pipe.engine.spec.vision is not None:
+            outputs += pipe.chat_many([[user(picture(seed), "Why?")] for seed in range(3)], params)
+        return [one.logprobs or [] for one in outputs]
+
+
+def picture(seed: int) -> dict[str, Any]:
+    noise = np.random.default_rng(seed).integers(0, 256, (40, 56, 3), dtype=np.uint8)
+    return {"type": "image", "image": noise}
 
 
 def parts_at_a_near_tie(one: Answer, reference: Answer) -> bool | None:

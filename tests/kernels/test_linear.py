@@ -206,6 +206,21 @@ def test_loading_parts(compiled: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+def test_loading_what_a_checkpoint_keeps_transposed(compiled: bool) -> None:
+    plain, experts = randn(16, 24), randn(3, 16, 10, seed=1)
+    source = Tensors(torch.float32, compiled, plain=plain, experts=experts)
+    whole = Part("plain", (16, 24), transposed=True)
+    parts = [whole, Part("experts", (3, 16, 10), (range(2, 4),), index=1, transposed=True)]
+    x, rows = randn(5, 16, seed=2), torch.cat([plain.T, experts[1].T[2:4]])
+    got = load(source, parts)
+    assert (got.columns, got.depth) == (26, 16)
+    assert torch.equal(got(x), dense(rows, compiled=compiled)(x))
+    half = load(source, [whole], shard=Shard(1, 2, 1))
+    expected = dense(plain.T[:, 8:], compiled=compiled)(x[:, 8:])
+    assert half.depth == 8 and torch.equal(half(x[:, 8:]), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 def test_loading_shards(compiled: bool) -> None:
     q, k = randn(24, 16), randn(8, 16, seed=1)
     source = Tensors(torch.float32, compiled, q=q, k=k)
