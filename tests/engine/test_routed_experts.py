@@ -25,10 +25,17 @@ LOGIT_ERROR = 1e-3
 """Two experts this close are a tie: either may be chosen."""
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = CheckpointSpec(num_layers=LAYERS, num_experts=EXPERTS, vision_depth=0, seed=5)
-    return make_checkpoint(tmp_path_factory.mktemp("experts"), spec)
+SPECS = {
+    "every layer": CheckpointSpec(num_layers=LAYERS, num_experts=EXPERTS, vision_depth=0, seed=5),
+    "every second layer": CheckpointSpec(
+        family="qwen3_vl", num_layers=2 * LAYERS, num_experts=EXPERTS, sparse_step=2, seed=5
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("experts"), SPECS[request.param])
 
 
 def config(**options: object) -> EngineConfig:
