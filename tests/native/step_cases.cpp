@@ -23,7 +23,7 @@ typename Tiny<T>::Result Tiny<T>::run(const vlm::Program& program, const std::ve
         tables.push_back(blocks_.data() + slice.sequence * BLOCKS);
         media_first.push_back((int64_t)slots.size());
         media_tokens.push_back(slice.count);
-        media_rows.push_back(&features[slots.size() * FEATURES_WIDTH]);
+        media_rows.push_back(features.data() + slots.size() * FEATURES_WIDTH);
         for (int64_t t = slice.first; t < slice.first + slice.count; ++t) {
             const int64_t own = (int64_t)slots.size(), table = slice.sequence * BLOCKS;
             for (int64_t axis = 0; axis < 3; ++axis)
