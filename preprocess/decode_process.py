@@ -29,7 +29,7 @@ _ENVIRONMENT = {
 
 
 class DecodeProcess:
-    """One process, one task at a time.
+    """One process, one task at a time. It starts while its owner goes on.
 
     Attributes:
         awaiting: it has been asked for something that has not come: not fit for another task.
@@ -54,18 +54,24 @@ class DecodeProcess:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)},
-                start_new_session=True,
             )
         except OSError:
             self._sock.close()
             raise VlmServeError("the media decoder did not start") from None
         finally:
             theirs.close()
+        self._deadline = time.monotonic() + _START_SECONDS
+        self._ready = False
+
+    def wait_until_ready(self) -> None:
+        """Returns once it can be asked. Raises VlmServeError if it does not start."""
+        if self._ready:
+            return
         try:
-            receive(self._sock, time.monotonic() + _START_SECONDS)
+            receive(self._sock, self._deadline)
         except (GoneError, TimeoutError):
-            self.close()
             raise VlmServeError("the media decoder did not start") from None
+        self._ready = True
 
     @property
     def pid(self) -> int:

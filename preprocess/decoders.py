@@ -1,7 +1,7 @@
 """A small pool of decoding processes, and the order in which media get one.
 
 A decode ends at its deadline, when it takes too much memory, or when its client leaves: then its
-process ends, and the next medium that needs one starts another. Media that take much work leave one
+process ends, and another one starts in its place. Media that take much work leave one
 process to the others, so that a small picture never waits for large ones.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from vlm_serve.errors import EngineClosedError, MediaError
+from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
 from vlm_serve.preprocess.decode_process import DecodeProcess, take_array
 from vlm_serve.preprocess.decode_wire import GoneError, share
 from vlm_serve.preprocess.limits import MediaLimits
@@ -26,21 +26,24 @@ from vlm_serve.preprocess.media_image import Pixels
 from vlm_serve.preprocess.stopping import Stop
 
 # Images of more pixels, counted once per pass over them, are the ones that leave a process free.
-_SMALL_WORK = 1 << 24
+_SMALL_WORK = 1 << 22
 PROCESS_BYTES = 64 << 20
 """What a process has before it decodes anything: Python, NumPy, Pillow and FFmpeg."""
+# Who waits is served in the order of arrival, as if a file of so many bytes came a second later.
+_BYTES_PER_SECOND = 1 << 20
 # A video's process knows its deadline itself and says so; this much later it is ended.
 _GRACE_SECONDS = 10.0
 
 
 def default_size() -> int:
-    """Most processes where nobody says: as many as processors, at least 2 and at most 4."""
-    return min(max(2, os.cpu_count() or 1), 4)
+    """Most processes where nobody says: as many as processors, at least 3 and at most 4."""
+    return min(max(3, os.cpu_count() or 1), 4)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Ticket:
     large: bool
+    turn: float
 
 
 class Decoders:
@@ -94,7 +97,7 @@ class Decoders:
         task = _task("image", data, limits)
         for large in (False, True):
             task["max_work"] = None if large else _SMALL_WORK
-            with self._process(large, param, stop) as process:
+            with self._process(large, len(data), param, stop) as process:
                 with share(data) as shared:
                     process.ask(task, shared.descriptor)
                 deadline = time.monotonic() + limits.max_image_decode_seconds
@@ -121,7 +124,7 @@ class Decoders:
         """
         if len(data) > limits.max_video_bytes:
             raise MediaError(f"the video is over {limits.max_video_bytes} bytes", param=param)
-        with self._process(True, param, stop) as process:
+        with self._process(True, len(data), param, stop) as process:
             with share(data) as shared:
                 process.ask(_task("video", data, limits) | {"fps": fps}, shared.descriptor)
             video = DecodedVideo(process, limits)
@@ -131,9 +134,11 @@ class Decoders:
                 video.end()
 
     @contextlib.contextmanager
-    def _process(self, large: bool, param: str | None, stop: Stop) -> Iterator[DecodeProcess]:
+    def _process(
+        self, large: bool, num_bytes: int, param: str | None, stop: Stop
+    ) -> Iterator[DecodeProcess]:
         """A process for one task. Whatever way a task ends, the next one finds a sound one."""
-        self._take_place(large, stop)
+        self._take_place(large, num_bytes, stop)
         process, sound = None, False
         try:
             process = self._start()
@@ -155,17 +160,18 @@ class Decoders:
             ) from None
         finally:
             if process is not None:
-                self._put_back(process) if sound else self._drop(process)
+                self._put_back(process) if sound else self._replace(process)
             self._leave_place(large)
 
-    def _take_place(self, large: bool, stop: Stop) -> None:
-        mine = _Ticket(large)
+    def _take_place(self, large: bool, num_bytes: int, stop: Stop) -> None:
+        mine = _Ticket(large, time.monotonic() + num_bytes / _BYTES_PER_SECOND)
 
         def next_ticket() -> _Ticket | None:
             if self._busy >= self._size:
                 return None
             room = self._busy_large < max(self._size - 1, 1)
-            return next((each for each in self._waiting if room or not each.large), None)
+            fit = (each for each in self._waiting if room or not each.large)
+            return min(fit, key=lambda each: each.turn, default=None)
 
         def wake() -> None:
             with self._changed:
@@ -194,19 +200,32 @@ class Decoders:
         while True:
             with self._changed:
                 process = self._idle.pop() if self._idle else None
+            if process is not None and not process.alive:
+                self._drop(process)
+                continue
             if process is None:
-                break
-            if process.alive:
-                return process
-            self._drop(process)
-        process = DecodeProcess()
-        with self._changed:
-            self._all.add(process)
-        return process
+                process = DecodeProcess()
+                with self._changed:
+                    self._all.add(process)
+            try:
+                process.wait_until_ready()
+            except VlmServeError:
+                self._drop(process)
+                raise
+            return process
 
     def _put_back(self, process: DecodeProcess) -> None:
         with self._changed:
             self._idle.append(process)
+
+    def _replace(self, process: DecodeProcess) -> None:
+        """Whoever comes next need not wait for all of another one's start."""
+        self._drop(process)
+        with contextlib.suppress(VlmServeError), self._changed:  # it may be told the next one
+            if not self._closed:
+                process = DecodeProcess()
+                self._all.add(process)
+                self._idle.append(process)
 
     def _drop(self, process: DecodeProcess) -> None:
         with self._changed:

@@ -87,6 +87,7 @@ class Tokenizer:
         self.special_tokens: dict[str, int] = {t.content: i for i, t in special.items()}
         self._special_ids = frozenset(special)
         self._added_text = {token_id: token.content for token_id, token in added.items()}
+        self._known_bytes: dict[int, bytes] = {}
         self.special_pattern = _special_pattern(self.special_tokens)
         self.special_names = _special_names(config)
         self.end_of_turn_ids = self._ids_of(
@@ -207,6 +208,14 @@ class Tokenizer:
         The text of several byte-level tokens is the UTF-8 decoding of their joined bytes, so a
         stream decodes exactly with an incremental decoder and waits for one character at most.
         """
+        found = self._known_bytes.get(token_id)
+        if found is None:
+            found = self._bytes_of(token_id)
+            if found:
+                self._known_bytes[token_id] = found
+        return found
+
+    def _bytes_of(self, token_id: int) -> bytes:
         added = self._added_text.get(token_id)
         if added is not None:
             return added.encode()

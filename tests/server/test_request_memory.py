@@ -23,11 +23,11 @@ from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.json_body import MAX_COST, parse_json
 from vlm_serve.server.request_memory import (
+    BodyCost,
     RequestMemory,
     Share,
-    bytes_to_parse,
-    bytes_when_parsed,
 )
+from vlm_serve.server.service import LARGE_REQUEST_BYTES
 
 MIB = 1 << 20
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -153,6 +153,13 @@ def test_one_request_at_a_time_is_beyond_the_budget() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("before", [(1 << 18) - 1, 1 << 18, 5])
+def test_a_wide_character_is_found_wherever_pieces_begin(before: int) -> None:
+    text = b"a" * before + b"\\u00e9" + b"," * 7
+    assert BodyCost.of(text) == BodyCost(len(text), wide=True, values=8)
+    assert not BodyCost.of(text.replace(b"\\", b"/")).wide
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_has_no_room_is_not_read(tokenizer: Tokenizer, chunked: bool) -> None:
     config = ServerConfig(port=0, max_request_memory="16MiB", max_body_size="16MiB")
@@ -190,11 +197,11 @@ def test_nothing_is_held_after_a_refusal(tokenizer: Tokenizer, body: bytes) -> N
 
 
 def test_the_body_of_a_client_that_has_left_is_freed(tokenizer: Tokenizer) -> None:
-    """While every preparation thread is busy with other work."""
+    """While every thread that prepares large requests is busy with other work."""
     with running(FakeEngine(tokenizer), ServerConfig(port=0, preprocess_threads=1)) as server:
         gate, calls = server.engine.preprocessor.gate, server.engine.preprocessor.calls
         gate.clear()
-        stuck = connect(server, json.dumps(chat_body("hi")).encode())
+        stuck = connect(server, json.dumps(chat_body("hi" * LARGE_REQUEST_BYTES)).encode())
         wait_for(lambda: len(calls) == 1)
         held = server.service.memory.held
         tracemalloc.start()
@@ -215,6 +222,19 @@ def test_the_body_of_a_client_that_has_left_is_freed(tokenizer: Tokenizer) -> No
         stuck.close()
         wait_for(lambda: server.service.num_open == 0)
         assert server.service.memory.held == held, "its work still runs"
+        gate.set()
+        wait_for(lambda: server.service.memory.held == 0)
+
+
+def test_a_short_question_waits_for_no_long_one(tokenizer: Tokenizer) -> None:
+    with running(FakeEngine(tokenizer), ServerConfig(port=0, preprocess_threads=1)) as server:
+        gate, calls = server.engine.preprocessor.gate, server.engine.preprocessor.calls
+        gate.clear()
+        long = json.dumps(chat_body("hi" * LARGE_REQUEST_BYTES)).encode()
+        with connect(server, long), connect(server, long):
+            wait_for(lambda: server.service.num_open == 2)
+            with connect(server, json.dumps(chat_body("hi")).encode()):
+                wait_for(lambda: len(calls) == 2)
         gate.set()
         wait_for(lambda: server.service.memory.held == 0)
 
@@ -242,8 +262,8 @@ def test_what_is_counted_is_what_json_becomes(name: str) -> None:
         after, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most - before + len(body) <= bytes_to_parse(body, MAX_COST) * 1.05
-    assert after - before <= bytes_when_parsed(body, value, MAX_COST) * 1.05
+    assert most - before + len(body) <= BodyCost.of(body).to_parse(MAX_COST) * 1.05
+    assert after - before <= BodyCost.of(body).when_parsed(value, MAX_COST) * 1.05
 
 
 def test_a_prompt_is_counted_with_its_pixels(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
@@ -12,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.errors import BodyTooLargeError, MediaTypeError
 from vlm_serve.server.json_body import SMALL_BYTES, max_cost, parse_json, validate
-from vlm_serve.server.request_memory import bytes_to_parse, bytes_when_parsed, current_share
+from vlm_serve.server.request_memory import BodyCost, current_share
 from vlm_serve.server.service import Service
 from vlm_serve.server.streaming import until_disconnected
 
@@ -65,18 +66,20 @@ async def read_request(
     except ClientDisconnect:
         raise InvalidRequestError("the client went away before its body was complete") from None
     limit = max_cost(service.engine.max_model_len)
+    small = len(body) <= SMALL_BYTES
+    cost = BodyCost.of(body) if small else await service.parsing(partial(BodyCost.of, body))
     share = current_share()
     if share is not None:
-        needed = bytes_to_parse(body, limit)
+        needed = cost.to_parse(limit)
         if not share.fits(needed):
             await until_disconnected(request, share.cover(needed))
         await share.cover(needed)
 
     def read() -> tuple[T, int]:
         value = parse_json(body, limit)
-        return use(validate(value, model)), bytes_when_parsed(body, value, limit)
+        return use(validate(value, model)), cost.when_parsed(value, limit)
 
-    if len(body) <= SMALL_BYTES:
+    if small:
         made, kept = read()
     else:
         made, kept = await service.parsing(read)

@@ -10,6 +10,7 @@ from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.connection import READ_BYTES
 from vlm_serve.server.json_body import max_cost
 from vlm_serve.server.request_memory import VALUE_BYTES, WIDEST_BODY_FACTOR
+from vlm_serve.server.service import large_threads
 
 CONNECTION_BYTES = 4 * READ_BYTES
 """What it has sent of a request that is not read yet, what waits to be sent, and its objects."""
@@ -24,7 +25,8 @@ def parts(config: ServerConfig, max_model_len: int) -> Iterator[tuple[str, int]]
     yield "bodies and prompts", config.max_request_bytes
     yield "the body that is favoured", body * WIDEST_BODY_FACTOR + values * VALUE_BYTES
     yield "connections", config.max_connections * CONNECTION_BYTES
-    prompts = config.preprocess_threads * max_model_len * PROMPT_TOKEN_BYTES
+    threads = config.preprocess_threads + large_threads(config.preprocess_threads)
+    prompts = threads * max_model_len * PROMPT_TOKEN_BYTES
     yield "prompts that are being made", prompts
     media = MediaLimits()
     # A decoder has a medium's bytes in shared memory of its own.

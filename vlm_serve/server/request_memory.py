@@ -25,6 +25,7 @@ WIDEST_BODY_FACTOR = 1 + 3 * WIDEST_CHARACTER
 FIRST_BYTES = 1 << 18
 """Counted for the start of a body of unknown length."""
 SMALL_PART, LARGE_PART = 1 / 64, 3 / 4
+_PIECE_BYTES = 1 << 18
 
 
 @dataclass(slots=True)
@@ -209,26 +210,40 @@ def _declared(scope: Scope) -> int | None:
     return int(length[:19]) if length.isdigit() else None
 
 
-def bytes_to_parse(body: bytes, limit: int) -> int:
-    """Most that a JSON body of up to `limit` values takes while it is parsed: itself, its text, its
-    strings, its values."""
-    factor = BODY_FACTOR if _width(body) == 1 else WIDEST_BODY_FACTOR
-    return len(body) * factor + min(limit, _values(body)) * VALUE_BYTES
+@dataclass(frozen=True, slots=True)
+class BodyCost:
+    """What a JSON body may become in memory, as far as its bytes show.
 
+    Attributes:
+        size: of itself.
+        wide: one of its characters may be, of which a text takes four bytes for each of its own.
+        values: at least as many as it has; a comma in a text counts, too.
+    """
 
-def bytes_when_parsed(body: bytes, value: Any, limit: int) -> int:
-    """Most that is left of it: its strings and values."""
-    strings = len(body) if _width(body) == 1 else _string_bytes(value)
-    return strings + min(limit, _values(body)) * VALUE_BYTES
+    size: int
+    wide: bool
+    values: int
 
+    @classmethod
+    def of(cls, body: bytes) -> BodyCost:
+        """Counts in pieces, between which other threads can run."""
+        wide, values = False, 1
+        for at in range(0, len(body), _PIECE_BYTES):
+            piece = body[at : at + _PIECE_BYTES]
+            wide = wide or not piece.isascii() or b"\\u" in body[max(0, at - 1) : at + len(piece)]
+            values += sum(piece.count(sign) for sign in (b",", b"[", b"{", b":"))
+        return cls(len(body), wide, values)
 
-def _width(body: bytes) -> int:
-    return 1 if body.isascii() and b"\\u" not in body else WIDEST_CHARACTER
+    def to_parse(self, limit: int) -> int:
+        """Most bytes while it is parsed, up to `limit` values: itself, its text, its strings, its
+        values."""
+        factor = WIDEST_BODY_FACTOR if self.wide else BODY_FACTOR
+        return self.size * factor + min(limit, self.values) * VALUE_BYTES
 
-
-def _values(body: bytes) -> int:
-    """At least as many as the body has; a comma in a text counts, too."""
-    return 1 + body.count(b",") + body.count(b"[") + body.count(b"{") + body.count(b":")
+    def when_parsed(self, value: Any, limit: int) -> int:
+        """Most bytes that are left of it: its strings and values."""
+        strings = _string_bytes(value) if self.wide else self.size
+        return strings + min(limit, self.values) * VALUE_BYTES
 
 
 def _string_bytes(value: Any) -> int:

@@ -37,10 +37,17 @@ _T = TypeVar("_T")
 
 IDLE_CHECK_DELAY_SECONDS = 0.2
 MAX_QUEUED_GRAMMARS = 16
+LARGE_REQUEST_BYTES = 1 << 16
+"""What a request holds beyond which it is prepared on other threads than short questions."""
 _WAITING_THREADS = 16
 
 Preparation = Prompt | Draft | Callable[[], Prompt]
 """A prompt; or a draft whose media are to be loaded; or work that loads media itself."""
+
+
+def large_threads(preprocess_threads: int) -> int:
+    """Threads that prepare large requests, beside those for small ones."""
+    return max(1, preprocess_threads // 2)
 
 
 class Service:
@@ -79,7 +86,9 @@ class Service:
         size = config.response_store
         assert not isinstance(size, str)
         self.responses = None if size is None else ResponseStore(size, config.response_store_ttl)
-        self._pool = ThreadPoolExecutor(config.preprocess_threads, thread_name_prefix="prepare")
+        most = config.preprocess_threads
+        self._pool = ThreadPoolExecutor(most, thread_name_prefix="prepare")
+        self._pool_for_large = ThreadPoolExecutor(large_threads(most), thread_name_prefix="large")
         self._waiting = ThreadPoolExecutor(_WAITING_THREADS, thread_name_prefix="waiting")
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="json")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -196,8 +205,11 @@ class Service:
     async def in_pool(self, work: Callable[[], _T]) -> _T:
         """Runs blocking work on one of the preparation threads. Not interruptible, but bounded in
         number: whoever stops waiting leaves it to finish unseen, if it has begun at all. Until then
-        it is part of what the request holds of the memory."""
-        return await self._in(self._pool, work)
+        it is part of what the request holds of the memory. Requests that hold much have threads of
+        their own, so that a short question never waits for long ones."""
+        share = current_share()
+        large = share is not None and share.size > LARGE_REQUEST_BYTES
+        return await self._in(self._pool_for_large if large else self._pool, work)
 
     async def parsing(self, work: Callable[[], _T]) -> _T:
         """Runs work that holds the interpreter's lock for long. One at a time: several would take
@@ -284,6 +296,7 @@ class Service:
         if self._idle_check is not None:
             self._idle_check.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool_for_large.shutdown(wait=False, cancel_futures=True)
         self._waiting.shutdown(wait=False, cancel_futures=True)
         self._parsing.shutdown(wait=False, cancel_futures=True)
         self._compiling.shutdown(wait=False, cancel_futures=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -79,16 +78,29 @@ async def respond(service: Service, request: Request, job: Job) -> Response:
     if job.stream:
         return await stream_response(request, _events(service, job), job.headers, named=job.named)
     answer = await until_disconnected(request, _whole(service, job))
-    return JSONResponse(answer.model_dump(), headers=dict(job.headers))
+    return Response(answer, media_type="application/json", headers=dict(job.headers))
 
 
-async def _whole(service: Service, job: Job) -> BaseModel:
+async def _whole(service: Service, job: Job) -> str:
+    """The answer as JSON. Log-probabilities are many times as long as the text that they are
+    about: telling them does not keep the event loop."""
+    asked = [task.params for task in job.tasks]
+    long = any(each.logprobs is not None or each.prompt_logprobs is not None for each in asked)
     async with _submitted(service, job) as generations:
-        answer = job.stream_of(generations)
+        answer, kept = job.stream_of(generations), list[tuple[int, Delta]]()
+
+        def made() -> str:
+            for prompt, delta in kept:
+                answer.push(prompt, delta)
+            return answer.whole().model_dump_json()
+
         async with aclosing(_merged(generations)) as deltas:
             async for prompt, delta in deltas:
-                answer.push(prompt, delta)
-        return answer.whole()
+                if long:
+                    kept.append((prompt, delta))
+                else:
+                    answer.push(prompt, delta)
+        return await service.in_pool(made) if long else made()
 
 
 async def _events(service: Service, job: Job) -> Chunks:

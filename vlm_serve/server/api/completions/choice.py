@@ -65,7 +65,12 @@ class CompletionChoiceState:
 
     def whole(self) -> CompletionChoice:
         reported = (self._reported, self._logprobs)
-        return self._part("".join(self._text), self._tokens, reported, 0, with_prompt=True)
+        made = self._part("".join(self._text), self._tokens, reported, 0, with_prompt=True)
+        if self._body.prompt_logprobs is not None:
+            made.prompt_logprobs = prompt_logprobs_body(
+                self._tokenizer, self._prompt.token_ids, self._reports
+            )
+        return made
 
     def _echo(self) -> str:
         return self._tokenizer.decode(self._prompt.token_ids, skip_special_tokens=False)
@@ -92,11 +97,6 @@ class CompletionChoiceState:
             token_ids=list(tokens) if body.return_token_ids else None,
             prompt_token_ids=list(self._prompt.token_ids)
             if body.return_token_ids and with_prompt
-            else None,
-            prompt_logprobs=prompt_logprobs_body(
-                self._tokenizer, self._prompt.token_ids, self._reports
-            )
-            if body.prompt_logprobs is not None
             else None,
             **routed_experts_fields(last),
         )
