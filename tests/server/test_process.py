@@ -45,6 +45,22 @@ def test_serve_answers_and_ends_on_a_signal(checkpoint: Path) -> None:
         assert process.wait(SECONDS) == 0
 
 
+def test_what_stays_is_out_of_the_collectors_sight(checkpoint: Path, tmp_path: Path) -> None:
+    """Else looking through it stops all threads for 0.2 s now and then."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, gc, os, pathlib\n"
+        f"file = pathlib.Path({str(tmp_path)!r}, f'frozen.{{os.getpid()}}')\n"
+        "atexit.register(lambda: file.write_text(str(gc.get_freeze_count())))\n"
+    )
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths)}
+    with server_process(str(checkpoint), *SMALL, environment=environment) as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(SECONDS) == 0
+        frozen = (tmp_path / f"frozen.{server.process.pid}").read_text()
+    assert int(frozen) > 100_000
+
+
 def test_a_signal_waits_for_open_requests_and_a_second_one_does_not(
     checkpoint: Path, tmp_path: Path
 ) -> None:
