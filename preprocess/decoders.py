@@ -219,13 +219,14 @@ class Decoders:
             self._idle.append(process)
 
     def _replace(self, process: DecodeProcess) -> None:
-        """Whoever comes next need not wait for all of another one's start."""
+        """Whoever comes next need not wait for another one's start: that begins at once, and where
+        one had to end, more will have to, so that there is one to spare from then on."""
         self._drop(process)
         with contextlib.suppress(VlmServeError), self._changed:  # it may be told the next one
-            if not self._closed:
+            while not self._closed and len(self._all) <= min(self._size, self._busy):
                 process = DecodeProcess()
                 self._all.add(process)
-                self._idle.append(process)
+                self._idle.insert(0, process)  # those that have started are taken first
 
     def _drop(self, process: DecodeProcess) -> None:
         with self._changed:
