@@ -21,6 +21,7 @@ CONDUCTS: dict[Conduct, int] = {
     "silent": 2,
     "pipelined": 6,
 }
+MAX_BODY_BYTES = 80 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 JSON_ROUTES = (
@@ -308,6 +309,17 @@ BAD_HEADS = (
 )
 
 
+def _as_json(value: Any) -> bytes:
+    """Cut where it becomes much longer than any body that a server reads."""
+    pieces, length = [], 0
+    for piece in json.JSONEncoder().iterencode(value):
+        pieces.append(piece)
+        length += len(piece)
+        if length > MAX_BODY_BYTES:
+            break
+    return "".join(pieces)[:MAX_BODY_BYTES].encode()
+
+
 def make_case(seed: int) -> Case:
     """The case of a seed."""
     rng = random.Random(seed)
@@ -324,7 +336,7 @@ def make_case(seed: int) -> Case:
         return Case(seed, "odd route", conduct, head.encode())
     make = rng.choices(list(BODIES), list(BODIES.values()))[0]
     path, body = make(rng)
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    data = body if isinstance(body, bytes) else _as_json(body)
     name = make.__name__.strip("_")
     return Case(seed, name, conduct, _head(rng, path, len(data)), data)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from hostile_cases import make_case
+from hostile_cases import MAX_BODY_BYTES, make_case
 from hostile_traffic import allowed_afterwards, describe, measure, memory_bound
 from server_process import server_process
 
@@ -18,6 +18,11 @@ SERVE = (
 
 def test_a_case_is_made_from_its_seed_alone() -> None:
     assert [make_case(seed) for seed in range(40)] == [make_case(seed) for seed in range(40)]
+
+
+def test_cases_are_bounded() -> None:
+    """4017 would be one of 20 GB."""
+    assert len(make_case(4017).body) <= MAX_BODY_BYTES
 
 
 def test_hostile_requests_harm_nobody(tmp_path: Path) -> None:
