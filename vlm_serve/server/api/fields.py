@@ -110,10 +110,9 @@ def token_biases(bias: dict[str, float] | None) -> dict[int, float] | None:
     return {int(token): value for token, value in (bias or {}).items()} or None
 
 
-class GenerationRequest(AnswerRequest):
-    """What chat and plain completions have in common."""
+class SamplingFields(RequestModel):
+    """What every form of request that is vLLM's says in the names of `SamplingParams`."""
 
-    stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     min_p: float | None = None
@@ -129,11 +128,31 @@ class GenerationRequest(AnswerRequest):
     bad_words: Items[str] | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int | None = None
-    response_format: Table[Any] | None = None
     structured_outputs: Table[Any] | None = None
-    return_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     routed_experts_prompt_start: int | None = None
+
+
+def check_stream(
+    stream: bool | None, stream_options: StreamOptions | None, prompt_logprobs: int | None
+) -> None:
+    """Raises InvalidRequestError for what only a stream has, and for what none has."""
+    if stream_options is not None and not stream:
+        raise InvalidRequestError(
+            "stream_options is only allowed when stream is true", param="stream_options"
+        )
+    if stream and prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs is not available in a stream", param="prompt_logprobs"
+        )
+
+
+class GenerationRequest(AnswerRequest, SamplingFields):
+    """What chat and plain completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    response_format: Table[Any] | None = None
+    return_token_ids: bool | None = None
 
     @property
     def form_field(self) -> str:
@@ -149,22 +168,9 @@ class GenerationRequest(AnswerRequest):
     def stream_option(self, name: str) -> bool:
         return self.stream_options is not None and bool(getattr(self.stream_options, name))
 
-    def _check_stream_options(self) -> None:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError(
-                "stream_options is only allowed when stream is true", param="stream_options"
-            )
-
-    def _check_prompt_logprobs(self) -> None:
-        if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequestError(
-                "prompt_logprobs is not available in a stream", param="prompt_logprobs"
-            )
-
     def all_sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Raises as `sampling`."""
-        self._check_stream_options()
-        self._check_prompt_logprobs()
+        check_stream(self.stream, self.stream_options, self.prompt_logprobs)
         return self.sampling(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,

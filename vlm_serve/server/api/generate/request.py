@@ -6,17 +6,16 @@ from typing import Any
 
 from pydantic import Field
 
-from vlm_serve.errors import InvalidRequestError
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.api.fields import (
     MAX_PRIORITY,
     MAX_SALT_LENGTH,
     SALT_PATTERN,
-    Items,
     RequestModel,
+    SamplingFields,
     StreamOptions,
-    Table,
     Tokens,
+    check_stream,
     stop_texts,
     token_biases,
 )
@@ -47,32 +46,14 @@ SAMPLING_UNIMPLEMENTED = SAMPLING_REFUSED | {
 }
 
 
-class TokenSampling(RequestModel):
+class TokenSampling(SamplingFields):
     """`sampling_params`; the names are those of `SamplingParams`."""
 
-    n: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
     seed: int | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompt_logprobs_start: int | None = None
-    logit_bias: Table[float] | None = None
-    allowed_token_ids: Items[int] | None = None
-    bad_words: Items[str] | None = None
-    structured_outputs: Table[Any] | None = None
-    return_routed_experts: bool | None = None
-    routed_experts_prompt_start: int | None = None
 
     def params(self) -> SamplingParams:
         """Raises InvalidRequestError that names the field which is out of range."""
@@ -112,13 +93,6 @@ class GenerateRequest(RequestModel):
 
     def params(self) -> SamplingParams:
         """Raises InvalidRequestError that names the field at fault."""
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError(
-                "stream_options is only allowed when stream is true", param="stream_options"
-            )
         with told_as(NAMES):
-            if self.stream and self.sampling_params.prompt_logprobs is not None:
-                raise InvalidRequestError(
-                    "prompt_logprobs is not available in a stream", param="prompt_logprobs"
-                )
+            check_stream(self.stream, self.stream_options, self.sampling_params.prompt_logprobs)
             return self.sampling_params.params()
