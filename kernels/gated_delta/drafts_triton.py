@@ -17,11 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vlm_serve.kernels.gated_delta.chunk_triton import EPS
+from vlm_serve.kernels.gated_delta.step_triton import STEP_COLUMNS, step, step_arguments
 from vlm_serve.kernels.metadata import Updates, VerifyMeta
-from vlm_serve.kernels.triton_support import launch, power_of_two
-
-COLUMNS = 32
+from vlm_serve.kernels.triton_support import launch
 
 
 @triton.jit
@@ -94,20 +92,17 @@ def _verify_kernel(
     for place in range(0, tl.load(table + 4)):
         token = begin + place
         q_places = token * q_token_stride + key_head * q_head_stride + dims
-        query = tl.load(q + q_places, mask=inside, other=0.0).to(tl.float32)
         k_places = token * k_token_stride + key_head * k_head_stride + dims
-        key = tl.load(k + k_places, mask=inside, other=0.0).to(tl.float32)
         v_places = token * v_token_stride + head * v_head_stride + columns
-        value = tl.load(v + v_places, mask=inside_columns, other=0.0).to(tl.float32)
-        decay = tl.exp(tl.load(g + token * g_stride + head))
-        strength = tl.load(beta + token * beta_stride + head).to(tl.float32)
-        query *= tl.rsqrt(tl.sum(query * query, axis=0) + EPS) * scale
-        key *= tl.rsqrt(tl.sum(key * key, axis=0) + EPS)
-
-        current *= decay
-        change = (value - tl.sum(current * key[:, None], axis=0)) * strength
-        current += key[:, None] * change[None, :]
-        result = tl.sum(current * query[:, None], axis=0)
+        current, result, key, change, decay = step(
+            current,
+            tl.load(q + q_places, mask=inside, other=0.0).to(tl.float32),
+            tl.load(k + k_places, mask=inside, other=0.0).to(tl.float32),
+            tl.load(v + v_places, mask=inside_columns, other=0.0).to(tl.float32),
+            tl.load(g + token * g_stride + head),
+            tl.load(beta + token * beta_stride + head).to(tl.float32),
+            scale,
+        )
         current = current.to(state.dtype.element_ty).to(tl.float32)
         own = (token * HEADS + head) * VALUE_DIM + columns
         tl.store(out + own, result.to(out.dtype.element_ty), mask=inside_columns)
@@ -171,15 +166,8 @@ def fold_gated_delta(
 
 def _launch(q, k, v, g, beta, state, out, updates, made, table) -> None:
     heads, value_dim = v.shape[1:]
-    key_dim = q.shape[2]
     arguments = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "g": g,
-        "beta": beta,
-        "state": state,
-        "out": out,
+        **step_arguments(q, k, v, g, beta, state, out),
         "old_keys": updates.keys,
         "old_changes": updates.changes,
         "old_decays": updates.decays,
@@ -187,25 +175,9 @@ def _launch(q, k, v, g, beta, state, out, updates, made, table) -> None:
         "new_changes": made[1],
         "new_decays": made[2],
         "table": table,
-        "q_token_stride": q.stride(0),
-        "q_head_stride": q.stride(1),
-        "k_token_stride": k.stride(0),
-        "k_head_stride": k.stride(1),
-        "v_token_stride": v.stride(0),
-        "v_head_stride": v.stride(1),
-        "g_stride": g.stride(0),
-        "beta_stride": beta.stride(0),
-        "state_row_stride": state.stride(0),
         "key_stride": updates.keys.stride(0),
         "change_stride": updates.changes.stride(0),
         "decay_stride": updates.decays.stride(0),
-        "scale": key_dim**-0.5,
-        "RATIO": heads // q.shape[1],
-        "HEADS": heads,
-        "KEY_DIM": key_dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_KEY": power_of_two(key_dim),
-        "COLUMNS": COLUMNS,
     }
-    grid = (triton.cdiv(value_dim, COLUMNS), heads, table.shape[0])
+    grid = (triton.cdiv(value_dim, STEP_COLUMNS), heads, table.shape[0])
     launch(_verify_kernel, grid, arguments, num_warps=4)

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.checks import MAX_CHUNK
-from vlm_serve.kernels.gated_delta.chunk_triton import EPS, prepare_chunks
+from vlm_serve.kernels.gated_delta.chunk_triton import prepare_chunks
+from vlm_serve.kernels.gated_delta.step_triton import STEP_COLUMNS, step, step_arguments
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.kernels.triton_support import (
     current_target,
@@ -25,8 +26,6 @@ from vlm_serve.kernels.triton_support import (
     power_of_two,
     prefill_tables,
 )
-
-DECODE_COLUMNS = 32
 
 
 @triton.jit
@@ -220,21 +219,18 @@ def _step_kernel(
     if src >= 0:
         stored = tl.load(state + src * state_row_stride + tile, mask=tile_inside, other=0.0)
         current = stored.to(tl.float32)
-    places = token * q_token_stride + (head // RATIO) * q_head_stride + dims
-    query = tl.load(q + places, mask=inside, other=0.0).to(tl.float32)
-    places = token * k_token_stride + (head // RATIO) * k_head_stride + dims
-    key = tl.load(k + places, mask=inside, other=0.0).to(tl.float32)
-    places = token * v_token_stride + head * v_head_stride + columns
-    value = tl.load(v + places, mask=inside_columns, other=0.0).to(tl.float32)
-    decay = tl.exp(tl.load(g + token * g_stride + head))
-    strength = tl.load(beta + token * beta_stride + head).to(tl.float32)
-    query *= tl.rsqrt(tl.sum(query * query, axis=0) + EPS) * scale
-    key *= tl.rsqrt(tl.sum(key * key, axis=0) + EPS)
-
-    current *= decay
-    change = (value - tl.sum(current * key[:, None], axis=0)) * strength
-    current += key[:, None] * change[None, :]
-    result = tl.sum(current * query[:, None], axis=0)
+    query_place = q + token * q_token_stride + (head // RATIO) * q_head_stride + dims
+    key_place = k + token * k_token_stride + (head // RATIO) * k_head_stride + dims
+    value_place = v + token * v_token_stride + head * v_head_stride + columns
+    current, result, _key, _change, _decay = step(
+        current,
+        tl.load(query_place, mask=inside, other=0.0).to(tl.float32),
+        tl.load(key_place, mask=inside, other=0.0).to(tl.float32),
+        tl.load(value_place, mask=inside_columns, other=0.0).to(tl.float32),
+        tl.load(g + token * g_stride + head),
+        tl.load(beta + token * beta_stride + head).to(tl.float32),
+        scale,
+    )
     places = (token * HEADS + head) * VALUE_DIM + columns
     tl.store(out + places, result.to(out.dtype.element_ty), mask=inside_columns)
     rounded = current.to(state.dtype.element_ty)
@@ -256,36 +252,13 @@ def recurrent_gated_delta(
 ) -> torch.Tensor:
     tables = decode_tables(meta, q.device)
     batch, heads, value_dim = v.shape
-    key_dim = q.shape[2]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     arguments = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "g": g,
-        "beta": beta,
-        "state": state,
-        "out": out,
+        **step_arguments(q, k, v, g, beta, state, out),
         "src_rows": tables["src_rows"],
         "dst_rows": tables["dst_rows"],
         "snapshot_rows": tables["snapshot_rows"],
-        "q_token_stride": q.stride(0),
-        "q_head_stride": q.stride(1),
-        "k_token_stride": k.stride(0),
-        "k_head_stride": k.stride(1),
-        "v_token_stride": v.stride(0),
-        "v_head_stride": v.stride(1),
-        "g_stride": g.stride(0),
-        "beta_stride": beta.stride(0),
-        "state_row_stride": state.stride(0),
-        "scale": key_dim**-0.5,
-        "RATIO": heads // q.shape[1],
-        "HEADS": heads,
-        "KEY_DIM": key_dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_KEY": power_of_two(key_dim),
-        "COLUMNS": DECODE_COLUMNS,
     }
-    grid = (triton.cdiv(value_dim, DECODE_COLUMNS), heads, batch)
+    grid = (triton.cdiv(value_dim, STEP_COLUMNS), heads, batch)
     launch(_step_kernel, grid, arguments, num_warps=4)
     return out

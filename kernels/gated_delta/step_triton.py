@@ -1,0 +1,70 @@
+"""One token of the gated delta rule on a GPU, as the decode step and drafted tokens share it."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vlm_serve.kernels.gated_delta.chunk_triton import EPS
+from vlm_serve.kernels.triton_support import power_of_two
+
+STEP_COLUMNS = 32
+"""Value columns of a state's tile."""
+
+
+@triton.jit
+def step(current, query, key, value, gate, strength, scale):
+    """One token of the recurrence, for decode and drafts alike: the state behind it (not rounded),
+    what is read from that, and the unit key, change and decay that made it."""
+    query *= tl.rsqrt(tl.sum(query * query, axis=0) + EPS) * scale
+    key *= tl.rsqrt(tl.sum(key * key, axis=0) + EPS)
+    decay = tl.exp(gate)
+    current *= decay
+    change = (value - tl.sum(current * key[:, None], axis=0)) * strength
+    current += key[:, None] * change[None, :]
+    result = tl.sum(current * query[:, None], axis=0)
+    return current, result, key, change, decay
+
+
+def step_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    out: torch.Tensor,
+) -> dict[str, Any]:
+    """What kernels of single steps have in common, by the names of their parameters."""
+    heads, value_dim = v.shape[1:]
+    key_dim = q.shape[2]
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": g,
+        "beta": beta,
+        "state": state,
+        "out": out,
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "k_token_stride": k.stride(0),
+        "k_head_stride": k.stride(1),
+        "v_token_stride": v.stride(0),
+        "v_head_stride": v.stride(1),
+        "g_stride": g.stride(0),
+        "beta_stride": beta.stride(0),
+        "state_row_stride": state.stride(0),
+        "scale": key_dim**-0.5,
+        "RATIO": heads // q.shape[1],
+        "HEADS": heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_KEY": power_of_two(key_dim),
+        "COLUMNS": STEP_COLUMNS,
+    }
