@@ -279,7 +279,7 @@ BODIES: dict[Callable[[random.Random], tuple[str, Any]], int] = {
     _sizes: 3,
 }
 
-CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked"
+CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked"
 BAD_HEADS = (
     b"GET / HTTP/9.9\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
@@ -288,24 +288,24 @@ BAD_HEADS = (
     b"GET / HTTP/1.1\r\n\r\n",
     b"\r\n" * 1000,
     b"\x00" * 500,
-    b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
-    b"GET  /  HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
-    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"9" * 400 + b"\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: [::1]\r\nHost: y\r\n\r\n",
+    b"GET  /  HTTP/1.1\r\nHost: [::1]\r\n\r\n",
+    b"POST /tokenize HTTP/1.1\r\nHost: [::1]\r\nContent-Length: -1\r\n\r\n",
+    b"POST /tokenize HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcd",
+    b"POST /tokenize HTTP/1.1\r\nHost: [::1]\r\nContent-Length: " + b"9" * 400 + b"\r\n\r\n",
     CHUNKED + b"\r\n\r\nzz\r\n",
     CHUNKED + b"\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
     CHUNKED + b"\r\n\r\nffffffffffffffff\r\nabc",
-    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\nabc",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 5000 + b"\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nX: \xff\xfe\x00\r\n\r\n",
-    b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET http://x:99999/ HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
-    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\n folded: y\r\n\r\n",
-    b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"POST /tokenize HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: gzip\r\n\r\nabc",
+    b"GET /health HTTP/1.1\r\nHost: [::1]\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: [::1]\r\n" + b"X: y\r\n" * 5000 + b"\r\n",
+    b"GET /health HTTP/1.1\r\nHost: [::1]\r\nX: \xff\xfe\x00\r\n\r\n",
+    b"GET /\xff\xfe HTTP/1.1\r\nHost: [::1]\r\n\r\n",
+    b"GET http://x:99999/ HTTP/1.1\r\nHost: [::1]\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: [::1]\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    b"POST /tokenize HTTP/1.1\r\nHost: [::1]\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: [::1]\r\n folded: y\r\n\r\n",
+    b"CONNECT x:80 HTTP/1.1\r\nHost: [::1]\r\n\r\n",
 )
 
 
@@ -332,7 +332,7 @@ def make_case(seed: int) -> Case:
         return Case(seed, "bad head", "whole", data, valid=False)
     if kind < 0.10:
         method = rng.choice(("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "BREW"))
-        head = f"{method} {rng.choice(GETS)} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        head = f"{method} {rng.choice(GETS)} HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\n\r\n"
         return Case(seed, "odd route", conduct, head.encode())
     make = rng.choices(list(BODIES), list(BODIES.values()))[0]
     path, body = make(rng)
@@ -343,7 +343,7 @@ def make_case(seed: int) -> Case:
 
 def _head(rng: random.Random, path: str, length: int) -> bytes:
     kind = "application/json" if rng.random() < 0.9 else rng.choice(CONTENT_TYPES)
-    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Type: {kind}"]
+    lines = [f"POST {path} HTTP/1.1", "Host: [::1]", f"Content-Type: {kind}"]
     if rng.random() < 0.05:
         lines.append("X-Request-Id: " + rng.choice(("x" * 5000, "a b", "\u00e9", "-")))
     lines += ["Connection: close", f"Content-Length: {length}", "", ""]

@@ -30,7 +30,7 @@ SETTLE_SECONDS = 60.0
 LATE = 30.0
 WARM_SECONDS = 8.0
 """The first requests fill caches, and the grammar compiler starts."""
-POST = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+POST = "POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
 COLOURS = ("red", "green", "blue", "yellow")
 
 
@@ -100,9 +100,8 @@ async def ask(wire: Wire, body: bytes, phase: Phase) -> None:
     try:
         async with asyncio.timeout(LATE):
             reader, writer = await wire.open()
-            head = (
-                f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-            )
+            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\n"
+            head += f"Content-Length: {len(body)}\r\n"
             writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
             said = await reader.readuntil(b"\r\n\r\n")
             if not said.startswith(b"HTTP/1.1 200"):
@@ -122,7 +121,7 @@ async def probe(wire: Wire, phase: Phase) -> None:
     try:
         async with asyncio.timeout(LATE):
             reader, writer = await wire.open()
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nHost: [::1]\r\n\r\n")
             said = await reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", said)
             await reader.readexactly(int(length.group(1)) if length else 0)

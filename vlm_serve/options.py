@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -99,9 +100,21 @@ class Option:
             ) from None
         if self.kind == "bool":
             return self._parse_bool(text)
+        if self.kind == "list" and text.lstrip().startswith("["):
+            return self._parse_json(text)
         if self.kind == "list":
             return tuple(part.strip() for part in text.split(",") if part.strip())
         return text
+
+    def _parse_json(self, text: str) -> tuple[str, ...]:
+        """A list in the form in which vLLM takes it."""
+        try:
+            items = json.loads(text)
+        except ValueError:
+            raise ConfigError(
+                f"{self.name} must be a list, got {text!r}", param=self.name
+            ) from None
+        return tuple(items)
 
     def _parse_bool(self, text: str) -> bool:
         word = text.strip().lower()

@@ -19,8 +19,8 @@ from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 CHAT = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": %d, "stream": true}'
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: [::1]\r\n\r\n"
 SMALL = ["--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1"]
 
 
@@ -59,7 +59,7 @@ def until_closed(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize(
     "said",
-    [[b"GET"], [b"GET /health HTTP/1.1\r\nHost: x\r\n"], [HEALTH, b"GET /heal"]],
+    [[b"GET"], [b"GET /health HTTP/1.1\r\nHost: [::1]\r\n"], [HEALTH, b"GET /heal"]],
     ids=["a word", "no end", "after an answer"],
 )
 def test_a_head_that_does_not_end_is_not_waited_for(
@@ -127,7 +127,7 @@ def test_nonsense_behind_a_request_ends_it(
 
 
 def test_an_early_refusal_is_read_by_a_client_that_sends_on(tokenizer: Tokenizer) -> None:
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: text/plain\r\n"
     head += b"Connection: close\r\nContent-Length: 8000000\r\n\r\n"
     with serving(tokenizer) as server:
         for _ in range(5):
@@ -138,7 +138,7 @@ def test_an_early_refusal_is_read_by_a_client_that_sends_on(tokenizer: Tokenizer
 
 
 def test_the_rest_of_a_refused_body_is_not_read_for_ever(tokenizer: Tokenizer) -> None:
-    head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /nowhere HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked\r\n\r\n"
     with serving(tokenizer, header_timeout=0.3, min_body_rate=1) as server:
         connection = raw(server, head)
         with pytest.raises(OSError):
@@ -167,9 +167,7 @@ def test_a_client_that_does_not_read_its_stream_loses_its_seat(tokenizer: Tokeni
     with serving(tokenizer, send_timeout=0.5) as server:
         server.engine.answer = "word " * 60_000
         body = CHAT % 60_000
-        head = (
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        )
+        head = HEAD
         with deaf(server, head + b"Content-Length: %d\r\n\r\n" % len(body) + body):
             wait_for(lambda: server.service.num_open == 1)
             wait_for(lambda: server.service.num_open == 0)
@@ -180,7 +178,7 @@ def test_a_client_that_does_not_read_its_answers_is_closed(tokenizer: Tokenizer)
     """No request is open then; what waits to be sent must not wait for ever."""
     with (
         serving(tokenizer, send_timeout=0.5) as server,
-        deaf(server, *[b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"] * 1000),
+        deaf(server, *[b"GET /openapi.json HTTP/1.1\r\nHost: [::1]\r\n\r\n"] * 1000),
     ):
         wait_for(lambda: len(server.server.connections) == 0)
 

@@ -30,7 +30,7 @@ from vlm_serve.server.request_memory import (
 from vlm_serve.server.service import LARGE_REQUEST_BYTES
 
 MIB = 1 << 20
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
 
 
 def large_body(size: int = 4 * MIB) -> bytes:

@@ -62,6 +62,7 @@ from vlm_serve.server.openapi import DescribedApp
 from vlm_serve.server.request_id import request_id_of
 from vlm_serve.server.request_memory import Intake
 from vlm_serve.server.service import Service
+from vlm_serve.server.static_page import StaticPage
 from vlm_serve.server.status import ModelCard, ModelList
 from vlm_serve.server.streaming import ClientGoneError
 
@@ -106,7 +107,10 @@ def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> AS
     _add_gets(app, service)
     _add_stored_responses(app, service)
     intake = Intake(_head_as_get(app), service.memory, service.config.max_body_bytes)
-    return Gate(intake, service.config.api_key, tenants)
+    if not service.config.page:
+        return Gate(intake, service.config.api_key, tenants)
+    page = StaticPage(intake)
+    return Gate(page, service.config.api_key, tenants, open_paths=page.paths)
 
 
 def _head_as_get(app: ASGIApp) -> ASGIApp:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,12 +20,25 @@ OPEN_PATHS = frozenset({b"/health", b"/ready", b"/metrics"})
 
 
 class Gate:
-    """Names every request, and lets only those in that bring a key, if there are keys."""
+    """Names every request, and lets only those in that bring a key, if there are keys.
+
+    Args:
+        app: what is behind it.
+        api_keys: keys that are bound to nothing.
+        tenants: further keys, each with its salt.
+        open_paths: what can be had without a key, besides OPEN_PATHS.
+    """
 
     def __init__(
-        self, app: ASGIApp, api_keys: Iterable[str], tenants: Mapping[str, str] | None = None
+        self,
+        app: ASGIApp,
+        api_keys: Iterable[str],
+        tenants: Mapping[str, str] | None = None,
+        *,
+        open_paths: Collection[bytes] = (),
     ) -> None:
         self._app = app
+        self._open_paths = OPEN_PATHS.union(open_paths)
         salts: dict[str, str | None] = dict.fromkeys(api_keys)
         salts |= tenants or {}  # a key that is in both belongs to its tenant
         # Digests have one length, so comparing them tells nothing about the keys'.
@@ -52,7 +65,7 @@ class Gate:
         await self._app(scope, receive, named)
 
     def _allowed(self, scope: Scope) -> bool:
-        if scope.get("raw_path") in OPEN_PATHS:
+        if scope.get("raw_path") in self._open_paths:
             return True
         key = _key_of(scope)
         if key is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from vlm_serve.errors import ConfigError
@@ -10,6 +11,8 @@ from vlm_serve.options import normalise_all, option
 _SERVER = "server"
 _LIMITS = "limits"
 _LIFE = "life cycle"
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,47 @@ class ServerConfig:
         group=_SERVER,
         kind="text",
         metavar="FILE",
+    )
+    page: bool = option(
+        True,
+        "serve the page at /: chat, and what the cache does",
+        group=_SERVER,
+        kind="bool",
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "names that requests may give as their Host, besides loopback's (comma-separated); "
+        "* allows all",
+        group=_SERVER,
+        kind="list",
+        default_text="none; on another address than loopback a server takes any name",
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "origins of other websites whose scripts may use this server (comma-separated or as JSON); "
+        "* allows all",
+        group=_SERVER,
+        kind="list",
+    )
+    allowed_methods: tuple[str, ...] = option(
+        ("*",),
+        "methods that they may use",
+        group=_SERVER,
+        kind="list",
+        default_text="all",
+    )
+    allowed_headers: tuple[str, ...] = option(
+        ("*",),
+        "headers that they may send",
+        group=_SERVER,
+        kind="list",
+        default_text="all",
+    )
+    allow_credentials: bool = option(
+        False,
+        "let them send cookies and the like",
+        group=_SERVER,
+        kind="bool",
     )
     tool_call_parser: str = option(
         "qwen3_xml",
@@ -196,7 +240,11 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        problems = normalise_all(self)
+        problems = normalise_all(self) or [
+            f"allowed_origins must be origins such as https://example.com, got {origin!r}"
+            for origin in self.allowed_origins
+            if not _ORIGIN.fullmatch(origin)
+        ]
         if problems:
             raise ConfigError("; ".join(problems), param=problems[0].split(" ", 1)[0])
 

@@ -16,12 +16,17 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES, MemoryPlan
 from vlm_serve.options import format_size
 from vlm_serve.server.bounds import total
+from vlm_serve.server.browsers import is_loopback
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.run import listen, make_server, url_of
 from vlm_serve.server.tenants import read_tenant_keys
 
 _log = logging.getLogger(__name__)
 
+OPEN_TO_ALL = (
+    "everybody who reaches this address can use the page, and see and empty the cache: "
+    "set --api-key, listen on loopback, or use --no-page"
+)
 SWITCH_SECONDS = 0.0005
 """Longest that a thread which computes in Python keeps the event loop waiting for its turn. With
 Python's own 5 ms, /health waits several times as long while prompts are being prepared."""
@@ -47,6 +52,8 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
         bound.close()
         raise
     names = config.served_model_name or (model,)
+    if is_open_to_all(config):
+        _log.warning("%s", OPEN_TO_ALL)
     try:
         rows = list(startup_rows(engine, config, names, url_of(bound)))
         # Whoever reads the URL there may use it at once.
@@ -58,6 +65,12 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
     finally:
         engine.close()
     return 0
+
+
+def is_open_to_all(config: ServerConfig) -> bool:
+    """Whether whoever reaches the server has its page, and with it the cache of everybody."""
+    has_keys = bool(config.api_key) or config.tenant_keys is not None
+    return config.page and not has_keys and not is_loopback(config.host)
 
 
 def _leave_alone_what_stays() -> None:

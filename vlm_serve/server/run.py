@@ -13,6 +13,7 @@ import uvicorn
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.server.app import create_app
+from vlm_serve.server.browsers import for_browsers
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.connections import Connections
 from vlm_serve.server.service import Service
@@ -135,7 +136,7 @@ def make_server(
         service.tracer = _tracer(config.otlp_traces_endpoint, model_names[0])
     connections = Connections(config)
     settings = uvicorn.Config(
-        create_app(service, read_tenant_keys(config.tenant_keys)),
+        for_browsers(create_app(service, read_tenant_keys(config.tenant_keys)), config),
         http=connections.protocol,  # type: ignore[arg-type]
         loop="asyncio",
         backlog=BACKLOG,
