@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 COMMAND = (sys.executable, "-m", "vlm_serve.cli")
@@ -34,6 +35,7 @@ def server_process(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     log: IO[str] | int = subprocess.DEVNULL,
+    folder: Path | None = None,
 ) -> Iterator[ServerProcess]:
     """Serves on a free port; the process is killed at the end.
 
@@ -41,13 +43,16 @@ def server_process(
         arguments: of `vlm-serve serve`, the model among them.
         environment: variables besides this process's own.
         log: where its standard error goes.
+        folder: the checkout that serves, if it is not this one.
     """
+    path = {"PYTHONPATH": str(folder)} if folder is not None else {}
     process = subprocess.Popen(
         [*COMMAND, "serve", *arguments, "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
-        env={**os.environ, **(environment or {})},
+        env={**os.environ, **path, **(environment or {})},
+        cwd=folder,
     )
     try:
         assert process.stdout is not None
