@@ -5,8 +5,10 @@
 
 A real server in a process of its own decodes `--batch` answers of one request at once; its own
 count of steps says how fast. Within each request a reader in a third process is switched on and
-off: with, without, without, with, the next time the other way round. The round's figure is the
-ratio of the two speeds. The answers add nodes to the cache all the time, and the reader is told.
+off: with, without, without, with, the next time the other way round. The round's figures are the
+ratio of the two speeds, and that of the CPU time of the server's process for a token, which does
+not grow when others use the machine (it counts the event loop's work too, whether or not the engine
+has to wait for it). The answers add nodes to the cache all the time, and the reader is told.
 
 With `--before` the rounds are whole requests to this checkout's server and another one's instead,
 both without readers: what being ready to tell costs when nobody listens.
@@ -20,8 +22,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -90,11 +93,27 @@ class Reader:
         self._process.communicate()
 
 
+@dataclass(frozen=True)
+class Speed:
+    """Of one or several windows."""
+
+    tokens_per_second: float
+    cpu_seconds_per_token: float
+
+    @staticmethod
+    def mean(speeds: Sequence[Speed]) -> Speed:
+        return Speed(
+            statistics.mean(speed.tokens_per_second for speed in speeds),
+            statistics.mean(speed.cpu_seconds_per_token for speed in speeds),
+        )
+
+
 class Decoding:
     """A server that decodes on request, and its speed."""
 
-    def __init__(self, url: str, batch: int, tokens: int) -> None:
+    def __init__(self, url: str, process: int, batch: int, tokens: int) -> None:
         self.url = url
+        self._tasks = Path(f"/proc/{process}/task")
         self._batch, self._tokens = batch, tokens
         self._client = httpx.Client(base_url=url, timeout=600, trust_env=False)
 
@@ -126,18 +145,28 @@ class Decoding:
         stats = self._client.get("/v1/cache/stats").json()
         return time.perf_counter(), stats["num_steps"], stats["num_running"]
 
-    def speed(self, seconds: float) -> float:
-        """Tokens a second in a window of so many seconds, in which all answers decode."""
+    def _cpu_seconds(self) -> float:
+        """Of all threads of the server."""
+        times = [
+            each.joinpath("schedstat").read_text().split()[0] for each in self._tasks.iterdir()
+        ]
+        return sum(map(int, times)) / 1e9
+
+    def speed(self, seconds: float) -> Speed:
+        """Of a window of so many seconds, in which all answers decode."""
         begin, first, _ = self._steps()
+        used = self._cpu_seconds()
         time.sleep(seconds)
         end, last, running = self._steps()
+        used = self._cpu_seconds() - used
         assert running == self._batch, "an answer has ended: ask for more --tokens"
-        return (last - first) * self._batch / (end - begin)
+        tokens = (last - first) * self._batch
+        return Speed(tokens / (end - begin), used / tokens)
 
 
-def with_and_without(server: Decoding, reader: Reader, number: int) -> tuple[float, float]:
+def with_and_without(server: Decoding, reader: Reader, number: int) -> tuple[Speed, Speed]:
     """(with, without) of one request."""
-    speeds: dict[bool, list[float]] = {True: [], False: []}
+    speeds: dict[bool, list[Speed]] = {True: [], False: []}
     order = (True, False, False, True) if number % 2 else (False, True, True, False)
     with server.request(number):
         for reads in order:
@@ -146,10 +175,10 @@ def with_and_without(server: Decoding, reader: Reader, number: int) -> tuple[flo
                     stack.enter_context(reader.reading())
                 time.sleep(SETTLE_SECONDS)
                 speeds[reads].append(server.speed(WINDOW_SECONDS))
-    return statistics.mean(speeds[True]), statistics.mean(speeds[False])
+    return Speed.mean(speeds[True]), Speed.mean(speeds[False])
 
 
-def ours_and_other(ours: Decoding, other: Decoding, number: int) -> tuple[float, float]:
+def ours_and_other(ours: Decoding, other: Decoding, number: int) -> tuple[Speed, Speed]:
     """(ours, other) of one request each."""
     speeds = {}
     for server in (ours, other) if number % 2 else (other, ours):
@@ -172,12 +201,12 @@ def main() -> int:
     options += ["--max-num-seqs", str(asked.batch), "--threads", str(asked.threads)]
     options += ["--max-model-len", str(PROMPT_TOKENS + asked.tokens + 1)]
     print(f"{commit(ROOT)}; {describe(asked.threads)}", flush=True)
-    ratios = []
+    ratios, costs = [], []
     with ExitStack() as stack:
 
         def started(folder: Path) -> Decoding:
             server = stack.enter_context(server_process(*options, folder=folder))
-            return Decoding(server.url, asked.batch, asked.tokens)
+            return Decoding(server.url, server.process.pid, asked.batch, asked.tokens)
 
         ours = started(ROOT)
         other = started(asked.before) if asked.before is not None else None
@@ -188,13 +217,22 @@ def main() -> int:
                 one, two = ours_and_other(ours, other, number)
             else:
                 one, two = with_and_without(ours, reader, number)
+            ratio = one.tokens_per_second / two.tokens_per_second
+            cost = one.cpu_seconds_per_token / two.cpu_seconds_per_token
+            print(
+                f"{one.tokens_per_second:9.1f} {two.tokens_per_second:9.1f} tokens/s {ratio:.4f}"
+                f"  {one.cpu_seconds_per_token * 1e6:7.1f} {two.cpu_seconds_per_token * 1e6:7.1f}"
+                f" us of CPU a token {cost:.4f}",
+                flush=True,
+            )
             if number:  # the first one warms up
-                ratios.append(one / two)
-            print(f"{one:9.1f} {two:9.1f} tokens/s  {one / two:.4f}", flush=True)
+                ratios.append(ratio)
+                costs.append(cost)
         assert other is not None or reader.messages > 0, "the reader was told of no change"
-    quartiles = statistics.quantiles(ratios, n=4)
-    what = "with / without a reader" if other is None else "ours / before"
-    print(f"{what}: median {quartiles[1]:.4f}, quartiles {quartiles[0]:.4f} {quartiles[2]:.4f}")
+    print("with / without a reader" if other is None else "ours / before")
+    for name, values in (("speed", ratios), ("CPU time a token", costs)):
+        low, median, high = statistics.quantiles(values, n=4)
+        print(f"{name}: median {median:.4f}, quartiles {low:.4f} {high:.4f}")
     print(f"{len(ratios)} rounds, {reader.messages} messages of changes")
     return 0
 
