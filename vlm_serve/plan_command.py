@@ -23,7 +23,6 @@ from vlm_serve.engine.memory import (
     split_by_interval,
 )
 from vlm_serve.engine.step_paths import find_backend
-from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec, read_spec
 from vlm_serve.models.weight_sizes import WeightBytes, weight_bytes
 from vlm_serve.options import format_size
@@ -52,30 +51,28 @@ class Plan:
     embedding_bytes: int
 
 
-def run(model: str, tensor_parallel: int, config: EngineConfig, *, as_json: bool) -> None:
+def run(model: str, config: EngineConfig, *, as_json: bool) -> None:
     """Prints the plan.
 
     Raises:
         CheckpointError: no readable config there. ConfigError: it cannot fit; names the option.
     """
-    plan = make(model, tensor_parallel, config)
+    plan = make(model, config)
     print(json.dumps(_as_json(plan)) if as_json else render(plan))
 
 
-def make(model: str, tensor_parallel: int, config: EngineConfig) -> Plan:
+def make(model: str, config: EngineConfig) -> Plan:
     """The plan; raises as `run`. Nothing is loaded, and no kernel is compiled for it."""
-    if tensor_parallel < 1:
-        raise ConfigError(f"tp must be at least 1, got {tensor_parallel}", param="tp")
-    config = with_block_size(config, model)
+    config, ranks = with_block_size(config, model), config.tensor_parallel_size
     named = Path(model).suffix == ".json"
     spec = read_spec(model if named else find_checkpoint(model, configs_only=True))
-    layout = spec.cache_layout(tensor_parallel)
+    layout = spec.cache_layout(ranks)
     device = _device(config.device)
     backend = find_backend(config, device, build=False)
     arithmetic = decide(config, spec.dtype, backend)
     # The memory of a GPU that is not here is unknown: this machine's stands in for it.
     here = device if torch.cuda.is_available() else torch.device("cpu")
-    cache_memory = config.cache_memory_bytes or default_cache_memory(here)
+    cache_memory = config.cache_memory_bytes or default_cache_memory(here, ranks)
     memory = plan_memory(layout, config, arithmetic.types, cache_memory)
     return Plan(
         model=spec,
@@ -87,7 +84,7 @@ def make(model: str, tensor_parallel: int, config: EngineConfig) -> Plan:
             compute=arithmetic.types.compute,
             device=device,
             compiled=backend.compiled,
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=ranks,
         ),
         memory=memory,
         rows=tuple(

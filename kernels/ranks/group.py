@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class GroupRanks(Ranks):
         super().__init__(rank, size)
         self._device = device
         gloo = device.type == "cpu"
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo" if gloo else "nccl",
             store=dist.FileStore(str(store), size),
@@ -54,7 +57,10 @@ class GroupRanks(Ranks):
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
 
     def tell(self, tensor: torch.Tensor | None, root: int, like: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(like, device=self._device) if tensor is None else tensor.contiguous()
+        out = tensor
+        if out is None:
+            out = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        out = out.contiguous()
         try:
             dist.broadcast(out, root)
         except RuntimeError as error:

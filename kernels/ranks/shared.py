@@ -119,7 +119,7 @@ class SharedRanks(Ranks):
             out[:, own.start : own.stop] = told.view(len(out), len(own))
 
     def tell(self, tensor: torch.Tensor | None, root: int, like: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(like, device="cpu") if tensor is None else tensor.contiguous()
+        out = torch.empty(like.shape, dtype=like.dtype) if tensor is None else tensor.contiguous()
         whole, size = out.view(-1).view(torch.uint8), self._memory.slot_bytes
         for piece in whole.split(size):
             if self.rank == root:

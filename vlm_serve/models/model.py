@@ -220,6 +220,13 @@ class Model:
         with compiled_kernels(self.compiled):
             return self._vision.encode(patches, grids, deterministic=deterministic)
 
+    def embedding_like(self, grid: Grid) -> torch.Tensor:
+        """A tensor without content, of the shape and dtype that `encode_media` gives a grid."""
+        vision = self.spec.vision
+        assert vision is not None, "a text-only model has no vision tower"
+        rows = grid[1] * grid[2] // vision.merge_size**2
+        return torch.empty(rows, self.spec.embedding_width, dtype=self.dtype, device="meta")
+
     def _bind(self, caches: CacheTensors) -> tuple[Any, ...]:
         """Each layer's part of the pools, made anew only when the pools change."""
         if self._caches is not caches:

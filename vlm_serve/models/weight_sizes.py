@@ -141,7 +141,9 @@ def weight_bytes(
         VisionTower(spec.vision, vision, "", compute)
     return WeightBytes(
         projections=text.projections + vision.projections,
-        table=text.table if mapped else len(ranks.share(spec.vocab_size)) * spec.hidden_size * weights.itemsize,
+        table=text.table
+        if mapped
+        else len(ranks.share(spec.vocab_size)) * spec.hidden_size * weights.itemsize,
         others=text.others + vision.others,
         mapped=mapped,
     )

@@ -89,9 +89,7 @@ class GatedDelta(Mixer):
         dt_bias = source.tensor(f"{name}.dt_bias", (heads,)).float()
         own = ranks.share(heads)
         return LoadedGatedDelta(
-            sizes=replace(
-                self, key_heads=len(ranks.share(self.key_heads)), value_heads=len(own)
-            ),
+            sizes=replace(self, key_heads=len(ranks.share(self.key_heads)), value_heads=len(own)),
             in_proj=source.linear(*self._input(f"{name}.in_proj_{{}}.weight", hidden, ranks)),
             conv=torch.cat([conv[rows.start : rows.stop] for rows in self._mixed(ranks)]),
             neg_decay=-decay[own.start : own.stop].exp(),
