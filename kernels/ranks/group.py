@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from vlm_serve.kernels.native_library import RanksApartError
 from vlm_serve.kernels.ranks.base import Ranks, in_order
@@ -36,7 +37,7 @@ class GroupRanks(Ranks):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo" if gloo else "nccl",
-            store=dist.FileStore(str(store), size),
+            store=FileStore(str(store), size),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=limit),

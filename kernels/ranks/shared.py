@@ -92,8 +92,9 @@ class SharedRanks(Ranks):
         call("vlm_ranks_give_up", ctypes.byref(self._record), ENDED)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        rows = self._rows(part)
-        return torch.cat([self._sum(some) for some in part.split(rows)]) if len(part) else part
+        if not len(part):
+            return part
+        return torch.cat([self._sum(some) for some in torch.split(part, self._rows(part))])
 
     def _sum(self, part: torch.Tensor) -> torch.Tensor:
         slots = self._exchange(part)
@@ -121,7 +122,7 @@ class SharedRanks(Ranks):
     def tell(self, tensor: torch.Tensor | None, root: int, like: torch.Tensor) -> torch.Tensor:
         out = torch.empty(like.shape, dtype=like.dtype) if tensor is None else tensor.contiguous()
         whole, size = out.view(-1).view(torch.uint8), self._memory.slot_bytes
-        for piece in whole.split(size):
+        for piece in torch.split(whole, size):
             if self.rank == root:
                 self._slot(root, self._record.count)[: len(piece)] = piece
             self._meet()

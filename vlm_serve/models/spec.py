@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -114,9 +115,9 @@ class ModelSpec:
             ConfigError: the heads cannot be shared out.
         """
         for layer in self.layers:
-            shared = {**layer.mixer.heads_to_split(), **layer.feed_forward.columns_to_split()}
             repeated = layer.mixer.heads_to_repeat()
-            for name, count in (shared | repeated).items():
+            shared = layer.mixer.heads_to_split(), layer.feed_forward.columns_to_split(), repeated
+            for name, count in itertools.chain(*(each.items() for each in shared)):
                 few = name in repeated and ranks % count == 0
                 if count % ranks and not few:
                     raise ConfigError(

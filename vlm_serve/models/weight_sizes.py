@@ -135,15 +135,14 @@ def weight_bytes(
     """
     ranks = Ranks(tensor_parallel - 1, tensor_parallel)
     mapped = device.type == "cpu" and weights == spec.dtype
+    own = len(ranks.share(spec.vocab_size))
     text, vision = (Shapes(weights, compute, device, compiled, ranks) for _ in range(2))
     Decoder(spec, text, "", None)
     if spec.vision is not None:
         VisionTower(spec.vision, vision, "", compute)
     return WeightBytes(
         projections=text.projections + vision.projections,
-        table=text.table
-        if mapped
-        else len(ranks.share(spec.vocab_size)) * spec.hidden_size * weights.itemsize,
+        table=text.table if mapped else text.table * own // spec.vocab_size,
         others=text.others + vision.others,
         mapped=mapped,
     )

@@ -29,9 +29,8 @@ class RanksTransfer:
         self._size = 1 + sum(1 for _ in processes)
 
     def read_kv(self, block: int, num_tokens: int) -> bytes:
-        return b"".join(
-            [self._own.read_kv(block, num_tokens), *self._ask("read_kv", block, num_tokens)]
-        )
+        others = self._ask("read_kv", block, num_tokens)
+        return b"".join([self._own.read_kv(block, num_tokens), *others])
 
     def read_state(self, row: int) -> bytes:
         return b"".join([self._own.read_state(row), *self._ask("read_state", row)])
@@ -69,9 +68,9 @@ class RanksTransfer:
         except GoneError as error:
             raise _lost(error) from None
 
-    def _ask(self, *message: object) -> list[bytes]:
+    def _ask(self, name: str, *arguments: object) -> list[bytes]:
         try:
-            return self._processes.ask(*message, seconds=self._limit)
+            return self._processes.ask(name, *arguments, seconds=self._limit)
         except GoneError as error:
             raise _lost(error) from None
 
