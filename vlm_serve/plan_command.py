@@ -22,6 +22,7 @@ from vlm_serve.engine.memory import (
     plan_memory,
     split_by_interval,
 )
+from vlm_serve.engine.ranks.start import slot_bytes
 from vlm_serve.engine.step_paths import find_backend
 from vlm_serve.models import ModelSpec, read_spec
 from vlm_serve.models.weight_sizes import WeightBytes, weight_bytes
@@ -142,6 +143,7 @@ def render(plan: Plan) -> str:
     """The plan as text."""
     memory = plan.memory
     facts = [
+        *_ranks(plan),
         ("weights", str(plan.weights)),
         *plan.arithmetic.rows(),
         (
@@ -188,6 +190,16 @@ def _buckets(plan: Plan) -> list[str]:
         lines.append(_bucket("expert rows", memory.num_blocks, per_block))
     lines.append(_bound("prompt logprobs", LOGPROB_CACHE_BYTES))
     return lines
+
+
+def _ranks(plan: Plan) -> list[tuple[str, str]]:
+    """What several ranks take beside their parts, if there are several."""
+    config = plan.config
+    if config.tensor_parallel_size == 1:
+        return []
+    exchange = format_size(2 * slot_bytes(plan.model, config))
+    text = f"{config.tensor_parallel_size}; all sizes are of one of them, which has up to "
+    return [("ranks", f"{text}{exchange} more for what it tells the others")]
 
 
 def _tiers(config: EngineConfig) -> list[tuple[str, str]]:

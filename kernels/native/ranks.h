@@ -26,6 +26,7 @@ struct Ranks {
     int64_t count;       // meetings so far
     int64_t slot_bytes;  // of one slot
     int64_t limit;       // nanoseconds that a rank waits for the others
+    int64_t spins;       // looks before it falls asleep; none where ranks share a core
     void* shared;        // a Board, and the slots of rank 0, of rank 1, ...
 };
 
@@ -33,7 +34,7 @@ struct Ranks {
 constexpr int64_t BOARD_BYTES = 8192;
 
 struct Board {
-    std::atomic<uint32_t> rung;  // changes whenever somebody arrives
+    std::atomic<uint32_t> rung;  // changes whenever all have arrived, or somebody gives up
     std::atomic<uint32_t> asleep;
     std::atomic<int64_t> failed;  // the last step that somebody has given up
     struct alignas(64) Place {
@@ -96,19 +97,21 @@ inline void give_up(const Ranks& ranks, int64_t step) {
 inline bool all_here(const Ranks& ranks, int64_t count) {
     const Board& own = board(ranks);
     for (int64_t r = 0; r < ranks.size; ++r)
-        if (own.places[r].count.load(std::memory_order_acquire) < count) return false;
+        if (own.places[r].count.load() < count) return false;
     return true;
 }
 
 // Returns when all ranks have come as far; false if one of them has given up the step, or has not
 // come within the limit: then it is given up.
 inline bool meet(Ranks& ranks) {
-    constexpr int SPINS = 2000;
     Board& own = board(ranks);
     const int64_t count = ++ranks.count, step = count / MOST_MEETINGS;
     own.places[ranks.rank].count.store(count);
-    ring(own);
-    for (int i = 0; i < SPINS; ++i) {
+    if (all_here(ranks, count)) {
+        ring(own);
+        return own.failed.load() < step;
+    }
+    for (int64_t i = 0; i < ranks.spins; ++i) {
         if (all_here(ranks, count)) return own.failed.load() < step;
         pause_briefly();
     }

@@ -17,6 +17,7 @@ from vlm_serve.kernels.ranks.base import Ranks, in_order
 
 _BOARD = constant("BOARD_BYTES")
 MOST_RANKS = constant("MOST_RANKS")
+_SPINS = 2000
 ENDED = (1 << 63) // constant("MOST_MEETINGS") - 1
 """A step that comes after every other: who gives this up ends all of them."""
 
@@ -62,12 +63,13 @@ class SharedRanks(Ranks):
         rank: 0 ... size - 1.
         memory: of all of them.
         limit: seconds that a rank waits for the others.
+        threads: of each rank's model.
 
     Raises:
         BuildError: there are no compiled kernels.
     """
 
-    def __init__(self, rank: int, memory: SharedMemory, *, limit: float) -> None:
+    def __init__(self, rank: int, memory: SharedMemory, *, limit: float, threads: int = 1) -> None:
         super().__init__(rank, memory.size)
         self._memory = memory
         self._bytes = torch.frombuffer(memory.memory, dtype=torch.uint8)
@@ -76,6 +78,7 @@ class SharedRanks(Ranks):
             size=memory.size,
             slot_bytes=memory.slot_bytes,
             limit=int(limit * 1e9),
+            spins=_SPINS if threads * memory.size <= len(os.sched_getaffinity(0)) else 0,
             shared=self._bytes.data_ptr(),
         )
         self._step = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +66,8 @@ def test_ranks_agree_with_a_model_that_is_not_shared(
 
 def test_sums_do_not_depend_on_company(tmp_path: Path) -> None:
     """A prompt alone, and beside another one: the same bits."""
-    path = make_checkpoint(tmp_path, SPECS["qwen3_5"])
+    path, between_steps = make_checkpoint(tmp_path, SPECS["qwen3_5"]), threading.Barrier(4)
+    read_spec(path)  # imports what threads cannot import at the same time
 
     def work(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
         model = load_model(path, torch.float32, "cpu", compiled=True, ranks=ranks)
@@ -73,6 +75,7 @@ def test_sums_do_not_depend_on_company(tmp_path: Path) -> None:
         for company in (0, 1):
             driver = Driver(model, ranks=ranks.size)
             model.compile_steps(driver.caches)
+            between_steps.wait()
             ranks.begin(1 + company)
             one, other = text_sequence(range(3, 60)), text_sequence(range(100, 400))
             prefills = [(one, 0, 57), (other, 0, 300)][: 1 + company]

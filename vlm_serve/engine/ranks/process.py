@@ -44,6 +44,9 @@ class RankProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 start_new_session=True,  # Ctrl-C is for the engine, which ends its ranks in order
             )
+        except OSError:
+            ours.close()
+            raise
         finally:
             theirs.close()
         self._wire = Wire(ours.detach())

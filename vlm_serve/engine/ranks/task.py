@@ -31,11 +31,12 @@ class Meeting:
     slot_bytes: int
     limit: float
 
-    def join(self, rank: int, size: int, device: torch.device) -> Ranks:
+    def join(self, rank: int, size: int, device: torch.device, threads: int) -> Ranks:
         """Opens it."""
         if not self.slot_bytes:
             return GroupRanks(rank, size, self.file, device, limit=self.limit)
-        return SharedRanks(rank, SharedMemory(self.file, size, self.slot_bytes), limit=self.limit)
+        memory = SharedMemory(self.file, size, self.slot_bytes)
+        return SharedRanks(rank, memory, limit=self.limit, threads=threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class RankTask:
             device,
             compute_dtype=self.types.compute,
             compiled=self.compiled,
-            ranks=self.meeting.join(self.rank, self.size, device),
+            ranks=self.meeting.join(self.rank, self.size, device, self.threads),
         )
 
 
