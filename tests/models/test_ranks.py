@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_a_table_in_another_type_is_shared_out_too(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(
-    tmp_path: Path, changes: dict[str, int], message: str
+    tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     spec = read_spec(make_checkpoint(tmp_path, replace(SPECS["qwen3_5"], **changes)))
     with pytest.raises(ConfigError, match=message):

@@ -86,8 +86,10 @@ class Shapes:
             self.projections += (columns * depth + biases) * width
         return TorchDense(torch.empty(columns, depth, dtype=self._weights, device="meta"), None)
 
-    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def tensor(self, name: str, shape: Sequence[int], rows: Sequence[range] = ()) -> torch.Tensor:
         self.of_tensors[name] = shape
+        if rows:
+            shape = (sum(map(len, rows)), *shape[1:])
         self.others += prod(shape) * self._compute.itemsize
         return _empty(shape, self._compute)
 

@@ -122,9 +122,13 @@ class Weights:
             self._told = now
             _log.info("%d %% of the weights are read", 100 * self._read // max(1, self._total))
 
-    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor in the type of activations, in memory of its own."""
-        return self.mapped(name, shape).to(self.device, self.compute_dtype, copy=True)
+    def tensor(self, name: str, shape: Sequence[int], rows: Sequence[range] = ()) -> torch.Tensor:
+        """A tensor in the type of activations, in memory of its own; if rows are named, those
+        alone, one below the other."""
+        whole = self.mapped(name, shape)
+        if rows:
+            whole = torch.cat([whole[each.start : each.stop] for each in rows])
+        return whole.to(self.device, self.compute_dtype, copy=not rows)
 
     def linear(
         self, *parts: Part, bias: list[Part] | None = None, shard: Shard | None = None

@@ -76,8 +76,8 @@ class Loader(Protocol):
         """Rows of several tensors below each other, as one projection; or what a shard has."""
         ...
 
-    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """In the type of activations."""
+    def tensor(self, name: str, shape: Sequence[int], rows: Sequence[range] = ()) -> torch.Tensor:
+        """In the type of activations; if rows are named, those alone, one below the other."""
         ...
 
     def stacked(

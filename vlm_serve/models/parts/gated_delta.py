@@ -84,16 +84,16 @@ class GatedDelta(Mixer):
 
     def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedGatedDelta:
         name, heads, ranks = f"{layer}.{self.name}", self.value_heads, source.ranks
-        conv = source.tensor(f"{name}.conv1d.weight", (self.channels, 1, self.taps)).squeeze(1)
-        decay = source.tensor(f"{name}.A_log", (heads,)).float()
-        dt_bias = source.tensor(f"{name}.dt_bias", (heads,)).float()
         own = ranks.share(heads)
+        conv = source.tensor(
+            f"{name}.conv1d.weight", (self.channels, 1, self.taps), self._mixed(ranks)
+        )
         return LoadedGatedDelta(
             sizes=replace(self, key_heads=len(ranks.share(self.key_heads)), value_heads=len(own)),
             in_proj=source.linear(*self._input(f"{name}.in_proj_{{}}.weight", hidden, ranks)),
-            conv=torch.cat([conv[rows.start : rows.stop] for rows in self._mixed(ranks)]),
-            neg_decay=-decay[own.start : own.stop].exp(),
-            dt_bias=dt_bias[own.start : own.stop],
+            conv=conv.squeeze(1),
+            neg_decay=-source.tensor(f"{name}.A_log", (heads,), (own,)).float().exp(),
+            dt_bias=source.tensor(f"{name}.dt_bias", (heads,), (own,)).float(),
             norm=source.tensor(f"{name}.norm.weight", (self.value_dim,)),
             out_proj=Output.load(source, Part(f"{name}.out_proj.weight", (hidden, self.values))),
             eps=norm.eps,
