@@ -2,11 +2,11 @@
 about pictures where the model takes some, and of next turns over decoded answers.
 
     python benchmarks/exact_hits.py [--family qwen3_vl ...] [--pairs 200] [--speculative]
-        [--isa avx2]
+        [--tensor-parallel-size 2] [--isa avx2]
 
 A small random checkpoint of each family (all, if none is named) with weights in float32 and
 bfloat16; every pair in random company. With --speculative both sides draft, as many tokens as they
-find. Exits with 1 if a pair differs.
+find. With ranks both sides have as many. Exits with 1 if a pair differs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ KINDS: dict[str, Callable[..., Iterable[Pair]]] = {
 }
 
 
-def pairs(path: Path, dtype: str, kind: str, count: int, speculative: bool) -> list[Pair]:
+def pairs(
+    path: Path, dtype: str, kind: str, count: int, speculative: bool, ranks: int
+) -> list[Pair]:
     """`count` pairs of a kind on a checkpoint, with weights and activations as the engine chooses
     them for such weights."""
     config = EngineConfig(
@@ -53,6 +55,7 @@ def pairs(path: Path, dtype: str, kind: str, count: int, speculative: bool) -> l
         cache_memory="64MiB",
         prefix_cache_decode_state_interval=16 if kind == TURNS else 0,
         speculative="suffix" if speculative else "off",
+        tensor_parallel_size=ranks,
     )
     with Pipeline(path, config) as pipe:
         assert pipe.engine.config.compiled_kernels, "there are no compiled kernels here"
@@ -68,6 +71,7 @@ def main() -> int:
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--speculative", action="store_true", help="with suffix drafts")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     add_isa_argument(parser)
     given = parser.parse_args()
     run_as(given.isa)
@@ -76,11 +80,12 @@ def main() -> int:
     different = 0
     for family in given.family:
         spec = replace(next(iter(FAMILIES[family].values())), dtype="bfloat16")
-        different += print_rows(family, spec, given.pairs, given.speculative)
+        ranks = given.tensor_parallel_size
+        different += print_rows(family, spec, given.pairs, given.speculative, ranks)
     return 1 if different else 0
 
 
-def print_rows(name: str, spec: CheckpointSpec, count: int, speculative: bool) -> int:
+def print_rows(name: str, spec: CheckpointSpec, count: int, speculative: bool, ranks: int) -> int:
     """All kinds of pairs on one checkpoint; returns how many differ."""
     different = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +94,7 @@ def print_rows(name: str, spec: CheckpointSpec, count: int, speculative: bool) -
             for kind in KINDS:
                 if kind == PICTURES and not spec.vision_depth:
                     continue
-                made = pairs(path, dtype, kind, count, speculative)
+                made = pairs(path, dtype, kind, count, speculative, ranks)
                 bits, tokens = sum(p.same_bits for p in made), sum(p.same_tokens for p in made)
                 different += len(made) - bits
                 cells = f"{bits} of {len(made)} | {tokens} of {len(made)}"

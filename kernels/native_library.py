@@ -32,6 +32,9 @@ FUNCTIONS: dict[str, tuple[str | type, ...]] = {
     "vlm_linear": ("Projection", _INTEGER),
     "vlm_norm_rope": ("Rows", _ADDRESS, _ADDRESS, _ADDRESS, _INTEGER, _NUMBER, _INTEGER),
     "vlm_pack": ("Packing",),
+    "vlm_ranks_begin": ("Ranks", _INTEGER),
+    "vlm_ranks_give_up": ("Ranks", _INTEGER),
+    "vlm_ranks_meet": ("Ranks",),
     "vlm_rms_norm": ("Rows", _ADDRESS, _NUMBER, _INTEGER),
     "vlm_rotations": (_INTEGER, _INTEGER, _INTEGER, *5 * (_ADDRESS,)),
     "vlm_self_test": (_ADDRESS,),
@@ -44,6 +47,11 @@ name. All return what `guarded` in `native/guard.h` does."""
 
 UNMEASURED = "(measured at the first start)"
 """In place of a digest that nobody has computed yet."""
+
+
+class RanksApartError(RuntimeError):
+    """Another rank has left a step that this one is in."""
+
 
 _loading = threading.Lock()
 _functions: dict[str, Callable[..., int]] = {}
@@ -104,6 +112,7 @@ def call(name: str, *arguments: Argument) -> None:
 
     Raises:
         MemoryError: it had not enough for its work.
+        RanksApartError: another rank has given up, or did not come in time.
         RuntimeError: it failed in another way.
         BuildError: as from `load`.
     """
@@ -112,6 +121,8 @@ def call(name: str, *arguments: Argument) -> None:
     if result:
         if result == 1:
             raise MemoryError(f"{name} has not enough memory")
+        if result == 3:
+            raise RanksApartError("another rank has left the step")
         raise RuntimeError(f"{name} failed")
 
 

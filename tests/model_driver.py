@@ -60,6 +60,7 @@ class Driver:
         deterministic: see ForwardBatch.
         state: type of the recurrent states.
         most_drafts: tokens of a slice of drafts.
+        ranks: how many share the model.
     """
 
     def __init__(
@@ -73,12 +74,13 @@ class Driver:
         deterministic: bool = False,
         state: torch.dtype = torch.float32,
         most_drafts: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.model = model
         self.forward = model.forward
         self.block_size = block_size
         self.deterministic = deterministic
-        self.caches = model.spec.cache_layout().allocate(
+        self.caches = model.spec.cache_layout(ranks).allocate(
             num_blocks,
             num_rows + scratch_rows,
             block_size,

@@ -20,7 +20,7 @@ from vlm_serve.kernels.native_library import UNMEASURED
 DATA = Path(__file__).parent / "data"
 GPU = ["--device", "cuda"]
 LARGE = [*GPU, "--cache-memory", "8485MiB", "--kv-dtype", "int8", "--state-dtype", "bfloat16"]
-LARGE += ["--block-size", "64", "--tp", "2"]
+LARGE += ["--block-size", "64", "--tensor-parallel-size", "2"]
 
 
 def _plan(capsys: pytest.CaptureFixture[str], config: str, *flags: str) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def test_an_impossible_plan_says_what_to_change(capsys: pytest.CaptureFixture[st
     assert "raise cache_memory to at least" in capsys.readouterr().err
     assert main(["plan", model, "--dtype", "float32", "--compute-dtype", "bfloat16"]) == 2
     assert "compute_dtype must be" in capsys.readouterr().err
-    assert main(["plan", "--model", model, "--tp", "3"]) == 2
-    assert "tp" in capsys.readouterr().err
+    assert main(["plan", "--model", model, "--tensor-parallel-size", "3"]) == 2
+    assert "cannot be split over 3 ranks" in capsys.readouterr().err
     assert main(["plan", "--model", str(DATA / "missing.json")]) == 1
     assert "missing.json" in capsys.readouterr().err
 
@@ -100,7 +100,7 @@ def test_a_start_gives_what_the_plan_says(dtype: str) -> None:
     config = EngineConfig(
         device="cpu", dtype=dtype, cache_memory="16MiB", kv_cache_dtype="bfloat16"
     )
-    plan = plan_command.make("demo", 1, config)
+    plan = plan_command.make("demo", config)
     engine = Engine.from_checkpoint("demo", config)
     try:
         assert plan.memory == engine.memory
@@ -122,7 +122,7 @@ def test_weights_of_the_4b_in_its_own_type(capsys: pytest.CaptureFixture[str]) -
     one = _plan(capsys, "qwen3.5-4b.json", *flags)["weights"]
     assert 8e9 < one["in_memory"] < 9.3e9
     assert one["table"] == 248_320 * 2560 * 2 and one["table_in_file"]
-    two = _plan(capsys, "qwen3.5-4b.json", *flags, "--tp", "2")["weights"]
+    two = _plan(capsys, "qwen3.5-4b.json", *flags, "--tensor-parallel-size", "2")["weights"]
     assert 0.5 < two["in_memory"] / one["in_memory"] < 0.6
 
 

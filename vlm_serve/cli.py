@@ -86,9 +86,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plan.set_defaults(run=run_plan)
     _add_model(plan, also="; or a config.json")
-    plan.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="ranks that share the heads (default: 1)"
-    )
     plan.add_argument("--json", action="store_true", help="print JSON and nothing else")
     # The server's options change nothing here, but what follows `serve` may follow `plan`.
     _add_options(plan, options_of(ServerConfig))
@@ -339,7 +336,7 @@ def run_plan(options: argparse.Namespace) -> int:
     model, engine_config, _ = _model_and_configs(options)
     from vlm_serve import plan_command
 
-    plan_command.run(model, options.tp, engine_config, as_json=options.json)
+    plan_command.run(model, engine_config, as_json=options.json)
     return 0
 
 

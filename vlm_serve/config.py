@@ -84,6 +84,26 @@ class EngineConfig:
         high=1024,
         default_text="torch's choice",
     )
+    tensor_parallel_size: int = option(
+        1,
+        "processes that share the model: heads, columns of feed-forwards and experts, vocabulary; "
+        "on GPUs, one each",
+        group=_MODEL,
+        kind="int",
+        low=1,
+        high=64,
+        aliases=("tp",),
+    )
+    stall_timeout: float = option(
+        120.0,
+        "seconds without a step, although there is work, after which /health says 503; and that "
+        "the processes of one model wait for each other before the engine ends",
+        group=_MODEL,
+        kind="float",
+        low=0.001,
+        high=3600,
+        metavar="SECONDS",
+    )
     cuda_graphs: bool | None = option(
         None,
         "on a GPU, run decode steps from CUDA graphs that are captured at start-up",

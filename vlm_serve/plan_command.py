@@ -22,8 +22,8 @@ from vlm_serve.engine.memory import (
     plan_memory,
     split_by_interval,
 )
+from vlm_serve.engine.ranks.start import slot_bytes
 from vlm_serve.engine.step_paths import find_backend
-from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec, read_spec
 from vlm_serve.models.weight_sizes import WeightBytes, weight_bytes
 from vlm_serve.options import format_size
@@ -52,30 +52,28 @@ class Plan:
     embedding_bytes: int
 
 
-def run(model: str, tensor_parallel: int, config: EngineConfig, *, as_json: bool) -> None:
+def run(model: str, config: EngineConfig, *, as_json: bool) -> None:
     """Prints the plan.
 
     Raises:
         CheckpointError: no readable config there. ConfigError: it cannot fit; names the option.
     """
-    plan = make(model, tensor_parallel, config)
+    plan = make(model, config)
     print(json.dumps(_as_json(plan)) if as_json else render(plan))
 
 
-def make(model: str, tensor_parallel: int, config: EngineConfig) -> Plan:
+def make(model: str, config: EngineConfig) -> Plan:
     """The plan; raises as `run`. Nothing is loaded, and no kernel is compiled for it."""
-    if tensor_parallel < 1:
-        raise ConfigError(f"tp must be at least 1, got {tensor_parallel}", param="tp")
-    config = with_block_size(config, model)
+    config, ranks = with_block_size(config, model), config.tensor_parallel_size
     named = Path(model).suffix == ".json"
     spec = read_spec(model if named else find_checkpoint(model, configs_only=True))
-    layout = spec.cache_layout(tensor_parallel)
+    layout = spec.cache_layout(ranks)
     device = _device(config.device)
     backend = find_backend(config, device, build=False)
     arithmetic = decide(config, spec.dtype, backend)
     # The memory of a GPU that is not here is unknown: this machine's stands in for it.
     here = device if torch.cuda.is_available() else torch.device("cpu")
-    cache_memory = config.cache_memory_bytes or default_cache_memory(here)
+    cache_memory = config.cache_memory_bytes or default_cache_memory(here, ranks)
     memory = plan_memory(layout, config, arithmetic.types, cache_memory)
     return Plan(
         model=spec,
@@ -87,7 +85,7 @@ def make(model: str, tensor_parallel: int, config: EngineConfig) -> Plan:
             compute=arithmetic.types.compute,
             device=device,
             compiled=backend.compiled,
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=ranks,
         ),
         memory=memory,
         rows=tuple(
@@ -145,6 +143,7 @@ def render(plan: Plan) -> str:
     """The plan as text."""
     memory = plan.memory
     facts = [
+        *_ranks(plan),
         ("weights", str(plan.weights)),
         *plan.arithmetic.rows(),
         (
@@ -191,6 +190,16 @@ def _buckets(plan: Plan) -> list[str]:
         lines.append(_bucket("expert rows", memory.num_blocks, per_block))
     lines.append(_bound("prompt logprobs", LOGPROB_CACHE_BYTES))
     return lines
+
+
+def _ranks(plan: Plan) -> list[tuple[str, str]]:
+    """What several ranks take beside their parts, if there are several."""
+    config = plan.config
+    if config.tensor_parallel_size == 1:
+        return []
+    exchange = format_size(2 * slot_bytes(plan.model, config))
+    text = f"{config.tensor_parallel_size}; all sizes are of one of them, which has up to "
+    return [("ranks", f"{text}{exchange} more for what it tells the others")]
 
 
 def _tiers(config: EngineConfig) -> list[tuple[str, str]]:

@@ -175,6 +175,14 @@ class Linear(ABC):
     def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
         """`silu(self(x)) * up(x)`, `[T, N]`."""
 
+    def partial(self, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
+        """float32 `[T, N]`: the product before it is rounded, to be added to that of other ranks.
+
+        Args:
+            x, deterministic: as above.
+        """
+        return self(x.float(), deterministic=deterministic)
+
     @abstractmethod
     def record(self) -> ctypes.Structure | None:
         """How compiled steps find the weight, which lives as long as this; None if they cannot."""

@@ -100,6 +100,16 @@ class TorchDense(Linear):
         gate = self(x, activation="silu", deterministic=deterministic)
         return up(x, times=gate, deterministic=deterministic)
 
+    def partial(self, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            return self(x, deterministic=deterministic)
+        weight = self._weight.to_dense() if self._weight.is_mkldnn else self._weight
+        if x.device.type == "cpu":
+            out = F.linear(x.float(), weight.float())
+        else:
+            out = torch.mm(x, weight.T, out_dtype=torch.float32)
+        return out if self._bias is None else out + self._bias.float()
+
     def record(self) -> ctypes.Structure | None:
         return None
 

@@ -9,7 +9,11 @@
 
 namespace vlm {
 
-// Runs `work`; 0, or 1 if there was not enough memory for it, 2 if it failed in another way.
+// Other ranks have given up a step, or one of them did not come.
+struct Apart {};
+
+// Runs `work`; 0, or 1 if there was not enough memory for it, 3 if other ranks have left it, 2 if
+// it failed in another way.
 template <typename Work>
 int64_t guarded(const Work& work) {
     try {
@@ -19,6 +23,8 @@ int64_t guarded(const Work& work) {
         return 1;
     } catch (const std::length_error&) {  // more than a vector may ever have
         return 1;
+    } catch (const Apart&) {
+        return 3;
     } catch (...) {
         return 2;
     }

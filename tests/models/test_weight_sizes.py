@@ -12,6 +12,7 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.kernels.linear import Linear
+from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models import Model, load_model, read_spec
 from vlm_serve.models.model import Decoder
 from vlm_serve.models.vision import VisionTower
@@ -81,6 +82,26 @@ def test_ranks_share_the_language_model(tmp_path: Path) -> None:
         )
         for ranks in (1, 2)
     )
-    assert half.projections == whole.projections // 2
-    assert (half.table, half.others) == (whole.table, whole.others)
+    assert (half.projections, half.table) == (whole.projections // 2, whole.table // 2)
+    assert whole.others // 2 < half.others < whole.others
     assert not whole.mapped
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_rank_has_what_was_foreseen(tmp_path: Path, name: str) -> None:
+    """Of four, which repeat the two heads of keys and values."""
+    spec = dataclasses.replace(
+        SPECS[name], gdn_key_heads=4, gdn_value_heads=8, moe_intermediate_size=64
+    )
+    path, size = make_checkpoint(tmp_path, spec), 4
+    model = load_model(path, torch.float32, "cpu", ranks=Ranks(size - 1, size))
+    expected = weight_bytes(
+        read_spec(path),
+        weights=torch.float32,
+        compute=torch.float32,
+        device=torch.device("cpu"),
+        compiled=False,
+        tensor_parallel=size,
+    )
+    assert sum(sizes(model)) == pytest.approx(expected.in_memory, rel=0.01)
+    assert sum(sizes(model)) < 0.6 * sum(sizes(load_model(path, torch.float32, "cpu")))

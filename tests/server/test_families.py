@@ -108,7 +108,7 @@ def test_what_takes_no_pictures_says_so(kind: str, server: RunningServer) -> Non
 
 
 def test_the_plan_is_that_of_a_start(kind: str, path: Path, pipe: Pipeline) -> None:
-    plan = plan_command.make(str(path), 1, CONFIG)
+    plan = plan_command.make(str(path), CONFIG)
     engine = pipe.engine
     assert (plan.memory, plan.weights) == (engine.memory, engine.weights)
     assert bool(plan.rows) == bool(engine.memory.num_live_rows) == FAMILIES[kind].state

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -136,7 +137,8 @@ def test_two_authorization_headers_are_one_too_many(engine: FakeEngine) -> None:
 
 
 def test_health_follows_the_engine(engine: FakeEngine) -> None:
-    with running(engine, ServerConfig(port=0, stall_timeout=0.05, idle_check=False)) as server:
+    engine.config = replace(engine.config, stall_timeout=0.05)
+    with running(engine, ServerConfig(port=0, idle_check=False)) as server:
         assert server.client.get("/health").json() == {"status": "ok"}
         engine.gate.clear()
         waiting = Background(server)

@@ -133,7 +133,7 @@ def decide(config: EngineConfig, checkpoint: torch.dtype, backend: Backend) -> A
         conv=compute,
         vision=compute,
     )
-    return Arithmetic(types, reason, _numerics(compute, backend, config.deterministic))
+    return Arithmetic(types, reason, _numerics(compute, backend, config))
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -191,7 +191,7 @@ def _compiled_compute(
     return wanted or best, reason
 
 
-def _numerics(compute: torch.dtype, backend: Backend, deterministic: bool) -> str:
+def _numerics(compute: torch.dtype, backend: Backend, config: EngineConfig) -> str:
     parts = [f"version {NUMERICS_VERSION}"]
     if backend.digests is not None:
         paired = compute == _BFLOAT16 and backend.digests.pairs is not None
@@ -201,7 +201,9 @@ def _numerics(compute: torch.dtype, backend: Backend, deterministic: bool) -> st
         parts.append(f"triton {_version('triton')}")
     # The attention of the vision tower is torch's everywhere.
     parts.append(f"torch {torch.__version__} {_capability(backend.device)}")
-    return ", ".join(parts + ["deterministic"] * deterministic)
+    if config.tensor_parallel_size > 1:
+        parts.append(f"{config.tensor_parallel_size} ranks, float32 sums in their order")
+    return ", ".join(parts + ["deterministic"] * config.deterministic)
 
 
 def _capability(device: torch.device) -> str:

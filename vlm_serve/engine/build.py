@@ -13,7 +13,6 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic, decide
 from vlm_serve.engine.drafts.lengths import CostCurve
-from vlm_serve.engine.drafts.measuring import measure_rows
 from vlm_serve.engine.drafts.suffix import SuffixDrafter
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.media import MediaPlanner
@@ -27,6 +26,10 @@ from vlm_serve.engine.memory import (
 )
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.planning import SchedulerConfig
+from vlm_serve.engine.ranks.executor import ShardedExecutor
+from vlm_serve.engine.ranks.process import RankProcesses
+from vlm_serve.engine.ranks.start import Loading, load
+from vlm_serve.engine.ranks.task import Pools
 from vlm_serve.engine.request import Language
 from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.step_paths import (
@@ -38,7 +41,7 @@ from vlm_serve.engine.step_paths import (
 from vlm_serve.engine.tier_loading import make_tiers
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.host_memory import retain_freed_memory
-from vlm_serve.models import Model, ModelSpec, load_model, read_spec, resolve_checkpoint
+from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
 from vlm_serve.models.weight_sizes import weight_bytes
 from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
@@ -50,21 +53,28 @@ REPORTED_LOGITS_BYTES = 256 << 20
 """Logits of prompt tokens that one step may compute for requests that want to see them."""
 
 
-def build(model: str, config: EngineConfig, *, poison: bool = False) -> EngineParts:
+def build(
+    model: str,
+    config: EngineConfig,
+    *,
+    poison: bool = False,
+    processes: RankProcesses | None = None,
+) -> EngineParts:
     """Loads the checkpoint and allocates the pools.
 
     Args:
         model: directory, hub id, "demo" or "demo-moe".
         config: options; None and "auto" values are decided here.
         poison: fill freed blocks and rows with NaN (tests).
+        processes: of other ranks, which are there already and stay (tests).
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     path = find_checkpoint(model)
-    spec = read_spec(path)
-    layout = spec.cache_layout()
+    spec, size = read_spec(path), config.tensor_parallel_size
+    layout = spec.cache_layout(size)
     device = _device(config.device)
-    with_graphs = graphs_wanted(config.cuda_graphs, device)
+    with_graphs = graphs_wanted(config.cuda_graphs, device, size)
     backend = find_backend(config, device)
     arithmetic = decide(config, spec.dtype, backend)
     types, compiled = arithmetic.types, backend.compiled
@@ -72,41 +82,43 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     assert config.block_size is not None
     if device.type == "cpu":
         retain_freed_memory()
-    loaded = load_model(path, types.weights, device, compute_dtype=types.compute, compiled=compiled)
-    cache_memory = config.cache_memory_bytes or default_cache_memory(device)
+    owned = processes is None
+    loaded, processes = load(Loading(path, spec, types, device, compiled), config, processes)
+    cache_memory = config.cache_memory_bytes or default_cache_memory(device, size)
     memory = plan_memory(layout, config, types, cache_memory)
     max_model_len = longest_context(config, spec, memory)
     preprocessor = _preprocessor(path, config, loaded, arithmetic, max_model_len)
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
-    caches = layout.allocate(
+    pools = Pools(
+        types,
         memory.num_blocks,
         rows,
+        memory.num_updates,
         memory.block_size,
-        types.pools,
-        device,
-        num_updates=memory.num_updates,
+        config.deterministic,
     )
+    caches = pools.allocate(loaded)
     graphs = decode_graphs(loaded, caches, config, max_model_len) if with_graphs else None
     if compiled:
         compile_steps(loaded, caches)
+    if processes is not None:
+        limit = config.stall_timeout
+        executor: LocalExecutor = ShardedExecutor(
+            loaded, caches, pools, processes, limit=limit, owned=owned
+        )
+    else:
+        executor = LocalExecutor(
+            loaded,
+            caches,
+            block_size=config.block_size,
+            deterministic=config.deterministic,
+            graphs=graphs,
+        )
     drafter = SuffixDrafter() if config.speculative == "suffix" else None
     costs = None
     if drafter is not None:
-        costs = CostCurve(
-            measure_rows(
-                loaded,
-                caches,
-                most_sequences=config.max_num_seqs,
-                most_tokens=config.speculative_tokens + 1,
-            )
-        )
-    executor = LocalExecutor(
-        loaded,
-        caches,
-        block_size=config.block_size,
-        deterministic=config.deterministic,
-        graphs=graphs,
-    )
+        most = config.max_num_seqs, config.speculative_tokens + 1
+        costs = CostCurve(executor.measure(most_sequences=most[0], most_tokens=most[1]))
     cache = PrefixCache(_cache_config(config, memory, layout.has_state))
     if poison:
         cache.events.block_freed.subscribe(lambda block: executor.poison_freed((block,), ()))
@@ -134,6 +146,7 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
             compute=types.compute,
             device=device,
             compiled=compiled,
+            tensor_parallel=size,
         ),
         memory=memory,
         preprocessor=preprocessor,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
+from vlm_serve.errors import EngineError
+
+
+class ExecutorLostError(EngineError):
+    """A part of the executor is gone for good: no step can follow. The message says which one."""
 
 
 class Executor(Protocol):
@@ -28,7 +34,10 @@ class Executor(Protocol):
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Executes one step. Raises whatever the model raises; a step that has raised may be
-        followed by any other."""
+        followed by any other, unless it is an ExecutorLostError."""
+
+    def watch(self, lost: Callable[[ExecutorLostError], None]) -> None:
+        """Calls, from any thread, when a part of it is lost between steps."""
 
     def close(self) -> None:
         """No step follows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,8 @@ from vlm_serve.cache.experts import Rows
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
 from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.drafts.measuring import measure_rows
+from vlm_serve.engine.executor import ExecutorLostError
 from vlm_serve.engine.plan import Encode, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.engine.prompt_rows import logprob_rows
 from vlm_serve.engine.sampler import sample
@@ -61,6 +63,9 @@ class LocalExecutor:
     def forget(self, sequence: int) -> None:
         del self._known[sequence]
 
+    def watch(self, lost: Callable[[ExecutorLostError], None]) -> None:
+        """Nothing can be lost."""
+
     def close(self) -> None:
         self._known.clear()
 
@@ -68,9 +73,22 @@ class LocalExecutor:
     def run(self, plan: StepPlan) -> StepOutput:
         """See `Executor.run`."""
         with launching_on(self._caches.device):
-            return self._run(plan)
+            return self._output(*self._compute(plan))
 
-    def _run(self, plan: StepPlan) -> StepOutput:
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan) -> None:
+        """A step whose tokens another rank chooses. Raises as `run` does."""
+        with launching_on(self._caches.device):
+            self._compute(plan)
+
+    def measure(self, *, most_sequences: int, most_tokens: int) -> list[tuple[int, float]]:
+        """What rows cost, see `measure_rows`; before the first step."""
+        return measure_rows(
+            self._model, self._caches, most_sequences=most_sequences, most_tokens=most_tokens
+        )
+
+    def _compute(self, plan: StepPlan) -> tuple[ForwardOutput, list[Slice], list[int]]:
+        """The forward; its slices in their order, and the rows of the tasks' logits."""
         self.model_seconds = 0.0
         for item in plan.slices:
             self._known[item.sequence].take(item)
@@ -87,7 +105,7 @@ class LocalExecutor:
         begin = time.perf_counter()
         output = self._forward(batch)
         self.model_seconds += time.perf_counter() - begin
-        return self._output(output, packed, rows)
+        return output, packed, rows
 
     def _forward(self, batch: ForwardBatch) -> ForwardOutput:
         if self._graphs is not None and self._graphs.accepts(batch):
@@ -113,16 +131,26 @@ class LocalExecutor:
             copy_kv_rows(self._caches["kv"], self._caches.tensors.get("kv_scales"), plan.copies)
 
     def _encode(self, encodes: tuple[Encode, ...]) -> None:
+        """Every rank runs its share through the tower and tells the others."""
         if not encodes:
             return
-        pixels = torch.cat([encode.pixels for encode in encodes])
-        begin = time.perf_counter()
-        embeddings = self._model.encode_media(
-            pixels, [encode.grid for encode in encodes], deterministic=self._deterministic
+        begin, ranks = time.perf_counter(), self._model.ranks
+        owners = _owners(encodes, ranks.size)
+        own = [each for each, owner in zip(encodes, owners, strict=True) if owner == ranks.rank]
+        embeddings = iter(
+            self._model.encode_media(
+                torch.cat([encode.pixels for encode in own]),
+                [encode.grid for encode in own],
+                deterministic=self._deterministic,
+            )
+            if own
+            else ()
         )
+        for encode, owner in zip(encodes, owners, strict=True):
+            mine = next(embeddings) if owner == ranks.rank else None
+            like = self._model.embedding_like(encode.grid)
+            self._embeddings[encode.slot] = ranks.tell(mine, owner, like)
         self.model_seconds += time.perf_counter() - begin
-        for encode, embedding in zip(encodes, embeddings, strict=True):
-            self._embeddings[encode.slot] = embedding
 
     def _output(self, output: ForwardOutput, packed: list[Slice], rows: list[int]) -> StepOutput:
         """Samples from the rows of the tasks and reports from those that the batch asked for."""
@@ -139,6 +167,15 @@ class LocalExecutor:
                 reports[item.sequence] = logprob_rows(logits, following, rivals or 0)
             row += count + len({task.position for task in item.samples})
         return StepOutput(sampled, _experts_by_sequence(output.experts, packed), reports)
+
+
+def _owners(encodes: Sequence[Encode], ranks: int) -> list[int]:
+    """Which rank encodes what: the largest first, each to whoever has least."""
+    loads, owners = [0] * ranks, [0] * len(encodes)
+    for index in sorted(range(len(encodes)), key=lambda i: -len(encodes[i].pixels)):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += len(encodes[index].pixels)
+    return owners
 
 
 def _experts_by_sequence(experts: torch.Tensor | None, packed: Iterable[Slice]) -> dict[int, Rows]:

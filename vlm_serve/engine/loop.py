@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from vlm_serve.engine.auditing import Auditor
+from vlm_serve.engine.executor import ExecutorLostError
 from vlm_serve.engine.inspection import Inspector
 from vlm_serve.engine.media_loading import MediaLoading
 from vlm_serve.engine.mirror import TreeMirror
@@ -69,6 +70,7 @@ class EngineLoop:
         self._job = job
         self._preprocessor = parts.preprocessor
         self._media_loader = MediaLoading(parts.media, self.post, self._fail_request)
+        self._ending: ExecutorLostError | None = None
         self._jobs: dict[str, Job] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
@@ -82,6 +84,7 @@ class EngineLoop:
     def start(self) -> None:
         release_worker_threads()
         self._thread.start()
+        self._executor.watch(self._lost)
 
     def post(self, command: Callable[[], None]) -> None:
         """Runs a command between two steps. Raises EngineClosedError if there are no more."""
@@ -124,6 +127,15 @@ class EngineLoop:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _lost(self, error: ExecutorLostError) -> None:
+        """A part of the executor has gone, perhaps while nothing was to be done."""
+
+        def end() -> None:
+            raise error
+
+        with contextlib.suppress(EngineClosedError):
+            self.post(end)
+
     # -- commands ----------------------------------------------------------------------------------
 
     def add(self, job: Job) -> None:
@@ -150,6 +162,9 @@ class EngineLoop:
                     self._step_began = now
                 self._tend_audits()
                 self._mirror.publish()
+        except ExecutorLostError as error:
+            _log.critical("the engine ends: %s", error)
+            self._ending, self._closed = error, True
         except BaseException:
             _log.exception("the engine's thread died")
             self._closed = True
@@ -213,6 +228,8 @@ class EngineLoop:
     def _run_plan(self, plan: StepPlan) -> list[Event]:
         try:
             output = self._executor.run(plan)
+        except ExecutorLostError:
+            raise
         except Exception as error:
             if not isinstance(error, VlmServeError):
                 _log.exception("a step failed; its sequences are retried one by one")
@@ -259,8 +276,9 @@ class EngineLoop:
             while True:
                 command = self._inbox.get_nowait()
                 if command is not None:
-                    command()
-        error = EngineError("the engine was closed while the request was running")
+                    with contextlib.suppress(ExecutorLostError):
+                        command()
+        error = self._ending or EngineError("the engine was closed while the request was running")
         for job in list(self._jobs.values()):
             with contextlib.suppress(Exception):
                 self._emit(self._scheduler.end(job, error))

@@ -121,12 +121,13 @@ def embedding_bytes(model: ModelSpec, types: Types) -> int:
     return 0 if model.vision is None else model.embedding_width * types.vision.itemsize
 
 
-def default_cache_memory(device: torch.device) -> int:
-    """A quarter of the free memory, at most 4 GiB, on a CPU; 85 % of what is free on a GPU."""
+def default_cache_memory(device: torch.device, ranks: int = 1) -> int:
+    """Of one rank: on a CPU its share of a quarter of the free memory, at most 4 GiB; on a GPU 85 %
+    of what is free there."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_SHARE)
-    return min(CPU_CEILING, _free_host_memory() // CPU_SHARE)
+    return min(CPU_CEILING, _free_host_memory() // CPU_SHARE) // ranks
 
 
 def _free_host_memory() -> int:

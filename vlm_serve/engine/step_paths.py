@@ -20,12 +20,17 @@ from vlm_serve.models.program import UnsupportedError
 _log = logging.getLogger(__name__)
 
 
-def graphs_wanted(option: bool | None, device: torch.device) -> bool:
+def graphs_wanted(option: bool | None, device: torch.device, ranks: int = 1) -> bool:
     """Whether decode steps are to run from CUDA graphs.
 
     Raises:
-        ConfigError: they were asked for by name without a GPU.
+        ConfigError: they were asked for by name without a GPU, or beside ranks.
     """
+    if ranks > 1:
+        if option:
+            problem = "cuda_graphs cannot hold what several ranks tell each other"
+            raise ConfigError(problem, param="cuda_graphs")
+        return False
     if option and device.type != "cuda":
         raise ConfigError(
             f"cuda_graphs needs a GPU, but the device is {device}", param="cuda_graphs"

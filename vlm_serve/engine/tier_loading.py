@@ -55,7 +55,7 @@ def make_tiers(
             ) from error
     if not stores or not config.enable_prefix_caching:
         return None
-    stack = TierStack(Origin(model), stores)
+    stack = TierStack(Origin(model, world=config.tensor_parallel_size), stores)
     saver = TierSaver(stack, transfer, cache.config)
     saver.listen(cache.events)
     return Tiers(stack, saver, TierFetcher(cache, stack, transfer))

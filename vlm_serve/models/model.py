@@ -14,6 +14,7 @@ from vlm_serve.kernels.checks import check_folds
 from vlm_serve.kernels.dispatch import compiled_kernels
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.norms import rms_norm
+from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.kernels.rope import mrope_cos_sin
 from vlm_serve.kernels.rope.compiled import axes
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
@@ -55,7 +56,8 @@ class Decoder:
         hidden, norm = spec.hidden_size, spec.norm
         table, shape = f"{prefix}embed_tokens.weight", (spec.vocab_size, hidden)
         self.embedding = source.embedding(table, shape)
-        self.head: Linear = source.linear(Part(head or table, shape))
+        own = source.ranks.share(spec.vocab_size)
+        self.head: Linear = source.linear(Part(head or table, shape, (own,)))
         self.layers = tuple(
             Layer(
                 input_norm=load_norm(source, f"{name}.{spec.input_norm}", hidden, norm),
@@ -80,6 +82,7 @@ class Model:
         dtype: of activations and of everything else.
         device: where it runs.
         compiled: whether compiled CPU code multiplies.
+        ranks: who share its language model; the vision tower is whole on each of them.
     """
 
     def __init__(self, spec: ModelSpec, weights: Weights, identity: bytes) -> None:
@@ -89,6 +92,7 @@ class Model:
         self.dtype = weights.compute_dtype
         self.device = weights.device
         self.compiled = weights.compiled
+        self.ranks = weights.ranks
         head = None if spec.tied_embeddings else weights.head_name()
         self._decoder = Decoder(spec, weights, weights.text_prefix, head)
         exponents = torch.arange(0, spec.rope.rotary_dim, 2, dtype=torch.float)
@@ -110,7 +114,7 @@ class Model:
             BuildError: it can be neither found nor built here.
             UnsupportedError: it does not know this model, or pools like these.
         """
-        spec, program = self.spec, Program(self.dtype, self.spec.hidden_size)
+        spec, program = self.spec, Program(self.dtype, self.spec.hidden_size, self.ranks)
         eps = spec.norm.eps
         program.rotate(self._inv_freq, axes(len(self._inv_freq), spec.rope.sections))
         layers = zip(self._decoder.layers, self._bind(caches), strict=True)
@@ -128,12 +132,14 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
-        """One step: read and write the caches, return the logits that were asked for.
+        """One step: read and write the caches, return the logits that were asked for; of several
+        ranks the first one does, all others their part of them.
 
         Raises whatever an op raises; the state rows written so far are then undefined.
         """
         if caches is self._caches and self._compiled_step is not None:
             logits, ids = self._compiled_step.run(batch, self._embed(batch))
+            logits = self.ranks.columns(logits, self.spec.vocab_size)
             return ForwardOutput(logits, None if ids is None else self._narrow(ids))
         with compiled_kernels(self.compiled):
             return self._by_ops(batch, caches)
@@ -152,10 +158,20 @@ class Model:
                 layer.mixer.fold(cache, folds)
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        x = F.embedding(batch.token_ids, self._decoder.embedding).to(self.dtype)
+        x = self._look_up(batch.token_ids).to(self.dtype)
         for offset, rows in batch.media:
             x[offset : offset + rows.shape[0]] = rows[:, : self.spec.hidden_size]
         return x
+
+    def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the table, of which a rank may have its part of the vocabulary alone."""
+        table, vocab = self._decoder.embedding, self.spec.vocab_size
+        if len(table) == vocab:
+            return F.embedding(token_ids, table)
+        own = self.ranks.share(vocab)
+        known = (token_ids >= own.start) & (token_ids < own.stop)
+        rows = F.embedding(torch.where(known, token_ids - own.start, 0), table).float()
+        return self.ranks.sum(rows * known[:, None])
 
     def _add_features(self, x: torch.Tensor, batch: ForwardBatch, index: int) -> None:
         """What media add to the residual behind the layer of that index."""
@@ -191,6 +207,7 @@ class Model:
             x = x[batch.logit_rows]
         last_normed = rms_norm(x, self._decoder.norm, eps)
         logits = self._decoder.head(last_normed, deterministic=batch.deterministic).float()
+        logits = self.ranks.columns(logits, self.spec.vocab_size)
         if not routed or not batch.capture_experts:
             return ForwardOutput(logits)
         return ForwardOutput(logits, self._narrow(torch.stack(routed, dim=1)))
@@ -202,6 +219,13 @@ class Model:
         assert self._vision is not None, "a text-only model has no vision tower"
         with compiled_kernels(self.compiled):
             return self._vision.encode(patches, grids, deterministic=deterministic)
+
+    def embedding_like(self, grid: Grid) -> torch.Tensor:
+        """A tensor without content, of the shape and dtype that `encode_media` gives a grid."""
+        vision = self.spec.vision
+        assert vision is not None, "a text-only model has no vision tower"
+        rows = grid[1] * grid[2] // vision.merge_size**2
+        return torch.empty(rows, self.spec.embedding_width, dtype=self.dtype, device="meta")
 
     def _bind(self, caches: CacheTensors) -> tuple[Any, ...]:
         """Each layer's part of the pools, made anew only when the pools change."""
@@ -226,6 +250,7 @@ def load_model(
     *,
     compute_dtype: torch.dtype | None = None,
     compiled: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Model:
     """Load a checkpoint.
 
@@ -237,6 +262,7 @@ def load_model(
         compute_dtype: of activations; `dtype` if it is not given. Only compiled code takes another
             one: float32 with any dtype.
         compiled: whether compiled CPU code is to compute what it can.
+        ranks: who share the model: only this rank's part is read.
 
     Raises:
         ModelNotFoundError: no such checkpoint.
@@ -245,6 +271,11 @@ def load_model(
     """
     directory = resolve_checkpoint(path)
     weights = Weights(
-        directory, dtype, torch.device(device), compute_dtype=compute_dtype, compiled=compiled
+        directory,
+        dtype,
+        torch.device(device),
+        compute_dtype=compute_dtype,
+        compiled=compiled,
+        ranks=ranks,
     )
     return Model(read_spec(directory), weights, fingerprint(directory))

@@ -12,6 +12,7 @@ import torch
 from vlm_serve.kernels.linear import Linear, WeightRecord
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_records import DTYPES, LANES
+from vlm_serve.kernels.ranks import ALONE, Ranks
 
 
 class UnsupportedError(Exception):
@@ -36,10 +37,12 @@ class Program:
     Args:
         dtype: of activations.
         hidden: width of the residual.
+        ranks: who share the model.
 
     Attributes:
         residual: float32, what layers add to; it begins as the embeddings.
         normed: where norms of the residual go.
+        shared: whether ranks share the model.
         cos, sin: float32, angles of every token, once `rotate` has been called.
 
     Raises:
@@ -47,10 +50,14 @@ class Program:
             know.
     """
 
-    def __init__(self, dtype: torch.dtype, hidden: int) -> None:
+    def __init__(self, dtype: torch.dtype, hidden: int, ranks: Ranks = ALONE) -> None:
         if dtype not in DTYPES:
             raise UnsupportedError(f"activations in {dtype}")
         self.dtype = dtype
+        self.shared = ranks.shared
+        self._ranks = ranks.record()
+        if ranks.shared and self._ranks is None:
+            raise UnsupportedError("ranks that do not share memory")
         self._hidden = hidden
         self._vocab = self._deepest = self._expert_layers = self._top_k = 0
         self._ops: list[tuple[int, Any]] = []
@@ -103,8 +110,14 @@ class Program:
         self.emit("Product", weight=self.weight(weight), x=x, out=out, use=constant(use))
 
     def add(self, weight: Linear, x: View) -> None:
-        """Adds a projection to the residual."""
-        self.product(weight, x, self.residual, "ADD")
+        """Adds a projection to the residual; of all ranks, each with its part of x."""
+        self.product(weight, x, self.residual, "SHARED" if self.shared else "ADD")
+        self.reduce()
+
+    def reduce(self) -> None:
+        """Adds what all ranks have computed last to the residual."""
+        if self.shared:
+            self.emit("Reduce", out=self.residual, width=self._hidden)
 
     def logits(self, head: Linear) -> None:
         """The step's logits, from `normed`."""
@@ -188,6 +201,7 @@ class Program:
             deepest=self._deepest,
             expert_layers=self._expert_layers,
             top_k=self._top_k,
+            ranks=None if self._ranks is None else ctypes.addressof(self._ranks),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -113,10 +114,14 @@ class ModelSpec:
         Raises:
             ConfigError: the heads cannot be shared out.
         """
-        for mixer in {layer.mixer for layer in self.layers}:
-            for name, heads in mixer.heads_to_split().items():
-                if heads % ranks:
+        for layer in self.layers:
+            repeated = layer.mixer.heads_to_repeat()
+            shared = layer.mixer.heads_to_split(), layer.feed_forward.columns_to_split(), repeated
+            for name, count in itertools.chain(*(each.items() for each in shared)):
+                few = name in repeated and ranks % count == 0
+                if count % ranks and not few:
                     raise ConfigError(
-                        f"tp: {heads} {name} cannot be split over {ranks} ranks", param="tp"
+                        f"tensor_parallel_size: {count} {name} cannot be split over {ranks} ranks",
+                        param="tensor_parallel_size",
                     )
         return CacheLayout.of((layer.mixer.pools() for layer in self.layers), ranks)

@@ -9,10 +9,11 @@ from math import prod
 
 import torch
 
-from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.linear.base import shape
 from vlm_serve.kernels.linear.dense import PANEL
 from vlm_serve.kernels.linear.torch_dense import TorchDense
+from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.models.model import Decoder
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.models.vision import VisionTower
@@ -58,7 +59,9 @@ class Shapes:
         compute: torch.dtype | None = None,
         device: torch.device | None = None,
         compiled: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.device = device or torch.device("cpu")
         self.of_tensors: dict[str, Sequence[int]] = {}
         self.projections = self.table = self.others = 0
@@ -70,8 +73,10 @@ class Shapes:
     def shape_of(self, name: str) -> None:
         return None
 
-    def linear(self, *parts: Part, bias: list[Part] | None = None) -> Linear:
-        columns, depth = self._ask(parts)
+    def linear(
+        self, *parts: Part, bias: list[Part] | None = None, shard: Shard | None = None
+    ) -> Linear:
+        columns, depth = self._ask(parts, shard)
         width, biases = self._weights.itemsize, columns if bias else 0
         if self._compiled:
             panels = -(-columns // PANEL)
@@ -81,13 +86,17 @@ class Shapes:
             self.projections += (columns * depth + biases) * width
         return TorchDense(torch.empty(columns, depth, dtype=self._weights, device="meta"), None)
 
-    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def tensor(self, name: str, shape: Sequence[int], rows: Sequence[range] = ()) -> torch.Tensor:
         self.of_tensors[name] = shape
+        if rows:
+            shape = (sum(map(len, rows)), *shape[1:])
         self.others += prod(shape) * self._compute.itemsize
         return _empty(shape, self._compute)
 
-    def stacked(self, parts: Sequence[Part], count: int) -> torch.Tensor:
-        columns, depth = self._ask(parts)
+    def stacked(
+        self, parts: Sequence[Part], count: int, shard: Shard | None = None
+    ) -> torch.Tensor:
+        columns, depth = self._ask(parts, shard)
         self.projections += columns * depth * self._weights.itemsize
         return _empty((count, columns // count, depth), self._weights)
 
@@ -96,9 +105,9 @@ class Shapes:
         self.table += prod(shape) * self._weights.itemsize
         return _empty(shape, self._weights)
 
-    def _ask(self, parts: Sequence[Part]) -> tuple[int, int]:
+    def _ask(self, parts: Sequence[Part], shard: Shard | None) -> tuple[int, int]:
         self.of_tensors.update({part.name: part.shape for part in parts})
-        return shape(parts, None)
+        return shape(parts, shard)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -123,15 +132,19 @@ def weight_bytes(
         compute: type of everything else.
         device: where they are to live.
         compiled: whether they are packed for compiled CPU kernels, in whole panels.
-        tensor_parallel: ranks that share the language model's projections; the rest is on each.
+        tensor_parallel: ranks that share the language model; the vision tower is on each. The
+            sizes are those of the last rank, which has the larger part of what cannot be halved.
     """
-    text, vision = (Shapes(weights, compute, device, compiled) for _ in range(2))
+    ranks = Ranks(tensor_parallel - 1, tensor_parallel)
+    mapped = device.type == "cpu" and weights == spec.dtype
+    own = len(ranks.share(spec.vocab_size))
+    text, vision = (Shapes(weights, compute, device, compiled, ranks) for _ in range(2))
     Decoder(spec, text, "", None)
     if spec.vision is not None:
         VisionTower(spec.vision, vision, "", compute)
     return WeightBytes(
-        projections=text.projections // tensor_parallel + vision.projections,
-        table=text.table,
+        projections=text.projections + vision.projections,
+        table=text.table if mapped else text.table * own // spec.vocab_size,
         others=text.others + vision.others,
-        mapped=device.type == "cpu" and weights == spec.dtype,
+        mapped=mapped,
     )

@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.kernels.linear import Linear, Part, load
+from vlm_serve.kernels.linear import Linear, Part, Shard, load
+from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.models.files import weight_files
 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
@@ -33,6 +34,7 @@ class Weights:
         device: where everything is to live.
         compute_dtype: of everything else, and of activations; `dtype` if it is not given.
         compiled: whether compiled CPU code multiplies.
+        ranks: who share the model. What a rank has no part of is not read.
 
     Raises:
         CheckpointError: from every method: a file is missing or broken, a tensor is missing or has
@@ -47,7 +49,9 @@ class Weights:
         *,
         compute_dtype: torch.dtype | None = None,
         compiled: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.dtype = dtype
         self.compute_dtype = compute_dtype or dtype
         self.device = device
@@ -118,24 +122,36 @@ class Weights:
             self._told = now
             _log.info("%d %% of the weights are read", 100 * self._read // max(1, self._total))
 
-    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor in the type of activations, in memory of its own."""
-        return self.mapped(name, shape).to(self.device, self.compute_dtype, copy=True)
+    def tensor(self, name: str, shape: Sequence[int], rows: Sequence[range] = ()) -> torch.Tensor:
+        """A tensor in the type of activations, in memory of its own; if rows are named, those
+        alone, one below the other."""
+        whole = self.mapped(name, shape)
+        if rows:
+            whole = torch.cat([whole[each.start : each.stop] for each in rows])
+        return whole.to(self.device, self.compute_dtype, copy=not rows)
 
-    def linear(self, *parts: Part, bias: list[Part] | None = None) -> Linear:
-        """Rows of several tensors below each other, as one projection."""
-        return load(self, list(parts), bias)
+    def linear(
+        self, *parts: Part, bias: list[Part] | None = None, shard: Shard | None = None
+    ) -> Linear:
+        """Rows of several tensors below each other, as one projection; or what a shard has."""
+        return load(self, list(parts), bias, shard)
 
-    def stacked(self, parts: Sequence[Part], count: int) -> torch.Tensor:
+    def stacked(
+        self, parts: Sequence[Part], count: int, shard: Shard | None = None
+    ) -> torch.Tensor:
         """`[count, rows, K]` in the type of projections, for kernels that take all experts in one
-        tensor."""
-        whole = torch.cat([piece for part in parts for piece in part.pieces(self, None)])
+        tensor; or what a shard has."""
+        whole = torch.cat([piece for part in parts for piece in part.pieces(self, shard)])
         return whole.to(self.device).view(count, -1, whole.shape[1])
 
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """A lookup table. It stays in its file where type and device allow: once it has been
-        found sound, only the rows that are looked up are read."""
-        return self.mapped(name, shape).to(self.device, self.dtype)
+        found sound, only the rows that are looked up are read. Else a rank has its part of it."""
+        table = self.mapped(name, shape)
+        if table.device == self.device and table.dtype == self.dtype:
+            return table
+        own = self.ranks.share(len(table))
+        return table[own.start : own.stop].to(self.device, self.dtype)
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:

@@ -224,14 +224,6 @@ class ServerConfig:
         low=0.0,
         metavar="SECONDS",
     )
-    stall_timeout: float = option(
-        120.0,
-        "seconds without a step, although there is work, after which /health says 503",
-        group=_LIFE,
-        kind="float",
-        low=0.001,
-        metavar="SECONDS",
-    )
     idle_check: bool = option(
         True,
         "check the cache's invariants whenever the engine becomes idle",

@@ -14,6 +14,7 @@ from vlm_serve.engine.decode_graphs import padded_sizes
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES, MemoryPlan
+from vlm_serve.engine.ranks.start import slot_bytes
 from vlm_serve.options import format_size
 from vlm_serve.server.bounds import total
 from vlm_serve.server.browsers import is_loopback
@@ -97,6 +98,8 @@ def startup_rows(
     yield "model", ", ".join(names)
     yield "context", f"{engine.max_model_len} tokens"
     yield "device", options.device
+    if options.tensor_parallel_size > 1:
+        yield "ranks", _ranks(engine)
     yield "weights", str(engine.weights)
     yield from engine.arithmetic.rows()
     if options.device == "cpu":
@@ -135,6 +138,15 @@ def startup_rows(
         yield "stored responses", f"{kept}, {config.response_store_ttl:g} s, on top"
     yield "API keys", str(len(config.api_key)) if config.api_key else "none: everybody may ask"
     yield "URL", f"{url}/v1"
+
+
+def _ranks(engine: Engine) -> str:
+    options = engine.config
+    what = f"{options.tensor_parallel_size}, each with what follows"
+    if not options.compiled_kernels:
+        return what
+    exchange = 2 * slot_bytes(engine.spec, options)
+    return f"{what}; up to {format_size(exchange)} more for what it tells the others"
 
 
 def _drafts(options: EngineConfig, memory: MemoryPlan) -> str:

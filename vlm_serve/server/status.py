@@ -85,7 +85,7 @@ def problem(service: Service) -> str | None:
         return "the cache violates an invariant"
     busy = engine.num_running + engine.num_waiting > 0
     idle_seconds = time.monotonic() - max(engine.last_step_time, service.busy_since)
-    if busy and idle_seconds > service.config.stall_timeout:
+    if busy and idle_seconds > service.engine.config.stall_timeout:
         return f"there is work, but no step has ended for {idle_seconds:.0f} s"
     return None
 

@@ -12,7 +12,8 @@ struct ExpertsOf {
     const Run& run;
     const Experts& op;
     Strided<T> x = run.rows<T>(op.x), shared = run.rows<T>(op.shared);
-    Strided<float> scores = run.rows<float>(op.scores), out = run.rows<float>(op.out);
+    Strided<float> scores = run.rows<float>(op.scores);
+    Strided<float> out = op.apart ? run.own_slot(op.hidden) : run.rows<float>(op.out);
     Strided<int64_t> ids{run.memory.ids, op.top_k};
     Strided<float> weights{run.memory.weights, op.top_k};
 
@@ -50,10 +51,11 @@ struct ExpertsOf {
                                std::memcpy(routed(places[r]) + p * PANEL,
                                            own.sums_of(0) + r * PANEL, count * sizeof(float));
                        });
-        if (op.has_shared())
-            project<T>(
-                op.shared_down, n, run.step.threads, [&](int64_t r) { return shared(first + r); },
-                Put<T, float>{apart});
+        auto from = [&](int64_t r) { return shared(first + r); };
+        if (op.has_shared() && op.apart)
+            project<T>(op.shared_down, n, run.step.threads, from, Put<float, float>{apart});
+        else if (op.has_shared())
+            project<T>(op.shared_down, n, run.step.threads, from, Put<T, float>{apart});
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < n; ++t) add(first + t, apart(t), routed(t * op.top_k));
     }
@@ -66,7 +68,7 @@ struct ExpertsOf {
             for (int64_t j = 0; j < op.top_k; ++j)
                 total = fma(weights(token)[j], load(routed + j * op.hidden + c), total);
             float* to = out(token) + c;
-            store(to, rounded<T>(load(to) + total));
+            store(to, op.apart ? total : rounded<T>(load(to) + total));
         }
     }
 };

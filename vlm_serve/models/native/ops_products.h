@@ -49,7 +49,28 @@ void perform(const Run& run, const Product& op) {
             return to(Put<T, float>{run.rows<float>(op.out)});
         case LOGITS:
             return to(Put<T, float>{{run.step.logits, run.program.vocab}});
+        case SHARED:
+            return to(Put<float, float>{run.own_slot(op.weight.columns)});
     }
+}
+
+template <typename T>
+void perform(Run& run, const Reduce& op) {
+#pragma omp single
+    run.apart = !meet(*run.program.ranks);
+    if (run.apart) return;
+    const Ranks& ranks = *run.program.ranks;
+    const Strided<float> out = run.rows<float>(op.out);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < run.tokens; ++t)
+        for (int64_t c = 0; c < op.width; c += LANES) {
+            auto part = [&](int64_t rank) {
+                return load((const float*)slot(ranks, rank, ranks.count - 1) + t * op.width + c);
+            };
+            Vec sum = part(0);
+            for (int64_t rank = 1; rank < ranks.size; ++rank) sum = sum + part(rank);
+            store(out(t) + c, rounded<T>(load(out(t) + c) + sum));
+        }
 }
 
 // silu(gate . x) * (up . x) for one panel of the operand's rows; `out(r)` is where row r goes.

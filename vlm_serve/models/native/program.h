@@ -5,6 +5,7 @@
 
 #include "gated_delta.h"
 #include "product.h"
+#include "ranks.h"
 
 namespace vlm {
 
@@ -21,6 +22,7 @@ enum Kind : int64_t {
     KEEP = 8,       // Keep
     EXPERTS = 9,    // Experts
     FEATURES = 10,  // Features
+    REDUCE = 11,    // Reduce
 };
 
 // Rows of a buffer, one for each token: elements `column` and on, `stride` elements apart, which is
@@ -53,6 +55,7 @@ enum Destination : int64_t {
     ADD = 1,     // is added to `out`, float32
     SCORES = 2,  // to `out`, float32
     LOGITS = 3,  // to the step's logits
+    SHARED = 4,  // float32, to this rank's slot, [tokens, columns]
 };
 
 struct Product {
@@ -123,6 +126,7 @@ struct Experts {
     int64_t experts, top_k, hidden, index;  // `index` of this layer in the step's expert ids
     const Weight *gate_up, *down;           // gate and up of expert 0, of expert 1, ...
     Weight shared_down;
+    int64_t apart;  // 1: they go to this rank's slot instead, [tokens, hidden]
 
     bool has_shared() const { return shared_down.columns > 0; }
 };
@@ -131,6 +135,13 @@ struct Experts {
 struct Features {
     View out;
     int64_t column, width;
+};
+
+// Adds what the ranks' slots hold, [tokens, width] each, in the order of the ranks, to `out`,
+// float32.
+struct Reduce {
+    View out;
+    int64_t width;
 };
 
 struct Op {
@@ -146,6 +157,7 @@ struct Program {
     int64_t residual;              // the buffer that the embeddings are widened into, float32
     int64_t deepest;               // of all weights
     int64_t expert_layers, top_k;  // of the expert ids that a step reports; 0 without experts
+    Ranks* ranks;                  // null: there is one
 };
 
 // T tokens of S sequences, a sequence's tokens next to each other and in order.

@@ -18,11 +18,18 @@ struct Run {
     const Program& program;
     const Step& step;
     Memory& memory;
-    int64_t tokens;  // rows that go through an operation: all, or those that a Keep has left
+    int64_t tokens;      // rows that go through an operation: all, or those that a Keep has left
+    bool apart = false;  // other ranks have left the step
 
     template <typename E>
     Strided<E> rows(const View& view) const {
         return {(E*)memory.buffers[view.buffer] + view.column, view.stride};
+    }
+
+    // Where this rank's part of a sum goes.
+    Strided<float> own_slot(int64_t width) const {
+        const Ranks& ranks = *program.ranks;
+        return {(float*)slot(ranks, ranks.rank, ranks.count), width};
     }
 };
 

@@ -33,6 +33,8 @@ void perform(Run& run, const Op& op) {
             return perform<T>(run, *(const Experts*)op.args);
         case FEATURES:
             return perform<T>(run, *(const Features*)op.args);
+        case REDUCE:
+            return perform<T>(run, *(const Reduce*)op.args);
     }
 }
 
@@ -40,6 +42,9 @@ void perform(Run& run, const Op& op) {
 template <typename T>
 void prepare(const Run& run) {
     const Program& program = run.program;
+    if (program.ranks &&
+        run.step.tokens * program.hidden * (int64_t)sizeof(float) > program.ranks->slot_bytes)
+        throw std::length_error("more tokens than a slot has room for");
     run.memory.make(program, run.step, sizeof(T));
     run.memory.plans.begin();
     for_kind<Attend>(program, ATTEND,
@@ -62,8 +67,9 @@ void run_all(const Program& program, const Step& step) {
 #pragma omp parallel num_threads((int)step.threads)
     {
         widen<T>(run);
-        for (int64_t i = 0; i < program.count; ++i) perform<T>(run, program.ops[i]);
+        for (int64_t i = 0; i < program.count && !run.apart; ++i) perform<T>(run, program.ops[i]);
     }
+    if (run.apart) throw Apart();
 }
 
 }  // namespace vlm

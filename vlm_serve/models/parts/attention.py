@@ -6,7 +6,7 @@ Numerics follow transformers' Qwen3_5Attention.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,10 +19,20 @@ from vlm_serve.kernels.paged_attention import (
     attention_prefill,
     attention_verify,
 )
+from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.kernels.rope import qk_norm_rope
 from vlm_serve.kernels.rope.compiled import MOST_DIM
 from vlm_serve.models.cache_layout import BLOCK_SIZE, Pool
-from vlm_serve.models.parts.base import LoadedMixer, Loader, Mixer, Norm, Step, load_norm
+from vlm_serve.models.parts.base import (
+    LoadedMixer,
+    Loader,
+    Mixer,
+    Norm,
+    Output,
+    Step,
+    load_norm,
+    rows_of,
+)
 from vlm_serve.models.program import Program, UnsupportedError
 
 
@@ -57,30 +67,40 @@ class Attention(Mixer):
     def heads_to_split(self) -> Mapping[str, int]:
         return {"attention heads": self.heads}
 
+    def heads_to_repeat(self) -> Mapping[str, int]:
+        return {"key-value heads": self.kv_heads}
+
     def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedAttention:
-        name, dim = f"{layer}.{self.name}", self.head_dim
-        out = Part(f"{name}.o_proj.weight", (hidden, self.queries))
+        name, dim, ranks = f"{layer}.{self.name}", self.head_dim, source.ranks
+        own = replace(
+            self,
+            heads=len(ranks.share(self.heads)),
+            kv_heads=len(ranks.share_or_copy(self.kv_heads)),
+        )
         return LoadedAttention(
-            sizes=self,
+            sizes=own,
             in_proj=source.linear(
-                *self._input(f"{name}.{{}}_proj.weight", (hidden,)),
-                bias=self._input(f"{name}.{{}}_proj.bias", ()) if self.bias else None,
+                *self._input(f"{name}.{{}}_proj.weight", (hidden,), ranks),
+                bias=self._input(f"{name}.{{}}_proj.bias", (), ranks) if self.bias else None,
             ),
             q_norm=load_norm(source, f"{name}.q_norm", dim, norm),
             k_norm=load_norm(source, f"{name}.k_norm", dim, norm),
-            out_proj=source.linear(
-                out, bias=[Part(f"{name}.o_proj.bias", (hidden,))] if self.bias else None
+            out_proj=Output.load(
+                source,
+                Part(f"{name}.o_proj.weight", (hidden, self.queries)),
+                Part(f"{name}.o_proj.bias", (hidden,)) if self.bias else None,
             ),
             eps=norm.eps,
         )
 
-    def _input(self, name: str, tail: tuple[int, ...]) -> list[Part]:
-        """Query, key, value and gate rows: all queries first, all gates last."""
-        keys = [Part(name.format(kind), (self.keys, *tail)) for kind in "kv"]
+    def _input(self, name: str, tail: tuple[int, ...], ranks: Ranks) -> list[Part]:
+        """Query, key, value and gate rows of a rank: all queries first, all gates last."""
+        dim, heads = self.head_dim, ranks.share(self.heads)
+        rows = rows_of(ranks.share_or_copy(self.kv_heads), dim)
+        keys = [Part(name.format(kind), (self.keys, *tail), rows) for kind in "kv"]
         if not self.gated:
-            return [Part(name.format("q"), (self.queries, *tail)), *keys]
-        dim, both = self.head_dim, (2 * self.queries, *tail)
-        starts = range(0, both[0], 2 * dim)
+            return [Part(name.format("q"), (self.queries, *tail), rows_of(heads, dim)), *keys]
+        both, starts = (2 * self.queries, *tail), [2 * dim * head for head in heads]
         queries = tuple(range(start, start + dim) for start in starts)
         gates = tuple(range(start + dim, start + 2 * dim) for start in starts)
         return [Part(name.format("q"), both, queries), *keys, Part(name.format("q"), both, gates)]
@@ -94,7 +114,7 @@ class LoadedAttention(LoadedMixer):
     in_proj: Linear
     q_norm: torch.Tensor
     k_norm: torch.Tensor
-    out_proj: Linear
+    out_proj: Output
     eps: float
 
     def bind(self, pools: Mapping[str, torch.Tensor]) -> KVLayer:
@@ -129,7 +149,7 @@ class LoadedAttention(LoadedMixer):
             out, residual, gate = out[keep], residual[keep], [each[keep] for each in gate]
         for each in gate:
             out = times_sigmoid(out, each)
-        return self.out_proj(out, plus=residual, deterministic=deterministic)
+        return self.out_proj(out, residual, deterministic=deterministic)
 
     def _attend(self, q: torch.Tensor, cache: KVLayer, step: Step) -> torch.Tensor:
         scale, exact, parts = self.sizes.head_dim**-0.5, step.deterministic, []
@@ -179,4 +199,4 @@ class LoadedAttention(LoadedMixer):
             program.emit("Sigmoid", x=mixed, gate=gate, width=sizes.queries)
         if last:
             program.keep(mixed, sizes.queries)
-        program.add(self.out_proj, mixed)
+        self.out_proj.lower(program, mixed)

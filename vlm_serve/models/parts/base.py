@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
+from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
-from vlm_serve.models.program import Program
+from vlm_serve.models.program import Program, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,13 @@ class Step:
 
 
 class Loader(Protocol):
-    """Where a part's weights come from; `Weights` reads a checkpoint. Raises CheckpointError."""
+    """Where a part's weights come from; `Weights` reads a checkpoint. Raises CheckpointError.
+
+    A part takes what its rank holds; `ranks` may be alone.
+    """
 
     device: torch.device
+    ranks: Ranks
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -65,16 +70,20 @@ class Loader(Protocol):
         """Of a tensor, as the checkpoint has it; None if it has none."""
         ...
 
-    def linear(self, *parts: Part, bias: list[Part] | None = None) -> Linear:
-        """Rows of several tensors below each other, as one projection."""
+    def linear(
+        self, *parts: Part, bias: list[Part] | None = None, shard: Shard | None = None
+    ) -> Linear:
+        """Rows of several tensors below each other, as one projection; or what a shard has."""
         ...
 
-    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """In the type of activations."""
+    def tensor(self, name: str, shape: Sequence[int], rows: Sequence[range] = ()) -> torch.Tensor:
+        """In the type of activations; if rows are named, those alone, one below the other."""
         ...
 
-    def stacked(self, parts: Sequence[Part], count: int) -> torch.Tensor:
-        """`[count, rows, K]` in the type of projections."""
+    def stacked(
+        self, parts: Sequence[Part], count: int, shard: Shard | None = None
+    ) -> torch.Tensor:
+        """`[count, rows, K]` in the type of projections; or what a shard has."""
         ...
 
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
@@ -87,6 +96,51 @@ def load_norm(source: Loader, name: str, size: int, norm: Norm) -> torch.Tensor:
     weight = source.tensor(f"{name}.weight", (size,))
     # In float32: one less than a bfloat16 is none.
     return weight if norm.centred else weight.float() - 1.0
+
+
+def rows_of(items: range, width: int) -> tuple[range, ...]:
+    """Rows of items next to each other, of so many rows each."""
+    return (range(items.start * width, items.stop * width),)
+
+
+def shard_of_inputs(source: Loader) -> Shard | None:
+    """The columns of a weight whose inputs are shared out."""
+    ranks = source.ranks
+    return Shard(ranks.rank, ranks.size, 1) if ranks.shared else None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The projection that ends a mixer or a feed-forward. Each rank has its part of the inputs;
+    what all of them make of theirs is added before the residual is."""
+
+    weight: Linear
+    ranks: Ranks
+
+    @classmethod
+    def load(cls, source: Loader, part: Part, bias: Part | None = None) -> Output:
+        """A bias is the first rank's."""
+        biases = [] if bias is None or source.ranks.rank else [bias]
+        shard = shard_of_inputs(source)
+        return cls(source.linear(part, bias=biases or None, shard=shard), source.ranks)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, *, deterministic: bool
+    ) -> torch.Tensor:
+        """`[T, hidden]` in the dtype of the residual, which has been added."""
+        if not self.ranks.shared:
+            return self.weight(x, plus=residual, deterministic=deterministic)
+        part = self.weight.partial(x, deterministic=deterministic)
+        return added(self.ranks, part, residual)
+
+    def lower(self, program: Program, x: View) -> None:
+        """Adds it to the residual of a compiled step."""
+        program.add(self.weight, x)
+
+
+def added(ranks: Ranks, part: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The residual and the float32 parts of all ranks."""
+    return (residual.float() + ranks.sum(part)).to(residual.dtype)
 
 
 class LoadedMixer(ABC):
@@ -149,6 +203,10 @@ class Mixer(ABC):
     def heads_to_split(self) -> Mapping[str, int]:
         """What tensor parallelism shares out: names for messages, and numbers."""
 
+    def heads_to_repeat(self) -> Mapping[str, int]:
+        """Likewise, but where there are fewer of them than ranks, several ranks have the same."""
+        return {}
+
     @abstractmethod
     def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedMixer:
         """With the weights of the layer whose tensors' names start with `layer`."""
@@ -176,6 +234,10 @@ class FeedForward(ABC):
     def routing(self) -> Routing | None:
         """Of routed experts, if it has some."""
         return None
+
+    @abstractmethod
+    def columns_to_split(self) -> Mapping[str, int]:
+        """What tensor parallelism shares out: names for messages, and numbers."""
 
     @abstractmethod
     def load(self, source: Loader, layer: str, hidden: int) -> LoadedFeedForward:

@@ -5,15 +5,25 @@ Numerics follow transformers' Qwen3_5MLP and Qwen3_5MoeSparseMoeBlock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from vlm_serve.kernels.elementwise import times_sigmoid
-from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.models.parts.base import FeedForward, LoadedFeedForward, Loader, Routing, Step
+from vlm_serve.kernels.ranks import Ranks
+from vlm_serve.models.parts.base import (
+    FeedForward,
+    LoadedFeedForward,
+    Loader,
+    Output,
+    Routing,
+    Step,
+    added,
+    shard_of_inputs,
+)
 from vlm_serve.models.program import Program, UnsupportedError
 
 
@@ -29,16 +39,16 @@ class Mlp(FeedForward):
     size: int
     name: str = "mlp"
 
+    def columns_to_split(self) -> Mapping[str, int]:
+        return {"columns of the feed-forward": self.size}
+
     def load(self, source: Loader, layer: str, hidden: int) -> LoadedMlp:
-        name = f"{layer}.{self.name}"
-        gate, up, down = (
-            source.linear(Part(f"{name}.{part}_proj.weight", shape))
-            for part, shape in (
-                ("gate", (self.size, hidden)),
-                ("up", (self.size, hidden)),
-                ("down", (hidden, self.size)),
-            )
+        name, rows = f"{layer}.{self.name}", (source.ranks.share(self.size),)
+        gate, up = (
+            source.linear(Part(f"{name}.{part}_proj.weight", (self.size, hidden), rows))
+            for part in ("gate", "up")
         )
+        down = Output.load(source, Part(f"{name}.down_proj.weight", (hidden, self.size)))
         return LoadedMlp(gate, up, down)
 
 
@@ -46,16 +56,16 @@ class Mlp(FeedForward):
 class LoadedMlp(LoadedFeedForward):
     gate: Linear
     up: Linear
-    down: Linear
+    down: Output
 
     def apply(
         self, x: torch.Tensor, residual: torch.Tensor, step: Step
     ) -> tuple[torch.Tensor, None]:
         hidden = self.gate.gated(self.up, x, deterministic=step.deterministic)
-        return self.down(hidden, plus=residual, deterministic=step.deterministic), None
+        return self.down(hidden, residual, deterministic=step.deterministic), None
 
     def lower(self, program: Program) -> None:
-        program.add(self.down, program.gated(self.gate, self.up))
+        self.down.lower(program, program.gated(self.gate, self.up))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,9 @@ class Experts(FeedForward):
     def routing(self) -> Routing:
         return self.routed
 
+    def columns_to_split(self) -> Mapping[str, int]:
+        return {"columns of an expert": self.size, "columns of the shared expert": self.shared}
+
     def load(self, source: Loader, layer: str, hidden: int) -> LoadedExperts:
         name, count = f"{layer}.{self.name}", self.routing.num_experts
         gate_up, down = self._parts(source, f"{name}.experts", hidden)
@@ -81,23 +94,24 @@ class Experts(FeedForward):
         if self.shared:
             router.append(Part(f"{name}.shared_expert_gate.weight", (1, hidden)))
             shared = Mlp(self.shared, "shared_expert").load(source, name, hidden)
-        stacked = stacked_experts(source.device)
+        stacked, shard = stacked_experts(source.device), shard_of_inputs(source)
         return LoadedExperts(
             routing=self.routing,
             router=source.linear(*router),
-            gate_up=source.stacked(gate_up, count) if stacked else _apart(source, gate_up),
-            down=source.stacked(down, count) if stacked else _apart(source, down),
+            gate_up=source.stacked(gate_up, count) if stacked else _apart(source, gate_up, None),
+            down=source.stacked(down, count, shard) if stacked else _apart(source, down, shard),
             shared=shared,
+            ranks=source.ranks,
         )
 
     def _parts(self, source: Loader, name: str, hidden: int) -> tuple[list[Part], list[Part]]:
-        """Gate and up of every expert, and down of every expert; checkpoints hold them in one
-        tensor, or expert by expert."""
-        size, count = self.size, self.routing.num_experts
+        """Gate and up of every expert, as far as the rank has them, and down of every expert;
+        checkpoints hold them in one tensor, or expert by expert."""
+        size, count, own = self.size, self.routing.num_experts, source.ranks.share(self.size)
         if f"{name}.gate_up_proj" in source:
             both = self._stored(source, f"{name}.gate_up_proj", (count, 2 * size, hidden))
             down = self._stored(source, f"{name}.down_proj", (count, hidden, size))
-            halves = (range(size), range(size, 2 * size))
+            halves = (own, range(size + own.start, size + own.stop))
             return (
                 [
                     replace(both, rows=(half,), index=expert)
@@ -108,7 +122,7 @@ class Experts(FeedForward):
             )
         return (
             [
-                Part(f"{name}.{expert}.{part}_proj.weight", (size, hidden))
+                Part(f"{name}.{expert}.{part}_proj.weight", (size, hidden), (own,))
                 for expert in range(count)
                 for part in ("gate", "up")
             ],
@@ -121,8 +135,8 @@ class Experts(FeedForward):
         return Part(name, (shape[0], shape[2], shape[1]) if turned else shape, transposed=turned)
 
 
-def _apart(source: Loader, parts: list[Part]) -> tuple[Linear, ...]:
-    return tuple(source.linear(part) for part in parts)
+def _apart(source: Loader, parts: list[Part], shard: Shard | None) -> tuple[Linear, ...]:
+    return tuple(source.linear(part, shard=shard) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +149,7 @@ class LoadedExperts(LoadedFeedForward):
     gate_up: torch.Tensor | Sequence[Linear]
     down: torch.Tensor | Sequence[Linear]
     shared: LoadedMlp | None
+    ranks: Ranks
 
     def apply(
         self, x: torch.Tensor, residual: torch.Tensor, step: Step
@@ -143,11 +158,24 @@ class LoadedExperts(LoadedFeedForward):
         scores = self.router(x, deterministic=deterministic)
         weights, ids = route(scores[:, :count], self.routing.top_k)
         out = routed_experts(x, weights, ids, self.gate_up, self.down, deterministic=deterministic)
+        if self.ranks.shared:
+            out = out.float()
         if self.shared is not None:
             hidden = self.shared.gate.gated(self.shared.up, x, deterministic=deterministic)
-            shared = self.shared.down(hidden, deterministic=deterministic)
-            out = out + times_sigmoid(shared, scores[:, count:])
+            out = out + self._shared(hidden, scores[:, count:], deterministic)
+        if self.ranks.shared:
+            return added(self.ranks, out, residual), ids
         return residual + out, ids
+
+    def _shared(
+        self, hidden: torch.Tensor, gate: torch.Tensor, deterministic: bool
+    ) -> torch.Tensor:
+        """The shared expert's part of the sum."""
+        assert self.shared is not None
+        down = self.shared.down.weight
+        if self.ranks.shared:
+            return times_sigmoid(down.partial(hidden, deterministic=deterministic), gate.float())
+        return times_sigmoid(down(hidden, deterministic=deterministic), gate)
 
     def lower(self, program: Program) -> None:
         if isinstance(self.gate_up, torch.Tensor) or isinstance(self.down, torch.Tensor):
@@ -158,12 +186,13 @@ class LoadedExperts(LoadedFeedForward):
         shared: dict[str, object] = {}
         if self.shared is not None:
             shared["shared"] = program.gated(self.shared.gate, self.shared.up)
-            shared["shared_down"] = program.weight(self.shared.down)
+            shared["shared_down"] = program.weight(self.shared.down.weight)
         program.emit(
             "Experts",
             x=program.normed,
             scores=scores,
             out=program.residual,
+            apart=program.shared,
             experts=self.routing.num_experts,
             top_k=self.routing.top_k,
             hidden=self.down[0].columns,
@@ -172,3 +201,4 @@ class LoadedExperts(LoadedFeedForward):
             down=program.weights(self.down),
             **shared,
         )
+        program.reduce()

@@ -7,7 +7,7 @@ bfloat16 that here stays in a register, ours is the more exact one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,8 +29,17 @@ from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.norms import gated_rms_norm
+from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
-from vlm_serve.models.parts.base import LoadedMixer, Loader, Mixer, Norm, Step
+from vlm_serve.models.parts.base import (
+    LoadedMixer,
+    Loader,
+    Mixer,
+    Norm,
+    Output,
+    Step,
+    rows_of,
+)
 from vlm_serve.models.program import Program, UnsupportedError
 
 _MOST_SHARED = constant("MOST_SHARED")
@@ -74,32 +83,52 @@ class GatedDelta(Mixer):
         return {"linear key heads": self.key_heads, "linear value heads": self.value_heads}
 
     def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedGatedDelta:
-        name, heads, values = f"{layer}.{self.name}", self.value_heads, self.values
-        conv = source.tensor(f"{name}.conv1d.weight", (self.channels, 1, self.taps))
+        name, heads, ranks = f"{layer}.{self.name}", self.value_heads, source.ranks
+        own = ranks.share(heads)
+        conv = source.tensor(
+            f"{name}.conv1d.weight", (self.channels, 1, self.taps), self._mixed(ranks)
+        )
         return LoadedGatedDelta(
-            sizes=self,
-            in_proj=source.linear(*self._input(f"{name}.in_proj_{{}}.weight", hidden)),
+            sizes=replace(self, key_heads=len(ranks.share(self.key_heads)), value_heads=len(own)),
+            in_proj=source.linear(*self._input(f"{name}.in_proj_{{}}.weight", hidden, ranks)),
             conv=conv.squeeze(1),
-            neg_decay=-source.tensor(f"{name}.A_log", (heads,)).float().exp(),
-            dt_bias=source.tensor(f"{name}.dt_bias", (heads,)).float(),
+            neg_decay=-source.tensor(f"{name}.A_log", (heads,), (own,)).float().exp(),
+            dt_bias=source.tensor(f"{name}.dt_bias", (heads,), (own,)).float(),
             norm=source.tensor(f"{name}.norm.weight", (self.value_dim,)),
-            out_proj=source.linear(Part(f"{name}.out_proj.weight", (hidden, values))),
+            out_proj=Output.load(source, Part(f"{name}.out_proj.weight", (hidden, self.values))),
             eps=norm.eps,
         )
 
-    def _input(self, name: str, hidden: int) -> Iterator[Part]:
-        """Rows of query, key, value, z, b and a, in this order, each of all heads."""
+    def _mixed(self, ranks: Ranks) -> tuple[range, ...]:
+        """A rank's channels of the convolution: its queries, keys and values among those of all."""
+        (keys,) = rows_of(ranks.share(self.key_heads), self.key_dim)
+        (values,) = rows_of(ranks.share(self.value_heads), self.value_dim)
+        width = self.key_heads * self.key_dim
+        return (
+            keys,
+            range(width + keys.start, width + keys.stop),
+            range(2 * width + values.start, 2 * width + values.stop),
+        )
+
+    def _input(self, name: str, hidden: int, ranks: Ranks) -> Iterator[Part]:
+        """A rank's rows of query, key, value, z, b and a, in this order, each of all its heads."""
         heads, values = self.value_heads, self.values
         if not self.interleaved:
-            for kind, count in ("qkv", self.channels), ("z", values), ("b", heads), ("a", heads):
-                yield Part(name.format(kind), (count, hidden))
+            own = ranks.share(heads)
+            yield Part(name.format("qkv"), (self.channels, hidden), self._mixed(ranks))
+            yield Part(name.format("z"), (values, hidden), rows_of(own, self.value_dim))
+            for kind in "ba":
+                yield Part(name.format(kind), (heads, hidden), (own,))
             return
-        shared, own = heads // self.key_heads, values // self.key_heads
-        for kind, widths in ("qkvz", (self.key_dim, self.key_dim, own, own)), ("ba", (shared,) * 2):
+        shared, wide = heads // self.key_heads, values // self.key_heads
+        for kind, widths in (
+            ("qkvz", (self.key_dim, self.key_dim, wide, wide)),
+            ("ba", (shared, shared)),
+        ):
             group, first = sum(widths), 0
             count = self.key_heads * group
             for width in widths:
-                starts = range(first, count, group)
+                starts = [first + group * head for head in ranks.share(self.key_heads)]
                 rows = tuple(range(start, start + width) for start in starts)
                 yield Part(name.format(kind), (count, hidden), rows)
                 first += width
@@ -125,7 +154,7 @@ class LoadedGatedDelta(LoadedMixer):
     neg_decay: torch.Tensor
     dt_bias: torch.Tensor
     norm: torch.Tensor
-    out_proj: Linear
+    out_proj: Output
     eps: float
 
     def bind(self, pools: Mapping[str, torch.Tensor]) -> StateLayer:
@@ -157,7 +186,7 @@ class LoadedGatedDelta(LoadedMixer):
         if keep is not None:
             core, z, residual = core[keep], z[keep], residual[keep]
         out = gated_rms_norm(core, z, self.norm, self.eps).flatten(1)
-        return self.out_proj(out, plus=residual, deterministic=deterministic)
+        return self.out_proj(out, residual, deterministic=deterministic)
 
     def _mix(
         self,
@@ -228,7 +257,7 @@ class LoadedGatedDelta(LoadedMixer):
         )
         if last:
             program.keep(mixed, sizes.values)
-        program.add(self.out_proj, mixed)
+        self.out_proj.lower(program, mixed)
 
 
 def _updates_record(cache: StateLayer) -> dict[str, object]:

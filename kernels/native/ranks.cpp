@@ -1,0 +1,26 @@
+// Meetings of ranks, for Python; see ranks.h.
+#include "ranks.h"
+
+#include "guard.h"
+
+extern "C" {
+
+// The rank starts with a step; everybody has finished the one before.
+int64_t vlm_ranks_begin(vlm::Ranks* ranks, int64_t step) {
+    ranks->count = step * vlm::MOST_MEETINGS;
+    vlm::board(*ranks).places[ranks->rank].count.store(ranks->count);
+    return 0;
+}
+
+// Returns what `guarded` does.
+int64_t vlm_ranks_meet(vlm::Ranks* ranks) {
+    return vlm::guarded([=] {
+        if (!vlm::meet(*ranks)) throw vlm::Apart();
+    });
+}
+
+int64_t vlm_ranks_give_up(const vlm::Ranks* ranks, int64_t step) {
+    vlm::give_up(*ranks, step);
+    return 0;
+}
+}

@@ -1,0 +1,186 @@
+"""A rank that ends, or is stopped, or cannot start: one sentence, in time, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from parity import executor_of, greedy
+from parity_cases import random_ids
+from rank_processes import rank_processes
+from server_process import server_process
+
+from vlm_serve.cli import main
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.ranks.executor import ShardedExecutor
+from vlm_serve.engine.ranks.process import RankProcesses
+from vlm_serve.errors import ConfigError, EngineError
+from vlm_serve.pipeline import Pipeline
+
+CONFIG = EngineConfig(
+    block_size=16, cache_memory="16MiB", tensor_parallel_size=2, threads=1, stall_timeout=2.0
+)
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipeline]:
+    with Pipeline("demo", CONFIG) as made:
+        yield made
+
+
+def _pids(pipe: Pipeline) -> list[int]:
+    executor = executor_of(pipe.engine)
+    assert isinstance(executor, ShardedExecutor)
+    return [process.pid for process in executor._processes]
+
+
+def _left(folder: str = "/dev/shm") -> set[str]:
+    return {each for each in os.listdir(folder) if each.startswith("vlm-serve-ranks-")}
+
+
+def _wait_for_end(pipe: Pipeline, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while pipe.engine.alive:
+        assert time.monotonic() < deadline, "the engine goes on without its rank"
+        time.sleep(0.02)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_rank_that_dies_ends_an_idle_engine(
+    pipe: Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe.generate(random_ids(20, 1), greedy(2))
+    (pid,) = _pids(pipe)
+    os.kill(pid, signal.SIGKILL)
+    _wait_for_end(pipe, 10)
+    assert [each.message for each in caplog.records if each.levelname == "CRITICAL"] == [
+        "the engine ends: rank 1 was ended by SIGKILL"
+    ]
+
+
+def test_a_rank_that_dies_ends_whoever_waits_for_an_answer(pipe: Pipeline) -> None:
+    (pid,) = _pids(pipe)
+    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+    with pytest.raises(EngineError, match="rank 1 was ended by SIGKILL"):
+        for seed in range(10_000):
+            pipe.generate(random_ids(50, seed), greedy(30))
+    _wait_for_end(pipe, 10)
+
+
+def test_a_rank_that_is_stopped_is_not_waited_for_longer_than_said(pipe: Pipeline) -> None:
+    (pid,) = _pids(pipe)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match="rank 1 has not answered for 2 s"):
+        pipe.generate(random_ids(50, 1), greedy(3))
+    _wait_for_end(pipe, 10)
+    pipe.close()
+    assert _gone(pid)
+
+
+def test_nothing_is_left_after_an_end() -> None:
+    before = _left()
+    with Pipeline("demo", CONFIG) as pipe:
+        pids = _pids(pipe)
+        assert _left() == before, "nobody else could open it, and nobody has to remove it"
+    assert all(_gone(pid) for pid in pids)
+
+
+def test_ranks_end_with_a_server_that_is_killed() -> None:
+    arguments = ("demo", "--tensor-parallel-size", "2", "--threads", "1")
+    with server_process(*arguments, "--cache-memory", "16MiB") as server:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        pids = [
+            int(pid)
+            for pid in children.read_text().split()
+            if b"ranks.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        assert len(pids) == 1
+        server.process.kill()
+        deadline = time.monotonic() + 10
+        while not all(_gone(pid) for pid in pids):
+            assert time.monotonic() < deadline, "a rank has outlived its server"
+            time.sleep(0.05)
+
+
+def test_a_step_that_fails_on_one_rank_fails_alone() -> None:
+    with Pipeline("demo", CONFIG) as pipe:
+        executor = executor_of(pipe.engine)
+        forward, left = executor._forward, [1]
+
+        def faulty(batch: object) -> object:
+            if left[0]:
+                left[0] -= 1
+                raise MemoryError("no memory for this step")
+            return forward(batch)  # type: ignore[arg-type]
+
+        executor._forward = faulty  # type: ignore[method-assign, assignment]
+        prompt = random_ids(50, 1)
+        first = pipe.generate(prompt, greedy(5)).token_ids
+        assert left == [0]
+        assert pipe.generate(prompt, greedy(5)).token_ids == first
+        pipe.engine.check()
+
+
+def test_a_rank_that_cannot_load_its_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vlm_serve.engine.ranks import start
+    from vlm_serve.engine.ranks.task import RankTask
+
+    with rank_processes(2) as processes:
+        send = processes._all[0].send
+
+        def elsewhere(name: str, task: RankTask) -> None:
+            import dataclasses
+
+            send(name, dataclasses.replace(task, path=Path("/nonexistent")))
+
+        monkeypatch.setattr(processes._all[0], "send", elsewhere)
+        monkeypatch.setattr(start, "RankProcesses", lambda count: processes)
+        with pytest.raises(EngineError, match="rank 1: "):
+            Pipeline("demo", CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tensor-parallel-size", "3"), "4 linear key heads cannot be split over 3 ranks"),
+        (("--tensor-parallel-size", "0"), "tensor_parallel_size must be at least 1"),
+        (("--tensor-parallel-size", "2", "--cuda-graphs"), "cuda_graphs"),
+    ],
+)
+def test_bad_sizes_are_one_sentence_at_start(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: object = main(["serve", "demo", "--port", "0", *options])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from vlm_serve.engine.ranks.start import _devices
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but this machine has 1 GPU"):
+        _devices(torch.device("cuda"), 2)
+
+
+def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nonexistent/python")
+    with pytest.raises(EngineError, match="a rank could not be started: No such file"):
+        RankProcesses(1)

@@ -1,0 +1,132 @@
+"""Computes steps on several ranks: the first one's part here, the others' in their processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TypeVar, cast
+
+from vlm_serve.engine.executor import ExecutorLostError
+from vlm_serve.engine.local_executor import LocalExecutor
+from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
+from vlm_serve.engine.ranks.process import RankProcesses
+from vlm_serve.engine.ranks.task import Pools
+from vlm_serve.engine.ranks.transfer import RanksTransfer
+from vlm_serve.engine.ranks.wire import GoneError
+from vlm_serve.kernels.native_library import RanksApartError
+from vlm_serve.kernels.ranks import SharedRanks
+from vlm_serve.models import Model
+from vlm_serve.models.cache_layout import CacheTensors
+
+_T = TypeVar("_T")
+_GRACE_SECONDS = 1.0
+"""For ranks to say why they have left a step."""
+
+
+class ShardedExecutor(LocalExecutor):
+    """An `Executor` of all ranks. Plans go to every rank; tokens are chosen by the first alone.
+
+    Args:
+        model, caches: of the first rank.
+        pools: as the others have them.
+        processes: the others, with their part of the model loaded.
+        limit: seconds that ranks wait for each other.
+        owned: whether the processes end with this.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        caches: CacheTensors,
+        pools: Pools,
+        processes: RankProcesses,
+        *,
+        limit: float,
+        owned: bool = True,
+    ) -> None:
+        super().__init__(
+            model, caches, block_size=pools.block_size, deterministic=pools.deterministic
+        )
+        self.pages = RanksTransfer(self.pages, processes, limit)
+        self._processes = processes
+        self._limit = limit
+        self._owned = owned
+        self._numbers = itertools.count(1)
+        self._ended = ""
+        self._tell: Callable[[ExecutorLostError], None] = lambda error: None
+        processes.watch(self._lost)
+        processes.ask("pools", pools)
+
+    def watch(self, lost: Callable[[ExecutorLostError], None]) -> None:
+        self._tell = lost
+        if self._ended:
+            lost(ExecutorLostError(self._ended))
+
+    def register(self, info: SequenceInfo) -> None:
+        super().register(info)
+        with suppress(GoneError):  # the next step says so
+            self._processes.send("register", info)
+
+    def forget(self, sequence: int) -> None:
+        super().forget(sequence)
+        with suppress(GoneError):
+            self._processes.send("forget", sequence)
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        run = super().run
+        return self._together(lambda: run(plan), "run", plan)
+
+    def measure(self, *, most_sequences: int, most_tokens: int) -> list[tuple[int, float]]:
+        measure = super().measure
+        return self._together(
+            lambda: measure(most_sequences=most_sequences, most_tokens=most_tokens),
+            "measure",
+            most_sequences,
+            most_tokens,
+        )
+
+    def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
+        blocks, rows = tuple(blocks), tuple(rows)
+        super().poison_freed(blocks, rows)
+        with suppress(GoneError):
+            self._processes.send("poison", blocks, rows)
+
+    def close(self) -> None:
+        super().close()
+        if self._owned:
+            self._processes.close()
+        else:
+            self._processes.watch(lambda sentence: None)
+            self._processes.ask("unload")
+        self._model.ranks.close()
+
+    def _together(self, own: Callable[[], _T], name: str, *arguments: object) -> _T:
+        """This rank's part of a step while the others do theirs."""
+        ranks, number = self._model.ranks, next(self._numbers)
+        try:
+            self._processes.send(name, number, *arguments)
+            ranks.begin(number)
+            result, problem = None, None
+            try:
+                result = own()
+            except RanksApartError as error:
+                problem = error
+            except BaseException:
+                ranks.give_up()
+                self._processes.receive(self._limit)
+                raise
+            self._processes.receive(self._limit if problem is None else _GRACE_SECONDS)
+        except GoneError as error:
+            silent = f"{error} has not answered for {self._limit:g} s"
+            raise ExecutorLostError(self._ended or silent) from None
+        if problem is not None:
+            raise problem
+        return cast(_T, result)
+
+    def _lost(self, sentence: str) -> None:
+        """From another thread: nobody waits for who has gone."""
+        self._ended = sentence
+        if isinstance(self._model.ranks, SharedRanks):
+            self._model.ranks.end()
+        self._tell(ExecutorLostError(sentence))

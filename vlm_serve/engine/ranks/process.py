@@ -1,0 +1,148 @@
+"""The processes of all ranks but the first, seen from the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import vlm_serve
+from vlm_serve.engine.ranks.wire import GoneError, Wire
+from vlm_serve.errors import EngineError
+
+START_SECONDS = 300.0
+
+
+class RankProcess:
+    """One of them. It ends with the engine's process, however that ends.
+
+    Raises GoneError from `send` and `receive`.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        ours, theirs = socket.socketpair()
+        root = str(Path(vlm_serve.__file__).resolve().parents[1])
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        try:
+            self._process = subprocess.Popen(
+                # -P: a folder in which the server was started is nothing to import from.
+                [
+                    *(sys.executable, "-P", "-m", "vlm_serve.engine.ranks.worker"),
+                    str(theirs.fileno()),
+                ],
+                stdin=subprocess.PIPE,  # the rank ends when this closes
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                start_new_session=True,  # Ctrl-C is for the engine, which ends its ranks in order
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._wire = Wire(ours.detach())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, name: str, *arguments: Any) -> None:
+        self._wire.send(name, *arguments)
+
+    def receive(self, seconds: float | None = None) -> Any:
+        """The answer to what was sent last. Raises EngineError if that is what it came to."""
+        problem, value = self._wire.receive(seconds)
+        if problem is not None:
+            raise EngineError(f"rank {self.rank}: {problem}")
+        return value
+
+    def wait(self) -> str:
+        """How the process ended, when it has."""
+        status = self._process.wait()
+        if status < 0:
+            with contextlib.suppress(ValueError):
+                return f"was ended by {signal.Signals(-status).name}"
+        return f"ended with status {status}"
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._wire.close()
+
+
+class RankProcesses:
+    """All of an engine's.
+
+    Args:
+        count: how many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._all: list[RankProcess] = []
+        self._lost: Callable[[str], None] = lambda sentence: None
+        self._closing = False
+        try:
+            for rank in range(1, count + 1):
+                self._all.append(RankProcess(rank))
+        except OSError as error:
+            self.close()
+            raise EngineError(f"a rank could not be started: {error.strerror}") from None
+        for process in self._all:
+            threading.Thread(target=self._watch, args=(process,), daemon=True).start()
+
+    def __iter__(self) -> Any:
+        return iter(self._all)
+
+    def watch(self, lost: Callable[[str], None]) -> None:
+        """Calls, from another thread, when one of them ends by itself: with a sentence."""
+        self._lost = lost
+
+    def send(self, name: str, *arguments: Any) -> None:
+        """To all of them. Raises GoneError."""
+        for process in self._all:
+            try:
+                process.send(name, *arguments)
+            except GoneError:
+                raise GoneError(f"rank {process.rank}") from None
+
+    def receive(self, seconds: float | None = None) -> list[Any]:
+        """The answers of all of them. Raises GoneError; EngineError, when all have answered."""
+        answers, problem = [], None
+        for process in self._all:
+            try:
+                answers.append(process.receive(seconds))
+            except EngineError as error:
+                problem = problem or error
+            except GoneError:
+                raise GoneError(f"rank {process.rank}") from None
+        if problem is not None:
+            raise problem
+        return answers
+
+    def ask(self, name: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
+        """Sends to all and waits for their answers. Raises as both do."""
+        self.send(name, *arguments)
+        return self.receive(seconds)
+
+    def close(self) -> None:
+        """Ends them."""
+        self._closing = True
+        for process in self._all:
+            process.close()
+
+    def _watch(self, process: RankProcess) -> None:
+        how = process.wait()
+        if not self._closing:
+            self._lost(f"rank {process.rank} {how}")

@@ -1,0 +1,105 @@
+"""Loads a model, on one rank or on several."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.arithmetic import Types
+from vlm_serve.engine.ranks.process import START_SECONDS, RankProcesses
+from vlm_serve.engine.ranks.task import Meeting, RankTask
+from vlm_serve.engine.ranks.wire import GoneError
+from vlm_serve.errors import ConfigError, EngineError
+from vlm_serve.kernels.ranks.shared import SharedMemory
+from vlm_serve.models import Model, ModelSpec, load_model
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What is to be loaded; see `load_model`."""
+
+    path: Path
+    spec: ModelSpec
+    types: Types
+    device: torch.device
+    compiled: bool
+
+
+def load(
+    what: Loading, config: EngineConfig, processes: RankProcesses | None = None
+) -> tuple[Model, RankProcesses | None]:
+    """The first rank's part of the model, and the processes that have loaded theirs, if there are.
+
+    Args:
+        what: the model.
+        config: options.
+        processes: that are there already and have nothing loaded (tests); else they are started.
+
+    Raises:
+        ConfigError: more ranks than GPUs.
+        EngineError: a rank cannot be started, or fails. None is left behind then.
+        CheckpointError, BuildError: as from `load_model`.
+    """
+    types, size = what.types, config.tensor_parallel_size
+    if size == 1:
+        compute, compiled = types.compute, what.compiled
+        model = load_model(
+            what.path, types.weights, what.device, compute_dtype=compute, compiled=compiled
+        )
+        return model, None
+    devices = _devices(what.device, size)
+    owned = processes is None
+    processes = processes or RankProcesses(size - 1)
+    meeting = _meeting(what, config)
+    threads = config.threads or max(1, torch.get_num_threads() // size)
+    tasks = [
+        RankTask(rank, size, meeting, what.path, types, device, what.compiled, threads)
+        for rank, device in enumerate(devices)
+    ]
+    try:
+        for process, task in zip(processes, tasks[1:], strict=True):
+            process.send("load", task)
+        model = tasks[0].load()
+        processes.receive(START_SECONDS)
+    except BaseException as error:
+        if owned:
+            processes.close()
+        if isinstance(error, GoneError):
+            raise EngineError(f"{error} could not be started") from None
+        raise
+    finally:
+        meeting.file.unlink(missing_ok=True)
+    return model, processes
+
+
+def _devices(device: torch.device, size: int) -> list[str]:
+    """One for each rank."""
+    if device.type == "cpu":
+        return ["cpu"] * size
+    count = torch.cuda.device_count()
+    if size > count:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but this machine has {count} GPUs",
+            param="tensor_parallel_size",
+        )
+    return [f"cuda:{rank}" for rank in range(size)]
+
+
+def _meeting(what: Loading, config: EngineConfig) -> Meeting:
+    """Compiled steps of one host meet in shared memory, all else in a process group."""
+    size, limit = config.tensor_parallel_size, config.stall_timeout
+    if not what.compiled:
+        return Meeting(Path(tempfile.mktemp(prefix="vlm-serve-ranks-")), 0, limit)
+    memory = SharedMemory.create(size, slot_bytes(what.spec, config))
+    return Meeting(memory.path, memory.slot_bytes, limit)
+
+
+def slot_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """Of a rank's slot: a step's tokens, as many as there can be, and a row of its logits."""
+    drafts = 0 if config.speculative == "off" else config.speculative_tokens + 1
+    tokens = config.max_num_batched_tokens + config.max_num_seqs * drafts
+    return 4 * max(tokens * spec.hidden_size, -(-spec.vocab_size // config.tensor_parallel_size))

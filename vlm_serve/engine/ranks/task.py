@@ -1,0 +1,107 @@
+"""What a rank is told to load, as data, and how it does: the engine's own rank and all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vlm_serve.engine.arithmetic import Types
+from vlm_serve.engine.local_executor import LocalExecutor
+from vlm_serve.engine.step_paths import compile_steps
+from vlm_serve.kernels.host_memory import retain_freed_memory
+from vlm_serve.kernels.ranks import GroupRanks, Ranks, SharedRanks
+from vlm_serve.kernels.ranks.shared import SharedMemory
+from vlm_serve.models import Model, load_model
+from vlm_serve.models.cache_layout import CacheTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where ranks meet.
+
+    Attributes:
+        file: memory that they share, or the store of a process group.
+        slot_bytes: of the shared memory; 0 of a process group.
+        limit: seconds that they wait for each other.
+    """
+
+    file: Path
+    slot_bytes: int
+    limit: float
+
+    def join(self, rank: int, size: int, device: torch.device, threads: int) -> Ranks:
+        """Opens it."""
+        if not self.slot_bytes:
+            return GroupRanks(rank, size, self.file, device, limit=self.limit)
+        memory = SharedMemory(self.file, size, self.slot_bytes)
+        return SharedRanks(rank, memory, limit=self.limit, threads=threads)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """A rank's part of a model.
+
+    Attributes:
+        path: directory of the checkpoint.
+        device: of this rank.
+        compiled: whether compiled CPU code multiplies.
+        threads: for the model.
+    """
+
+    rank: int
+    size: int
+    meeting: Meeting
+    path: Path
+    types: Types
+    device: str
+    compiled: bool
+    threads: int
+
+    def load(self) -> Model:
+        """Raises whatever loading raises."""
+        device = torch.device(self.device)
+        if device.type == "cpu":
+            torch.set_num_threads(self.threads)
+            retain_freed_memory()
+        return load_model(
+            self.path,
+            self.types.weights,
+            device,
+            compute_dtype=self.types.compute,
+            compiled=self.compiled,
+            ranks=self.meeting.join(self.rank, self.size, device, self.threads),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The pools of every rank, and what computes over them; see `LocalExecutor`."""
+
+    types: Types
+    num_blocks: int
+    num_rows: int
+    num_updates: int
+    block_size: int
+    deterministic: bool
+
+    def allocate(self, model: Model) -> CacheTensors:
+        """A rank's share of them."""
+        return model.spec.cache_layout(model.ranks.size).allocate(
+            self.num_blocks,
+            self.num_rows,
+            self.block_size,
+            self.types.pools,
+            model.device,
+            num_updates=self.num_updates,
+        )
+
+    def follower(self, model: Model) -> LocalExecutor:
+        """What follows the first rank's steps."""
+        caches = self.allocate(model)
+        if model.compiled:
+            compile_steps(model, caches)
+        return LocalExecutor(
+            model, caches, block_size=self.block_size, deterministic=self.deterministic
+        )
