@@ -118,7 +118,7 @@ class Workload:
         engine = self._engine
         drafting = engine._scheduler.drafting
         assert drafting is not None
-        drafter = drafting._drafter
+        drafter = drafting.drafters[0]
         if self.kind == "free text":
             self._params = [replace(each, seed=(each.seed or 0) + 1000) for each in self._params]
         plain = Batch(engine, self.batch)
@@ -128,12 +128,12 @@ class Workload:
             oracle = Oracle(len(self.ratios), mistakes=1 / 8, vocabulary=engine.spec.vocab_size)
             for prompt, answer in zip(self._prompts, plain.tokens, strict=True):
                 oracle.tell(prompt, [answer])
-            drafting._drafter = oracle
+            drafting.drafters[0] = oracle
         elif self.kind == "free text":
-            drafting._drafter = type(drafter)()  # It has seen this very text just now.
+            drafting.drafters[0] = type(drafter)()  # It has seen this very text just now.
         drafted = Batch(engine, self.batch)
         seconds = drafted.run(self._prompts, self._params)
-        drafting._drafter = drafter
+        drafting.drafters[0] = drafter
         assert drafted.tokens == plain.tokens, "drafts have changed a token"
         self.ratios.append(without / seconds)
         self.plain.append(without)

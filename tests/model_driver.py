@@ -78,7 +78,7 @@ class Driver:
         self.forward = model.forward
         self.block_size = block_size
         self.deterministic = deterministic
-        self.caches = model.spec.cache_layout().allocate(
+        self.caches = model.spec.cache_layout(mtp=model.drafts).allocate(
             num_blocks,
             num_rows + scratch_rows,
             block_size,
@@ -86,6 +86,7 @@ class Driver:
                 "kv": model.dtype,
                 "conv": model.dtype,
                 "recurrent": state,
+                "hidden": model.dtype,
                 "update_keys": torch.float32,
                 "update_changes": torch.float32,
                 "update_decays": torch.float32,

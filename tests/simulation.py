@@ -282,7 +282,7 @@ class Simulation:
             MediaPlanner(embeddings, EMBEDDING_BYTES),
             self.config,
             self.tiers.fetcher,
-            self.drafter,
+            [self.drafter] if self.drafter is not None else [],
         )
         self.executor, self.twin = (
             SymbolicExecutor(

@@ -11,7 +11,7 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic, decide
-from vlm_serve.engine.build import find_checkpoint, longest_context, with_block_size
+from vlm_serve.engine.build import find_checkpoint, longest_context, with_block_size, with_mtp
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
@@ -69,7 +69,8 @@ def make(model: str, tensor_parallel: int, config: EngineConfig) -> Plan:
     config = with_block_size(config, model)
     named = Path(model).suffix == ".json"
     spec = read_spec(model if named else find_checkpoint(model, configs_only=True))
-    layout = spec.cache_layout(tensor_parallel)
+    mtp = with_mtp(config, spec)
+    layout = spec.cache_layout(tensor_parallel, mtp=mtp)
     device = _device(config.device)
     backend = find_backend(config, device, build=False)
     arithmetic = decide(config, spec.dtype, backend)
@@ -88,6 +89,7 @@ def make(model: str, tensor_parallel: int, config: EngineConfig) -> Plan:
             device=device,
             compiled=backend.compiled,
             tensor_parallel=tensor_parallel,
+            drafts=mtp,
         ),
         memory=memory,
         rows=tuple(
@@ -180,7 +182,7 @@ def _buckets(plan: Plan) -> list[str]:
     ]
     if memory.num_updates:
         lines.append(_bucket("draft updates", memory.num_updates, memory.update_bytes))
-    if plan.config.speculative != "off":
+    if "suffix" in plan.config.speculative:
         lines.append(f"{'draft texts':<18}{'up to':>7}{'':>18}{_mib(ANSWER_BYTES)}")
     if plan.embedding_bytes:
         tokens = EMBEDDING_CACHE_BYTES // plan.embedding_bytes

@@ -191,7 +191,7 @@ def test_a_prediction_holds_as_far_as_it_is_right() -> None:
         first = pipe.chat(asked, params)
         counts = [first.usage.accepted_prediction_tokens]
         for prediction in (first.text, "No. " + first.text, "Something else altogether."):
-            pipe.engine._scheduler.drafting._drafter = SuffixDrafter()  # type: ignore[union-attr]
+            pipe.engine._scheduler.drafting.drafters[0] = SuffixDrafter()  # type: ignore[union-attr]
             again = pipe.chat(asked, replace(params, prediction=prediction))
             assert again.token_ids == first.token_ids
             counts.append(again.usage.accepted_prediction_tokens)

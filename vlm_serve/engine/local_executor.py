@@ -13,6 +13,7 @@ from vlm_serve.cache.experts import Rows
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
 from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.draft_making import DraftMaker
 from vlm_serve.engine.plan import Encode, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.engine.prompt_rows import logprob_rows
 from vlm_serve.engine.sampler import sample
@@ -53,6 +54,7 @@ class LocalExecutor:
         self._deterministic = deterministic
         self._graphs = graphs
         self._known: dict[int, KnownSequence] = {}
+        self._drafts = DraftMaker(model, caches, block_size) if model.drafts else None
         self._embeddings: dict[int, torch.Tensor] = {}
 
     def register(self, info: SequenceInfo) -> None:
@@ -138,7 +140,12 @@ class LocalExecutor:
                 logits, rivals = output.logits[row : row + count], info.params.prompt_logprobs
                 reports[item.sequence] = logprob_rows(logits, following, rivals or 0)
             row += count + len({task.position for task in item.samples})
-        return StepOutput(sampled, _experts_by_sequence(output.experts, packed), reports)
+        experts, drafts = _experts_by_sequence(output.experts, packed), {}
+        if self._drafts is not None and output.hidden is not None:
+            begin = time.perf_counter()
+            drafts = self._drafts.run(packed, self._known, self._embeddings, output.hidden, sampled)
+            self.model_seconds += time.perf_counter() - begin
+        return StepOutput(sampled, experts, reports, drafts)
 
 
 def _experts_by_sequence(experts: torch.Tensor | None, packed: Iterable[Slice]) -> dict[int, Rows]:

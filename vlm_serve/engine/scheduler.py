@@ -6,6 +6,8 @@ a failed step back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
+
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.drafting import Drafting
@@ -30,12 +32,13 @@ class Scheduler:
         media: which spans need the vision tower, and where their embeddings are.
         config: limits.
         tiers: fetches from lower cache tiers; None: there are none.
-        drafter: guesses what comes next; None: nobody does.
+        drafters: guess what comes next; none: nobody does.
         costs: of a step's rows.
+        pass_costs: of a pass of the model's layer for drafts, by sequences.
 
     Attributes:
         running, waiting: not to be changed.
-        drafting: puts drafts into steps, if there is a drafter.
+        drafting: puts drafts into steps, if there are drafters.
     """
 
     def __init__(
@@ -44,22 +47,24 @@ class Scheduler:
         media: MediaPlanner,
         config: SchedulerConfig,
         tiers: TierFetcher | None = None,
-        drafter: Drafter | None = None,
+        drafters: Tokens[Drafter] = (),
         costs: CostCurve | None = None,
+        pass_costs: CostCurve | None = None,
         never_drafted: frozenset[int] = frozenset(),
     ) -> None:
         self._cache = cache
         self._media = media
         self._config = config
-        updates = config.speculative_tokens + 1 if drafter and cache.config.has_state else 0
+        updates = config.speculative_tokens + 1 if drafters and cache.config.has_state else 0
         self._roster = Roster(cache, media, updates=updates, max_num_seqs=config.max_num_seqs)
         self.drafting: Drafting | None = None
-        if drafter is not None:
+        if drafters:
             self.drafting = Drafting(
                 self._roster,
-                drafter,
+                drafters,
                 most=config.speculative_tokens,
                 costs=costs or CostCurve(),
+                pass_costs=pass_costs,
                 state_interval=config.decode_state_interval,
                 never=never_drafted,
             )
@@ -102,6 +107,8 @@ class Scheduler:
             self._clear_suspect(sequence)
             if item.samples:
                 events += self._accept(sequence, output)
+            if item.drafts:
+                self._take_drafts(sequence, output)
             sequence.check_lengths()
         return events + self._end_slow_grammars()
 
@@ -149,7 +156,16 @@ class Scheduler:
         self.drafting.settle(sequence, drafted, min(taken, len(sampled) - 1))
         if sequence.answer.finish_reason is not None:
             self._remove(sequence)
+        elif item.drafts:
+            self._take_drafts(sequence, output)
         return events
+
+    def _take_drafts(self, sequence: Sequence, output: StepOutput) -> None:
+        """What the step has drafted behind its tokens, and the blocks back that it needed."""
+        assert self.drafting is not None
+        if sequence.lease is not None:
+            self._cache.shrink(sequence.lease, sequence.num_computed)
+            self.drafting.take(sequence, output.drafts[sequence.number])
 
     def _remove(self, sequence: Sequence) -> None:
         self._roster.remove(sequence)

@@ -13,7 +13,8 @@ from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.linear.base import shape
 from vlm_serve.kernels.linear.dense import PANEL
 from vlm_serve.kernels.linear.torch_dense import TorchDense
-from vlm_serve.models.model import Decoder
+from vlm_serve.models.decoder import Decoder
+from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.models.vision import VisionTower
 from vlm_serve.options import format_size
@@ -114,6 +115,7 @@ def weight_bytes(
     device: torch.device,
     compiled: bool,
     tensor_parallel: int = 1,
+    drafts: bool = False,
 ) -> WeightBytes:
     """The sizes, to within one percent of what a loaded model has.
 
@@ -124,9 +126,12 @@ def weight_bytes(
         device: where they are to live.
         compiled: whether they are packed for compiled CPU kernels, in whole panels.
         tensor_parallel: ranks that share the language model's projections; the rest is on each.
+        drafts: with the multi-token-prediction layer.
     """
     text, vision = (Shapes(weights, compute, device, compiled) for _ in range(2))
     Decoder(spec, text, "", None)
+    if drafts:
+        Predictor(spec, text)
     if spec.vision is not None:
         VisionTower(spec.vision, vision, "", compute)
     return WeightBytes(
