@@ -119,7 +119,8 @@ def run(checkpoint: Path, folder: Path, options: argparse.Namespace) -> Counter[
         "threads": 1,
         "deterministic": options.deterministic,
     }
-    with Pipeline(checkpoint, EngineConfig(cache_memory="16MiB", **common)) as measure:
+    sizes = EngineConfig(cache_memory="16MiB", speculative=options.speculative, **common)
+    with Pipeline(checkpoint, sizes) as measure:
         memory = measure.engine.memory
     pool = BLOCKS * memory.block_bytes + SNAPSHOTS * memory.snapshot_bytes
     hot_config = EngineConfig(

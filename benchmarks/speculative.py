@@ -1,16 +1,20 @@
 """Decoding with and without drafts, in turns on one engine: answers that repeat, and free text.
 
-    python benchmarks/speculative.py [checkpoint] [--tokens 160] [--rounds 5] [--dtype bfloat16]
+    python benchmarks/speculative.py [checkpoint] [--rounds 5] [--dtype float32] [--peers]
 
-A random model repeats itself by accident only, so what repeats is made:
+Prompts are new in every round; what repeats is made by real means (`speculative_forms.py`):
 
-- again: a question that has been answered before; the suffix drafter finds that answer.
-- copies: of the answer's tokens, one in eight is another than drafted, at random places.
+- JSON records: lines with the same keys. Drafts come from the answer itself.
+- copies: a page that stands in the prompt, with other words here and there.
+- video answers: one object in a fixed form, of which earlier rounds have given some.
+- again: a question that has been answered before.
 - free text: drawn at temperature 1 from the whole vocabulary; nothing ever comes again.
 
 Every round runs each of them with and without drafts, batch by batch, and compares the tokens.
 Times are of decoding alone, from the first token of the last sequence on. The bound is what steps
 of that many rows allow if every draft holds: t(B) (K + 1) / t(B (K + 1)), as measured at start.
+With `--peers` llama.cpp answers the same prompts in the same forms, with and without its drafts
+from n-grams, over HTTP; LLAMA_SOURCE says where it is, as for `engine_cpu.py`.
 """
 
 from __future__ import annotations
@@ -29,10 +33,10 @@ from pathlib import Path
 import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
 import torch
 from checkpoint_spec import BENCHMARK_SPEC
-from guesses import Oracle
 from machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
+from speculative_forms import FORMS
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
@@ -54,7 +58,7 @@ SPEC = replace(
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 FREE = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, ignore_eos=True)
 PROMPT_TOKENS = 64
-KINDS = ("again", "copies", "free text")
+KINDS = (*FORMS, "again", "free text")
 
 
 class Batch:
@@ -106,34 +110,36 @@ class Workload:
     """One kind of answers at one batch size."""
 
     def __init__(self, engine: Engine, kind: str, batch: int, tokens: int) -> None:
-        self._engine, self.kind, self.batch = engine, kind, batch
-        self._prompts = [random_ids(PROMPT_TOKENS, 100 * batch + i) for i in range(batch)]
-        params = replace(FREE if kind == "free text" else GREEDY, max_tokens=tokens)
-        self._params = [replace(params, seed=index) for index in range(batch)]
+        self._engine, self.kind, self.batch, self._most = engine, kind, batch, tokens
+        self._turn = 0
         self.ratios: list[float] = []
         self.plain: list[float] = []
 
+    def asked(self) -> tuple[list[list[int]], list[SamplingParams]]:
+        """The next round's prompts, and what is asked of them."""
+        self._turn += 1
+        first = 1000 * self._turn + 100 * self.batch
+        seeds = range(first, first + self.batch)
+        prompts = [random_ids(PROMPT_TOKENS, seed) for seed in seeds]
+        if self.kind not in FORMS:
+            params = FREE if self.kind == "free text" else GREEDY
+            return prompts, [replace(params, max_tokens=self._most, seed=seed) for seed in seeds]
+        encode = self._engine.preprocessor.tokenizer.encode_plain
+        forms = [FORMS[self.kind](seed) for seed in seeds]
+        for prompt, form in zip(prompts, forms, strict=True):
+            prompt += encode(form.source)
+        return prompts, [form.params(encode, self._most) for form in forms]
+
     def round(self) -> None:
-        """With and without drafts; the answers must be the same."""
-        engine = self._engine
-        drafting = engine._scheduler.drafting
-        assert drafting is not None
-        drafter = drafting.drafters[0]
-        if self.kind == "free text":
-            self._params = [replace(each, seed=(each.seed or 0) + 1000) for each in self._params]
-        plain = Batch(engine, self.batch)
+        """With and without drafts, which see nothing of the answers without; the answers must be
+        the same."""
+        engine, (prompts, params) = self._engine, self.asked()
+        if self.kind == "again":
+            Batch(engine, self.batch).run(prompts, params)
+        drafted, plain = Batch(engine, self.batch), Batch(engine, self.batch)
+        seconds = drafted.run(prompts, params)
         with without_drafts(engine):
-            without = plain.run(self._prompts, self._params)
-        if self.kind == "copies":
-            oracle = Oracle(len(self.ratios), mistakes=1 / 8, vocabulary=engine.spec.vocab_size)
-            for prompt, answer in zip(self._prompts, plain.tokens, strict=True):
-                oracle.tell(prompt, [answer])
-            drafting.drafters[0] = oracle
-        elif self.kind == "free text":
-            drafting.drafters[0] = type(drafter)()  # It has seen this very text just now.
-        drafted = Batch(engine, self.batch)
-        seconds = drafted.run(self._prompts, self._params)
-        drafting.drafters[0] = drafter
+            without = plain.run(prompts, params)
         assert drafted.tokens == plain.tokens, "drafts have changed a token"
         self.ratios.append(without / seconds)
         self.plain.append(without)
