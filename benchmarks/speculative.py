@@ -37,6 +37,7 @@ from machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
 from speculative_forms import FORMS
+from speculative_peers import Asked, print_peers
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
@@ -114,6 +115,12 @@ class Workload:
         self._turn = 0
         self.ratios: list[float] = []
         self.plain: list[float] = []
+        self.alone: list[Asked] = []
+
+    def forget(self) -> None:
+        """What has been measured so far was to warm up."""
+        for found in (self.ratios, self.plain, self.alone):
+            found.clear()
 
     def asked(self) -> tuple[list[list[int]], list[SamplingParams]]:
         """The next round's prompts, and what is asked of them."""
@@ -143,9 +150,12 @@ class Workload:
         assert drafted.tokens == plain.tokens, "drafts have changed a token"
         self.ratios.append(without / seconds)
         self.plain.append(without)
+        if self.batch == 1:
+            self.alone.append(Asked(self.kind, prompts[0], params[0], seconds))
 
 
-def measure(path: Path, options: argparse.Namespace) -> None:
+def measure(path: Path, options: argparse.Namespace) -> list[Asked]:
+    """Prints what was measured; returns what was asked one request at a time."""
     config = EngineConfig(
         dtype=options.dtype,
         compute_dtype=options.compute_dtype,
@@ -171,9 +181,8 @@ def measure(path: Path, options: argparse.Namespace) -> None:
         for number in range(options.rounds + 1):
             for work in works:
                 work.round()
-                if not number:  # The first one warms up.
-                    work.ratios.clear()
-                    work.plain.clear()
+                if not number:
+                    work.forget()
         print("| answers | batch | ms a token without | speed-up (least .. most) | bound | share |")
         print("|---|---|---|---|---|---|")
         for work in works:
@@ -187,6 +196,7 @@ def measure(path: Path, options: argparse.Namespace) -> None:
         counts = drafting.counts
         share = counts.accepted_tokens / max(1, counts.draft_tokens)
         print(f"{counts.draft_tokens} drafts, of which {100 * share:.0f} % held")
+        return [each for work in works for each in work.alone]
     finally:
         engine.close()
 
@@ -204,12 +214,19 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto", help="of weights")
     parser.add_argument("--compute-dtype", default="auto", help="of activations")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--peers", action="store_true", help="also llama.cpp, batch 1")
+    parser.add_argument("--llama-source", help="its source tree with build/bin/llama-server")
     add_isa_argument(parser)
     options = parser.parse_args()
     run_as(options.isa)
     print(describe(options.threads or torch.get_num_threads()))
     with tempfile.TemporaryDirectory() as folder:
-        measure(Path(options.checkpoint or make_checkpoint(folder, SPEC)), options)
+        path = Path(options.checkpoint or make_checkpoint(folder, SPEC))
+        asked = measure(path, options)
+        if options.peers:
+            dtype = "float32" if options.dtype == "float32" else "bfloat16"
+            threads = options.threads or torch.get_num_threads()
+            print_peers(options.llama_source, path, dtype, asked, threads)
     return 0
 
 

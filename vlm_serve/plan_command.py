@@ -25,7 +25,7 @@ from vlm_serve.engine.memory import (
 from vlm_serve.engine.step_paths import find_backend
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec, read_spec
-from vlm_serve.models.weight_sizes import WeightBytes, weight_bytes
+from vlm_serve.models.weight_sizes import WeightBytes, prompt_price, weight_bytes
 from vlm_serve.options import format_size
 
 TABLE_INTERVALS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -154,6 +154,7 @@ def render(plan: Plan) -> str:
             f"{memory.cache_memory / _MIB:.0f} MiB pays for blocks and snapshots; "
             "the rest comes on top",
         ),
+        *_drafts(plan),
         *_tiers(plan.config),
         ("tokens", str(memory.tokens)),
         ("context", f"{plan.max_model_len} tokens"),
@@ -193,6 +194,14 @@ def _buckets(plan: Plan) -> list[str]:
         lines.append(_bucket("expert rows", memory.num_blocks, per_block))
     lines.append(_bound("prompt logprobs", LOGPROB_CACHE_BYTES))
     return lines
+
+
+def _drafts(plan: Plan) -> list[tuple[str, str]]:
+    """What the model's own layer for drafts costs, if it is used."""
+    if "mtp" not in plan.config.speculative:
+        return []
+    price = f"prompts cost {prompt_price(plan.model):.1%} more; its KV and states are in the above"
+    return [("mtp", price)]
 
 
 def _tiers(config: EngineConfig) -> list[tuple[str, str]]:

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
+
+RowsAfter = Literal["whole", "mixed", "folded", "unknown"]
+
+
+class StepError(Exception):
+    """A step has raised.
+
+    Attributes:
+        cause: what.
+        rows: what is in the state rows of the slices of drafts: "whole": what was there before;
+            "folded": the pending updates too; "mixed": they, as far as the step came; "unknown":
+            whatever. What is in other rows that the step writes is never known.
+    """
+
+    def __init__(self, cause: Exception, rows: RowsAfter) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.rows = rows
 
 
 class Executor(Protocol):
@@ -27,8 +45,8 @@ class Executor(Protocol):
         """No plan will name the sequence any more."""
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """Executes one step. Raises whatever the model raises; a step that has raised may be
-        followed by any other."""
+        """Executes one step. Raises StepError with whatever the model raises; a step that has
+        raised may be followed by any other."""
 
     def close(self) -> None:
         """No step follows."""

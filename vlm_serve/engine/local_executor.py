@@ -14,6 +14,7 @@ from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
 from vlm_serve.engine.decode_graphs import DecodeGraphs
 from vlm_serve.engine.draft_making import DraftMaker
+from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.plan import Encode, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.engine.prompt_rows import logprob_rows
 from vlm_serve.engine.sampler import sample
@@ -54,6 +55,7 @@ class LocalExecutor:
         self._deterministic = deterministic
         self._graphs = graphs
         self._known: dict[int, KnownSequence] = {}
+        self._rows: RowsAfter = "whole"
         self._drafts = DraftMaker(model, caches, block_size) if model.drafts else None
         self._embeddings: dict[int, torch.Tensor] = {}
 
@@ -69,8 +71,12 @@ class LocalExecutor:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """See `Executor.run`."""
-        with launching_on(self._caches.device):
-            return self._run(plan)
+        self._rows = "whole"
+        try:
+            with launching_on(self._caches.device):
+                return self._run(plan)
+        except Exception as error:
+            raise StepError(error, self._rows) from error
 
     def _run(self, plan: StepPlan) -> StepOutput:
         self.model_seconds = 0.0
@@ -87,7 +93,9 @@ class LocalExecutor:
         if self._deterministic and batch.prefill is not None:
             batch = replace(batch, deterministic=True)
         begin = time.perf_counter()
+        self._rows = "mixed"
         output = self._forward(batch)
+        self._rows = "folded"
         self.model_seconds += time.perf_counter() - begin
         return self._output(output, packed, rows)
 

@@ -13,6 +13,7 @@ from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.drafts.base import Drafter
 from vlm_serve.engine.drafts.lengths import CostCurve
+from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta, FinishReason
 from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
@@ -187,21 +188,23 @@ class Scheduler:
                 events += self.end(sequence.job, failure)
         return events
 
-    def fail(self, plan: StepPlan, error: Exception) -> list[Event]:
+    def fail(self, plan: StepPlan, failure: StepError) -> list[Event]:
         """Takes a failed step back. State rows are updated in place, so every sequence of the step
-        starts again from the cache, alone; one that fails alone is ended with the error."""
+        starts again from the cache, alone; one that fails alone is ended with the error. Drafts
+        leave rows alone: where it is known what is in them, their sequences go on from there."""
         self._media.abandon_step()
         folded_rows = {row for row, _, _ in plan.folds}
         self._roster.drop_suspended(folded_rows)
         # Of drafts nobody knows whether they would have held.
+        items = {item.sequence: item for item in plan.slices}
         ends = {
-            item.sequence: item.start + 1 if item.kind == "verify" else item.end
-            for item in plan.slices
+            number: item.start + 1 if item.kind == "verify" else item.end
+            for number, item in items.items()
         }
         first = self._roster[next(iter(ends))]
         if len(ends) == 1 and first.suspect_until:
             self._roster.forget_row_copies()
-            return self._end_with_error(first, error)
+            return self._end_with_error(first, failure.cause)
         unborn_rows = folded_rows | {destination for _, destination in plan.row_copies}
         for sequence in list(self.running):
             assert sequence.lease is not None
@@ -209,11 +212,24 @@ class Scheduler:
                 sequence.suspect_until = max(ends[sequence.number], sequence.suspect_until)
                 if sequence not in self._roster.suspects:
                     self._roster.suspects.append(sequence)
+                if self._goes_on(items[sequence.number], failure.rows):
+                    continue
             elif sequence.lease.row not in unborn_rows:
                 continue
             self._roster.restart(sequence)
         self._roster.forget_row_copies()
         return []
+
+    def _goes_on(self, item: Slice, rows: RowsAfter) -> bool:
+        """Whether a sequence of a failed step keeps its row: only drafts leave a sound one."""
+        if item.kind != "verify" or rows == "unknown" or (item.pending and rows == "mixed"):
+            return False
+        sequence = self._roster[item.sequence]
+        assert sequence.lease is not None
+        if rows != "whole":
+            sequence.pending = 0
+        self._cache.shrink(sequence.lease, sequence.num_computed)
+        return True
 
     def end(self, job: Job, failure: VlmServeError | None = None) -> list[Event]:
         """Ends every unfinished choice of a request, at the caller's wish or with an error, and

@@ -13,7 +13,7 @@ from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.linear.base import shape
 from vlm_serve.kernels.linear.dense import PANEL
 from vlm_serve.kernels.linear.torch_dense import TorchDense
-from vlm_serve.models.decoder import Decoder
+from vlm_serve.models.decoder import Decoder, load_layer
 from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.models.vision import VisionTower
@@ -139,4 +139,29 @@ def weight_bytes(
         table=text.table,
         others=text.others + vision.others,
         mapped=device.type == "cpu" and weights == spec.dtype,
+    )
+
+
+def prompt_price(spec: ModelSpec) -> float:
+    """What the layer that drafts adds to the multiplications by weights that a prompt's token
+    takes, as a share of them: the layer itself, and the last layer's feed-forward, which else runs
+    for a prompt's last token alone."""
+    last = Shapes(spec.dtype)
+    spec.layers[-1].feed_forward.load(last, "", spec.hidden_size)
+    drafting, whole = Shapes(spec.dtype), Shapes(spec.dtype)
+    Predictor(spec, drafting)
+    for index, layer in enumerate(spec.layers):
+        load_layer(spec, layer, whole, str(index))
+    more = _multiplications(spec, last) + _multiplications(spec, drafting)
+    return more / (_multiplications(spec, whole) - _multiplications(spec, last))
+
+
+def _multiplications(spec: ModelSpec, shapes: Shapes) -> float:
+    """Of one token by all matrices; it goes through `top_k` of its routed experts."""
+    routing = spec.routing
+    share = routing.top_k / routing.num_experts if routing is not None else 1.0
+    return sum(
+        prod(shape) * (share if ".experts." in name else 1.0)
+        for name, shape in shapes.of_tensors.items()
+        if len(shape) > 1
     )
