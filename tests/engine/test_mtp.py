@@ -146,6 +146,20 @@ def test_torch_drafts_too(checkpoint: Path) -> None:
     assert len(both) > 20 and same >= len(both) - 2
 
 
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_quantised_keys_are_read_as_they_are_stored(checkpoint: Path, kv: str) -> None:
+    """What is drafted is that of a cold run there, too."""
+    prompt, made = random_ids(40, 1), []
+    for enabled in (False, True):
+        with poisoned(checkpoint, kv_cache_dtype=kv, enable_prefix_caching=enabled) as pipe:
+            made.append(drafts_of(pipe.engine))
+            first = pipe.generate(prompt, GREEDY)
+            if enabled:
+                assert pipe.generate(prompt, GREEDY).token_ids == first.token_ids
+    assert len(made[0].keys() & made[1].keys()) > 20
+    assert same_where_both_drafted(*made) > 50
+
+
 def test_a_failed_step_costs_no_token(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [random_ids(30 + 11 * index, seed=index) for index in range(3)]
     with poisoned(checkpoint) as pipe:
