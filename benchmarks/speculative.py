@@ -178,20 +178,20 @@ def measure(path: Path, options: argparse.Namespace) -> list[Asked]:
             for kind in options.kinds
             for batch in options.batches
         ]
-        for number in range(options.rounds + 1):
-            for work in works:
-                work.round()
-                if not number:
-                    work.forget()
         print("| answers | batch | ms a token without | speed-up (least .. most) | bound | share |")
         print("|---|---|---|---|---|---|")
         for work in works:
+            for number in range(options.rounds + 1):
+                work.round()
+                if not number:
+                    work.forget()
             bound = costs.seconds(work.batch) * most / costs.seconds(work.batch * most)
             median = statistics.median(work.ratios)
             print(
                 f"| {work.kind} | {work.batch} | {1000 * statistics.median(work.plain):.1f} | "
                 f"{median:.2f} ({min(work.ratios):.2f} .. {max(work.ratios):.2f}) | {bound:.2f} | "
-                f"{median / bound:.2f} |"
+                f"{median / bound:.2f} |",
+                flush=True,
             )
         counts = drafting.counts
         share = counts.accepted_tokens / max(1, counts.draft_tokens)
