@@ -12,7 +12,8 @@ from demo_chat import ChatFormat
 from demo_data import Batch
 from demo_drafts import print_drafts
 from demo_export import export
-from demo_mtp import Drafter, drafts
+from demo_mtp import Drafter
+from demo_mtp import drafts as read_out
 from finish import load
 from guesses import draft_freely
 from parity_cases import random_ids
@@ -50,8 +51,8 @@ def test_drafts_of_the_engine_are_those_of_the_recipe(chat: ChatFormat, checkpoi
         drafting = pipe.engine._scheduler.drafting
         assert drafting is not None
 
-        def noting(sequence: Sequence, found: tuple[int, ...]) -> None:
-            made[sequence.num_tokens] = found[0]
+        def noting(sequence: Sequence, drafts: tuple[int, ...]) -> None:
+            made[sequence.num_tokens] = drafts[0]
 
         drafting.take = noting  # type: ignore[method-assign]
         answer = pipe.generate(prompt, SamplingParams(max_tokens=40, temperature=0.0))
@@ -62,7 +63,7 @@ def test_drafts_of_the_engine_are_those_of_the_recipe(chat: ChatFormat, checkpoi
     ids = torch.tensor([[*prompt, *answer.token_ids]])
     positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
     batch = cast(Batch, SimpleNamespace(ids=ids, positions=positions, slots=[]))
-    (read,) = drafts(model, weights, batch, 1)
+    (read,) = read_out(model, weights, batch, 1)
     expected = model.logits(read)[0].argmax(-1).tolist()
     same = [expected[count - 2] == token for count, token in made.items()]
     assert len(same) > 10 and sum(same) >= len(same) - 1
