@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -138,12 +138,19 @@ def find_llama(source: str | None) -> tuple[Path, str]:
 
 @contextmanager
 def llama(
-    binary: str, model: Path, *, length: int, threads: int, tower: Path | None = None
+    binary: str,
+    model: Path,
+    *,
+    length: int,
+    threads: int,
+    tower: Path | None = None,
+    more: Mapping[str, object] | None = None,
 ) -> Iterator[LlamaCpp]:
     """llama.cpp on a GGUF file, in the file's own precision. Raises Unavailable.
 
     Args:
         tower: GGUF file of the vision tower; without one it takes no pictures.
+        more: flags.
     """
     port = free_port()
     flags: dict[str, object] = {
@@ -160,6 +167,7 @@ def llama(
         flags["--cache-ram"] = 0
     else:
         flags["--mmproj"] = tower
+    flags.update(more or {})
     with running([binary, *words(flags)], port, _environment(threads)) as server:
         yield LlamaCpp(server)
 

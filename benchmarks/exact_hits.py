@@ -1,7 +1,7 @@
 """Counts cache hits whose first logits have the bits of a cold run: of random prompts, of chats
 about pictures where the model takes some, and of next turns over decoded answers.
 
-    python benchmarks/exact_hits.py [--family qwen3_vl ...] [--pairs 200] [--speculative]
+    python benchmarks/exact_hits.py [--family qwen3_vl ...] [--pairs 200] [--speculative mtp]
         [--tensor-parallel-size 2] [--isa avx2]
 
 A small random checkpoint of each family (all, if none is named) with weights in float32 and
@@ -45,7 +45,7 @@ KINDS: dict[str, Callable[..., Iterable[Pair]]] = {
 
 
 def pairs(
-    path: Path, dtype: str, kind: str, count: int, speculative: bool, ranks: int
+    path: Path, dtype: str, kind: str, count: int, speculative: str, ranks: int
 ) -> list[Pair]:
     """`count` pairs of a kind on a checkpoint, with weights and activations as the engine chooses
     them for such weights."""
@@ -54,14 +54,15 @@ def pairs(
         block_size=16,
         cache_memory="64MiB",
         prefix_cache_decode_state_interval=16 if kind == TURNS else 0,
-        speculative="suffix" if speculative else "off",
+        speculative=speculative,
         tensor_parallel_size=ranks,
     )
     with Pipeline(path, config) as pipe:
         assert pipe.engine.config.compiled_kernels, "there are no compiled kernels here"
-        if speculative:
+        drafts = speculative != "off"
+        if drafts:
             draft_freely(pipe.engine)
-        return list(KINDS[kind](pipe, count, num_tokens=40 if speculative else 4))
+        return list(KINDS[kind](pipe, count, num_tokens=40 if drafts else 4))
 
 
 def main() -> int:
@@ -70,7 +71,13 @@ def main() -> int:
     )
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--pairs", type=int, default=200)
-    parser.add_argument("--speculative", action="store_true", help="with suffix drafts")
+    parser.add_argument(
+        "--speculative",
+        nargs="?",
+        const="suffix",
+        default="off",
+        help="with drafts: suffix, or mtp and mtp,suffix of a family that has such a layer",
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     add_isa_argument(parser)
     given = parser.parse_args()
@@ -79,13 +86,13 @@ def main() -> int:
     print("| checkpoint, weights | hits of | same bits | same tokens |\n|---|---|---|---|")
     different = 0
     for family in given.family:
-        spec = replace(next(iter(FAMILIES[family].values())), dtype="bfloat16")
-        ranks = given.tensor_parallel_size
+        mtp, ranks = "mtp" in given.speculative, given.tensor_parallel_size
+        spec = replace(next(iter(FAMILIES[family].values())), dtype="bfloat16", mtp=mtp)
         different += print_rows(family, spec, given.pairs, given.speculative, ranks)
     return 1 if different else 0
 
 
-def print_rows(name: str, spec: CheckpointSpec, count: int, speculative: bool, ranks: int) -> int:
+def print_rows(name: str, spec: CheckpointSpec, count: int, speculative: str, ranks: int) -> int:
     """All kinds of pairs on one checkpoint; returns how many differ."""
     different = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """Random requests against the real engine, each compared with a cold run.
 
     python benchmarks/random_requests.py [--requests 2000] [--seed 0] [--deterministic]
-                                         [--speculative suffix] [--experts 8]
+                                         [--speculative mtp,suffix] [--experts 8]
 
 Small pools, a host tier and a disk tier, so that eviction, preemption and loading from below happen
 all the time; several requests at once, text and pictures, two tenants. A request whose cached part
@@ -31,13 +31,12 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
 import PIL.Image  # noqa: E402
 import torch  # noqa: E402
 from checkpoint_spec import CheckpointSpec  # noqa: E402
-from guesses import Oracle, draft_freely  # noqa: E402
+from guesses import Oracle, consult  # noqa: E402
 from make_checkpoint import make_checkpoint  # noqa: E402
 from parity import NEAR_TIE, greedy, tapped  # noqa: E402
 from parity_cases import random_ids, user  # noqa: E402
 
 from vlm_serve import EngineConfig, Pipeline  # noqa: E402
-from vlm_serve.engine.drafts.base import Drafter  # noqa: E402
 from vlm_serve.engine.sequence import Sequence  # noqa: E402
 from vlm_serve.pipeline import Output  # noqa: E402
 from vlm_serve.preprocess.prompt import Prompt  # noqa: E402
@@ -63,19 +62,6 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"return_routed_experts": True},
 )
 """Requests with drafts."""
-
-
-class Both:
-    """What was told; else what a drafter finds."""
-
-    def __init__(self, oracle: Oracle, drafter: Drafter) -> None:
-        self._oracle, self._drafter = oracle, drafter
-
-    def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
-        return self._oracle.propose(sequence, limit) or self._drafter.propose(sequence, limit)
-
-    def forget(self, sequence: Sequence) -> None:
-        self._drafter.forget(sequence)
 
 
 class Traffic:
@@ -133,7 +119,8 @@ def run(checkpoint: Path, folder: Path, options: argparse.Namespace) -> Counter[
         "threads": 1,
         "deterministic": options.deterministic,
     }
-    with Pipeline(checkpoint, EngineConfig(cache_memory="16MiB", **common)) as measure:
+    sizes = EngineConfig(cache_memory="16MiB", speculative=options.speculative, **common)
+    with Pipeline(checkpoint, sizes) as measure:
         memory = measure.engine.memory
     pool = BLOCKS * memory.block_bytes + SNAPSHOTS * memory.snapshot_bytes
     hot_config = EngineConfig(
@@ -199,11 +186,9 @@ def drafted_round(
             oracle.tell(prompt.token_ids, [choice.token_ids for choice in answer.choices])
     drafting = hot.engine._scheduler.drafting
     assert drafting is not None
-    drafter = drafting._drafter
-    draft_freely(hot.engine)
-    drafting._drafter = Both(oracle, drafter)
+    consult(hot.engine, oracle)
     outputs = hot._run(iter(prompts), params)
-    drafting._drafter = drafter
+    drafting.drafters.remove(oracle)
     for prompt, each, output, other in zip(prompts, params, outputs, expected, strict=True):
         counts["requests"] += 1
         counts["cold"] += not output.usage.cached_tokens
@@ -250,13 +235,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--speculative", default="off", choices=("off", "suffix"))
+    parser.add_argument("--speculative", default="off")
     parser.add_argument("--experts", type=int, default=0, help="of the random checkpoint")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoint = options.checkpoint or make_checkpoint(
-            folder / "checkpoint", CheckpointSpec(num_experts=options.experts)
+            folder / "checkpoint",
+            CheckpointSpec(num_experts=options.experts, mtp="mtp" in options.speculative),
         )
         for what, count in run(Path(checkpoint), folder, options).items():
             print(f"{what:<26}{count:>9}")

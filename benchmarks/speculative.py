@@ -1,16 +1,20 @@
 """Decoding with and without drafts, in turns on one engine: answers that repeat, and free text.
 
-    python benchmarks/speculative.py [checkpoint] [--tokens 160] [--rounds 5] [--dtype bfloat16]
+    python benchmarks/speculative.py [checkpoint] [--rounds 5] [--dtype float32] [--peers]
 
-A random model repeats itself by accident only, so what repeats is made:
+Prompts are new in every round; what repeats is made by real means (`speculative_forms.py`):
 
-- again: a question that has been answered before; the suffix drafter finds that answer.
-- copies: of the answer's tokens, one in eight is another than drafted, at random places.
+- JSON records: lines with the same keys. Drafts come from the answer itself.
+- copies: a page that stands in the prompt, with other words here and there.
+- video answers: one object in a fixed form, of which earlier rounds have given some.
+- again: a question that has been answered before.
 - free text: drawn at temperature 1 from the whole vocabulary; nothing ever comes again.
 
 Every round runs each of them with and without drafts, batch by batch, and compares the tokens.
 Times are of decoding alone, from the first token of the last sequence on. The bound is what steps
 of that many rows allow if every draft holds: t(B) (K + 1) / t(B (K + 1)), as measured at start.
+With `--peers` llama.cpp answers the same prompts in the same forms, with and without its drafts
+from n-grams, over HTTP; LLAMA_SOURCE says where it is, as for `engine_cpu.py`.
 """
 
 from __future__ import annotations
@@ -29,10 +33,11 @@ from pathlib import Path
 import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
 import torch
 from checkpoint_spec import BENCHMARK_SPEC
-from guesses import Oracle
 from machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
+from speculative_forms import FORMS
+from speculative_peers import Asked, print_peers
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
@@ -54,7 +59,7 @@ SPEC = replace(
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 FREE = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, ignore_eos=True)
 PROMPT_TOKENS = 64
-KINDS = ("again", "copies", "free text")
+KINDS = (*FORMS, "again", "free text")
 
 
 class Batch:
@@ -106,40 +111,51 @@ class Workload:
     """One kind of answers at one batch size."""
 
     def __init__(self, engine: Engine, kind: str, batch: int, tokens: int) -> None:
-        self._engine, self.kind, self.batch = engine, kind, batch
-        self._prompts = [random_ids(PROMPT_TOKENS, 100 * batch + i) for i in range(batch)]
-        params = replace(FREE if kind == "free text" else GREEDY, max_tokens=tokens)
-        self._params = [replace(params, seed=index) for index in range(batch)]
+        self._engine, self.kind, self.batch, self._most = engine, kind, batch, tokens
+        self._turn = 0
         self.ratios: list[float] = []
         self.plain: list[float] = []
+        self.alone: list[Asked] = []
+
+    def forget(self) -> None:
+        """What has been measured so far was to warm up."""
+        for found in (self.ratios, self.plain, self.alone):
+            found.clear()
+
+    def asked(self) -> tuple[list[list[int]], list[SamplingParams]]:
+        """The next round's prompts, and what is asked of them."""
+        self._turn += 1
+        first = 1000 * self._turn + 100 * self.batch
+        seeds = range(first, first + self.batch)
+        prompts = [random_ids(PROMPT_TOKENS, seed) for seed in seeds]
+        if self.kind not in FORMS:
+            params = FREE if self.kind == "free text" else GREEDY
+            return prompts, [replace(params, max_tokens=self._most, seed=seed) for seed in seeds]
+        encode = self._engine.preprocessor.tokenizer.encode_plain
+        forms = [FORMS[self.kind](seed) for seed in seeds]
+        for prompt, form in zip(prompts, forms, strict=True):
+            prompt += encode(form.source)
+        return prompts, [form.params(encode, self._most) for form in forms]
 
     def round(self) -> None:
-        """With and without drafts; the answers must be the same."""
-        engine = self._engine
-        drafting = engine._scheduler.drafting
-        assert drafting is not None
-        drafter = drafting._drafter
-        if self.kind == "free text":
-            self._params = [replace(each, seed=(each.seed or 0) + 1000) for each in self._params]
-        plain = Batch(engine, self.batch)
+        """With and without drafts, which see nothing of the answers without; the answers must be
+        the same."""
+        engine, (prompts, params) = self._engine, self.asked()
+        if self.kind == "again":
+            Batch(engine, self.batch).run(prompts, params)
+        drafted, plain = Batch(engine, self.batch), Batch(engine, self.batch)
+        seconds = drafted.run(prompts, params)
         with without_drafts(engine):
-            without = plain.run(self._prompts, self._params)
-        if self.kind == "copies":
-            oracle = Oracle(len(self.ratios), mistakes=1 / 8, vocabulary=engine.spec.vocab_size)
-            for prompt, answer in zip(self._prompts, plain.tokens, strict=True):
-                oracle.tell(prompt, [answer])
-            drafting._drafter = oracle
-        elif self.kind == "free text":
-            drafting._drafter = type(drafter)()  # It has seen this very text just now.
-        drafted = Batch(engine, self.batch)
-        seconds = drafted.run(self._prompts, self._params)
-        drafting._drafter = drafter
+            without = plain.run(prompts, params)
         assert drafted.tokens == plain.tokens, "drafts have changed a token"
         self.ratios.append(without / seconds)
         self.plain.append(without)
+        if self.batch == 1:
+            self.alone.append(Asked(self.kind, prompts[0], params[0], seconds))
 
 
-def measure(path: Path, options: argparse.Namespace) -> None:
+def measure(path: Path, options: argparse.Namespace) -> list[Asked]:
+    """Prints what was measured; returns what was asked one request at a time."""
     config = EngineConfig(
         dtype=options.dtype,
         compute_dtype=options.compute_dtype,
@@ -162,25 +178,25 @@ def measure(path: Path, options: argparse.Namespace) -> None:
             for kind in options.kinds
             for batch in options.batches
         ]
-        for number in range(options.rounds + 1):
-            for work in works:
-                work.round()
-                if not number:  # The first one warms up.
-                    work.ratios.clear()
-                    work.plain.clear()
         print("| answers | batch | ms a token without | speed-up (least .. most) | bound | share |")
         print("|---|---|---|---|---|---|")
         for work in works:
+            for number in range(options.rounds + 1):
+                work.round()
+                if not number:
+                    work.forget()
             bound = costs.seconds(work.batch) * most / costs.seconds(work.batch * most)
             median = statistics.median(work.ratios)
             print(
                 f"| {work.kind} | {work.batch} | {1000 * statistics.median(work.plain):.1f} | "
                 f"{median:.2f} ({min(work.ratios):.2f} .. {max(work.ratios):.2f}) | {bound:.2f} | "
-                f"{median / bound:.2f} |"
+                f"{median / bound:.2f} |",
+                flush=True,
             )
         counts = drafting.counts
         share = counts.accepted_tokens / max(1, counts.draft_tokens)
         print(f"{counts.draft_tokens} drafts, of which {100 * share:.0f} % held")
+        return [each for work in works for each in work.alone]
     finally:
         engine.close()
 
@@ -198,12 +214,19 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto", help="of weights")
     parser.add_argument("--compute-dtype", default="auto", help="of activations")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--peers", action="store_true", help="also llama.cpp, batch 1")
+    parser.add_argument("--llama-source", help="its source tree with build/bin/llama-server")
     add_isa_argument(parser)
     options = parser.parse_args()
     run_as(options.isa)
     print(describe(options.threads or torch.get_num_threads()))
     with tempfile.TemporaryDirectory() as folder:
-        measure(Path(options.checkpoint or make_checkpoint(folder, SPEC)), options)
+        path = Path(options.checkpoint or make_checkpoint(folder, SPEC))
+        asked = measure(path, options)
+        if options.peers:
+            dtype = "float32" if options.dtype == "float32" else "bfloat16"
+            threads = options.threads or torch.get_num_threads()
+            print_peers(options.llama_source, path, dtype, asked, threads)
     return 0
 
 

@@ -49,7 +49,8 @@ def _rotation(spec: CheckpointSpec) -> dict[str, Any]:
 
 
 def _gated_delta(spec: CheckpointSpec) -> dict[str, Any]:
-    gated = {"attn_output_gate": True} if spec.family == "qwen3_5" else {}
+    gated: dict[str, Any] = {"attn_output_gate": True} if spec.family == "qwen3_5" else {}
+    gated |= {"mtp_num_hidden_layers": 1} if spec.mtp else {}
     return gated | {
         "full_attention_interval": spec.full_attention_interval,
         "linear_conv_kernel_dim": spec.conv_kernel,

@@ -24,7 +24,8 @@ class CheckpointSpec:
     `num_experts > 0` makes it a mixture of experts (Qwen3-Next always is one), `vision_depth = 0`
     a text-only one (Qwen3-Next always is, Qwen3-VL never). Only Qwen3-VL has `deepstack_features`;
     it has no Gated DeltaNet layers and no shared experts. Experts are in every `sparse_step`-th
-    layer behind the first `dense_layers`, but in all layers of Qwen3.5. Raises ValueError for sizes
+    layer behind the first `dense_layers`, but in all layers of Qwen3.5, which alone may have an
+    `mtp` layer for drafts. Raises ValueError for sizes
     that do not fit together.
     """
 
@@ -64,6 +65,7 @@ class CheckpointSpec:
     max_position_embeddings: int = 32768
     rope_theta: float = 10000.0
     tied_embeddings: bool = False
+    mtp: bool = False
     dtype: str = "float32"
     shards: int = 1
     seed: int = 0
@@ -105,6 +107,8 @@ def _validate(spec: CheckpointSpec) -> None:
         raise ValueError("qwen3_vl has a vision_depth")
     if len(set(spec.deepstack)) < len(spec.deepstack) or len(spec.deepstack) >= spec.num_layers:
         raise ValueError("deepstack_features must be fewer than layers, at most vision_depth")
+    if spec.mtp and spec.family != "qwen3_5":
+        raise ValueError("only qwen3_5 has an mtp layer")
     if spec.gdn_value_heads % spec.gdn_key_heads:
         raise ValueError("gdn_value_heads must be a multiple of gdn_key_heads")
     if spec.attention_heads % spec.kv_heads:

@@ -32,6 +32,8 @@ def entries(spec: CheckpointSpec) -> Iterator[Entry]:
     yield f"{prefix}.norm.weight", (hidden,), norm
     if spec.vision_depth:
         yield from _vision(spec)
+    if spec.mtp:
+        yield from _predictor(spec)
     if not spec.tied_embeddings:
         yield "lm_head.weight", (spec.vocab_size, hidden), "linear"
 
@@ -87,6 +89,17 @@ def _experts(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
         yield f"{layer}.mlp.experts.down_proj", (count, hidden, size), "stacked"
     yield f"{layer}.mlp.shared_expert_gate.weight", (1, hidden), "linear"
     yield from _dense(layer, spec, "mlp.shared_expert", spec.shared_intermediate_size)
+
+
+def _predictor(spec: CheckpointSpec) -> Iterator[Entry]:
+    hidden, layer = spec.hidden_size, "mtp.layers.0"
+    yield "mtp.fc.weight", (hidden, 2 * hidden), "linear"
+    yield from _attention(layer, spec)
+    yield from _experts(layer, spec) if spec.num_experts else _dense(layer, spec)
+    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    norms = (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm")
+    for name in (*norms, *(f"mtp.{each}" for each in names)):
+        yield f"{name}.weight", (hidden,), "centred_norm"
 
 
 def _vision(spec: CheckpointSpec) -> Iterator[Entry]:

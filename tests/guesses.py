@@ -43,10 +43,10 @@ class Oracle:
 
 
 def consult(engine: Engine, oracle: Oracle) -> None:
-    """Has an engine that was made with drafts take them from an oracle, as many as there are."""
+    """Has an engine that was made with drafts ask an oracle first, and take all that there are."""
     draft_freely(engine)
     assert engine._scheduler.drafting is not None
-    engine._scheduler.drafting._drafter = oracle
+    engine._scheduler.drafting.drafters.insert(0, oracle)
 
 
 def draft_freely(engine: Engine) -> None:

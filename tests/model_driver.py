@@ -80,7 +80,7 @@ class Driver:
         self.forward = model.forward
         self.block_size = block_size
         self.deterministic = deterministic
-        self.caches = model.spec.cache_layout(ranks).allocate(
+        self.caches = model.spec.cache_layout(ranks, mtp=model.drafts).allocate(
             num_blocks,
             num_rows + scratch_rows,
             block_size,
@@ -88,6 +88,7 @@ class Driver:
                 "kv": model.dtype,
                 "conv": model.dtype,
                 "recurrent": state,
+                "hidden": model.dtype,
                 "update_keys": torch.float32,
                 "update_changes": torch.float32,
                 "update_decays": torch.float32,

@@ -58,7 +58,10 @@ class World:
         )
         config = replace(config, **(changes or {}))
         self.scheduler = Scheduler(
-            self.cache, MediaPlanner(EmbeddingCache(0), 4), config, drafter=drafter
+            self.cache,
+            MediaPlanner(EmbeddingCache(0), 4),
+            config,
+            drafters=[drafter] if drafter else [],
         )
         updates = 2 * (config.speculative_tokens + 1)
         self.executor = SymbolicExecutor(

@@ -40,6 +40,9 @@ from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.listing import Entry, describe
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.records import Branch, Node
+from vlm_serve.engine.drafts.base import Drafter
+from vlm_serve.engine.drafts.mtp import MtpDrafter
+from vlm_serve.engine.executor import StepError
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.mirror import Change, TreeMirror
 from vlm_serve.engine.outputs import Delta
@@ -170,6 +173,10 @@ class Guesser:
         self.most = self._rng.choice([1, 3, 7])
         self._rate = self._rng.choice([0.0, 0.7, 1.0])
         self._digests: dict[int, tuple[int, bytes]] = {}
+
+    def company(self) -> list[Drafter]:
+        """Itself, drafts of the model's own layer, or both."""
+        return self._rng.choice([[self], [MtpDrafter()], [self, MtpDrafter()]])
 
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
         rng, tokens = self._rng, sequence.token_ids
@@ -329,7 +336,7 @@ class Simulation:
             MediaPlanner(embeddings, EMBEDDING_BYTES),
             self.config,
             self.tiers.fetcher,
-            self.drafter,
+            self.drafter.company() if self.drafter is not None else [],
         )
         self.executor, self.twin = (
             SymbolicExecutor(
@@ -493,7 +500,8 @@ class Simulation:
         self.counts["steps"] += 1
         try:
             output = self._run(plan)
-        except InjectedFailure as error:
+        except StepError as error:
+            assert isinstance(error.cause, InjectedFailure)
             self.counts["failures"] += 1
             self._deliver(self.scheduler.fail(plan, error))
         else:
@@ -501,16 +509,15 @@ class Simulation:
 
     def _run(self, plan: StepPlan) -> StepOutput:
         """The plan, and what it looks like in another process, have the same output."""
-        self.twin.fail_next = self.executor.fail_next
         try:
             output = self.executor.run(plan)
-        except InjectedFailure:
-            if self.twin.fail_next:  # it strikes elsewhere in the step
-                with suppress(InjectedFailure):
-                    self.twin.run(pickle.loads(pickle.dumps(plan)))
+        except StepError:
+            self.twin.fail_next, self.twin.strike = True, self.executor.struck
+            with suppress(StepError):
+                self.twin.run(pickle.loads(pickle.dumps(plan)))
             raise
         other = pickle.loads(pickle.dumps(self.twin.run(pickle.loads(pickle.dumps(plan)))))
-        assert other.sampled == output.sampled
+        assert other.sampled == output.sampled and other.drafts == output.drafts
         assert other.prompt_logprobs.keys() == output.prompt_logprobs.keys()
         for number, rows in output.prompt_logprobs.items():
             assert np.array_equal(other.prompt_logprobs[number], rows)

@@ -25,6 +25,7 @@ import torch
 
 from vlm_serve.cache.logprobs import row_type
 from vlm_serve.cache.records import LogprobRows
+from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.plan import Sampled, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.preprocess.keys import PromptKeys
 from vlm_serve.preprocess.prompt import MediaSpan, Modality, Prompt
@@ -173,6 +174,14 @@ def logprob_rows(digests: Sequence[bytes], start: int, end: int, top: int) -> Lo
     return rows
 
 
+def _rows_after(slices: tuple[Slice, ...], strike: int) -> RowsAfter:
+    """What is in the rows of drafted slices when the one at `strike`, -1 for none, was not run."""
+    drafted = [index for index, item in enumerate(slices) if item.kind == "verify"]
+    if strike < 0 or strike > max(drafted, default=-1):
+        return "folded"
+    return "mixed" if strike > min(drafted) else "whole"
+
+
 class _Known:
     """What has reached an executor of a sequence: tokens as digests of their prefixes."""
 
@@ -243,6 +252,8 @@ class SymbolicExecutor:
         self.has_state = has_state
         self.fail_next = False
         self.poisonous: set[int] = set()
+        self.strike: int | None = None
+        self.struck = -1
         self.tokens_computed = 0
         self.rows_computed = 0
         self._rng = rng
@@ -272,11 +283,15 @@ class SymbolicExecutor:
             self.kv[destination][:count] = self.kv[source][:count]
         for encode in plan.encodes:
             self.embeddings[encode.slot] = bytes(encode.pixels.tolist())
-        strike = self._rng.randrange(len(plan.slices) + 1) if self.fail_next else -1
+        if self.fail_next and self.strike is None:
+            self.strike = self._rng.randrange(len(plan.slices) + 1)
+        strike = -1 if self.strike is None else self.strike
+        self.strike = None
         poisoned = any(item.sequence in self.poisonous for item in plan.slices)
         sampled: dict[int, tuple[Sampled, ...]] = {}
         writes: set[tuple[int, int]] = set()
         rows_written: set[int] = set()
+        drafts: dict[int, tuple[int, ...]] = {}
         for index, item in enumerate(plan.slices):
             if index == strike:
                 break
@@ -285,16 +300,19 @@ class SymbolicExecutor:
             self._compute(item, known, writes, rows_written)
             if item.kind == "verify":
                 sampled[item.sequence] = self._verify(item, known)
+                drafts |= self._drafts(item, known, sampled[item.sequence])
                 continue
             for task in item.samples:
                 assert task.position == item.end - len(known.info.token_ids)
                 seed = self._known[task.sequence].info.seed
                 sampled[task.sequence] = (Sampled(next_token(known.digests[item.end], seed), {}),)
+            drafts |= self._drafts(item, known, sampled.get(item.sequence, ()))
         if self.fail_next or poisoned:
             self.fail_next = False
-            raise InjectedFailure
+            self.struck = strike
+            raise StepError(InjectedFailure(), _rows_after(plan.slices, strike))
         self.tokens_computed += plan.num_tokens
-        return StepOutput(sampled, self._experts(plan), self._logprobs(plan))
+        return StepOutput(sampled, self._experts(plan), self._logprobs(plan), drafts)
 
     def _logprobs(self, plan: StepPlan) -> dict[int, LogprobRows]:
         reports = {}
@@ -328,6 +346,20 @@ class SymbolicExecutor:
         known.certain = item.start + len(sampled)
         self.drafts_accepted += len(sampled) - 1
         return sampled
+
+    def _drafts(
+        self, item: Slice, known: _Known, sampled: tuple[Sampled, ...]
+    ) -> dict[int, tuple[int, ...]]:
+        """As many as are wanted, some of them wrong; there must be blocks for them."""
+        if not item.drafts:
+            return {}
+        assert len(known.table) * self.block_size >= item.end + item.drafts
+        last = item.start + len(sampled) if item.kind == "verify" else item.end
+        digest, found = extended(known.digests[last], sampled[-1].token_id), list[int]()
+        for _ in range(item.drafts):
+            found.append(next_token(digest, known.info.seed) ^ (digest[0] % 4 == 0))
+            digest = extended(digest, found[-1])
+        return {item.sequence: tuple(found)}
 
     def _experts(self, plan: StepPlan) -> dict[int, npt.NDArray[np.uint8]]:
         """As the real executor: nobody's rows, or those of the whole step."""

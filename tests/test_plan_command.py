@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,26 @@ def test_drafts_cost_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["plan", "--model", model, "--speculative", "suffix"]) == 0
     text = capsys.readouterr().out
     assert "draft updates" in text and "draft texts" in text
+
+
+def test_the_layer_that_drafts_is_in_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another attention layer in every block, a hidden state in every row, and what prompts pay."""
+    raw = json.loads((DATA / "qwen3.5-4b.json").read_text())
+    raw["text_config"]["mtp_num_hidden_layers"] = 1
+    path = tmp_path / "with.json"
+    path.write_text(json.dumps(raw))
+    flags = ("--dtype", "bfloat16", "--block-size", "64")
+    plain = _plan(capsys, "qwen3.5-4b.json", *flags)
+    assert main(["plan", "--model", str(path), "--json", "--speculative", "mtp", *flags]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    hidden = raw["text_config"]["hidden_size"]
+    width = 4 if plan["types"]["compute"] == "float32" else 2
+    assert plan["block_bytes"] * 8 == plain["block_bytes"] * 9
+    assert plan["snapshot_bytes"] == plain["snapshot_bytes"] + hidden * width
+    assert plan["weights"]["projections"] > plain["weights"]["projections"]
+    assert main(["plan", "--model", str(path), "--speculative", "mtp", *flags]) == 0
+    price = re.search(r"prompts cost (\d+\.\d)% more", capsys.readouterr().out)
+    assert price is not None and 3 < float(price[1]) < 9
+    assert main(["plan", "--model", str(DATA / "qwen3.5-4b.json"), "--speculative", "mtp"]) == 2

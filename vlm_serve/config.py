@@ -241,10 +241,11 @@ class EngineConfig:
         "off",
         "where drafts of the next tokens come from, several of which one step verifies: suffix "
         "finds them in the sequence's own text, in a request's prediction and in earlier answers "
-        "to the same tenant. Drafts change no token",
+        "to the same tenant; mtp takes them from the checkpoint's multi-token-prediction layer. "
+        "Drafts change no token",
         group=_SCHEDULER,
         kind="text",
-        choices=("off", "suffix"),
+        choices=("off", "suffix", "mtp", "mtp,suffix"),
     )
     speculative_tokens: int = option(
         7,

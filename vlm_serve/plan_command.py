@@ -11,7 +11,7 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic, decide
-from vlm_serve.engine.build import find_checkpoint, longest_context, with_block_size
+from vlm_serve.engine.build import find_checkpoint, longest_context, with_block_size, with_mtp
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
@@ -25,7 +25,7 @@ from vlm_serve.engine.memory import (
 from vlm_serve.engine.ranks.start import slot_bytes
 from vlm_serve.engine.step_paths import find_backend
 from vlm_serve.models import ModelSpec, read_spec
-from vlm_serve.models.weight_sizes import WeightBytes, weight_bytes
+from vlm_serve.models.weight_sizes import WeightBytes, prompt_price, weight_bytes
 from vlm_serve.options import format_size
 
 TABLE_INTERVALS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -67,7 +67,8 @@ def make(model: str, config: EngineConfig) -> Plan:
     config, ranks = with_block_size(config, model), config.tensor_parallel_size
     named = Path(model).suffix == ".json"
     spec = read_spec(model if named else find_checkpoint(model, configs_only=True))
-    layout = spec.cache_layout(ranks)
+    mtp = with_mtp(config, spec)
+    layout = spec.cache_layout(ranks, mtp=mtp)
     device = _device(config.device)
     backend = find_backend(config, device, build=False)
     arithmetic = decide(config, spec.dtype, backend)
@@ -86,6 +87,7 @@ def make(model: str, config: EngineConfig) -> Plan:
             device=device,
             compiled=backend.compiled,
             tensor_parallel=ranks,
+            drafts=mtp,
         ),
         memory=memory,
         rows=tuple(
@@ -151,6 +153,7 @@ def render(plan: Plan) -> str:
             f"{memory.cache_memory / _MIB:.0f} MiB pays for blocks and snapshots; "
             "the rest comes on top",
         ),
+        *_drafts(plan),
         *_tiers(plan.config),
         ("tokens", str(memory.tokens)),
         ("context", f"{plan.max_model_len} tokens"),
@@ -179,7 +182,7 @@ def _buckets(plan: Plan) -> list[str]:
     ]
     if memory.num_updates:
         lines.append(_bucket("draft updates", memory.num_updates, memory.update_bytes))
-    if plan.config.speculative != "off":
+    if "suffix" in plan.config.speculative:
         lines.append(f"{'draft texts':<18}{'up to':>7}{'':>18}{_mib(ANSWER_BYTES)}")
     if plan.embedding_bytes:
         tokens = EMBEDDING_CACHE_BYTES // plan.embedding_bytes
@@ -200,6 +203,14 @@ def _ranks(plan: Plan) -> list[tuple[str, str]]:
     exchange = format_size(2 * slot_bytes(plan.model, config))
     text = f"{config.tensor_parallel_size}; all sizes are of one of them, which has up to "
     return [("ranks", f"{text}{exchange} more for what it tells the others")]
+
+
+def _drafts(plan: Plan) -> list[tuple[str, str]]:
+    """What the model's own layer for drafts costs, if it is used."""
+    if "mtp" not in plan.config.speculative:
+        return []
+    price = f"prompts cost {prompt_price(plan.model):.1%} more; its KV and states are in the above"
+    return [("mtp", price)]
 
 
 def _tiers(config: EngineConfig) -> list[tuple[str, str]]:

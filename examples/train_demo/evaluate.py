@@ -3,7 +3,8 @@
 
 Greedy, through `vlm_serve.Pipeline`, on pictures and videos from seeds never trained on. The
 output is the same every time. `--compare` asks everything again without prefix caching, and some of
-it of transformers, and counts the answers that differ in any token.
+it of transformers, and counts the answers that differ in any token. `--drafts` says how many drafts
+hold and what they are worth, by where they come from.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from demo_cases import Case, image_cases, video_cases
+from demo_drafts import print_drafts
 from demo_reference import reference_tokens
 from demo_schemas import SchemaCase, schema_cases
 
@@ -113,12 +115,16 @@ def evaluate(model: str, images: int, videos: int, seed: int, *, compare: bool, 
         compare_with_transformers(model, images, videos, seed)
 
 
+def directory(model: str) -> Path:
+    """Of a built-in checkpoint, or any."""
+    if model in BUILT_IN:
+        return Path(vlm_serve.__file__).parent / "demo" / BUILT_IN[model]
+    return Path(model)
+
+
 def compare_with_transformers(model: str, images: int, videos: int, seed: int) -> None:
     """Ask transformers one case in so many that 200 are asked in all, of all media kinds."""
-    if model in BUILT_IN:
-        checkpoint = Path(vlm_serve.__file__).parent / "demo" / BUILT_IN[model]
-    else:
-        checkpoint = Path(model)
+    checkpoint = directory(model)
     every = max(1, (images + videos) // REFERENCES)
     cases = [*islice(image_cases(images, seed), 0, None, every)]
     cases += islice(video_cases(videos, seed), 0, None, every)
@@ -147,11 +153,14 @@ def main() -> None:
     parser.add_argument("--schemas", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action="store_true", help="also uncached, and transformers")
+    parser.add_argument("--drafts", type=int, default=0, help="questions to ask with drafts")
     parser.add_argument("--show", type=int, default=0, help="how many wrong answers to print")
     args = parser.parse_args()
     for model in args.models:
         evaluate(model, args.images, args.videos, args.seed, compare=args.compare, show=args.show)
         evaluate_schemas(model, args.schemas, args.seed)
+        if args.drafts:
+            print_drafts(directory(model), args.drafts, args.seed)
 
 
 if __name__ == "__main__":

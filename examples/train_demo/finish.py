@@ -26,11 +26,14 @@ RECORDS = 0.8
 
 
 def load(checkpoint: Path, chat: ChatFormat) -> Trainee:
-    """The checkpoint's model in float32; the training aids are new and not used."""
+    """The checkpoint's model in float32, without a layer that drafts; the training aids are new and
+    not used."""
     config = json.loads((checkpoint / "config.json").read_text())
     shape = DemoShape(vocab=chat.tokenizer.get_vocab_size())
     model = Trainee(replace(shape, experts=config["text_config"].get("num_experts", 0)))
-    model.demo.load_state_dict(load_file(checkpoint / "model.safetensors"))
+    weights = load_file(checkpoint / "model.safetensors")
+    own = {name: each for name, each in weights.items() if not name.startswith("mtp.")}
+    model.demo.load_state_dict(own)
     return model
 
 

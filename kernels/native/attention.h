@@ -5,6 +5,7 @@
 // A query takes the keys from position 0 on in tiles of 64 and the tiles in parts of 512; what it
 // does not see adds nothing, and the parts are joined in their order. So its bits depend on its
 // sequence alone: not on its slice, the queries beside it, or on whether threads share its parts.
+// `first_key` slots of a sequence's table come before its first key, and count nowhere.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +24,7 @@ constexpr int64_t QUERIES = QUERY_VECS * LANES;
 
 struct Attention {
     int64_t sequences, threads, heads, kv_heads, head_dim, q_stride, q_head;
-    int64_t block_size, kv_block_stride, kv_token_stride, kv_head_stride;
+    int64_t block_size, kv_block_stride, kv_token_stride, kv_head_stride, first_key;
     double scale;
     const int64_t *offsets, *starts;
     const int32_t** tables;  // [sequences], a sequence's blocks in their order

@@ -12,7 +12,7 @@ struct Places {
 
     void find(const Attention& job, const int32_t* blocks, int64_t first, int64_t end) {
         for (int64_t j = 0; j < TILE_KEYS; ++j) {
-            const int64_t key = std::min(first + j, end - 1);
+            const int64_t key = job.first_key + std::min(first + j, end - 1);
             at[j] = blocks[key / job.block_size] * job.kv_block_stride +
                     key % job.block_size * job.kv_token_stride;
         }

@@ -8,6 +8,7 @@ import pytest
 from scheduling import BLOCK, World
 from symbolic import chain, extended, next_token
 
+from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.sequence import Sequence
 
@@ -152,7 +153,7 @@ def test_a_preempted_row_is_folded_before_it_is_anyone_elses(fails: bool) -> Non
     ((row, _, count),) = plan.folds
     assert (row, count) == (plan.slices[0].src_row, MOST + 1)
     if fails:
-        one.scheduler.fail(plan, RuntimeError())
+        one.scheduler.fail(plan, StepError(RuntimeError(), "unknown"))
         assert sequence.lease is None and sequence.num_generated == MOST + 2
     else:
         one.run(plan)
@@ -179,9 +180,38 @@ def test_a_suspect_runs_without_drafts() -> None:
     job = one.submit(5, 10, 30)
     one.run(one.plan())
     plan = one.plan()
-    one.scheduler.fail(plan, RuntimeError())
+    one.scheduler.fail(plan, StepError(RuntimeError(), "unknown"))
     plan = one.plan()
     assert [item.kind for item in plan.slices] == ["prefill"]
     one.run(replace(plan))
     assert kinds(one.plan()) == [("verify", MOST + 1)]
     assert job.sequences[0].suspect_until == 0
+
+
+@pytest.mark.parametrize("rows", ["whole", "mixed", "folded", "unknown"])
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_failed_step_of_drafts_goes_on_from_its_row(rows: RowsAfter, pending: bool) -> None:
+    """Where it is known what is in it; else the sequence starts again from the cache."""
+    one = world(wrong=0)
+    job = one.submit(5, 10, 30)
+    one.run(one.plan())
+    if pending:
+        one.run(one.plan())
+    (sequence,) = job.sequences
+    computed, plan = sequence.num_computed, one.plan()
+    (item,) = plan.slices
+    assert (item.kind, item.pending) == ("verify", int(pending))
+    if rows == "folded" and pending:
+        one.executor._fold(item.dst_row, item.updates, item.pending)
+    one.scheduler.fail(plan, StepError(RuntimeError(), rows))
+    stays = rows != "unknown" and not (rows == "mixed" and pending)
+    assert (sequence.lease is not None) == stays
+    plan = one.plan()
+    assert [each.kind for each in plan.slices] == ["decode" if stays else "prefill"]
+    assert plan.slices[0].end == computed + 1
+    assert len(plan.folds) == (stays and pending and rows == "whole")
+    one.run(plan)
+    while one.scheduler.has_work:
+        one.run(one.plan())
+    assert len(sequence.generated) == 30
+    one.cache.check()

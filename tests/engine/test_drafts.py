@@ -25,8 +25,8 @@ from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.structured_outputs import StructuredOutputs
 
 SPECS = {
-    "dense": CheckpointSpec(image_max_pixels=128 * 128),
-    "moe": CheckpointSpec(image_max_pixels=128 * 128, num_experts=4),
+    "dense": CheckpointSpec(image_max_pixels=128 * 128, mtp=True),
+    "moe": CheckpointSpec(image_max_pixels=128 * 128, num_experts=4, mtp=True),
 }
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -68,10 +68,16 @@ def visible(output: Output) -> list[Any]:
 
 @pytest.mark.parametrize("mistakes", [0.0, 0.3])
 @pytest.mark.parametrize(
-    "pool", [{"cache_memory": "64MiB"}, {"cache_memory": "320KiB", "max_num_seqs": 4}]
+    "options",
+    [
+        {"cache_memory": "64MiB"},
+        {"cache_memory": "320KiB", "max_num_seqs": 4},
+        {"cache_memory": "64MiB", "speculative": "mtp"},
+        {"cache_memory": "448KiB", "max_num_seqs": 4, "speculative": "mtp,suffix"},
+    ],
 )
 def test_answers_are_those_without(
-    checkpoint: Path, plain: Pipeline, mistakes: float, pool: dict[str, Any]
+    checkpoint: Path, plain: Pipeline, mistakes: float, options: dict[str, Any]
 ) -> None:
     """Every kind of request twice, cold and as hits, alone enough or preempting each other."""
     moe = plain.engine.spec.routing is not None
@@ -80,14 +86,13 @@ def test_answers_are_those_without(
     plain.engine.flush()
     expected = [plain.generate(*pair) for pair in zip(prompts, params, strict=True)]
     config = EngineConfig(
-        speculative="suffix",
-        prefix_cache_decode_state_interval=16,
-        **(ROOMY | pool),
+        **(ROOMY | {"speculative": "suffix", "prefix_cache_decode_state_interval": 16} | options)
     )
     with Pipeline(checkpoint, config) as pipe:
         oracle = Oracle(1, mistakes=mistakes, vocabulary=pipe.engine.spec.vocab_size)
         for prompt, output in zip(prompts, expected, strict=True):
-            oracle.tell(prompt, [choice.token_ids for choice in output.choices])
+            known = len(output.token_ids) // (2 if "mtp" in config.speculative else 1)
+            oracle.tell(prompt, [choice.token_ids[:known] for choice in output.choices])
         consult(pipe.engine, oracle)
         for _ in range(2):
             outputs = pipe.generate_many(prompts, params)
@@ -102,7 +107,7 @@ def test_answers_are_those_without(
         counts = stats["drafts"]
         assert counts["draft_tokens"] > 100
         assert (counts["accepted_tokens"] < counts["draft_tokens"]) or not mistakes
-        assert (stats["num_preemptions"] > 0) == ("max_num_seqs" in pool)
+        assert (stats["num_preemptions"] > 0) == ("max_num_seqs" in options)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -191,7 +196,7 @@ def test_a_prediction_holds_as_far_as_it_is_right() -> None:
         first = pipe.chat(asked, params)
         counts = [first.usage.accepted_prediction_tokens]
         for prediction in (first.text, "No. " + first.text, "Something else altogether."):
-            pipe.engine._scheduler.drafting._drafter = SuffixDrafter()  # type: ignore[union-attr]
+            pipe.engine._scheduler.drafting.drafters[0] = SuffixDrafter()  # type: ignore[union-attr]
             again = pipe.chat(asked, replace(params, prediction=prediction))
             assert again.token_ids == first.token_ids
             counts.append(again.usage.accepted_prediction_tokens)

@@ -17,7 +17,7 @@ from vlm_serve.kernels.native_library import FUNCTIONS
 
 OPERATIONS = (
     *("Norm", "Rotations", "Product", "Gated", "DeltaNet", "Heads", "Attend", "Sigmoid"),
-    *("Keep", "Experts", "Features", "Reduce"),
+    *("Keep", "Experts", "Features", "Hidden", "Reduce"),
 )
 STRUCTS = {
     *(kind for kinds in FUNCTIONS.values() for kind in kinds if isinstance(kind, str)),

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.models import load_model
-from vlm_serve.models.model import Decoder
+from vlm_serve.models.decoder import Decoder
 from vlm_serve.models.registry import FAMILIES, Served, spec_of
 from vlm_serve.models.weight_sizes import Shapes
 from vlm_serve.pipeline import Pipeline

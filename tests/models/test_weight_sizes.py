@@ -14,7 +14,7 @@ from make_checkpoint import make_checkpoint
 from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models import Model, load_model, read_spec
-from vlm_serve.models.model import Decoder
+from vlm_serve.models.decoder import Decoder
 from vlm_serve.models.vision import VisionTower
 from vlm_serve.models.weight_sizes import weight_bytes
 

@@ -34,14 +34,16 @@ struct Paged {
         }
     }
 
-    std::vector<T> run(const std::vector<Slice>& slices, int64_t threads) const {
+    // Keys begin with the table's slot `first_key`, counted from block `first_block` on.
+    std::vector<T> run(const std::vector<Slice>& slices, int64_t threads, int64_t first_key = 0,
+                       int64_t first_block = 0) const {
         const std::vector<T> q = queries.of(slices);
         std::vector<T> out(q.size());
         std::vector<int64_t> starts;
         std::vector<const int32_t*> tables;
         for (const Slice& slice : slices) {
             starts.push_back(slice.first);
-            tables.push_back(blocks.data() + slice.sequence * own_blocks);
+            tables.push_back(blocks.data() + slice.sequence * own_blocks + first_block);
         }
         const std::vector<int64_t> begins = offsets(slices);
         const vlm::Attention job{.sequences = (int64_t)slices.size(),
@@ -55,6 +57,7 @@ struct Paged {
                                  .kv_block_stride = own.block_size * own.kv_heads * own.dim,
                                  .kv_token_stride = own.kv_heads * own.dim,
                                  .kv_head_stride = own.dim,
+                                 .first_key = first_key,
                                  .scale = 0.125,
                                  .offsets = begins.data(),
                                  .starts = starts.data(),
@@ -76,13 +79,16 @@ static void attention(const Heads& heads, const char* kind, const std::vector<Sl
     report(BITS<T>, name,
            [&](int64_t threads) { return Digest().add(paged.run(slices, threads)); });
     const std::vector<T> company = paged.run(slices, 1);
-    const int64_t width = paged.queries.width;
+    const int64_t width = paged.queries.width, size = heads.block_size;
     int64_t end = 0;
     for (const Slice& slice : slices) {
         const std::string own = " of sequence " + std::to_string(slice.sequence) + " alone";
         const Slice last{slice.sequence, slice.first + slice.count - 1, 1};
         expect(alike(paged.run({slice}, 2), part(company, end * width, slice.count * width)),
                BITS<T>, name, "the slice" + own);
+        if (slice.first + slice.count + size + 1 <= paged.own_blocks * size)
+            expect(alike(paged.run({slice}, 2, size + 1), paged.run({slice}, 2, 1, 1)), BITS<T>,
+                   name, "a first key in the second block" + own);
         end += slice.count;
         expect(alike(paged.run({last}, 2), part(company, (end - 1) * width, width)), BITS<T>, name,
                "the last token" + own);

@@ -51,6 +51,7 @@ typename Tiny<T>::Result Tiny<T>::run(const vlm::Program& program, const std::ve
                          .folded = drafts.updates.empty() ? nullptr : drafts.folded.data(),
                          .logit_rows = last.data(),
                          .logits = result.logits.data(),
+                         .hidden = nullptr,
                          .expert_ids = ids ? result.expert_ids.data() : nullptr,
                          .media = count,
                          .media_stride = FEATURES_WIDTH,

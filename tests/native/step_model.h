@@ -279,6 +279,7 @@ class Tiny {
                                         .block_size = BLOCK,
                                         .block_stride = LAYERS * 2 * PAGE,
                                         .token_stride = KV_HEADS * DIM,
+                                        .first_key = 0,
                                         .k_pages = keys,
                                         .v_pages = values,
                                         .scale = 0.17677669529663687});

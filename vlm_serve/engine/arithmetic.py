@@ -80,7 +80,8 @@ class Types:
         scales = {"kv_scales": torch.float16} if self.kv == torch.uint8 else {}
         updates = dict.fromkeys(("update_keys", "update_changes", "update_decays"), torch.float32)
         updates["update_inputs"] = self.conv
-        return {"kv": self.kv, "conv": self.conv, "recurrent": self.state, **updates, **scales}
+        rows = {"conv": self.conv, "recurrent": self.state, "hidden": self.compute}
+        return {"kv": self.kv, **rows, **updates, **scales}
 
     def names(self) -> dict[str, str]:
         """Each type as options name it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic, decide
+from vlm_serve.engine.drafts.base import Drafter
 from vlm_serve.engine.drafts.lengths import CostCurve
+from vlm_serve.engine.drafts.measuring import measure_passes
+from vlm_serve.engine.drafts.mtp import MtpDrafter
 from vlm_serve.engine.drafts.suffix import SuffixDrafter
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.media import MediaPlanner
@@ -42,6 +46,7 @@ from vlm_serve.engine.tier_loading import make_tiers
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
+from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.weight_sizes import weight_bytes
 from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
@@ -72,9 +77,10 @@ def build(
         torch.set_num_threads(config.threads)
     path = find_checkpoint(model)
     spec, size = read_spec(path), config.tensor_parallel_size
-    layout = spec.cache_layout(size)
+    mtp = with_mtp(config, spec)
+    layout = spec.cache_layout(size, mtp=mtp)
     device = _device(config.device)
-    with_graphs = graphs_wanted(config.cuda_graphs, device, size)
+    with_graphs = graphs_wanted(config.cuda_graphs, device, size) and not mtp
     backend = find_backend(config, device)
     arithmetic = decide(config, spec.dtype, backend)
     types, compiled = arithmetic.types, backend.compiled
@@ -83,7 +89,8 @@ def build(
     if device.type == "cpu":
         retain_freed_memory()
     owned = processes is None
-    loaded, processes = load(Loading(path, spec, types, device, compiled), config, processes)
+    what = Loading(path, spec, types, device, compiled, mtp)
+    loaded, processes = load(what, config, processes)
     cache_memory = config.cache_memory_bytes or default_cache_memory(device, size)
     memory = plan_memory(layout, config, types, cache_memory)
     max_model_len = longest_context(config, spec, memory)
@@ -114,11 +121,8 @@ def build(
             deterministic=config.deterministic,
             graphs=graphs,
         )
-    drafter = SuffixDrafter() if config.speculative == "suffix" else None
-    costs = None
-    if drafter is not None:
-        most = config.max_num_seqs, config.speculative_tokens + 1
-        costs = CostCurve(executor.measure(most_sequences=most[0], most_tokens=most[1]))
+    drafters = _drafters(config)
+    costs, pass_costs = _draft_costs(executor, loaded, caches, config) if drafters else (None, None)
     cache = PrefixCache(_cache_config(config, memory, layout.has_state))
     if poison:
         cache.events.block_freed.subscribe(lambda block: executor.poison_freed((block,), ()))
@@ -147,6 +151,7 @@ def build(
             device=device,
             compiled=compiled,
             tensor_parallel=size,
+            drafts=mtp,
         ),
         memory=memory,
         preprocessor=preprocessor,
@@ -161,8 +166,9 @@ def build(
             media,
             _scheduler_config(config, spec),
             fetcher,
-            drafter,
+            drafters,
             costs=costs,
+            pass_costs=pass_costs,
             never_drafted=preprocessor.media_token_ids,
         ),
         executor=executor,
@@ -179,6 +185,50 @@ def with_block_size(config: EngineConfig, model: str) -> EngineConfig:
     return replace(
         config, block_size=DEMO_BLOCK_SIZE if model in DEMO_DIRECTORIES else DEFAULT_BLOCK_SIZE
     )
+
+
+def with_mtp(config: EngineConfig, model: ModelSpec) -> bool:
+    """Whether the model's own layer for drafts is to be used.
+
+    Raises:
+        ConfigError: it is, and there is none, or CUDA graphs, which report no hidden states, were
+            asked for beside it, or several ranks.
+    """
+    if "mtp" not in config.speculative:
+        return False
+    if model.mtp is None:
+        raise ConfigError(
+            f"speculative is {config.speculative!r}, but the checkpoint's config has no "
+            "mtp_num_hidden_layers of 1",
+            param="speculative",
+        )
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"speculative {config.speculative!r} cannot run over several ranks: its drafts depend "
+            "on tokens that only the first one knows",
+            param="speculative",
+        )
+    if config.cuda_graphs:
+        raise ConfigError(
+            f"cuda_graphs cannot go together with speculative {config.speculative!r}",
+            param="cuda_graphs",
+        )
+    return True
+
+
+def _drafters(config: EngineConfig) -> list[Drafter]:
+    kinds: dict[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter, "mtp": MtpDrafter}
+    return [make() for name, make in kinds.items() if name in config.speculative.split(",")]
+
+
+def _draft_costs(
+    executor: LocalExecutor, model: Model, caches: CacheTensors, config: EngineConfig
+) -> tuple[CostCurve, CostCurve | None]:
+    """Of a step's rows, and of passes of the model's own layer for drafts if there is one."""
+    most = config.max_num_seqs
+    rows = executor.measure(most_sequences=most, most_tokens=config.speculative_tokens + 1)
+    passes = measure_passes(model, caches, most_sequences=most) if model.drafts else None
+    return CostCurve(rows), CostCurve(passes) if passes is not None else None
 
 
 def longest_context(config: EngineConfig, model: ModelSpec, memory: MemoryPlan) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Sequence as Tokens
 from dataclasses import replace
 
 from vlm_serve.engine.drafts.base import Drafter
-from vlm_serve.engine.drafts.lengths import CostCurve, Trust, share
+from vlm_serve.engine.drafts.lengths import CostCurve, Trust, depths, share
+from vlm_serve.engine.drafts.mtp import MtpDrafter
 from vlm_serve.engine.plan import Slice
 from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Sequence
@@ -44,42 +45,48 @@ class Drafting:
 
     Args:
         roster: whose planned slices are extended.
-        drafter: guesses.
+        drafters: guess; of their guesses for a sequence, those that promise most are taken.
         most: drafts of a sequence in one step.
         costs: of a step's rows.
+        pass_costs: of a pass of the model's layer for drafts, by sequences.
         state_interval: tokens between state snapshots while decoding; 0: none.
         never: tokens that are no drafts.
 
     Attributes:
         counts: what has become of drafts so far.
+        drafters: as given.
     """
 
     def __init__(
         self,
         roster: Roster,
-        drafter: Drafter,
+        drafters: Tokens[Drafter],
         *,
         most: int,
         costs: CostCurve,
+        pass_costs: CostCurve | None = None,
         state_interval: int,
         never: frozenset[int],
     ) -> None:
         self.counts = DraftCounts(most)
         self.costs = costs
+        self.pass_costs = pass_costs
+        self.drafters = list(drafters)
         self._roster = roster
-        self._drafter = drafter
         self._most = most
         self._interval = state_interval
         self._never = never
-        self._trust: dict[int, Trust] = {}
+        self._trust: dict[int, list[Trust]] = {}
+        self._used: dict[int, int] = {}
 
     def extend(self, budget: int) -> None:
-        """Makes slices of drafts of planned decode tokens; `budget`: tokens that may be added."""
+        """Makes slices of drafts of planned decode tokens; `budget`: tokens that may be added. Has
+        the model's own layer draft behind the step where nothing else is known to come."""
         planned = self._roster.planned
         wishes = [self._propose(item, budget) if item.kind == "decode" else () for item in planned]
         rows = sum(item.end - item.start for item in planned)
         decodes = sum(item.kind == "decode" for item in planned)
-        trusts = [self._trust.setdefault(item.sequence, Trust()) for item in planned]
+        trusts = [self._trusts(item.sequence)[self._used.get(item.sequence, 0)] for item in planned]
         lengths = share(
             [(trust, len(drafts)) for trust, drafts in zip(trusts, wishes, strict=True)],
             rows=rows,
@@ -90,27 +97,84 @@ class Drafting:
         for place, (item, drafts, length) in enumerate(zip(planned, wishes, lengths, strict=True)):
             if length:
                 planned[place] = self._extended(item, drafts[:length])
+        for drafter, made in enumerate(self.drafters):
+            if isinstance(made, MtpDrafter):
+                known = {
+                    item.sequence
+                    for item, drafts in zip(planned, wishes, strict=True)
+                    if drafts and self._used[item.sequence] != drafter
+                }
+                self._ask(drafter, known)
 
     def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """So many of a sequence's drafts held."""
-        self._trust[sequence.number].learn(drafted, accepted)
+        self._trusts(sequence.number)[self._used[sequence.number]].learn(drafted, accepted)
         self.counts.add(drafted, accepted)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._trust.pop(sequence.number, None)
-        self._drafter.forget(sequence)
+        self._used.pop(sequence.number, None)
+        for drafter in self.drafters:
+            drafter.forget(sequence)
 
-    def _propose(self, item: Slice, budget: int) -> Tokens[int]:
+    def take(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
+        """The model's layer has drafted what may follow all of a sequence's tokens."""
+        for drafter in self.drafters:
+            if isinstance(drafter, MtpDrafter):
+                drafter.take(sequence, drafts)
+
+    def _trusts(self, number: int) -> list[Trust]:
+        """In a sequence's drafts, by drafter."""
+        return self._trust.setdefault(number, [Trust() for _ in self.drafters])
+
+    def _propose(self, item: Slice, budget: int) -> tuple[int, ...]:
         sequence = self._roster[item.sequence]
         limit = min(budget, self._room(item, sequence))
         if limit <= 0 or sequence.request.cold or sequence.suspect_until:
             return ()
-        drafts = self._drafter.propose(sequence, limit)
+        best, most, trusts = tuple[int, ...](), 0.0, self._trusts(item.sequence)
+        for place, drafter in enumerate(self.drafters):
+            drafts = self._allowed(drafter.propose(sequence, limit))
+            promise = trusts[place].promise(len(drafts))
+            if promise > most:
+                best, most, self._used[item.sequence] = drafts, promise, place
+        return best
+
+    def _allowed(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
         for place, token in enumerate(drafts):
             if token in self._never:
                 return drafts[:place]
         return drafts
+
+    def _ask(self, drafter: int, known: set[int]) -> None:
+        """Has drafts made behind the planned slices that sample, but for the known sequences."""
+        planned, asking = self._roster.planned, list[tuple[int, int]]()
+        for place, item in enumerate(planned):
+            sequence = self._roster[item.sequence]
+            several = {task.sequence for task in item.samples} != {item.sequence}
+            if several or sequence.request.cold or sequence.suspect_until:
+                continue
+            room = min(self._most, sequence.answer.room(sequence.num_generated + 1) - 1)
+            if room > 0 and item.sequence not in known:
+                asking.append((place, room))
+        trusts = [self._trusts(planned[place].sequence)[drafter] for place, _ in asking]
+        rooms = [room for _, room in asking]
+        lengths = depths(trusts, rooms, costs=self.costs, pass_costs=self.pass_costs)
+        for (place, _), length in zip(asking, lengths, strict=True):
+            planned[place] = self._with_wish(planned[place], length)
+
+    def _with_wish(self, item: Slice, length: int) -> Slice:
+        """The slice with blocks for that many drafts, or for as many as are free."""
+        lease, cache = self._roster[item.sequence].lease, self._roster.cache
+        assert lease is not None
+        blocks = len(lease.blocks) + cache.free_block_count
+        length = min(length, blocks * cache.config.block_size - item.end)
+        if length <= 0:
+            return item
+        grown = cache.grow(lease, item.end + length)
+        assert grown, "there are free blocks"
+        return replace(item, drafts=length, blocks=tuple(lease.blocks[item.first_block :]))
 
     def _room(self, item: Slice, sequence: Sequence) -> int:
         """Drafts that would fit."""

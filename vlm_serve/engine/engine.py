@@ -102,7 +102,7 @@ class Engine:
         if grammar is None and params.structured_outputs is not None:
             grammar = self.grammars.compile(params.structured_outputs)
         encode = self.preprocessor.tokenizer.encode_plain
-        prediction = encode(params.prediction) if self.config.speculative != "off" else ()
+        prediction = encode(params.prediction) if "suffix" in self.config.speculative else ()
         request = Request(
             request_id=request_id or f"req-{secrets.token_hex(8)}",
             prompt=prompt,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
@@ -12,6 +12,25 @@ from vlm_serve.errors import EngineError
 
 class ExecutorLostError(EngineError):
     """A part of the executor is gone for good: no step can follow. The message says which one."""
+
+
+RowsAfter = Literal["whole", "mixed", "folded", "unknown"]
+
+
+class StepError(Exception):
+    """A step has raised.
+
+    Attributes:
+        cause: what.
+        rows: what is in the state rows of the slices of drafts: "whole": what was there before;
+            "folded": the pending updates too; "mixed": they, as far as the step came; "unknown":
+            whatever. What is in other rows that the step writes is never known.
+    """
+
+    def __init__(self, cause: Exception, rows: RowsAfter) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.rows = rows
 
 
 class Executor(Protocol):
@@ -33,8 +52,8 @@ class Executor(Protocol):
         """No plan will name the sequence any more."""
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """Executes one step. Raises whatever the model raises; a step that has raised may be
-        followed by any other, unless it is an ExecutorLostError."""
+        """Executes one step. Raises StepError with whatever the model raises; a step that has
+        raised may be followed by any other. Raises ExecutorLostError if no step can follow."""
 
     def watch(self, lost: Callable[[ExecutorLostError], None]) -> None:
         """Calls, from any thread, when a part of it is lost between steps."""

@@ -13,8 +13,9 @@ from vlm_serve.cache.experts import Rows
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
 from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.draft_making import DraftMaker
 from vlm_serve.engine.drafts.measuring import measure_rows
-from vlm_serve.engine.executor import ExecutorLostError
+from vlm_serve.engine.executor import ExecutorLostError, RowsAfter, StepError
 from vlm_serve.engine.plan import Encode, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.engine.prompt_rows import logprob_rows
 from vlm_serve.engine.sampler import sample
@@ -55,6 +56,8 @@ class LocalExecutor:
         self._deterministic = deterministic
         self._graphs = graphs
         self._known: dict[int, KnownSequence] = {}
+        self._rows: RowsAfter = "whole"
+        self._drafts = DraftMaker(model, caches, block_size) if model.drafts else None
         self._embeddings: dict[int, torch.Tensor] = {}
 
     def register(self, info: SequenceInfo) -> None:
@@ -72,12 +75,16 @@ class LocalExecutor:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """See `Executor.run`."""
-        with launching_on(self._caches.device):
-            return self._output(*self._compute(plan))
+        self._rows = "whole"
+        try:
+            with launching_on(self._caches.device):
+                return self._output(*self._compute(plan))
+        except Exception as error:
+            raise StepError(error, self._rows) from error
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
-        """A step whose tokens another rank chooses. Raises as `run` does."""
+        """A step whose tokens another rank chooses. Raises whatever the model raises."""
         with launching_on(self._caches.device):
             self._compute(plan)
 
@@ -103,7 +110,9 @@ class LocalExecutor:
         if self._deterministic and batch.prefill is not None:
             batch = replace(batch, deterministic=True)
         begin = time.perf_counter()
+        self._rows = "mixed"
         output = self._forward(batch)
+        self._rows = "folded"
         self.model_seconds += time.perf_counter() - begin
         return output, packed, rows
 
@@ -166,7 +175,12 @@ class LocalExecutor:
                 logits, rivals = output.logits[row : row + count], info.params.prompt_logprobs
                 reports[item.sequence] = logprob_rows(logits, following, rivals or 0)
             row += count + len({task.position for task in item.samples})
-        return StepOutput(sampled, _experts_by_sequence(output.experts, packed), reports)
+        experts, drafts = _experts_by_sequence(output.experts, packed), {}
+        if self._drafts is not None and output.hidden is not None:
+            begin = time.perf_counter()
+            drafts = self._drafts.run(packed, self._known, self._embeddings, output.hidden, sampled)
+            self.model_seconds += time.perf_counter() - begin
+        return StepOutput(sampled, experts, reports, drafts)
 
 
 def _owners(encodes: Sequence[Encode], ranks: int) -> list[int]:

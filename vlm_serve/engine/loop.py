@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from vlm_serve.engine.auditing import Auditor
-from vlm_serve.engine.executor import ExecutorLostError
+from vlm_serve.engine.executor import ExecutorLostError, StepError
 from vlm_serve.engine.inspection import Inspector
 from vlm_serve.engine.media_loading import MediaLoading
 from vlm_serve.engine.mirror import TreeMirror
@@ -231,9 +231,10 @@ class EngineLoop:
         except ExecutorLostError:
             raise
         except Exception as error:
-            if not isinstance(error, VlmServeError):
+            failure = error if isinstance(error, StepError) else StepError(error, "unknown")
+            if not isinstance(failure.cause, VlmServeError):
                 _log.exception("a step failed; its sequences are retried one by one")
-            return self._scheduler.fail(plan, error)
+            return self._scheduler.fail(plan, failure)
         return self._scheduler.commit(plan, output)
 
     def _emit(self, events: list[Event]) -> None:

@@ -91,6 +91,7 @@ class Slice:
             prompt token whose log-probability is wanted; none if the end is not beyond the start.
         updates: where the updates of a verify slice go, one for each token; -1: there is no state.
         pending: so many updates that lie there hold: they are folded into the row first.
+        drafts: so many tokens are to be drafted behind what is sampled; `blocks` cover them.
     """
 
     sequence: int
@@ -111,6 +112,7 @@ class Slice:
     reported_end: int = 0
     updates: int = -1
     pending: int = 0
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +167,10 @@ class StepOutput:
             top_k]` expert ids, uint8 up to 256 experts, else uint16.
         prompt_logprobs: of the slices that want them, a row (`cache.logprobs.row_type`) for each
             of the tokens `reported_start + 1 ... reported_end`.
+        drafts: what the slices that want some are drafted.
     """
 
     sampled: dict[int, tuple[Sampled, ...]]
     experts: dict[int, Rows] = field(default_factory=dict)
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
+    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)

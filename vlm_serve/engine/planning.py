@@ -71,8 +71,8 @@ class Planner:
         for sequence in sorted(candidates, key=lambda each: (each.prefilling, order(each))):
             budget -= self._grant(sequence, budget)
         budget = self._admit(budget)
-        if self._drafting is not None and budget > 0:
-            self._drafting.extend(budget)
+        if self._drafting is not None:
+            self._drafting.extend(max(0, budget))
         for item in roster.planned:
             if item.kind == "decode":
                 roster.fold(roster[item.sequence])

@@ -6,11 +6,14 @@ a failed step back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
+
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.drafts.base import Drafter
 from vlm_serve.engine.drafts.lengths import CostCurve
+from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta, FinishReason
 from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
@@ -31,12 +34,13 @@ class Scheduler:
         media: which spans need the vision tower, and where their embeddings are.
         config: limits.
         tiers: fetches from lower cache tiers; None: there are none.
-        drafter: guesses what comes next; None: nobody does.
+        drafters: guess what comes next; none: nobody does.
         costs: of a step's rows.
+        pass_costs: of a pass of the model's layer for drafts, by sequences.
 
     Attributes:
         running, waiting: not to be changed.
-        drafting: puts drafts into steps, if there is a drafter.
+        drafting: puts drafts into steps, if there are drafters.
     """
 
     def __init__(
@@ -45,22 +49,24 @@ class Scheduler:
         media: MediaPlanner,
         config: SchedulerConfig,
         tiers: TierFetcher | None = None,
-        drafter: Drafter | None = None,
+        drafters: Tokens[Drafter] = (),
         costs: CostCurve | None = None,
+        pass_costs: CostCurve | None = None,
         never_drafted: frozenset[int] = frozenset(),
     ) -> None:
         self._cache = cache
         self._media = media
         self._config = config
-        updates = config.speculative_tokens + 1 if drafter and cache.config.has_state else 0
+        updates = config.speculative_tokens + 1 if drafters and cache.config.has_state else 0
         self._roster = Roster(cache, media, updates=updates, max_num_seqs=config.max_num_seqs)
         self.drafting: Drafting | None = None
-        if drafter is not None:
+        if drafters:
             self.drafting = Drafting(
                 self._roster,
-                drafter,
+                drafters,
                 most=config.speculative_tokens,
                 costs=costs or CostCurve(),
+                pass_costs=pass_costs,
                 state_interval=config.decode_state_interval,
                 never=never_drafted,
             )
@@ -103,6 +109,8 @@ class Scheduler:
             self._clear_suspect(sequence)
             if item.samples:
                 events += self._accept(sequence, output)
+            if item.drafts:
+                self._take_drafts(sequence, output)
             sequence.check_lengths()
         return events + self._end_slow_grammars()
 
@@ -150,7 +158,16 @@ class Scheduler:
         self.drafting.settle(sequence, drafted, min(taken, len(sampled) - 1))
         if sequence.answer.finish_reason is not None:
             self._remove(sequence)
+        elif item.drafts:
+            self._take_drafts(sequence, output)
         return events
+
+    def _take_drafts(self, sequence: Sequence, output: StepOutput) -> None:
+        """What the step has drafted behind its tokens, and the blocks back that it needed."""
+        assert self.drafting is not None
+        if sequence.lease is not None:
+            self._cache.shrink(sequence.lease, sequence.num_computed)
+            self.drafting.take(sequence, output.drafts[sequence.number])
 
     def _remove(self, sequence: Sequence) -> None:
         self._roster.remove(sequence)
@@ -172,21 +189,23 @@ class Scheduler:
                 events += self.end(sequence.job, failure)
         return events
 
-    def fail(self, plan: StepPlan, error: Exception) -> list[Event]:
+    def fail(self, plan: StepPlan, failure: StepError) -> list[Event]:
         """Takes a failed step back. State rows are updated in place, so every sequence of the step
-        starts again from the cache, alone; one that fails alone is ended with the error."""
+        starts again from the cache, alone; one that fails alone is ended with the error. Drafts
+        leave rows alone: where it is known what is in them, their sequences go on from there."""
         self._media.abandon_step()
         folded_rows = {row for row, _, _ in plan.folds}
         self._roster.drop_suspended(folded_rows)
         # Of drafts nobody knows whether they would have held.
+        items = {item.sequence: item for item in plan.slices}
         ends = {
-            item.sequence: item.start + 1 if item.kind == "verify" else item.end
-            for item in plan.slices
+            number: item.start + 1 if item.kind == "verify" else item.end
+            for number, item in items.items()
         }
         first = self._roster[next(iter(ends))]
         if len(ends) == 1 and first.suspect_until:
             self._roster.forget_row_copies()
-            return self._end_with_error(first, error)
+            return self._end_with_error(first, failure.cause)
         unborn_rows = folded_rows | {destination for _, destination in plan.row_copies}
         for sequence in list(self.running):
             assert sequence.lease is not None
@@ -194,11 +213,24 @@ class Scheduler:
                 sequence.suspect_until = max(ends[sequence.number], sequence.suspect_until)
                 if sequence not in self._roster.suspects:
                     self._roster.suspects.append(sequence)
+                if self._goes_on(items[sequence.number], failure.rows):
+                    continue
             elif sequence.lease.row not in unborn_rows:
                 continue
             self._roster.restart(sequence)
         self._roster.forget_row_copies()
         return []
+
+    def _goes_on(self, item: Slice, rows: RowsAfter) -> bool:
+        """Whether a sequence of a failed step keeps its row: only drafts leave a sound one."""
+        if item.kind != "verify" or rows == "unknown" or (item.pending and rows == "mixed"):
+            return False
+        sequence = self._roster[item.sequence]
+        assert sequence.lease is not None
+        if rows != "whole":
+            sequence.pending = 0
+        self._cache.shrink(sequence.lease, sequence.num_computed)
+        return True
 
     def end(self, job: Job, failure: VlmServeError | None = None) -> list[Event]:
         """Ends every unfinished choice of a request, at the caller's wish or with an error, and

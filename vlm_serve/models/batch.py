@@ -54,7 +54,9 @@ class ForwardBatch:
 @dataclass(frozen=True)
 class ForwardOutput:
     """logits: float32 `[R, vocab]`; experts: `[T, moe_layers, top_k]` uint8 (up to 256 experts)
-    or int16/uint16, or None."""
+    or int16/uint16, or None; hidden: `[T, hidden]` behind the final norm in the type of
+    activations, of a model with a layer that drafts from them, else None."""
 
     logits: torch.Tensor
     experts: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None

@@ -26,22 +26,24 @@ class Pool:
     """One kind of memory.
 
     Attributes:
-        kind: "kv", "kv_scales", "conv", "recurrent", and "update_keys", "update_changes",
+        kind: "kv", "kv_scales", "conv", "recurrent", "hidden", and "update_keys", "update_changes",
             "update_decays", "update_inputs".
         unit: whether a block of tokens, a sequence's state row or a drafted token whose state has
             yet to be written has an entry.
         entry: shape of one layer's.
-        split: the dimension of the entry that tensor parallelism shares out; where it is smaller
-            than the number of ranks, each of them has one.
+        split: the dimension of the entry that tensor parallelism shares out, None for none; where
+            it is smaller than the number of ranks, each of them has one.
     """
 
     kind: str
     unit: Unit
     entry: tuple[int, ...]
-    split: int
+    split: int | None
 
     def of_rank(self, ranks: int) -> Pool:
         """The pool of one of so many ranks."""
+        if self.split is None:
+            return self
         sizes = list(self.entry)
         sizes[self.split] = max(1, sizes[self.split] // ranks)
         return replace(self, entry=tuple(sizes))
@@ -134,7 +136,8 @@ class CacheTensors:
             block_size, kv_heads, head_dim]`, "kv_scales" float16 `[blocks, layers, 4, block_size,
             kv_heads]` (k scale, k zero, v scale, v zero; int8 only), "conv" `[rows, layers,
             channels, taps - 1]`, oldest first, "recurrent" `[rows, layers, value_heads, key_dim,
-            value_dim]`; the updates' are `[updates, layers, ...]`, see `Updates`.
+            value_dim]`, "hidden" `[rows, 1, hidden]`; those of updates are `[updates, layers,
+            ...]`, see `Updates`.
         num_rows: 0 without state layers.
         num_updates: entries for drafted tokens; 0 without drafts.
         device: of all of them.

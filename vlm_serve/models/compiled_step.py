@@ -47,11 +47,14 @@ class CompiledStep:
     def __init__(self, program: Program, caches: CacheTensors) -> None:
         self._program = program, program.record()
         self._folding = program.record("DeltaNet")
+        self._reports_hidden = program.reports_hidden
         self._caches = caches
         self._bits = 8 * program.dtype.itemsize
         load()
 
-    def run(self, batch: ForwardBatch, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(
+        self, batch: ForwardBatch, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """One forward.
 
         Args:
@@ -59,7 +62,8 @@ class CompiledStep:
             x: `[T, hidden]` embeddings in the dtype of activations, contiguous.
 
         Returns:
-            (float32 logits `[R, vocab]`, int64 `[T, layers, top_k]` expert ids if they are wanted).
+            (float32 logits `[R, vocab]`, int64 `[T, layers, top_k]` expert ids if they are wanted,
+            `[T, hidden]` in the dtype of x if the program reports hidden states).
 
         Raises:
             KernelArgumentError: a row or block outside of the pools, as from the kernels.
@@ -71,6 +75,7 @@ class CompiledStep:
         ids = None
         if batch.capture_experts and program.top_k:
             ids = torch.empty(tokens, program.expert_layers, program.top_k, dtype=torch.int64)
+        hidden = torch.empty_like(x) if self._reports_hidden else None
         layout, positions = _Layout(batch, tokens, self._caches), batch.positions.contiguous()
         media = _Media(batch, x.dtype)
         step = _Step(
@@ -83,12 +88,13 @@ class CompiledStep:
             slots=batch.slots.data_ptr(),
             logit_rows=batch.logit_rows.data_ptr(),
             logits=logits.data_ptr(),
+            hidden=None if hidden is None else hidden.data_ptr(),
             expert_ids=None if ids is None else ids.data_ptr(),
             **layout.addresses(),
             **media.fields(),
         )
         call("vlm_step", ctypes.byref(program), ctypes.byref(step), self._bits)
-        return logits, ids
+        return logits, ids, hidden
 
     def fold(self, folds: Sequence[tuple[int, int, int]]) -> None:
         """See `Model.fold`; the arguments are checked there. A step of no tokens."""

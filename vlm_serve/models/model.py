@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 
 from vlm_serve.kernels.checks import check_folds
 from vlm_serve.kernels.dispatch import compiled_kernels
-from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.kernels.rope import mrope_cos_sin
@@ -20,9 +18,11 @@ from vlm_serve.kernels.rope.compiled import axes
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.compiled_step import CompiledStep
+from vlm_serve.models.decoder import Decoder
 from vlm_serve.models.files import resolve_checkpoint
 from vlm_serve.models.fingerprint import fingerprint
-from vlm_serve.models.parts.base import LoadedFeedForward, LoadedMixer, Loader, Step, load_norm
+from vlm_serve.models.mtp import Predictor
+from vlm_serve.models.parts.base import Step
 from vlm_serve.models.program import Program
 from vlm_serve.models.registry import read_spec
 from vlm_serve.models.spec import ModelSpec
@@ -30,46 +30,6 @@ from vlm_serve.models.vision import Grid, VisionTower
 from vlm_serve.models.weights import Weights
 
 _MOST_UINT8_EXPERTS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder layer: norm, token mixer, norm, feed-forward."""
-
-    input_norm: torch.Tensor
-    mixer: LoadedMixer
-    post_norm: torch.Tensor
-    feed_forward: LoadedFeedForward
-
-
-class Decoder:
-    """The weights of a language model.
-
-    Args:
-        spec: the model.
-        source: where they come from.
-        prefix: of their names, but for the head's.
-        head: name of the output projection's; None: the embeddings are tied.
-    """
-
-    def __init__(self, spec: ModelSpec, source: Loader, prefix: str, head: str | None) -> None:
-        hidden, norm = spec.hidden_size, spec.norm
-        table, shape = f"{prefix}embed_tokens.weight", (spec.vocab_size, hidden)
-        self.embedding = source.embedding(table, shape)
-        own = source.ranks.share(spec.vocab_size)
-        self.head: Linear = source.linear(Part(head or table, shape, (own,)))
-        self.layers = tuple(
-            Layer(
-                input_norm=load_norm(source, f"{name}.{spec.input_norm}", hidden, norm),
-                mixer=layer.mixer.load(source, name, hidden, norm),
-                post_norm=load_norm(source, f"{name}.{spec.post_norm}", hidden, norm),
-                feed_forward=layer.feed_forward.load(source, name, hidden),
-            )
-            for layer, name in (
-                (layer, f"{prefix}layers.{index}") for index, layer in enumerate(spec.layers)
-            )
-        )
-        self.norm = load_norm(source, f"{prefix}norm", hidden, norm)
 
 
 class Model:
@@ -83,9 +43,13 @@ class Model:
         device: where it runs.
         compiled: whether compiled CPU code multiplies.
         ranks: who share its language model; the vision tower is whole on each of them.
+        drafts: whether its multi-token-prediction layer is loaded; forwards report hidden states
+            then.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, identity: bytes) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, identity: bytes, *, drafts: bool = False
+    ) -> None:
         self.spec = spec
         self.fingerprint = identity
         self.weight_dtype = weights.dtype
@@ -98,6 +62,8 @@ class Model:
         exponents = torch.arange(0, spec.rope.rotary_dim, 2, dtype=torch.float)
         inv_freq = 1.0 / (spec.rope.theta ** (exponents / spec.rope.rotary_dim))
         self._inv_freq = inv_freq.to(self.device)
+        self._predictor = Predictor(spec, weights) if drafts else None
+        self.drafts = drafts
         self._vision = None
         if spec.vision is not None:
             self._vision = VisionTower(
@@ -118,17 +84,25 @@ class Model:
         eps = spec.norm.eps
         program.rotate(self._inv_freq, axes(len(self._inv_freq), spec.rope.sections))
         layers = zip(self._decoder.layers, self._bind(caches), strict=True)
+        last = None if self.drafts else self._decoder.layers[-1]
         for index, (layer, cache) in enumerate(layers):
             program.norm(layer.input_norm, eps)
-            layer.mixer.lower(program, cache, last=layer is self._decoder.layers[-1])
+            layer.mixer.lower(program, cache, last=layer is last)
             program.norm(layer.post_norm, eps)
             layer.feed_forward.lower(program)
             if index < spec.media_features:
                 program.features(index)
-        program.keep(program.normed, 0, reporting=True)
+        if not self.drafts:
+            program.keep(program.normed, 0, reporting=True)
         program.norm(self._decoder.norm, eps)
+        if self.drafts:
+            program.hidden()
+            for reporting in (False, True):
+                program.keep(program.normed, spec.hidden_size, reporting=reporting)
         program.logits(self._decoder.head)
         self._compiled_step = CompiledStep(program, caches)
+        if self._predictor is not None:
+            self._predictor.compile(caches, self._inv_freq, self._decoder.head)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
@@ -138,11 +112,34 @@ class Model:
         Raises whatever an op raises; the state rows written so far are then undefined.
         """
         if caches is self._caches and self._compiled_step is not None:
-            logits, ids = self._compiled_step.run(batch, self._embed(batch))
+            logits, ids, hidden = self._compiled_step.run(batch, self._embed(batch))
             logits = self.ranks.columns(logits, self.spec.vocab_size)
-            return ForwardOutput(logits, None if ids is None else self._narrow(ids))
+            return ForwardOutput(logits, None if ids is None else self._narrow(ids), hidden)
         with compiled_kernels(self.compiled):
             return self._by_ops(batch, caches)
+
+    @torch.inference_mode()
+    def draft(
+        self, batch: ForwardBatch, before: torch.Tensor, caches: CacheTensors
+    ) -> ForwardOutput:
+        """One forward of the multi-token-prediction layer, which writes its own KV.
+
+        Args:
+            batch: the tokens as slices of prefills without state rows, none of them a sequence's
+                first. `positions` are those of the tokens before, and `starts` count the keys
+                before a slice, which are one less than the tokens.
+            before: `[T, hidden]`, what comes before each token: the model's hidden state, or for
+                drafts in a row this layer's own.
+            caches: the pools.
+
+        Returns:
+            Logits of the token behind, and hidden states, of the batch's `logit_rows`.
+        """
+        assert self._predictor is not None, "loaded without drafts"
+        with compiled_kernels(self.compiled):
+            return self._predictor.forward(
+                batch, self._embed(batch), before, caches, self._inv_freq, self._decoder.head
+            )
 
     @torch.inference_mode()
     def fold(self, caches: CacheTensors, folds: Sequence[tuple[int, int, int]]) -> None:
@@ -195,7 +192,7 @@ class Model:
         routed: list[torch.Tensor] = []
         for index, (layer, cache) in enumerate(zip(layers, self._bind(caches), strict=True)):
             # Behind the last token mixer only the rows with wanted logits matter.
-            last = layer is layers[-1] and not batch.capture_experts
+            last = layer is layers[-1] and not (batch.capture_experts or self.drafts)
             keep = batch.logit_rows if last else None
             x = layer.mixer.apply(rms_norm(x, layer.input_norm, eps), x, cache, step, keep)
             x, ids = layer.feed_forward.apply(rms_norm(x, layer.post_norm, eps), x, step)
@@ -203,14 +200,16 @@ class Model:
                 routed.append(ids)
             if index < self.spec.media_features:
                 self._add_features(x, batch, index)
-        if batch.capture_experts:
+        if batch.capture_experts and not self.drafts:
             x = x[batch.logit_rows]
-        last_normed = rms_norm(x, self._decoder.norm, eps)
-        logits = self._decoder.head(last_normed, deterministic=batch.deterministic).float()
+        normed = rms_norm(x, self._decoder.norm, eps)
+        hidden = normed if self.drafts else None
+        rows = normed[batch.logit_rows] if self.drafts else normed
+        logits = self._decoder.head(rows, deterministic=batch.deterministic).float()
         logits = self.ranks.columns(logits, self.spec.vocab_size)
         if not routed or not batch.capture_experts:
-            return ForwardOutput(logits)
-        return ForwardOutput(logits, self._narrow(torch.stack(routed, dim=1)))
+            return ForwardOutput(logits, hidden=hidden)
+        return ForwardOutput(logits, self._narrow(torch.stack(routed, dim=1)), hidden)
 
     def encode_media(
         self, patches: torch.Tensor, grids: Sequence[Grid], deterministic: bool = False
@@ -251,6 +250,7 @@ def load_model(
     compute_dtype: torch.dtype | None = None,
     compiled: bool = False,
     ranks: Ranks = ALONE,
+    drafts: bool = False,
 ) -> Model:
     """Load a checkpoint.
 
@@ -263,6 +263,7 @@ def load_model(
             one: float32 with any dtype.
         compiled: whether compiled CPU code is to compute what it can.
         ranks: who share the model: only this rank's part is read.
+        drafts: whether to load its multi-token-prediction layer too; the spec has one.
 
     Raises:
         ModelNotFoundError: no such checkpoint.
@@ -278,4 +279,4 @@ def load_model(
         compiled=compiled,
         ranks=ranks,
     )
-    return Model(read_spec(directory), weights, fingerprint(directory))
+    return Model(read_spec(directory), weights, fingerprint(directory), drafts=drafts)

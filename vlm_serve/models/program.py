@@ -38,22 +38,28 @@ class Program:
         dtype: of activations.
         hidden: width of the residual.
         ranks: who share the model.
+        first_key: slots of a sequence's table before its first key.
 
     Attributes:
         residual: float32, what layers add to; it begins as the embeddings.
         normed: where norms of the residual go.
         shared: whether ranks share the model.
         cos, sin: float32, angles of every token, once `rotate` has been called.
+        reports_hidden: whether `hidden` has been called.
 
     Raises:
         UnsupportedError: from every method: a size, type or layout that compiled code does not
             know.
     """
 
-    def __init__(self, dtype: torch.dtype, hidden: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, dtype: torch.dtype, hidden: int, ranks: Ranks = ALONE, *, first_key: int = 0
+    ) -> None:
         if dtype not in DTYPES:
             raise UnsupportedError(f"activations in {dtype}")
         self.dtype = dtype
+        self.first_key = first_key
+        self.reports_hidden = False
         self.shared = ranks.shared
         self._ranks = ranks.record()
         if ranks.shared and self._ranks is None:
@@ -123,6 +129,11 @@ class Program:
         """The step's logits, from `normed`."""
         self._vocab = head.columns
         self.product(head, self.normed, View(), "LOGITS")
+
+    def hidden(self) -> None:
+        """The step's hidden states, from `normed`."""
+        self.reports_hidden = True
+        self.emit("Hidden", x=self.normed, width=self._hidden)
 
     def gated(self, gate: Linear, up: Linear) -> View:
         """silu(gate(normed)) * up(normed)."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vlm_serve.errors import ConfigError
-from vlm_serve.models.cache_layout import CacheLayout
+from vlm_serve.models.cache_layout import CacheLayout, Pool
 from vlm_serve.models.parts.base import FeedForward, Mixer, Norm, Routing
 from vlm_serve.preprocess.family import Family
 
@@ -69,6 +69,7 @@ class ModelSpec:
         dtype: of the checkpoint's weights.
         family: what its tokenizer and its chat template agree on.
         input_norm, post_norm: names of a layer's norms in the checkpoint.
+        mtp: the layer that drafts the token after next (`mtp.py`); None: there is none.
         generation: the content of generation_config.json: defaults of sampling.
     """
 
@@ -84,6 +85,7 @@ class ModelSpec:
     family: Family
     input_norm: str = "input_layernorm"
     post_norm: str = "post_attention_layernorm"
+    mtp: LayerSpec | None = None
     generation: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -108,8 +110,9 @@ class ModelSpec:
         """Numbers that stand for a token of a medium: its embedding, then its features."""
         return (1 + self.media_features) * self.hidden_size
 
-    def cache_layout(self, ranks: int = 1) -> CacheLayout:
-        """The pools that one of `ranks` ranks holds.
+    def cache_layout(self, ranks: int = 1, *, mtp: bool = False) -> CacheLayout:
+        """The pools that one of `ranks` ranks holds; with `mtp` also those of the layer that
+        drafts, behind all others: its KV, and in every state row the last token's hidden state.
 
         Raises:
             ConfigError: the heads cannot be shared out.
@@ -124,4 +127,9 @@ class ModelSpec:
                         f"tensor_parallel_size: {count} {name} cannot be split over {ranks} ranks",
                         param="tensor_parallel_size",
                     )
-        return CacheLayout.of((layer.mixer.pools() for layer in self.layers), ranks)
+        pools = [layer.mixer.pools() for layer in self.layers]
+        if mtp:
+            assert self.mtp is not None
+            hidden = Pool("hidden", "row", (self.hidden_size,), split=None)
+            pools.append((*self.mtp.mixer.pools(), hidden))
+        return CacheLayout.of(pools, ranks)

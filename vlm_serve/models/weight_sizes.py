@@ -14,7 +14,8 @@ from vlm_serve.kernels.linear.base import shape
 from vlm_serve.kernels.linear.dense import PANEL
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.ranks import ALONE, Ranks
-from vlm_serve.models.model import Decoder
+from vlm_serve.models.decoder import Decoder, load_layer
+from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.models.vision import VisionTower
 from vlm_serve.options import format_size
@@ -123,6 +124,7 @@ def weight_bytes(
     device: torch.device,
     compiled: bool,
     tensor_parallel: int = 1,
+    drafts: bool = False,
 ) -> WeightBytes:
     """The sizes, to within one percent of what a loaded model has.
 
@@ -134,12 +136,15 @@ def weight_bytes(
         compiled: whether they are packed for compiled CPU kernels, in whole panels.
         tensor_parallel: ranks that share the language model; the vision tower is on each. The
             sizes are those of the last rank, which has the larger part of what cannot be halved.
+        drafts: with the multi-token-prediction layer.
     """
     ranks = Ranks(tensor_parallel - 1, tensor_parallel)
     mapped = device.type == "cpu" and weights == spec.dtype
     own = len(ranks.share(spec.vocab_size))
     text, vision = (Shapes(weights, compute, device, compiled, ranks) for _ in range(2))
     Decoder(spec, text, "", None)
+    if drafts:
+        Predictor(spec, text)
     if spec.vision is not None:
         VisionTower(spec.vision, vision, "", compute)
     return WeightBytes(
@@ -147,4 +152,29 @@ def weight_bytes(
         table=text.table if mapped else text.table * own // spec.vocab_size,
         others=text.others + vision.others,
         mapped=mapped,
+    )
+
+
+def prompt_price(spec: ModelSpec) -> float:
+    """What the layer that drafts adds to the multiplications by weights that a prompt's token
+    takes, as a share of them: the layer itself, and the last layer's feed-forward, which else runs
+    for a prompt's last token alone."""
+    last = Shapes(spec.dtype)
+    spec.layers[-1].feed_forward.load(last, "", spec.hidden_size)
+    drafting, whole = Shapes(spec.dtype), Shapes(spec.dtype)
+    Predictor(spec, drafting)
+    for index, layer in enumerate(spec.layers):
+        load_layer(spec, layer, whole, str(index))
+    more = _multiplications(spec, last) + _multiplications(spec, drafting)
+    return more / (_multiplications(spec, whole) - _multiplications(spec, last))
+
+
+def _multiplications(spec: ModelSpec, shapes: Shapes) -> float:
+    """Of one token by all matrices; it goes through `top_k` of its routed experts."""
+    routing = spec.routing
+    share = routing.top_k / routing.num_experts if routing is not None else 1.0
+    return sum(
+        prod(shape) * (share if ".experts." in name else 1.0)
+        for name, shape in shapes.of_tensors.items()
+        if len(shape) > 1
     )

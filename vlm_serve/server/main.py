@@ -15,6 +15,7 @@ from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES, MemoryPlan
 from vlm_serve.engine.ranks.start import slot_bytes
+from vlm_serve.models.weight_sizes import prompt_price
 from vlm_serve.options import format_size
 from vlm_serve.server.bounds import total
 from vlm_serve.server.browsers import is_loopback
@@ -122,7 +123,7 @@ def startup_rows(
     yield "live states", f"{memory.num_live_rows}, {format_size(memory.live_state_bytes)} on top"
     yield "logprobs", f"of prompts, up to {format_size(LOGPROB_CACHE_BYTES)} on top"
     if options.speculative != "off":
-        yield "drafts", _drafts(options, memory)
+        yield "drafts", _drafts(engine)
     yield "sequences", str(options.max_num_seqs)
     yield "step", f"at most {options.max_num_batched_tokens} tokens"
     if options.enable_prefix_caching:
@@ -149,13 +150,19 @@ def _ranks(engine: Engine) -> str:
     return f"{what}; up to {format_size(exchange)} more for what it tells the others"
 
 
-def _drafts(options: EngineConfig, memory: MemoryPlan) -> str:
+def _drafts(engine: Engine) -> str:
+    options, memory = engine.config, engine.memory
     updates = format_size(memory.num_updates * memory.update_bytes)
-    texts = format_size(ANSWER_BYTES)
-    return (
+    text = (
         f"{options.speculative}, at most {options.speculative_tokens} a sequence; "
-        f"{updates} for what they change, up to {texts} for earlier answers on top"
+        f"{updates} for what they change"
     )
+    if "suffix" in options.speculative:
+        text += f", up to {format_size(ANSWER_BYTES)} for earlier answers"
+    text += " on top"
+    if "mtp" in options.speculative:
+        text += f"; prompts cost {prompt_price(engine.spec):.1%} more"
+    return text
 
 
 def _decode(options: EngineConfig, memory: MemoryPlan) -> str:

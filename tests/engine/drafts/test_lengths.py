@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_serve.engine.drafts.lengths import CostCurve, Trust, share
+from vlm_serve.engine.drafts.lengths import CostCurve, Trust, depths, share
 
 FREE = CostCurve()
 LINEAR = CostCurve([(1, 1.0), (2, 2.0)])
@@ -69,3 +69,28 @@ def test_trust_follows_what_became_of_drafts() -> None:
 )
 def test_costs_between_and_beyond_what_was_measured(rows: int, seconds: float) -> None:
     assert STEPS.seconds(rows) == pytest.approx(seconds, abs=1e-4)
+
+
+def test_the_models_own_layer_drafts_as_many_in_a_row_as_pay() -> None:
+    """Where rows cost nothing, and passes a tenth of a step, three, or nothing."""
+    sure, flat = Trust(rate=0.8), CostCurve([(1, 1.0)])
+    assert depths([sure], [7], costs=flat, pass_costs=CostCurve([(1, 0.1)])) == [6]
+    assert depths([sure], [7], costs=flat, pass_costs=CostCurve([(1, 0.3)])) == [3]
+    assert depths([sure], [7], costs=flat, pass_costs=None) == [7]
+    assert depths([sure, sure], [7, 2], costs=flat, pass_costs=None) == [7, 2]
+    assert depths([], [], costs=flat, pass_costs=None) == []
+
+
+def test_a_layer_that_does_not_pay_is_tried_now_and_then() -> None:
+    trust, costs = Trust(rate=0.05), CostCurve([(1, 1.0), (2, 2.0)])
+    found = [
+        depths([trust], [7], costs=costs, pass_costs=CostCurve([(1, 0.5)]))[0] for _ in range(9)
+    ]
+    assert found[:6] == [0] * 6 and found[-1] == 1
+    trust.learn(1, 0)
+    assert depths([trust], [7], costs=costs, pass_costs=None) == [0]
+
+
+def test_what_drafts_promise() -> None:
+    assert Trust(rate=0.5).promise(0) == 0.0
+    assert Trust(rate=0.5).promise(3) == pytest.approx(0.875)

@@ -25,6 +25,10 @@ class Trust:
     pause: int = _FIRST_PAUSE
     paused: int = 0
 
+    def promise(self, drafted: int) -> float:
+        """How many of so many drafts are likely to hold."""
+        return sum(self.rate**place for place in range(1, drafted + 1))
+
     def learn(self, drafted: int, accepted: int) -> None:
         """The first `accepted` of some drafts held, and the next one did not."""
         for held in (True,) * accepted + (False,) * (accepted < drafted):
@@ -55,6 +59,38 @@ class CostCurve:
             points[right - 1 : right + 1] if right < len(points) else (points[-2:])
         )
         return less + (more - less) * (rows - low) / (high - low)
+
+
+def depths(
+    trusts: Sequence[Trust],
+    rooms: Sequence[int],
+    *,
+    costs: CostCurve,
+    pass_costs: CostCurve | None,
+) -> list[int]:
+    """How many drafts in a row the model's own layer is to make for each sequence, so that making
+    and verifying them together pays most.
+
+    Args:
+        trusts: of each sequence how its drafts have done.
+        rooms: of each the most that fit.
+        costs: of a step by its rows.
+        pass_costs: of a pass of the layer, which drafts one token for all, by sequences.
+    """
+    count, best, chosen = len(trusts), 0.0, 0
+    each = pass_costs.seconds(count) if pass_costs is not None and count else 0.0
+    for depth in range(max(rooms, default=0) + 1):
+        tokens = count + sum(
+            trust.promise(min(depth, room)) for trust, room in zip(trusts, rooms, strict=True)
+        )
+        seconds = costs.seconds(count + sum(min(depth, room) for room in rooms)) + depth * each
+        if tokens / seconds >= best:
+            best, chosen = tokens / seconds, depth
+    if chosen:
+        return [min(chosen, room) for room in rooms]
+    for trust in trusts:
+        trust.paused += 1
+    return [int(trust.paused >= trust.pause) for trust in trusts]
 
 
 def share(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 
 from vlm_serve.kernels.dispatch import launching_on
-from vlm_serve.kernels.metadata import DecodeMeta, VerifyMeta
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.models import Model
-from vlm_serve.models.batch import ForwardBatch
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
 _REPEATS = 3
@@ -27,27 +28,76 @@ def measure_rows(
         most_sequences: that run at once.
         most_tokens: of a slice of drafts.
     """
-    sizes = [1]
-    while sizes[-1] * 2 <= min(most_sequences * most_tokens, caches.num_blocks * caches.block_size):
-        sizes.append(sizes[-1] * 2)
+    most = min(most_sequences * most_tokens, caches.num_blocks * caches.block_size)
     for kind in ("recurrent", "conv"):
         if caches.num_rows:
             caches[kind][:most_sequences].zero_()
+    with launching_on(caches.device):
+        return _points(most, lambda rows: _step(model, caches, rows, most_tokens))
+
+
+def measure_passes(
+    model: Model, caches: CacheTensors, *, most_sequences: int
+) -> list[tuple[int, float]]:
+    """(sequences, seconds) of passes of the model's layer for drafts. The pools must be unused yet,
+    and have a block for each sequence."""
+    with launching_on(caches.device):
+        return _points(
+            min(most_sequences, caches.num_blocks), lambda count: _pass(model, caches, count)
+        )
+
+
+def _points(
+    most: int, make: Callable[[int], Callable[[], ForwardOutput]]
+) -> list[tuple[int, float]]:
+    """Times what is made for 1, 2, 4, ... up to `most`."""
+    sizes = [1]
+    while sizes[-1] * 2 <= most:
+        sizes.append(sizes[-1] * 2)
     least = math.inf
     points: list[tuple[int, float]] = []
-    with launching_on(caches.device):
-        for rows in reversed(sizes):
-            batch = _batch(rows, caches, most_tokens).to(caches.device)
-            # Fewer rows take no longer: what does, has been disturbed.
-            least = min(least, *(_seconds(model, caches, batch) for _ in range(_REPEATS)))
-            points.append((rows, least))
+    for size in reversed(sizes):
+        run = make(size)
+        # Less takes no longer: what does, has been disturbed.
+        least = min(least, *(_seconds(run) for _ in range(_REPEATS)))
+        points.append((size, least))
     return points[::-1]
 
 
-def _seconds(model: Model, caches: CacheTensors, batch: ForwardBatch) -> float:
+def _seconds(run: Callable[[], ForwardOutput]) -> float:
     begin = time.perf_counter()
-    model.forward(batch, caches).logits[0, 0].item()
+    run().logits.argmax(-1).tolist()
     return time.perf_counter() - begin
+
+
+def _step(
+    model: Model, caches: CacheTensors, rows: int, most_tokens: int
+) -> Callable[[], ForwardOutput]:
+    batch = _batch(rows, caches, most_tokens).to(caches.device)
+    return lambda: model.forward(batch, caches)
+
+
+def _pass(model: Model, caches: CacheTensors, count: int) -> Callable[[], ForwardOutput]:
+    """Each sequence's second token, with one key."""
+    own = tuple(range(count))
+    batch = ForwardBatch(
+        token_ids=torch.zeros(count, dtype=torch.int64),
+        positions=torch.zeros(3, count, dtype=torch.int64),
+        slots=torch.tensor([block * caches.block_size + 1 for block in own]),
+        decode=None,
+        prefill=PrefillMeta(
+            cu_seqlens=(*own, count),
+            starts=(0,) * count,
+            block_tables=tuple((block,) for block in own),
+            src_rows=(-1,) * count,
+            dst_rows=(-1,) * count,
+            chunk_ends=tuple((place + 1,) for place in own),
+        ),
+        media=(),
+        logit_rows=torch.arange(count),
+    ).to(caches.device)
+    before = torch.zeros(count, model.spec.hidden_size, dtype=model.dtype, device=caches.device)
+    return lambda: model.draft(batch, before, caches)
 
 
 def _batch(rows: int, caches: CacheTensors, most_tokens: int) -> ForwardBatch:

@@ -9,13 +9,15 @@ from collections import OrderedDict
 from collections.abc import Sequence as Tokens
 from itertools import count
 
-from vlm_serve.engine.drafts.texts import ORDER, Answers, Text, common, repeated
+from vlm_serve.engine.drafts.texts import ORDER, Answers, Text, longer, nearest, repeated
 from vlm_serve.engine.sequence import Sequence
 
-BYTES_PER_TOKEN = 192
-"""Of an earlier answer: its place in two dictionaries, and itself."""
+BYTES_PER_TOKEN = 200
+"""Of an earlier answer: its place in a dictionary, the one before it, and itself."""
 ANSWER_BYTES = 64 << 20
 """Most bytes of all earlier answers."""
+MOST_MISSED = 2
+"""Tokens in a row, or nearly, that are others than in the text that is followed."""
 MOST_PROMPT_TOKENS = 1 << 14
 """Tokens at a prompt's end that are looked through."""
 
@@ -31,6 +33,7 @@ class _Follower:
         self._in: Tokens[int] = self._prediction.tokens
         self._at = 0
         self._length = ORDER if sequence.request.prediction else 0
+        self._missed = 0
         self._start = len(sequence.prompt)
 
     def propose(self, tokens: list[int], limit: int) -> tuple[int, ...]:
@@ -40,33 +43,36 @@ class _Follower:
                 self._follow(token)
         self._own.extend(new)
         self._seen = len(tokens)
-        if not self._length or self._at >= len(self._in):
+        if self._length < ORDER or self._at >= len(self._in):
             self._look_up()
-        if not self._length:
+        if self._missed > MOST_MISSED or not self._at < len(self._in):
             return ()
+        if self._missed:
+            limit = min(limit, 2 + self._length)
         if self._in is self._own.tokens:
             return repeated(self._in, self._at, limit)
         return tuple(self._in[self._at : self._at + limit])
 
     def _follow(self, token: int) -> None:
-        holds = self._length and self._at < len(self._in) and self._in[self._at] == token
-        self._at, self._length = (self._at + 1, self._length + 1) if holds else (0, 0)
+        """Goes on in the same place: where a token is another one, what follows may be the same
+        again."""
+        held = self._at < len(self._in) and self._in[self._at] == token
+        if held:
+            self._at, self._length = self._at + 1, self._length + 1
+            self._missed = 0 if self._length >= ORDER else self._missed
+        else:
+            self._at, self._length = nearest(self._in, self._at, token), 0
+            self._missed += 1
 
     def _look_up(self) -> None:
         """Goes on where most of what came last has come before."""
-        own, found = self._own.tokens, list[tuple[Tokens[int], int]]()
-        for text in (self._prediction, self._own):
-            place = text.find(own)
-            if place is not None:
-                found.append((text.tokens, place))
-        elsewhere = self._answers.find(own) if self._answers is not None else None
-        if elsewhere is not None:
-            found.append(elsewhere)
-        self._length = 0
-        for tokens, at in found:
-            length = common(tokens, at, own)
-            if length > self._length:
-                self._in, self._at, self._length = tokens, at, length
+        own = self._own.tokens
+        best = longer(self._prediction.find(own), self._own.find(own))
+        if self._answers is not None:
+            best = longer(best, self._answers.find(own))
+        if best is not None:
+            self._in, self._at, self._length = best
+            self._missed = 0
 
 
 class SuffixDrafter:

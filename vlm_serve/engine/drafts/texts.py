@@ -5,10 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 ORDER = 3
 """So many tokens in a row must have come before for what followed them to be a guess."""
-MOST_COMPARED = 32
+MOST_COMPARED, MOST_TRIED = 32, 8
+NEAR = 4
 _BITS = 21
 
 
@@ -27,8 +29,17 @@ def common(text: Sequence[int], at: int, tokens: Sequence[int]) -> int:
     return length
 
 
+class Match(NamedTuple):
+    """Where the end of some tokens has come before: the index in a text of what followed it, and
+    how many tokens are the same."""
+
+    text: Sequence[int]
+    at: int
+    length: int
+
+
 class Text:
-    """A text that grows, with the place behind the last occurrence of every ORDER tokens in it.
+    """A text that grows, with the places behind the occurrences of every ORDER tokens in it.
 
     Attributes:
         tokens: all of them.
@@ -37,49 +48,92 @@ class Text:
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i")
         self._places: dict[int, int] = {}
+        self._earlier = array("i")  # for every place the one before it with the same tokens, or 0
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
         own = self.tokens
         for token in tokens:
+            earlier = 0
             if len(own) >= ORDER:
-                self._places[key(own, len(own))] = len(own)
+                last = key(own, len(own))
+                earlier = self._places.get(last, 0)
+                self._places[last] = len(own)
+            self._earlier.append(earlier)
             own.append(token)
 
-    def find(self, tokens: Sequence[int]) -> int | None:
-        """Where the last ORDER of some tokens were last followed by another one: its index."""
-        return self._places.get(key(tokens, len(tokens))) if len(tokens) >= ORDER else None
+    def find(self, tokens: Sequence[int]) -> Match | None:
+        """Where most of the last tokens, at least ORDER, were followed by another one; the latest
+        of equals, among the latest MOST_TRIED."""
+        if len(tokens) < ORDER:
+            return None
+        place, best = self._places.get(key(tokens, len(tokens)), 0), None
+        for _ in range(MOST_TRIED):
+            if not place:
+                break
+            best = longer(best, Match(self.tokens, place, common(self.tokens, place, tokens)))
+            place = self._earlier[place]
+        return best
 
 
 class Answers:
-    """Texts of one origin, of which the latest occurrence of any ORDER tokens counts.
+    """Texts of one origin.
 
     Attributes:
-        texts: by their numbers.
+        texts: by their numbers, which ascend. The oldest ones are removed first.
     """
 
     def __init__(self) -> None:
         self.texts: dict[int, array[int]] = {}
         self._places: dict[int, int] = {}
+        self._earlier: dict[int, array[int]] = {}
 
     def add(self, number: int, tokens: array[int]) -> None:
         self.texts[number] = tokens
+        earlier = self._earlier[number] = array("q", [-1]) * len(tokens)
         for end in range(ORDER, len(tokens)):
-            self._places[key(tokens, end)] = number << 32 | end
+            last = key(tokens, end)
+            earlier[end] = self._places.get(last, -1)
+            self._places[last] = number << 32 | end
 
     def remove(self, number: int) -> None:
         tokens = self.texts.pop(number)
+        del self._earlier[number]
         for end in range(ORDER, len(tokens)):
             place = key(tokens, end)
             if self._places.get(place, -1) >> 32 == number:
                 del self._places[place]
 
-    def find(self, tokens: Sequence[int]) -> tuple[array[int], int] | None:
-        """A text and the index in it of what followed the last ORDER tokens."""
+    def find(self, tokens: Sequence[int]) -> Match | None:
+        """As `Text.find`, in all of the texts."""
         if len(tokens) < ORDER:
             return None
-        place = self._places.get(key(tokens, len(tokens)))
-        return None if place is None else (self.texts[place >> 32], place & 0xFFFFFFFF)
+        place, best = self._places.get(key(tokens, len(tokens)), -1), None
+        for _ in range(MOST_TRIED):
+            number, at = place >> 32, place & 0xFFFFFFFF
+            if number not in self.texts:  # There is none, or what is left is older still.
+                break
+            text = self.texts[number]
+            best = longer(best, Match(text, at, common(text, at, tokens)))
+            place = self._earlier[number][at]
+        return best
+
+
+def longer(best: Match | None, other: Match | None) -> Match | None:
+    """The longer one; the first of equals."""
+    if best is None or (other is not None and other.length > best.length):
+        return other
+    return best
+
+
+def nearest(text: Sequence[int], at: int, token: int) -> int:
+    """Where to go on in a text that was to go on at `at`, when a token has come that is another
+    one: behind the nearest of its kind, or as if it stood for the one that was expected."""
+    for distance in range(1, NEAR + 1):
+        for place in (at + distance, at - distance):
+            if 0 <= place < len(text) and text[place] == token:
+                return place + 1
+    return at + 1
 
 
 def repeated(tokens: Sequence[int], at: int, limit: int) -> tuple[int, ...]:

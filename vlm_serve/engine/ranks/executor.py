@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar, cast
 
-from vlm_serve.engine.executor import ExecutorLostError
+from vlm_serve.engine.executor import ExecutorLostError, StepError
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
 from vlm_serve.engine.ranks.process import RankProcesses
@@ -74,8 +74,22 @@ class ShardedExecutor(LocalExecutor):
             self._processes.send("forget", sequence)
 
     def run(self, plan: StepPlan) -> StepOutput:
+        """See `Executor.run`. What a step that fails has left in the rows differs from rank to
+        rank."""
         run = super().run
-        return self._together(lambda: run(plan), "run", plan)
+
+        def own() -> StepOutput:
+            try:
+                return run(plan)
+            except StepError as error:
+                raise error.cause from None
+
+        try:
+            return self._together(own, "run", plan)
+        except ExecutorLostError:
+            raise
+        except Exception as error:
+            raise StepError(error, "unknown") from error
 
     def measure(self, *, most_sequences: int, most_tokens: int) -> list[tuple[int, float]]:
         measure = super().measure

@@ -27,6 +27,7 @@ class Loading:
     types: Types
     device: torch.device
     compiled: bool
+    drafts: bool = False
 
 
 def load(
@@ -46,9 +47,13 @@ def load(
     """
     types, size = what.types, config.tensor_parallel_size
     if size == 1:
-        compute, compiled = types.compute, what.compiled
         model = load_model(
-            what.path, types.weights, what.device, compute_dtype=compute, compiled=compiled
+            what.path,
+            types.weights,
+            what.device,
+            compute_dtype=types.compute,
+            compiled=what.compiled,
+            drafts=what.drafts,
         )
         return model, None
     devices = _devices(what.device, size)

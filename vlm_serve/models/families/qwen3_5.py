@@ -41,4 +41,12 @@ def spec(config: Config) -> ModelSpec:
         vision=shared.vision(config, deepstack=False) if seeing else None,
         dtype=config.dtype(text),
         family=QWEN3_5,
+        mtp=_predictor(text, feed_forward),
     )
+
+
+def _predictor(text: Config, feed_forward: FeedForward) -> LayerSpec | None:
+    """The multi-token-prediction layer: always attention. Published models have one or none."""
+    if text.raw.get("mtp_num_hidden_layers") != 1:
+        return None
+    return LayerSpec(shared.attention(text, gated=True), feed_forward)

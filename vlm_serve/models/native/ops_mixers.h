@@ -60,6 +60,7 @@ Attention attention_job(const Run& run, const Attend& op) {
             .kv_block_stride = op.block_stride,
             .kv_token_stride = op.token_stride,
             .kv_head_stride = op.head_dim,
+            .first_key = op.first_key,
             .scale = op.scale,
             .offsets = step.first_token,
             .starts = step.start,

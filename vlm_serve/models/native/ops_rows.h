@@ -61,6 +61,14 @@ void perform(const Run& run, const Features& op) {
 #pragma omp barrier
 }
 
+template <typename T>
+void perform(const Run& run, const Hidden& op) {
+    const Strided<T> x = run.rows<T>(op.x);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < run.tokens; ++t)
+        std::memcpy((T*)run.step.hidden + t * op.width, x(t), op.width * sizeof(T));
+}
+
 // By way of memory whose content has been used: rows may come in any order.
 template <typename E>
 void keep_rows(const Run& run, const View& view, int64_t width) {

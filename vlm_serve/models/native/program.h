@@ -22,7 +22,8 @@ enum Kind : int64_t {
     KEEP = 8,       // Keep
     EXPERTS = 9,    // Experts
     FEATURES = 10,  // Features
-    REDUCE = 11,    // Reduce
+    HIDDEN = 11,    // Hidden
+    REDUCE = 12,    // Reduce
 };
 
 // Rows of a buffer, one for each token: elements `column` and on, `stride` elements apart, which is
@@ -94,12 +95,12 @@ struct Heads {
     double eps;
 };
 
-// Attention of the queries over their sequences' pages; `out` is [tokens, heads, head_dim],
-// contiguous.
+// Attention of the queries over their sequences' pages, from slot `first_key` of their tables on;
+// `out` is [tokens, heads, head_dim], contiguous.
 struct Attend {
     View q, out;
     int64_t heads, kv_heads, head_dim;
-    int64_t block_size, block_stride, token_stride;
+    int64_t block_size, block_stride, token_stride, first_key;
     const void *k_pages, *v_pages;
     double scale;
 };
@@ -135,6 +136,12 @@ struct Experts {
 struct Features {
     View out;
     int64_t column, width;
+};
+
+// Rows of x are the step's hidden states.
+struct Hidden {
+    View x;
+    int64_t width;
 };
 
 // Adds what the ranks' slots hold, [tokens, width] each, in the order of the ranks, to `out`,
@@ -178,6 +185,7 @@ struct Step {
     const int64_t *updates, *folded;
     const int64_t* logit_rows;    // [R] tokens
     float* logits;                // [R, vocab]
+    void* hidden;                 // [T, hidden], if the program has HIDDEN
     int64_t* expert_ids;          // [T, expert_layers, top_k] or null: none are wanted
     int64_t media, media_stride;  // M runs of tokens with features, a row of them so many elements
     const int64_t* media_first;   // [M] first token

@@ -33,6 +33,8 @@ void perform(Run& run, const Op& op) {
             return perform<T>(run, *(const Experts*)op.args);
         case FEATURES:
             return perform<T>(run, *(const Features*)op.args);
+        case HIDDEN:
+            return perform<T>(run, *(const Hidden*)op.args);
         case REDUCE:
             return perform<T>(run, *(const Reduce*)op.args);
     }

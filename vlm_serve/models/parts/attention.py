@@ -19,6 +19,7 @@ from vlm_serve.kernels.paged_attention import (
     attention_prefill,
     attention_verify,
 )
+from vlm_serve.kernels.paged_attention.moved import without_first
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.kernels.rope import qk_norm_rope
 from vlm_serve.kernels.rope.compiled import MOST_DIM
@@ -159,6 +160,8 @@ class LoadedAttention(LoadedMixer):
             elif isinstance(meta, DecodeMeta):
                 parts.append(attention_decode(q[rows], cache, meta, scale=scale))
             else:
+                if step.first_key:
+                    cache, meta = without_first(cache, meta, step.first_key, q.dtype)
                 own = attention_prefill(q[rows], cache, meta, scale=scale, deterministic=exact)
                 parts.append(own)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -193,7 +196,15 @@ class LoadedAttention(LoadedMixer):
             **shape,
             **pages,
         )
-        program.emit("Attend", q=wide, out=mixed, scale=sizes.head_dim**-0.5, **shape, **pages)
+        program.emit(
+            "Attend",
+            q=wide,
+            out=mixed,
+            scale=sizes.head_dim**-0.5,
+            first_key=program.first_key,
+            **shape,
+            **pages,
+        )
         if sizes.gated:
             gate = wide.at(sizes.queries + 2 * sizes.keys)
             program.emit("Sigmoid", x=mixed, gate=gate, width=sizes.queries)

@@ -35,7 +35,8 @@ class Routing:
 @dataclass(frozen=True, slots=True)
 class Step:
     """What every layer of one forward shares. The packed tokens are those of decode steps, of
-    prefills and of drafts, in this order."""
+    prefills and of drafts, in this order. A sequence's keys begin with slot `first_key` of its
+    table; other than 0 with prefills only."""
 
     decode: DecodeMeta | None
     prefill: PrefillMeta | None
@@ -44,6 +45,7 @@ class Step:
     cos: torch.Tensor
     sin: torch.Tensor
     deterministic: bool
+    first_key: int = 0
 
     def parts(self) -> Iterator[tuple[DecodeMeta | PrefillMeta | VerifyMeta, slice]]:
         """Each kind of tokens that there is, and where they are among the packed ones."""

@@ -1,0 +1,115 @@
+"""Answers that repeat something by real means: a grammar forces their form, the model fills it.
+
+A random model says nothing twice. Held to a form it repeats what the form repeats, as a trained one
+does that fills in records; what it may choose, it chooses by its own logits. A bias makes it write
+words in the tokens that their text is read in, as trained models do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.structured_outputs import StructuredOutputs
+
+Parts = list[str | tuple[str, ...]]
+_NAMES = ("Ada", "Boris", "Carla", "Dmitri", "Elena", "Farid", "Grace", "Hiro")
+_CITIES = ("Athens", "Berlin", "Cairo", "Delhi", "Lima", "Oslo", "Quito", "Seoul")
+_COLOURS = ("red", "green", "blue", "yellow", "white", "black", "grey", "orange")
+_THINGS = ("circle", "square", "triangle", "house", "river", "street", "cat", "picture")
+_PLACES = ("left", "right", "middle", "top", "bottom", "corner")
+_DIGITS = tuple("0123456789")
+_BIAS = 60.0
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer looks like.
+
+    Attributes:
+        parts: texts that are given, and those of which one is chosen.
+        source: text that stands in the prompt, and that the answer mostly is; may be empty.
+    """
+
+    parts: Parts
+    source: str = ""
+
+    def grammar(self) -> str:
+        """In the EBNF that xgrammar and llama.cpp share."""
+        words = [
+            _quoted(part) if isinstance(part, str) else f"({' | '.join(map(_quoted, part))})"
+            for part in self.parts
+        ]
+        return f"root ::= {' '.join(words)}"
+
+    def tokens(self, encode: Callable[[str], list[int]]) -> list[int]:
+        """Those that its texts are read in."""
+        draw, found = random.Random(0), set[int]()
+        for _ in range(40):
+            whole = "".join(
+                each if isinstance(each, str) else draw.choice(each) for each in self.parts
+            )
+            found.update(encode(whole))
+        return sorted(found)
+
+    def params(self, encode: Callable[[str], list[int]], max_tokens: int) -> SamplingParams:
+        """A greedy answer of this form."""
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            structured_outputs=StructuredOutputs(grammar=self.grammar()),
+            logit_bias=dict.fromkeys(self.tokens(encode), _BIAS),
+        )
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def records(seed: int) -> Form:
+    """Lines of JSON with the same keys."""
+    del seed
+    line: Parts = ['{"name": "', _NAMES, '", "city": "', _CITIES, '", "age": ', _DIGITS, _DIGITS]
+    line += [', "active": ', ("true", "false"), "}\n"]
+    return Form(line * 8)
+
+
+def copy(seed: int) -> Form:
+    """A page as read by a machine: every tenth word might be another one than in the prompt."""
+    draw = random.Random(seed)
+    source, parts = "", Parts()
+    for place in range(130):
+        word = " " + draw.choice(draw.choice((_COLOURS, _THINGS, _PLACES)))
+        other = " " + draw.choice(_NAMES)
+        parts.append((word, other) if place % 10 == 9 else word)
+        source += word
+    return Form(parts, source)
+
+
+def answers(seed: int) -> Form:
+    """What a batch asks of every video, answered in a fixed form."""
+    del seed
+    parts: Parts = [
+        '{"main object": "the ',
+        _COLOURS,
+        " ",
+        _THINGS,
+        '", "where": "in the ',
+        _PLACES,
+    ]
+    parts += [' of the picture", "how many": ', _DIGITS, ', "moves": ', ("true", "false")]
+    parts += [', "seconds": ', _DIGITS, ".", _DIGITS, ', "then": "it goes to the ', _PLACES]
+    parts += [" and a ", _THINGS, ' comes into the background", "certain": "']
+    parts += [("yes", "no", "not quite"), '"}']
+    return Form(parts)
+
+
+FORMS: dict[str, Callable[[int], Form]] = {
+    "JSON records": records,
+    "copies": copy,
+    "video answers": answers,
+}
+"""By the name of a kind of answers; the number makes one of them another."""

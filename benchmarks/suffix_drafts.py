@@ -1,0 +1,90 @@
+"""How many tokens a step makes with suffix drafts, on texts alone: no model runs, nothing is timed.
+
+    python benchmarks/suffix_drafts.py [--answers 40] [--drafts 7]
+
+Texts are those of `speculative_forms.py` with random choices, sentences that share words, and
+sentences again. Every answer is followed token by token: a step drafts, and what holds is skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence as Tokens
+from types import SimpleNamespace
+from typing import cast
+
+import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
+from checkpoint_parts import sample_text
+from speculative_forms import FORMS
+from tokenizers import Tokenizer
+
+from vlm_serve.engine.build import find_checkpoint
+from vlm_serve.engine.drafts.base import Drafter
+from vlm_serve.engine.drafts.suffix import SuffixDrafter
+from vlm_serve.engine.sequence import Sequence
+
+Text = tuple[str, str]
+"""A prompt and its answer."""
+
+
+def texts(kind: str, count: int) -> list[Text]:
+    """So many of one kind."""
+    draw = random.Random(kind)
+    if kind in FORMS:
+        forms = [FORMS[kind](index) for index in range(count)]
+        return [
+            (form.source, "".join(p if isinstance(p, str) else draw.choice(p) for p in form.parts))
+            for form in forms
+        ]
+    sentences = list(sample_text(8 * count, 5))
+    found = [("", " ".join(sentences[8 * i : 8 * i + 8])) for i in range(count)]
+    return found if kind == "sentences" else 2 * found[: count // 2]
+
+
+def steps(drafter: Drafter, prompt: list[int], answer: list[int], most: int) -> tuple[int, int]:
+    """Steps that an answer takes, and drafts made."""
+    known = SimpleNamespace(
+        number=0,
+        prompt=prompt,
+        token_ids=[*prompt, *answer[:1]],
+        generated=answer,
+        request=SimpleNamespace(prediction=(), cold=False),
+        keys=SimpleNamespace(root=b""),
+    )
+    sequence = cast(Sequence, known)
+    count, made, at = 1, 0, 1
+    while at < len(answer):
+        drafts: Tokens[int] = drafter.propose(sequence, min(most, len(answer) - at - 1))
+        held = 0
+        while held < len(drafts) and drafts[held] == answer[at + held]:
+            held += 1
+        known.token_ids += answer[at : at + held + 1]
+        count, made, at = count + 1, made + len(drafts), at + held + 1
+    drafter.forget(sequence)
+    return count, made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--answers", type=int, default=40, help="of each kind")
+    parser.add_argument("--drafts", type=int, default=7, help="in a step, at most")
+    options = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(find_checkpoint("demo") / "tokenizer.json"))
+    print("| answers | tokens | tokens a step | drafts that held |")
+    print("|---|---|---|---|")
+    for kind in (*FORMS, "sentences", "again"):
+        drafter, total, tokens, drafted = SuffixDrafter(), 0, 0, 0
+        for prompt, answer in texts(kind, options.answers):
+            ids = tokenizer.encode(answer, add_special_tokens=False).ids
+            asked = tokenizer.encode(prompt, add_special_tokens=False).ids
+            count, made = steps(drafter, asked, ids, options.drafts)
+            total, tokens, drafted = total + count, tokens + len(ids), drafted + made
+        held = (tokens - total) / max(1, drafted)
+        print(f"| {kind} | {tokens} | {tokens / total:.2f} | {100 * held:.0f} % |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The layer that the recipe trains is the one that the engine drafts with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from demo_chat import ChatFormat
+from demo_data import Batch
+from demo_drafts import print_drafts
+from demo_export import export
+from demo_mtp import Drafter
+from demo_mtp import drafts as read_out
+from finish import load
+from guesses import draft_freely
+from parity_cases import random_ids
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+import vlm_serve
+from vlm_serve import EngineConfig, Pipeline, SamplingParams
+from vlm_serve.engine.sequence import Sequence
+
+DENSE = Path(vlm_serve.__file__).parent / "demo" / "dense"
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatFormat:
+    return ChatFormat(Tokenizer.from_file(str(DENSE / "tokenizer.json")))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(chat: ChatFormat, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped weights with a layer that nobody has trained."""
+    folder = tmp_path_factory.mktemp("drafting")
+    torch.manual_seed(2)
+    model = load(DENSE, chat).demo
+    export(model, chat.tokenizer, folder, Drafter(model.shape))
+    return folder
+
+
+@torch.no_grad()
+def test_drafts_of_the_engine_are_those_of_the_recipe(chat: ChatFormat, checkpoint: Path) -> None:
+    prompt, made = random_ids(60, 4), dict[int, int]()
+    config = EngineConfig(speculative="mtp", speculative_tokens=2, dtype="float32")
+    with Pipeline(checkpoint, config) as pipe:
+        draft_freely(pipe.engine)
+        drafting = pipe.engine._scheduler.drafting
+        assert drafting is not None
+
+        def noting(sequence: Sequence, drafts: tuple[int, ...]) -> None:
+            made[sequence.num_tokens] = drafts[0]
+
+        drafting.take = noting  # type: ignore[method-assign]
+        answer = pipe.generate(prompt, SamplingParams(max_tokens=40, temperature=0.0))
+    model, weights = load(checkpoint, chat).demo, Drafter(load(DENSE, chat).demo.shape)
+    stored = load_file(checkpoint / "model.safetensors")
+    own = {name[4:]: each.float() for name, each in stored.items() if name.startswith("mtp.")}
+    weights.load_state_dict(own)
+    ids = torch.tensor([[*prompt, *answer.token_ids]])
+    positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
+    batch = cast(Batch, SimpleNamespace(ids=ids, positions=positions, slots=[]))
+    (read,) = read_out(model, weights, batch, 1)
+    expected = model.logits(read)[0].argmax(-1).tolist()
+    same = [expected[count - 2] == token for count, token in made.items()]
+    assert len(same) > 10 and sum(same) >= len(same) - 1
+
+
+def test_what_drafts_are_worth_is_printed(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_drafts(checkpoint, 4, 0)
+    printed = capsys.readouterr().out
+    for kind in ("suffix", "mtp", "mtp,suffix"):
+        assert f"drafts by {kind}:" in printed
+    assert printed.count("0 answers differ") == 3

@@ -1,0 +1,54 @@
+"""The weights of a language model, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.models.parts.base import LoadedFeedForward, LoadedMixer, Loader, load_norm
+from vlm_serve.models.spec import LayerSpec, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer: norm, token mixer, norm, feed-forward."""
+
+    input_norm: torch.Tensor
+    mixer: LoadedMixer
+    post_norm: torch.Tensor
+    feed_forward: LoadedFeedForward
+
+
+def load_layer(spec: ModelSpec, layer: LayerSpec, source: Loader, name: str) -> Layer:
+    """A layer of a model, whose tensors' names start with `name`."""
+    hidden, norm = spec.hidden_size, spec.norm
+    return Layer(
+        input_norm=load_norm(source, f"{name}.{spec.input_norm}", hidden, norm),
+        mixer=layer.mixer.load(source, name, hidden, norm),
+        post_norm=load_norm(source, f"{name}.{spec.post_norm}", hidden, norm),
+        feed_forward=layer.feed_forward.load(source, name, hidden),
+    )
+
+
+class Decoder:
+    """The weights of a language model.
+
+    Args:
+        spec: the model.
+        source: where they come from.
+        prefix: of their names, but for the head's.
+        head: name of the output projection's; None: the embeddings are tied.
+    """
+
+    def __init__(self, spec: ModelSpec, source: Loader, prefix: str, head: str | None) -> None:
+        table, shape = f"{prefix}embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
+        self.embedding = source.embedding(table, shape)
+        own = source.ranks.share(spec.vocab_size)
+        self.head: Linear = source.linear(Part(head or table, shape, (own,)))
+        self.layers = tuple(
+            load_layer(spec, layer, source, f"{prefix}layers.{index}")
+            for index, layer in enumerate(spec.layers)
+        )
+        self.norm = load_norm(source, f"{prefix}norm", spec.hidden_size, spec.norm)

@@ -1,0 +1,106 @@
+"""The multi-token-prediction layer (`mtp.*` of Qwen3.5 checkpoints): drafts the token after next.
+
+At a token's place it reads that token's embedding and the hidden state of the token before, behind
+the model's final norm and at that one's position (as vLLM feeds it). So its keys begin with the
+second token: the first slot of a sequence's KV counts nowhere. Asked for another token, it reads
+its own output in place of the hidden state. Embeddings and output projection are the model's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.kernels.norms import rms_norm
+from vlm_serve.kernels.rope import mrope_cos_sin
+from vlm_serve.kernels.rope.compiled import axes
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
+from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.models.compiled_step import CompiledStep
+from vlm_serve.models.decoder import load_layer
+from vlm_serve.models.parts.base import Loader, Step, load_norm
+from vlm_serve.models.program import Program
+from vlm_serve.models.spec import ModelSpec
+
+FIRST_KEY = 1
+"""The slot of a sequence's first key: its second token's."""
+
+
+class Predictor:
+    """The layer, and the pools that it reads and writes.
+
+    Args:
+        spec: the model; its `mtp` is not None.
+        source: where the weights come from.
+    """
+
+    def __init__(self, spec: ModelSpec, source: Loader) -> None:
+        assert spec.mtp is not None
+        hidden, norm = spec.hidden_size, spec.norm
+        self._spec = spec
+        self._embedding_norm = load_norm(source, "mtp.pre_fc_norm_embedding", hidden, norm)
+        self._hidden_norm = load_norm(source, "mtp.pre_fc_norm_hidden", hidden, norm)
+        self._join = source.linear(Part("mtp.fc.weight", (hidden, 2 * hidden)))
+        self._layer = load_layer(spec, spec.mtp, source, "mtp.layers.0")
+        self._norm = load_norm(source, "mtp.norm", hidden, norm)
+        self._compiled: CompiledStep | None = None
+
+    def compile(self, caches: CacheTensors, inv_freq: torch.Tensor, head: Linear) -> None:
+        """Has compiled code compute the layer over these pools; raises as `Model.compile_steps`."""
+        eps, layer = self._spec.norm.eps, self._layer
+        program = Program(self._norm.dtype, self._spec.hidden_size, first_key=FIRST_KEY)
+        program.rotate(inv_freq, axes(len(inv_freq), self._spec.rope.sections))
+        program.norm(layer.input_norm, eps)
+        layer.mixer.lower(program, self._bind(caches), last=True)
+        program.norm(layer.post_norm, eps)
+        layer.feed_forward.lower(program)
+        program.norm(self._norm, eps)
+        program.hidden()
+        program.logits(head)
+        # It reads and writes no state row.
+        self._compiled = CompiledStep(program, replace(caches, num_rows=0))
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        embedded: torch.Tensor,
+        before: torch.Tensor,
+        caches: CacheTensors,
+        inv_freq: torch.Tensor,
+        head: Linear,
+    ) -> ForwardOutput:
+        """See `Model.draft`; `embedded`: `[T, hidden]`, the tokens'."""
+        eps = self._spec.norm.eps
+        pair = (
+            rms_norm(embedded, self._embedding_norm, eps),
+            rms_norm(before, self._hidden_norm, eps),
+        )
+        x = self._join(torch.cat(pair, dim=-1), deterministic=batch.deterministic)
+        if self._compiled is not None:
+            logits, _, hidden = self._compiled.run(batch, x)
+            assert hidden is not None
+            return ForwardOutput(logits, hidden=hidden[: logits.shape[0]])
+        layer = self._layer
+        cos, sin = mrope_cos_sin(batch.positions, inv_freq, self._spec.rope.sections)
+        step = Step(
+            decode=None,
+            prefill=batch.prefill,
+            verify=None,
+            slots=batch.slots,
+            cos=cos,
+            sin=sin,
+            deterministic=batch.deterministic,
+            first_key=FIRST_KEY,
+        )
+        normed, keep = rms_norm(x, layer.input_norm, eps), batch.logit_rows
+        x = layer.mixer.apply(normed, x, self._bind(caches), step, keep)
+        x, _ = layer.feed_forward.apply(rms_norm(x, layer.post_norm, eps), x, step)
+        hidden = rms_norm(x, self._norm, eps)
+        logits = head(hidden, deterministic=batch.deterministic).float()
+        return ForwardOutput(logits, hidden=hidden)
+
+    def _bind(self, caches: CacheTensors) -> object:
+        """Its pools come behind those of all other layers."""
+        return self._layer.mixer.bind(caches.of_layer(len(self._spec.layers)))
