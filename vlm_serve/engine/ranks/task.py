@@ -88,7 +88,7 @@ class Pools:
 
     def allocate(self, model: Model) -> CacheTensors:
         """A rank's share of them."""
-        return model.spec.cache_layout(model.ranks.size).allocate(
+        return model.spec.cache_layout(model.ranks.size, mtp=model.drafts).allocate(
             self.num_blocks,
             self.num_rows,
             self.block_size,
