@@ -118,7 +118,10 @@ class LocalExecutor:
         pixels = torch.cat([encode.pixels for encode in encodes])
         begin = time.perf_counter()
         embeddings = self._model.encode_media(
-            pixels, [encode.grid for encode in encodes], deterministic=self._deterministic
+            pixels,
+            [encode.grid for encode in encodes],
+            [encode.merge_size for encode in encodes],
+            deterministic=self._deterministic,
         )
         self.model_seconds += time.perf_counter() - begin
         for encode, embedding in zip(encodes, embeddings, strict=True):

@@ -81,7 +81,8 @@ class MediaPlanner:
                 self._budget -= length
                 self._new_keys.append(key)
                 item = sequence.prompt.media[span.item]
-                self._encodes.append(Encode(item.patches(span.patch), span.grid, slot))
+                pixels = item.patches(span.patch)
+                self._encodes.append(Encode(pixels, span.grid, span.merge_size, slot))
                 sequence.job.encoded_items.add(span.item)
                 self.num_encoded_spans += 1
             pins[key] = pins.get(key, 0) + 1
@@ -148,7 +149,7 @@ class MediaPlanner:
         encoded: set[int] = set()
         keys: set[bytes] = set()
         for span in spans_between(prompt, start, len(prompt)):
-            key = embedding_key(prompt.keys.root, span.content_hash)
+            key = _key(prompt.keys.root, span)
             if key not in self.cache and key not in keys:
                 keys.add(key)
                 encoded.add(span.item)
@@ -162,7 +163,11 @@ class MediaPlanner:
 
     @staticmethod
     def _key(sequence: Sequence, span: MediaSpan) -> bytes:
-        return embedding_key(sequence.keys.root, span.content_hash)
+        return _key(sequence.keys.root, span)
+
+
+def _key(root: bytes, span: MediaSpan) -> bytes:
+    return embedding_key(root, span.content_hash, span.merge_size)
 
 
 def spans_between(prompt: Prompt, start: int, end: int) -> Iterator[MediaSpan]:

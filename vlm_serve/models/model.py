@@ -25,7 +25,7 @@ from vlm_serve.models.parts.base import LoadedFeedForward, LoadedMixer, Loader, 
 from vlm_serve.models.program import Program
 from vlm_serve.models.registry import read_spec
 from vlm_serve.models.spec import ModelSpec
-from vlm_serve.models.vision import Grid, VisionTower
+from vlm_serve.models.vision import Grid
 from vlm_serve.models.weights import Weights
 
 _MOST_UINT8_EXPERTS = 256
@@ -96,9 +96,8 @@ class Model:
         self._inv_freq = inv_freq.to(self.device)
         self._vision = None
         if spec.vision is not None:
-            self._vision = VisionTower(
-                spec.vision, weights, weights.vision_prefix(), weights.compute_dtype
-            )
+            prefix = weights.vision_prefix(spec.vision.anchor)
+            self._vision = spec.vision.load(weights, prefix, weights.compute_dtype)
         self._caches: CacheTensors | None = None
         self._bound: tuple[Any, ...] = ()
         self._compiled_step: CompiledStep | None = None
@@ -196,12 +195,16 @@ class Model:
         return ForwardOutput(logits, self._narrow(torch.stack(routed, dim=1)))
 
     def encode_media(
-        self, patches: torch.Tensor, grids: Sequence[Grid], deterministic: bool = False
+        self,
+        patches: torch.Tensor,
+        grids: Sequence[Grid],
+        merges: Sequence[int] | None = None,
+        deterministic: bool = False,
     ) -> list[torch.Tensor]:
-        """Embeddings of temporal patches; see `VisionTower.encode`."""
+        """Embeddings of media spans; see `Tower.encode`."""
         assert self._vision is not None, "a text-only model has no vision tower"
         with compiled_kernels(self.compiled):
-            return self._vision.encode(patches, grids, deterministic=deterministic)
+            return self._vision.encode(patches, grids, merges, deterministic=deterministic)
 
     def _bind(self, caches: CacheTensors) -> tuple[Any, ...]:
         """Each layer's part of the pools, made anew only when the pools change."""

@@ -15,7 +15,6 @@ from vlm_serve.kernels.linear.dense import PANEL
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.models.model import Decoder
 from vlm_serve.models.spec import ModelSpec
-from vlm_serve.models.vision import VisionTower
 from vlm_serve.options import format_size
 
 
@@ -128,7 +127,7 @@ def weight_bytes(
     text, vision = (Shapes(weights, compute, device, compiled) for _ in range(2))
     Decoder(spec, text, "", None)
     if spec.vision is not None:
-        VisionTower(spec.vision, vision, "", compute)
+        spec.vision.load(vision, "", compute)
     return WeightBytes(
         projections=text.projections // tensor_parallel + vision.projections,
         table=text.table,
