@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -121,6 +121,11 @@ class Preprocessor:
     def template_variables(self) -> frozenset[str]:
         """The names that the chat template reads: others change nothing."""
         return self._template.variables
+
+    @property
+    def tool_form(self) -> Literal["qwen3_xml", "hermes"]:
+        """How the chat template asks for tool calls."""
+        return self._template.tool_form
 
     def close(self) -> None:
         """Ends the media's threads and processes. Nothing can be prepared any more."""
