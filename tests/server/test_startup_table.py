@@ -78,6 +78,7 @@ def test_memory_for_stored_responses_is_said() -> None:
 
 
 def test_the_form_of_tool_calls_is_said() -> None:
-    assert rows()["tool calls"] == "hermes"
+    assert rows(device="cpu")["tool calls"] == "hermes"
     for form in ("qwen3_xml", "none"):
-        assert rows(ServerConfig(tool_call_parser=form))["tool calls"] == form
+        server = ServerConfig(tool_call_parser=form)
+        assert rows(server, device="cpu")["tool calls"] == form
