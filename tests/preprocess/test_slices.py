@@ -162,6 +162,23 @@ def test_slices_have_hashes_of_their_own(sliced: Preprocessor, cat: Image.Image)
     assert differ == [True, True] + [False] * (len(differ) - 2)
 
 
+@pytest.mark.parametrize(("kind", "alike"), [("minicpmv4_6", True), ("minicpmv4_7", False)])
+def test_on_a_canvas_a_whole_picture_is_not_that_of_other_slices(
+    tmp_path: Path, kind: str, alike: bool
+) -> None:
+    """Where its tokens lie follows from slices that come behind it."""
+    made = build(make_checkpoint(tmp_path, CheckpointSpec(family=kind)))
+    image = Image.effect_noise((300, 300), 50)
+    few, many = (made.prepare([say(picture(image, max_slice_nums=n), "?")]) for n in (2, 9))
+    made.close()
+    assert few.spans[0].end == many.spans[0].end
+    assert (few.spans[0].content_hash == many.spans[0].content_hash) == alike
+    at = few.spans[0].end
+    assert (few.keys.tails[at] == many.keys.tails[at]) == alike
+    same = torch.equal(few.positions[:, :at], many.positions[:, :at])
+    assert same == alike
+
+
 def test_a_longer_recording_keeps_the_frames_of_a_shorter_one(sliced: Preprocessor) -> None:
     frames = torch.randint(0, 256, (48, 64, 200, 3), dtype=torch.uint8).numpy()
     options = {"sampling": "fps_grid", "sample_fps": 4.0, "fps": 24.0}
