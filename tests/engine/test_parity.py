@@ -172,7 +172,7 @@ def test_after_eviction(pipe: Pipeline, checkpoint: Path, known: dict[str, Any])
     if "one image" not in known:
         names, blocks = list(known), 62
     elif checkpoint.name.startswith("minicpm"):
-        blocks = 40
+        blocks = 20
     with Pipeline(checkpoint, small(pipe, blocks, 4)) as crowded:
         for name in names * 2:
             expect(check(crowded, checkpoint, [known[name]], 16)[1])
