@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from checkpoint_minicpm import vision_fields
 from checkpoint_spec import CheckpointSpec
 
 
 def text_config(spec: CheckpointSpec) -> dict[str, Any]:
     """config.json of the language model; the whole file of a text-only checkpoint."""
     kind = spec.model_type if spec.family == "qwen3_next" else f"{spec.model_type}_text"
+    if spec.sliced:
+        kind = "qwen3_5_text"
     config: dict[str, Any] = {
         "model_type": kind,
         "dtype": spec.dtype,
@@ -45,6 +48,8 @@ def _rotation(spec: CheckpointSpec) -> dict[str, Any]:
     if spec.family == "qwen3_vl":
         return {"rope_theta": spec.rope_theta, "rope_scaling": kind}
     share = {"rope_theta": spec.rope_theta, "partial_rotary_factor": 0.25}
+    if spec.family == "minicpmv4_6":  # all axes count the same
+        return {"rope_parameters": {"rope_type": "default"} | share}
     return {"rope_parameters": kind | share}
 
 
@@ -87,6 +92,17 @@ def _dense(spec: CheckpointSpec) -> dict[str, Any]:
 
 def full_config(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
     """config.json of a checkpoint with a vision tower, but for the token ids."""
+    return {
+        "architectures": [f"{spec.architecture}ForConditionalGeneration"],
+        "model_type": spec.model_type,
+        "dtype": spec.dtype,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "text_config": text,
+        **(vision_fields(spec) if spec.sliced else {"vision_config": _vision(spec)}),
+    }
+
+
+def _vision(spec: CheckpointSpec) -> dict[str, Any]:
     vision = {
         "model_type": f"{spec.model_type}_vision",
         "depth": spec.vision_depth,
@@ -103,11 +119,4 @@ def full_config(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
     }
     if spec.family == "qwen3_vl":
         vision["deepstack_visual_indexes"] = spec.deepstack
-    return {
-        "architectures": [f"{spec.architecture}ForConditionalGeneration"],
-        "model_type": spec.model_type,
-        "dtype": spec.dtype,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "text_config": text,
-        "vision_config": vision,
-    }
+    return vision

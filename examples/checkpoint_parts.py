@@ -55,6 +55,10 @@ SPLIT_PATTERN, PLAIN_SPLIT_PATTERN = (
 )
 
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
+BARE_CHAT_TEMPLATE = CHAT_TEMPLATE.replace("'<|vision_start|>' ~ ", "").replace(
+    " ~ '<|vision_end|>'", " ~ '\\n'"
+)
+"""With a line break behind every medium, and no tokens around it."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,12 @@ class MediaShape:
     max_frames: int = 768
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int, split: str = SPLIT_PATTERN) -> Tokenizer:
+def build_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int,
+    split: str = SPLIT_PATTERN,
+    more_tokens: Iterable[str] = (),
+) -> Tokenizer:
     """Train a byte-level BPE tokenizer with the normaliser and the added tokens of Qwen3.5.
 
     The added tokens take the highest ids. Text too poor for `vocab_size` gives fewer tokens.
@@ -82,7 +91,9 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int, split: str = SPLIT_PA
         texts: training text; without any, tokens are single bytes.
         vocab_size: number of ids wanted, added tokens included; at least `MIN_VOCAB_SIZE`.
         split: pattern of words.
+        more_tokens: special ones besides Qwen's.
     """
+    more_tokens = tuple(more_tokens)
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be at least {MIN_VOCAB_SIZE}, got {vocab_size}")
     tokenizer = Tokenizer(BPE())
@@ -95,12 +106,12 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int, split: str = SPLIT_PA
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
-        vocab_size=vocab_size - NUM_ADDED_TOKENS,
+        vocab_size=vocab_size - NUM_ADDED_TOKENS - len(more_tokens),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens(_added_tokens(SPECIAL_TOKENS, special=True))
+    tokenizer.add_special_tokens(_added_tokens((*SPECIAL_TOKENS, *more_tokens), special=True))
     tokenizer.add_tokens(_added_tokens(PLAIN_ADDED_TOKENS, special=False))
     return tokenizer
 
@@ -133,20 +144,24 @@ def write_tokenizer_files(
     *,
     max_length: int,
     kind: str = "Qwen3_5Tokenizer",
-    media: bool = True,
+    processor: str | None = "Qwen3VLProcessor",
+    named: Mapping[str, str] | None = None,
 ) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `path`.
 
     Args:
         max_length: the model's context, in tokens.
         kind: transformers' class.
-        media: whether the model takes any.
+        processor: transformers' class; None if the model takes no media.
+        named: further special tokens, by the names under which that class looks for them. The
+            template leaves it to the processor to put them around media.
     """
     tokenizer.save(str(path / "tokenizer.json"))
-    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    template = CHAT_TEMPLATE if named is None else BARE_CHAT_TEMPLATE
+    (path / "chat_template.jinja").write_text(template, encoding="utf-8")
     config = {
         "tokenizer_class": kind,
-        **({"processor_class": "Qwen3VLProcessor"} if media else {}),
+        **({"processor_class": processor} if processor else {}),
         "add_prefix_space": False,
         "add_bos_token": False,
         "bos_token": None,
@@ -161,25 +176,23 @@ def write_tokenizer_files(
         "video_token": "<|video_pad|>",
         "vision_bos_token": "<|vision_start|>",
         "vision_eos_token": "<|vision_end|>",
+        **(named or {}),
         "added_tokens_decoder": {
-            str(token_id(tokenizer, name)): _added_token_entry(name) for name in _added_names()
+            str(found): _added_token_entry(token.content, token.special)
+            for found, token in sorted(tokenizer.get_added_tokens_decoder().items())
         },
     }
     write_json(path / "tokenizer_config.json", config)
 
 
-def _added_names() -> tuple[str, ...]:
-    return SPECIAL_TOKENS + PLAIN_ADDED_TOKENS
-
-
-def _added_token_entry(name: str) -> dict[str, Any]:
+def _added_token_entry(name: str, special: bool) -> dict[str, Any]:
     return {
         "content": name,
         "lstrip": False,
         "normalized": False,
         "rstrip": False,
         "single_word": False,
-        "special": name in SPECIAL_TOKENS,
+        "special": special,
     }
 
 

@@ -11,6 +11,8 @@ FAMILIES = {
     "qwen3_5": "Qwen3_5",
     "qwen3_vl": "Qwen3VL",
     "qwen3_next": "Qwen3Next",
+    "minicpmv4_6": "MiniCPMV4_6",
+    "minicpmv4_7": "MiniCPMV4_7",
 }
 """Families, and what the names of transformers' classes begin with."""
 
@@ -25,8 +27,10 @@ class CheckpointSpec:
     a text-only one (Qwen3-Next always is, Qwen3-VL never). Only Qwen3-VL has `deepstack_features`;
     it has no Gated DeltaNet layers and no shared experts. Experts are in every `sparse_step`-th
     layer behind the first `dense_layers`, but in all layers of Qwen3.5, which alone may have an
-    `mtp` layer for drafts. Raises ValueError for sizes
-    that do not fit together.
+    `mtp` layer for drafts. MiniCPM-V sees pictures in up to `max_slices` slices of about
+    `slice_resolution` squared pixels, at most `max_video_frames` of a video, merges patches behind
+    layer `window_layer` of its tower and has no experts. Raises ValueError for sizes that do not
+    fit together.
     """
 
     family: str = "qwen3_5"
@@ -58,6 +62,11 @@ class CheckpointSpec:
     spatial_merge_size: int = 2
     deepstack_features: int = 2
     num_position_embeddings: int = 64
+    window_layer: int = 0
+    downsample_mode: str = "16x"
+    slice_resolution: int = 96
+    max_slices: int = 9
+    max_video_frames: int = 16
     image_min_pixels: int = 32 * 32
     image_max_pixels: int = 512 * 512
     video_min_pixels: int = 2 * 32 * 32
@@ -86,6 +95,11 @@ class CheckpointSpec:
         return FAMILIES[self.family] + ("Moe" if moe else "")
 
     @property
+    def sliced(self) -> bool:
+        """Whether pictures are seen in slices."""
+        return self.family.startswith("minicpmv")
+
+    @property
     def deepstack(self) -> list[int]:
         """Vision layers that add features, spread evenly; none in other families."""
         count = self.deepstack_features if self.family == "qwen3_vl" else 0
@@ -105,6 +119,12 @@ def _validate(spec: CheckpointSpec) -> None:
         raise ValueError("qwen3_next has num_experts and no vision_depth")
     if spec.family == "qwen3_vl" and not spec.vision_depth:
         raise ValueError("qwen3_vl has a vision_depth")
+    if spec.sliced and (not spec.vision_depth or spec.num_experts):
+        raise ValueError(f"{spec.family} has a vision_depth and no num_experts")
+    if spec.sliced and not 0 <= spec.window_layer < spec.vision_depth:
+        raise ValueError("window_layer must be below vision_depth")
+    if spec.downsample_mode not in ("16x", "4x"):
+        raise ValueError("downsample_mode must be 16x or 4x")
     if len(set(spec.deepstack)) < len(spec.deepstack) or len(spec.deepstack) >= spec.num_layers:
         raise ValueError("deepstack_features must be fewer than layers, at most vision_depth")
     if spec.mtp and spec.family != "qwen3_5":
@@ -129,6 +149,8 @@ SMALL_SPECS = {
     "qwen3_5": CheckpointSpec(),
     "qwen3_vl": CheckpointSpec(family="qwen3_vl", vision_depth=3),
     "qwen3_next": CheckpointSpec(family="qwen3_next", num_experts=8, vision_depth=0),
+    "minicpmv4_6": CheckpointSpec(family="minicpmv4_6"),
+    "minicpmv4_7": CheckpointSpec(family="minicpmv4_7"),
 }
 """What a checkpoint of each family begins as."""
 

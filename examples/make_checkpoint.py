@@ -4,6 +4,7 @@
     python examples/make_checkpoint.py /tmp/tiny-moe --num-experts 8 --experts-per-token 2
     python examples/make_checkpoint.py /tmp/tiny-vl --family qwen3_vl
     python examples/make_checkpoint.py /tmp/tiny-next --family qwen3_next
+    python examples/make_checkpoint.py /tmp/tiny-minicpm --family minicpmv4_6
 
 The weights are drawn so that the model is lively: every layer contributes about as much as the
 embedding, decays span short and long memories, and greedy output depends on the whole prompt.
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from checkpoint_config import full_config, text_config
+from checkpoint_minicpm import NAMED_TOKENS, token_ids, write_processors
 from checkpoint_parts import (
     PLAIN_SPLIT_PATTERN,
     SPLIT_PATTERN,
@@ -35,7 +37,11 @@ from checkpoint_spec import BENCHMARK_SPECS, DTYPES, FAMILIES, SMALL_SPECS, Chec
 from random_weights import draw, entries
 from safetensors.torch import save_file
 
-_TOKENIZERS = {"qwen3_5": ("Qwen3_5Tokenizer", SPLIT_PATTERN)}
+_TOKENIZERS = {
+    "qwen3_5": ("Qwen3_5Tokenizer", SPLIT_PATTERN),
+    "minicpmv4_6": ("TokenizersBackend", SPLIT_PATTERN),
+    "minicpmv4_7": ("TokenizersBackend", SPLIT_PATTERN),
+}
 """Of families with one of their own: its class, and how it splits words."""
 
 
@@ -48,22 +54,33 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
     path.mkdir(parents=True, exist_ok=True)
     kind, split = _TOKENIZERS.get(spec.family, ("Qwen2Tokenizer", PLAIN_SPLIT_PATTERN))
     texts = sample_text(4 * spec.vocab_size, spec.seed)
-    tokenizer = build_tokenizer(texts, spec.vocab_size, split)
+    named = NAMED_TOKENS if spec.sliced else None
+    tokenizer = build_tokenizer(texts, spec.vocab_size, split, (named or {}).values())
     write_tokenizer_files(
         path,
         tokenizer,
         max_length=spec.max_position_embeddings,
         kind=kind,
-        media=spec.vision_depth > 0,
+        processor=_processor(spec),
+        named=named,
     )
     write_generation_config(path, tokenizer)
     config = text_config(spec) | {"eos_token_id": token_id(tokenizer, "<|endoftext|>")}
-    if spec.vision_depth:
+    if spec.sliced:
+        write_processors(path, spec)
+        config = full_config(spec, config) | token_ids(spec, tokenizer)
+    elif spec.vision_depth:
         write_processor_files(path, _media_shape(spec))
         config = full_config(spec, config) | media_token_ids(tokenizer)
     write_json(path / "config.json", config)
     _write_weights(path, spec)
     return path
+
+
+def _processor(spec: CheckpointSpec) -> str | None:
+    if not spec.vision_depth:
+        return None
+    return f"{spec.architecture}Processor" if spec.sliced else "Qwen3VLProcessor"
 
 
 def _media_shape(spec: CheckpointSpec) -> MediaShape:

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 
 import torch
+from checkpoint_minicpm import vision_entries
 from checkpoint_spec import CheckpointSpec
 
 Entry = tuple[str, tuple[int, ...], str]
@@ -31,7 +32,7 @@ def entries(spec: CheckpointSpec) -> Iterator[Entry]:
         yield f"{layer}.post_attention_layernorm.weight", (hidden,), norm
     yield f"{prefix}.norm.weight", (hidden,), norm
     if spec.vision_depth:
-        yield from _vision(spec)
+        yield from vision_entries(spec) if spec.sliced else _vision(spec)
     if spec.mtp:
         yield from _predictor(spec)
     if not spec.tied_embeddings:

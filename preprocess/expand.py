@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.media_process import MediaRecord
+from vlm_serve.preprocess.media_process import MediaRecord, Slices
 from vlm_serve.preprocess.prompt import MediaSpan, Modality
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.preprocess.typed_text import TypedText
@@ -66,6 +66,7 @@ class Expansion:
     Attributes:
         token_ids, spans, media_ends, message_ends: as in `Prompt`.
         piece_starts: number of tokens before each piece.
+        modalities, layouts: of every medium so far that is seen in slices, and how it is cut.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -73,6 +74,8 @@ class Expansion:
     media_ends: list[int] = field(default_factory=list)
     message_ends: list[int] = field(default_factory=list)
     piece_starts: list[int] = field(default_factory=list)
+    modalities: list[Modality] = field(default_factory=list)
+    layouts: list[Slices | None] = field(default_factory=list)
 
 
 class Expander:
@@ -81,13 +84,18 @@ class Expander:
     Args:
         tokenizer: of the checkpoint.
         vision: the checkpoint's vision tokens, None for a text-only one.
-        merge_size: patches per side that become one token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vision: VisionTokens | None, merge_size: int) -> None:
+    joins_text: frozenset[Modality] = frozenset({"video"})
+    """Text in front of these media runs into their first timestamp and is read with it."""
+
+    def __init__(self, tokenizer: Tokenizer, vision: VisionTokens | None) -> None:
         self._tokenizer = tokenizer
         self._vision = vision
-        self._merge_size = merge_size
+
+    def positions(self, expansion: Expansion) -> tuple[torch.Tensor, int]:
+        """See `mrope_positions`."""
+        return mrope_positions(len(expansion.token_ids), expansion.spans)
 
     def expand(
         self, pieces: Sequence[Piece], typed: TypedText, media: Sequence[HasRecord]
@@ -113,13 +121,13 @@ class Expander:
             else:
                 if item == len(media) or media[item].record.modality != modality:
                     raise _misplaced()
-                # Text in front of a video runs into its first timestamp and is read with it.
-                if modality == "image":
+                if modality not in self.joins_text:
                     self._add_text(out, text)
-                    out.piece_starts.append(len(out.token_ids))
+                    text = ""
+                out.piece_starts.append(len(out.token_ids))
+                if modality == "image":
                     self._add_image(out, media[item].record, item)
                 else:
-                    out.piece_starts.append(len(out.token_ids))
                     self._add_video(out, text, media[item].record, item)
                 out.media_ends.append(out.spans[-1].end)
                 item += 1
@@ -134,22 +142,27 @@ class Expander:
 
     def _add_span(self, out: Expansion, record: MediaRecord, item: int, patch: int) -> None:
         assert self._vision is not None
-        rows, columns = record.grid[1:]
+        _, rows, columns = record.span(patch)
         pad = self._vision.image_pad if record.modality == "image" else self._vision.video_pad
         start = len(out.token_ids)
-        end = start + rows * columns // self._merge_size**2
+        end = start + rows * columns // record.merge_size**2
         out.token_ids += [pad] * (end - start)
         out.spans.append(
             MediaSpan(
                 start=start,
                 end=end,
                 modality=record.modality,
-                content_hash=record.hashes[patch],
+                content_hash=self._identity(record, patch),
                 grid=(1, rows, columns),
                 item=item,
                 patch=patch,
+                merge_size=record.merge_size,
             )
         )
+
+    def _identity(self, record: MediaRecord, patch: int) -> bytes:
+        """All that a span's tokens and their positions depend on, besides its size."""
+        return record.hashes[patch]
 
     def _add_image(self, out: Expansion, record: MediaRecord, item: int) -> None:
         self._add_span(out, record, item, 0)
@@ -202,9 +215,7 @@ def shared_tokens(
     return start + count
 
 
-def mrope_positions(
-    length: int, spans: Sequence[MediaSpan], merge_size: int
-) -> tuple[torch.Tensor, int]:
+def mrope_positions(length: int, spans: Sequence[MediaSpan]) -> tuple[torch.Tensor, int]:
     """Positions of every token on the three axes, and how far a generated token's index is off.
 
     Follows transformers' `Qwen3_5Model.get_rope_index` for a prompt whose videos are split at
@@ -219,13 +230,13 @@ def mrope_positions(
         text = span.start - at
         positions[:, at : span.start] = torch.arange(position, position + text)
         position += text
-        rows, columns = span.grid[1] // merge_size, span.grid[2] // merge_size
+        rows, columns = span.grid[1] // span.merge_size, span.grid[2] // span.merge_size
         block = positions[:, span.start : span.end].view(3, rows, columns)
         block[0] = position
         block[1] = torch.arange(position, position + rows)[:, None]
         block[2] = torch.arange(position, position + columns)
         # As the reference has it: whole sides first, then merged.
-        position += max(span.grid[1], span.grid[2]) // merge_size
+        position += max(span.grid[1], span.grid[2]) // span.merge_size
         at = span.end
     positions[:, at:] = torch.arange(position, position + length - at)
     delta = int(positions.max()) + 1 - length if length else 0

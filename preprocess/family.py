@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,12 @@ class Family:
         image_pad, video_pad: the tokens that stand for media, where the config names none.
         vision_start, vision_end: around them, likewise.
         timestamp: the text before a video's temporal patch, formatted with its seconds.
+        slice_start, slice_end: around placeholders of a slice, where pictures are cut into slices:
+            None where they are not.
+        id_start, id_end: around a picture's number, likewise.
+        numbered: the media that have such numbers before them.
+        positions: how tokens lie: "mrope": a span as a grid of its own; "count": one after the
+            other, media too; "canvas": a picture's slices side by side, under the whole picture.
     """
 
     split: str | None = None
@@ -25,6 +32,12 @@ class Family:
     vision_start: str = "<|vision_start|>"
     vision_end: str = "<|vision_end|>"
     timestamp: str = "<{:.1f} seconds>"
+    slice_start: str | None = None
+    slice_end: str | None = None
+    id_start: str | None = None
+    id_end: str | None = None
+    numbered: tuple[str, ...] = ()
+    positions: Literal["mrope", "count", "canvas"] = "mrope"
 
 
 CHATML = Family()
@@ -51,8 +64,25 @@ QWEN3_5 = Family(
     )
 )
 
+MINICPMV4_6 = Family(
+    vision_start="<image>",
+    vision_end="</image>",
+    slice_start="<slice>",
+    slice_end="</slice>",
+    id_start="<image_id>",
+    id_end="</image_id>",
+    numbered=("image", "video"),
+    positions="count",
+)
+MINICPMV4_7 = replace(MINICPMV4_6, numbered=("image",), positions="canvas")
 
-_FAMILIES = {"qwen3_5": QWEN3_5, "qwen3_vl": QWEN2, "qwen3_next": QWEN2}
+_FAMILIES = {
+    "qwen3_5": QWEN3_5,
+    "qwen3_vl": QWEN2,
+    "qwen3_next": QWEN2,
+    "minicpmv4_6": MINICPMV4_6,
+    "minicpmv4_7": MINICPMV4_7,
+}
 """By what model types begin with."""
 
 

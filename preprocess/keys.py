@@ -20,7 +20,7 @@ from blake3 import blake3
 KEY_BYTES = 32
 
 _ROOT_DOMAIN = b"vlm-serve root key 1"
-_EMBEDDING_DOMAIN = b"vlm-serve vision embedding 1"
+_EMBEDDING_DOMAIN = b"vlm-serve vision embedding 2"
 _COUNT = struct.Struct("<I")
 _SPAN = struct.Struct("<BqI")
 _MODALITY_TAGS = {"image": 1, "video": 2}
@@ -90,11 +90,20 @@ class RootFields:
         return blake3(b"".join(parts)).digest()
 
 
-def embedding_key(root: bytes, content_hash: bytes) -> bytes:
-    """Key of a span's vision embeddings: the same at every position of every prompt of a root."""
-    return blake3(
-        tagged("domain", _EMBEDDING_DOMAIN) + tagged("root", root) + tagged("content", content_hash)
-    ).digest()
+def embedding_key(root: bytes, content_hash: bytes, merge_size: int) -> bytes:
+    """Key of a span's vision embeddings: the same at every position of every prompt of a root.
+
+    Args:
+        merge_size: patches per side that become one token: the same pixels can become more tokens
+            or fewer.
+    """
+    fields = (
+        tagged("domain", _EMBEDDING_DOMAIN),
+        tagged("root", root),
+        tagged("content", content_hash),
+        tagged("merge_size", merge_size),
+    )
+    return blake3(b"".join(fields)).digest()
 
 
 class PromptKeys:

@@ -6,6 +6,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,28 +22,11 @@ from vlm_serve.preprocess.fetch import FetchBudget, Hold, fetch, read_file
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_frames import ArrayVideo
 from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
-from vlm_serve.preprocess.media_options import (
-    ImageOptions,
-    VideoOptions,
-    image_options,
-    options_key,
-    video_options,
-)
-from vlm_serve.preprocess.media_process import (
-    MediaRecord,
-    Processed,
-    patch_frames,
-    process_image,
-    process_video,
-)
+from vlm_serve.preprocess.media_options import options_key
+from vlm_serve.preprocess.media_process import MediaRecord, Processed
+from vlm_serve.preprocess.media_processors import Processor
 from vlm_serve.preprocess.messages import MediaPart
-from vlm_serve.preprocess.processors import (
-    PixelConfig,
-    VideoConfig,
-    fingerprint,
-    normalise,
-    patchify,
-)
+from vlm_serve.preprocess.processors import PictureConfig, fingerprint, normalise, patchify
 from vlm_serve.preprocess.raw_index import RawIndex, raw_key
 from vlm_serve.preprocess.stopping import Stop
 
@@ -56,67 +40,67 @@ class LoadedMedia:
     Args:
         record: grid, hashes and times.
         config: of the processor that made it.
-        pixels: uint8 `[frames, 3, height, width]`, None while they are only known by their hashes.
+        processed: with the pixels; None while they are only known by their hashes.
         reload: makes them again; raises MediaError.
     """
 
     def __init__(
         self,
         record: MediaRecord,
-        config: PixelConfig,
-        pixels: torch.Tensor | None,
+        config: PictureConfig,
+        processed: Processed | None,
         reload: Callable[[Stop], Processed],
     ) -> None:
         self.record = record
         self.modality = record.modality
         self.grid = record.grid
-        self.decoded = pixels is not None
+        self.decoded = processed is not None
         self._config = config
-        self._pixels = pixels
-        self._reload: Callable[[Stop], Processed] | None = reload if pixels is None else None
+        self._processed = processed
+        self._reload: Callable[[Stop], Processed] | None = reload if processed is None else None
         self._lock = threading.Lock()
 
     def patches(self, patch: int) -> torch.Tensor:
         """See `MediaItem.patches`."""
-        assert 0 <= patch < self.grid[0]
-        pixels, count = self._get_pixels(Stop()), self._config.temporal_patch_size
-        if self.modality == "image":
-            frames = normalise(pixels, self._config).expand(count, -1, -1, -1)
-        else:
-            frames = normalise(patch_frames(pixels, patch, count), self._config)
-        return patchify(frames, self._config)
+        assert 0 <= patch < len(self.record.hashes)
+        count = self._config.temporal_patch_size
+        frames = normalise(self._get_processed(Stop()).frames(patch, count), self._config)
+        return patchify(frames.expand(count, -1, -1, -1), self._config)
 
     @property
     def num_bytes(self) -> int:
         """See `MediaItem.num_bytes`."""
         frames = self._config.temporal_patch_size if self.modality == "video" else 1
-        return math.prod(self.grid) * frames * 3 * self._config.patch_size**2
+        patches = math.prod(self.grid)
+        if self.record.slices is not None:
+            patches += self.grid[0] * self.record.slices.count * math.prod(self.record.slices.grid)
+        return patches * frames * 3 * self._config.patch_size**2
 
     @property
     def ready(self) -> bool:
         """See `MediaItem.ready`."""
-        return self._pixels is not None
+        return self._processed is not None
 
     def load(self, stop: Stop) -> None:
         """See `MediaItem.load`."""
-        self._get_pixels(stop)
+        self._get_processed(stop)
 
-    def _get_pixels(self, stop: Stop) -> torch.Tensor:
+    def _get_processed(self, stop: Stop) -> Processed:
         with self._lock:
-            if self._pixels is None:
+            if self._processed is None:
                 assert self._reload is not None
                 processed = self._reload(stop)
                 if processed.record != self.record:
                     raise MediaError("a medium no longer has the content it was recorded with")
-                self._pixels, self._reload, self.decoded = processed.pixels, None, True
-            return self._pixels
+                self._processed, self._reload, self.decoded = processed, None, True
+            return self._processed
 
 
 class MediaLoader:
     """Turns the media parts of a request into items. Thread-safe.
 
     Args:
-        images, videos: processor configs; None where the checkpoint takes no such media.
+        images, videos: the checkpoint's processors; None where the checkpoint takes no such media.
         limits: bounds on what is fetched and decoded.
         raw_index: where records of earlier uploads are kept.
         decoders: decode what comes as a file.
@@ -124,8 +108,8 @@ class MediaLoader:
 
     def __init__(
         self,
-        images: PixelConfig | None,
-        videos: VideoConfig | None,
+        images: Processor | None,
+        videos: Processor | None,
         limits: MediaLimits,
         raw_index: RawIndex,
         decoders: Decoders,
@@ -135,7 +119,12 @@ class MediaLoader:
         self._budget = FetchBudget(limits.max_fetched_bytes)
         # Pictures and arrays of Python callers are converted here, not many at a time.
         self._converting = threading.BoundedSemaphore(_CONVERSIONS)
-        self.fingerprint = fingerprint(images, videos)
+        self.fingerprint = fingerprint(
+            *(each.config if each else None for each in (images, videos))
+        )
+
+    def _processor(self, part: MediaPart) -> Processor | None:
+        return self._images if part.modality == "image" else self._videos
 
     def check_count(self, parts: list[MediaPart]) -> None:
         """Raises InvalidRequestError if a prompt has more media, or others, than it may."""
@@ -158,8 +147,9 @@ class MediaLoader:
         """Raises InvalidRequestError for an option that is out of bounds. Parts of a kind that the
         model does not take are passed over."""
         for part in parts:
-            if (self._images if part.modality == "image" else self._videos) is not None:
-                self._settings(part)
+            processor = self._processor(part)
+            if processor is not None:
+                processor.options(part)
 
     def load(self, part: MediaPart, cache_salt: str, stop: Stop) -> LoadedMedia:
         """The item of one part. Only what the raw index does not know is decoded.
@@ -172,7 +162,9 @@ class MediaLoader:
             return self._load(part, cache_salt, stop, hold)
 
     def _load(self, part: MediaPart, cache_salt: str, stop: Stop, hold: Hold) -> LoadedMedia:
-        config, options = self._settings(part)
+        processor = self._processor(part)
+        assert processor is not None
+        config, options = processor.config, processor.options(part)
         key_of = partial(
             raw_key,
             cache_salt=cache_salt,
@@ -185,35 +177,28 @@ class MediaLoader:
         known = self._raw_index.get(url_key) if url_key is not None else None
         if known is not None:
             return self._recall(
-                known, config, url_key, partial(self._read_and_process, part, options)
+                known, config, url_key, partial(self._read_and_process, part, options, processor)
             )
         source = self._read_source(part, stop, hold)
         indexed = isinstance(source, bytes) or _is_contiguous(source)
         key = key_of(source) if indexed else None
         known = self._raw_index.get(key) if key is not None else None
 
-        process = partial(self._process, part, source, options)
+        process = partial(self._process, part, source, options, processor)
         if known is not None:
             item = self._recall(known, config, key, process)
         else:
             done = process(stop)
-            item = LoadedMedia(done.record, config, done.pixels, process)
+            item = LoadedMedia(done.record, config, done, process)
         for each in (key, url_key):
             if each is not None:
                 self._raw_index.put(each, item.record)
         return item
 
-    def _settings(self, part: MediaPart) -> tuple[PixelConfig, ImageOptions | VideoOptions]:
-        if part.modality == "image":
-            assert self._images is not None
-            return self._images, image_options(part, self._images)
-        assert self._videos is not None
-        return self._videos, video_options(part, self._videos)
-
     def _recall(
         self,
         known: MediaRecord,
-        config: PixelConfig,
+        config: PictureConfig,
         key: bytes | None,
         process: Callable[[Stop], Processed],
     ) -> LoadedMedia:
@@ -227,34 +212,33 @@ class MediaLoader:
 
         return LoadedMedia(known, config, None, process_again)
 
-    def _read_and_process(self, part: MediaPart, options: Any, stop: Stop) -> Processed:
-        return self._process(part, self._read_source(part, stop), options, stop)
+    def _read_and_process(
+        self, part: MediaPart, options: Any, processor: Processor, stop: Stop
+    ) -> Processed:
+        return self._process(part, self._read_source(part, stop), options, processor, stop)
 
     @releasing
-    def _process(self, part: MediaPart, source: Any, options: Any, stop: Stop) -> Processed:
-        decode = self._image if part.modality == "image" else self._video
+    def _process(
+        self, part: MediaPart, source: Any, options: Any, processor: Processor, stop: Stop
+    ) -> Processed:
         if isinstance(source, bytes):
-            return decode(part, source, options, stop)
+            with self._decode(part, source, options, stop) as decoded:
+                return processor.process(decoded, options, part.param)
         with self._converting:
-            return decode(part, source, options, stop)
+            return processor.process(self._convert(part, source, options), options, part.param)
 
-    def _image(self, part: MediaPart, source: Any, options: ImageOptions, stop: Stop) -> Processed:
-        config, limits = self._images, self._limits
-        assert config is not None
-        if not isinstance(source, bytes):
-            pixels = _image_pixels(source, limits, part.param)
-            return process_image(pixels, options, config, part.param)
-        with self._decoders.image(source, limits, part.param, stop) as pixels:
-            return process_image(pixels, options, config, part.param)
+    def _decode(
+        self, part: MediaPart, source: bytes, options: Any, stop: Stop
+    ) -> AbstractContextManager[Any]:
+        limits, decoders = self._limits, self._decoders
+        if part.modality == "image":
+            return decoders.image(source, limits, part.param, stop)
+        return decoders.video(source, options.fps, limits, part.param, stop)
 
-    def _video(self, part: MediaPart, source: Any, options: VideoOptions, stop: Stop) -> Processed:
-        config, limits = self._videos, self._limits
-        assert config is not None
-        if not isinstance(source, bytes):
-            video = ArrayVideo(source, options.fps, limits, part.param)
-            return process_video(video, options, config, part.param)
-        with self._decoders.video(source, options.fps, limits, part.param, stop) as decoded:
-            return process_video(decoded, options, config, part.param)
+    def _convert(self, part: MediaPart, source: Any, options: Any) -> Any:
+        if part.modality == "image":
+            return _image_pixels(source, self._limits, part.param)
+        return ArrayVideo(source, options.fps, self._limits, part.param)
 
     def _read_source(self, part: MediaPart, stop: Stop, hold: Hold | None = None) -> Any:
         source, limits = part.source, self._limits

@@ -34,8 +34,9 @@ class MediaDefaults:
         media_io_kwargs: `{"video": {"num_frames": n, "fps": f}, "image": {...}}`; n = -1 takes
             every frame, or every one that f gives.
         mm_processor_kwargs: `fps`, `num_frames`, `max_frames`, `do_sample_frames` of videos;
-            `min_pixels`, `max_pixels`, `size` of images and videos alike; any of them also below
-            `images_kwargs` or `videos_kwargs`, for one of the two.
+            `min_pixels`, `max_pixels`, `size`, `max_slice_nums`, `downsample_mode` of images and
+            videos alike; any of them also below `images_kwargs` or `videos_kwargs`, for one of the
+            two. Which of them there are is the model's affair.
 
     Raises InvalidRequestError for anything else, by name.
     """
@@ -83,7 +84,7 @@ class MediaDefaults:
                 continue
             if name in _NESTED and where == _PROCESSOR:
                 self._read_processor(_object(value, place), place, (_NESTED[name],))
-            elif name in ("min_pixels", "max_pixels"):
+            elif name in ("min_pixels", "max_pixels", "max_slice_nums", "downsample_mode"):
                 for modality in modalities:
                     self._set(modality, name, value, place)
             elif name == "size":

@@ -5,16 +5,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.messages import MediaPart
 from vlm_serve.preprocess.processors import PixelConfig, VideoConfig
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Sampling = Literal["uniform", "fps_grid"]
 
 _LOW_DETAIL_PIXELS = 512 * 512
+_IMAGE_OPTIONS = ("detail", "max_pixels", "min_pixels")
+_VIDEO_OPTIONS = (
+    "fps",
+    "max_frame_pixels",
+    "max_frames",
+    "max_pixels",
+    "min_pixels",
+    "num_frames",
+    "sample_fps",
+    "sampling",
+)
 _MAX_FPS = 1000.0
 # A grid frame gets this share of a video's pixel budget unless the request names another cap.
 _GRID_FRAMES = 192
@@ -55,20 +70,18 @@ class VideoOptions:
     max_pixels: int
 
 
-def options_key(options: ImageOptions | VideoOptions) -> bytes:
+def options_key(options: DataclassInstance) -> bytes:
     """All effective options as bytes, for the raw index."""
     return json.dumps([type(options).__name__, dataclasses.asdict(options)]).encode()
 
 
 def image_options(part: MediaPart, config: PixelConfig) -> ImageOptions:
     """Raises InvalidRequestError that names the option at fault."""
+    check_known(part, _IMAGE_OPTIONS)
     smallest = config.factor**2
-    high = _integer(part, "max_pixels", smallest, config.max_pixels, config.max_pixels)
-    low = _integer(part, "min_pixels", 1, high, min(config.min_pixels, high))
-    detail = part.options.get("detail", "auto")
-    if detail not in ("auto", "high", "low"):
-        raise _invalid(part, "detail", "must be auto, low or high")
-    if detail == "low":
+    high = integer(part, "max_pixels", smallest, config.max_pixels, config.max_pixels)
+    low = integer(part, "min_pixels", 1, high, min(config.min_pixels, high))
+    if detail_of(part) == "low":
         high = max(smallest, min(high, _LOW_DETAIL_PIXELS))
         low = min(low, high)
     return ImageOptions(low, high)
@@ -76,63 +89,87 @@ def image_options(part: MediaPart, config: PixelConfig) -> ImageOptions:
 
 def video_options(part: MediaPart, config: VideoConfig) -> VideoOptions:
     """Raises InvalidRequestError that names the option at fault."""
-    sampling = part.options.get("sampling", "uniform")
-    if sampling not in ("uniform", "fps_grid"):
-        raise _invalid(part, "sampling", "must be uniform or fps_grid")
+    check_known(part, _VIDEO_OPTIONS)
+    sampling = sampling_of(part)
     on_grid = sampling == "fps_grid"
-    sample_fps = _number(part, "sample_fps")
+    sample_fps = number(part, "sample_fps")
     if not on_grid and "max_frame_pixels" in part.options:
-        raise _invalid(part, "max_frame_pixels", "needs sampling fps_grid")
-    num_frames = _frame_count(part, config)
+        raise invalid(part, "max_frame_pixels", "needs sampling fps_grid")
+    num_frames = frame_count(part, config.max_frames)
     if on_grid and num_frames is not None:
-        raise _invalid(part, "num_frames", "needs sampling uniform")
+        raise invalid(part, "num_frames", "needs sampling uniform")
     if sample_fps is None and num_frames is None:
         sample_fps = config.sample_fps or (2.0 if on_grid else None)
     smallest = config.factor**2
-    high = _integer(part, "max_pixels", smallest, config.max_pixels, config.max_pixels)
+    high = integer(part, "max_pixels", smallest, config.max_pixels, config.max_pixels)
     largest = max(smallest, config.max_video_tokens * smallest)
     default = min(max(config.max_pixels // _GRID_FRAMES, smallest), largest)
     return VideoOptions(
-        fps=_number(part, "fps"),
+        fps=number(part, "fps"),
         sampling=sampling,
         sample_fps=sample_fps,
         num_frames=num_frames,
-        max_frames=_integer(part, "max_frames", 1, config.max_frames, config.max_frames),
-        max_frame_pixels=_integer(part, "max_frame_pixels", smallest, largest, default)
+        max_frames=integer(part, "max_frames", 1, config.max_frames, config.max_frames),
+        max_frame_pixels=integer(part, "max_frame_pixels", smallest, largest, default)
         if on_grid
         else 0,
-        min_pixels=_integer(part, "min_pixels", 1, high, min(config.min_pixels, high)),
+        min_pixels=integer(part, "min_pixels", 1, high, min(config.min_pixels, high)),
         max_pixels=high,
     )
 
 
-def _frame_count(part: MediaPart, config: VideoConfig) -> int | None:
+def check_known(part: MediaPart, known: Collection[str]) -> None:
+    """Raises InvalidRequestError for an option that this model's media do not have."""
+    for name in sorted(part.options.keys() - set(known)):
+        raise invalid(part, name, f"is no option of {part.modality}s of this model")
+
+
+def detail_of(part: MediaPart) -> str:
+    """How closely an image is to be seen. Raises InvalidRequestError."""
+    detail = part.options.get("detail", "auto")
+    if detail not in ("auto", "high", "low"):
+        raise invalid(part, "detail", "must be auto, low or high")
+    return str(detail)
+
+
+def sampling_of(part: MediaPart) -> Sampling:
+    """How a video is sampled. Raises InvalidRequestError."""
+    sampling = part.options.get("sampling", "uniform")
+    if sampling not in ("uniform", "fps_grid"):
+        raise invalid(part, "sampling", "must be uniform or fps_grid")
+    return "fps_grid" if sampling == "fps_grid" else "uniform"
+
+
+def frame_count(part: MediaPart, most: int) -> int | None:
+    """`num_frames`, at most so many; -1 for all. Raises InvalidRequestError."""
     value = part.options.get("num_frames")
     if value is None or (type(value) is int and value == -1):
         return value
-    return _integer(part, "num_frames", 1, config.max_frames, config.max_frames)
+    return integer(part, "num_frames", 1, most, most)
 
 
-def _invalid(part: MediaPart, name: str, message: str) -> InvalidRequestError:
-    """Names the option where the request has it: in the part or for all parts."""
+def invalid(part: MediaPart, name: str, message: str) -> InvalidRequestError:
+    """An error that names the option where the request has it: in the part or for all parts."""
     named = part.named.get(name, part.param)
     if named == part.param:
         return InvalidRequestError(f"{named}: {name} {message}", param=f"{named}.{name}")
     return InvalidRequestError(f"{named} {message}", param=named)
 
 
-def _integer(part: MediaPart, name: str, low: int, high: int, default: int) -> int:
+def integer(part: MediaPart, name: str, low: int, high: int, default: int) -> int:
+    """An option within bounds. Raises InvalidRequestError."""
     value: Any = part.options.get(name, default)
     if type(value) is not int or not low <= value <= high:
-        raise _invalid(part, name, f"must be a whole number from {low} to {high}")
+        raise invalid(part, name, f"must be a whole number from {low} to {high}")
     return value
 
 
-def _number(part: MediaPart, name: str) -> float | None:
+def number(part: MediaPart, name: str) -> float | None:
+    """An option that is a number above 0. Raises InvalidRequestError."""
     value: Any = part.options.get(name)
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not 0 < value <= _MAX_FPS:
-        raise _invalid(part, name, f"must be a number above 0 and at most {_MAX_FPS:g}")
+        raise invalid(part, name, f"must be a number above 0 and at most {_MAX_FPS:g}")
     return float(value)

@@ -26,31 +26,75 @@ from vlm_serve.preprocess.sizes import (
 
 
 @dataclass(frozen=True, slots=True)
+class Slices:
+    """How the pictures of a medium are cut: rows, columns, and (h, w) in patches of each slice."""
+
+    rows: int
+    columns: int
+    grid: tuple[int, int]
+
+    @property
+    def count(self) -> int:
+        """Slices of a picture."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True)
 class MediaRecord:
     """All that a prompt needs to know of a medium besides its pixels.
 
     Attributes:
         modality: what it is.
-        grid: (t, h, w) in patches.
-        hashes: content hash of every temporal patch.
-        times: seconds of every temporal patch; empty for an image.
+        grid: (t, h, w) in patches, of the whole pictures where there are slices too.
+        hashes: content hash of every span: temporal patches, or pictures with their slices.
+        times: seconds of every temporal patch, where those are told the model; empty for an image.
+        merge_size: patches per side that one token stands for.
+        slices: of every picture, None for no slices.
     """
 
     modality: Modality
     grid: tuple[int, int, int]
     hashes: tuple[bytes, ...]
     times: tuple[float, ...]
+    merge_size: int
+    slices: Slices | None = None
+
+    def span(self, patch: int) -> tuple[int, int, int]:
+        """(frame, h, w): the picture that a span belongs to, and the span's own patches."""
+        if self.slices is None:
+            return patch, *self.grid[1:]
+        frame, part = divmod(patch, 1 + self.slices.count)
+        return frame, *(self.slices.grid if part else self.grid[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """A record and its pixels: uint8 `[frames, 3, height, width]` after the resize."""
+    """A record and its pixels after the resize.
+
+    Attributes:
+        pixels: uint8 `[frames, 3, height, width]`.
+        details: uint8 `[frames, slices, 3, height, width]` of those that are cut into slices.
+    """
 
     record: MediaRecord
     pixels: torch.Tensor
+    details: torch.Tensor | None = None
+
+    def frames(self, patch: int, patch_size: int) -> torch.Tensor:
+        """uint8 `[1 or patch_size, 3, height, width]` of a span; of a video's temporal patch the
+        last frame fills it up."""
+        if self.details is not None:
+            frame, part = divmod(patch, 1 + self.details.shape[1])
+            if part:
+                return self.details[frame, part - 1 : part]
+            patch = frame
+        if self.record.modality == "image":
+            return self.pixels[patch : patch + 1]
+        return patch_frames(self.pixels, patch, patch_size)
 
 
-def _channels_first(pixels: Pixels) -> torch.Tensor:
+def channels_first(pixels: Pixels) -> torch.Tensor:
+    """A view of `[height, width, 3]` as `[3, height, width]`."""
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
@@ -74,7 +118,7 @@ def process_image(
     resized = _resize_all([pixels], size, config, param)
     grid = (1, *config.grid(*resized.shape[-2:]))
     digest = content_hash("image", resized[0], grid)
-    return Processed(MediaRecord("image", grid, (digest,), ()), resized)
+    return Processed(MediaRecord("image", grid, (digest,), (), config.merge_size), resized)
 
 
 def process_video(
@@ -87,14 +131,10 @@ def process_video(
     """
     if options.sampling == "fps_grid":
         assert options.sample_fps is not None
-        indices: Sequence[int] = grid_indices(video.times, options.sample_fps, options.max_frames)
+        indices: Sequence[int] = grid_frames(
+            video.times, options.sample_fps, options.max_frames, param
+        )
         times = [index / options.sample_fps for index in range(len(indices))]
-        if len(indices) > options.max_frames:
-            raise MediaError(
-                f"the video has over {options.max_frames} frames at {options.sample_fps:g} a "
-                "second; a lower sample_fps takes fewer",
-                param=param,
-            )
     else:
         indices = _uniform(len(video.times), video.fps, options, config, param)
         times = [index / video.fps for index in indices]
@@ -109,9 +149,8 @@ def process_video(
         content_hash("video", patch_frames(resized, patch, patch_size), (1, rows, columns))
         for patch in range(num_patches)
     )
-    record = MediaRecord(
-        "video", (num_patches, rows, columns), hashes, tuple(patch_times(times, patch_size))
-    )
+    grid, told = (num_patches, rows, columns), tuple(patch_times(times, patch_size))
+    record = MediaRecord("video", grid, hashes, told, config.merge_size)
     return Processed(record, resized)
 
 
@@ -120,21 +159,49 @@ def _chain(first: Pixels, others: Iterable[Pixels]) -> Iterable[Pixels]:
     yield from others
 
 
+def grid_frames(
+    times: Sequence[float], sample_fps: float, max_frames: int, param: str | None
+) -> Sequence[int]:
+    """See `grid_indices`. Raises MediaError for more frames than are allowed."""
+    indices = grid_indices(times, sample_fps, max_frames)
+    if len(indices) > max_frames:
+        raise MediaError(
+            f"the video has over {max_frames} frames at {sample_fps:g} a second; a lower "
+            "sample_fps takes fewer",
+            param=param,
+        )
+    return indices
+
+
+def counted_indices(
+    total: int,
+    fps: float,
+    wanted: int,
+    sample_fps: float | None,
+    max_frames: int,
+    param: str | None,
+) -> Sequence[int]:
+    """So many frames, -1 for all, but no more than `sample_fps` gives, over the whole length.
+    Raises MediaError for more frames than are allowed."""
+    count = total if wanted < 0 else min(wanted, total)
+    if sample_fps is not None:
+        count = min(count, max(1, int(total / fps * sample_fps)))
+    if count > max_frames:
+        raise MediaError(
+            f"{count} frames of the video are over the {max_frames} that are allowed; num_frames "
+            "or a lower fps takes fewer",
+            param=param,
+        )
+    return spread_indices(total, count)
+
+
 def _uniform(
     total: int, fps: float, options: VideoOptions, config: VideoConfig, param: str | None
 ) -> Sequence[int]:
-    wanted = options.num_frames
-    if wanted is not None:
-        count = total if wanted < 0 else min(wanted, total)
-        if options.sample_fps is not None:
-            count = min(count, max(1, int(total / fps * options.sample_fps)))
-        if count > options.max_frames:
-            raise MediaError(
-                f"{count} frames of the video are over the {options.max_frames} that are allowed; "
-                "num_frames or a lower fps takes fewer",
-                param=param,
-            )
-        return spread_indices(total, count)
+    if options.num_frames is not None:
+        return counted_indices(
+            total, fps, options.num_frames, options.sample_fps, options.max_frames, param
+        )
     if not config.do_sample_frames:
         return range(min(total, options.max_frames))
     if options.sample_fps is not None:
@@ -197,8 +264,8 @@ def _resize_all(
     pictures: Iterable[Pixels], size: tuple[int, int], config: PixelConfig, param: str | None
 ) -> torch.Tensor:
     if config.do_resize:
-        return torch.stack([resize(_channels_first(each), size, config) for each in pictures])
-    kept = torch.stack([_channels_first(each) for each in pictures])
+        return torch.stack([resize(channels_first(each), size, config) for each in pictures])
+    kept = torch.stack([channels_first(each) for each in pictures])
     if kept.shape[-2] % config.factor or kept.shape[-1] % config.factor:
         raise MediaError(f"sides must be multiples of {config.factor} pixels", param=param)
     return kept.contiguous()

@@ -29,9 +29,18 @@ _MEDIA_PARTS: dict[str, Modality] = {
     "input_video": "video",
 }
 _OPTIONS: dict[Modality, frozenset[str]] = {
-    "image": frozenset({"detail", "max_pixels", "min_pixels"}),
+    "image": frozenset({"detail", "downsample_mode", "max_pixels", "max_slice_nums", "min_pixels"}),
     "video": frozenset(
-        {"fps", "sampling", "sample_fps", "num_frames", "max_frames", "max_frame_pixels"}
+        {
+            "downsample_mode",
+            "fps",
+            "max_frame_pixels",
+            "max_frames",
+            "max_slice_nums",
+            "num_frames",
+            "sample_fps",
+            "sampling",
+        }
     ),
 }
 # What clients send that has nothing to say here: cache marks of other services, ids that are no

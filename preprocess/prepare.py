@@ -10,34 +10,30 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from vlm_serve.errors import CheckpointError, InvalidRequestError
+from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.chat_request import ChatRequest
 from vlm_serve.preprocess.decoders import Decoders
 from vlm_serve.preprocess.draft import Draft, texts_of
 from vlm_serve.preprocess.expand import (
     Expander,
     Expansion,
-    VisionTokens,
     mrope_positions,
     shared_tokens,
     split_pieces,
 )
-from vlm_serve.preprocess.family import Family
+from vlm_serve.preprocess.family import Family, family_of
 from vlm_serve.preprocess.keys import PromptKeys, RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_items import LoadedMedia, MediaLoader, is_remote
 from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
+from vlm_serve.preprocess.media_processors import find_processors
+from vlm_serve.preprocess.media_tokens import find_expander, find_vision_tokens
 from vlm_serve.preprocess.messages import Conversation, read_messages
-from vlm_serve.preprocess.processors import (
-    check_fit,
-    fingerprint,
-    image_config,
-    video_config,
-)
+from vlm_serve.preprocess.processors import fingerprint
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
 from vlm_serve.preprocess.stopping import Stop
@@ -58,9 +54,12 @@ def _vision_config(directory: Path | str) -> dict[str, Any] | None:
 
 def processor_fingerprint(directory: Path | str) -> bytes:
     """32 bytes that name the checkpoint's media processors and their settings."""
-    if _vision_config(directory) is None:
+    config = _vision_config(directory)
+    if config is None:
         return fingerprint(None, None)
-    return fingerprint(image_config(directory), video_config(directory))
+    family = family_of(str(config.get("model_type", "")))
+    found = find_processors(directory, config, family)
+    return fingerprint(*(each.config if each else None for each in found))
 
 
 class Preprocessor:
@@ -99,49 +98,34 @@ class Preprocessor:
         self._root_key = root_key
         self._template = ChatTemplate(find_chat_template(directory), self.tokenizer.special_names)
         config = _vision_config(directory)
-        images = image_config(directory) if config is not None else None
-        videos = video_config(directory) if config is not None else None
+        images, videos = (None, None)
+        self._expander = Expander(self.tokenizer, None)
+        self.media_token_ids: frozenset[int] = frozenset()
         if config is not None:
-            check_fit(config["vision_config"], images, videos)
-        vision = self._vision_tokens(config) if config is not None else None
-        pads = () if vision is None else (vision.image_pad, vision.video_pad)
-        self.media_token_ids = frozenset(pads)
+            images, videos = find_processors(directory, config, self.tokenizer.family)
+            vision = find_vision_tokens(self.tokenizer, config)
+            self.media_token_ids = frozenset({vision.image_pad, vision.video_pad})
+            self._expander = find_expander(self.tokenizer, config, vision, images, videos)
         self.raw_index = RawIndex(raw_index_bytes)
         self._decoders = Decoders()
         self._loader = MediaLoader(
             images, videos, limits or MediaLimits(), self.raw_index, self._decoders
         )
-        sizes = {each.merge_size for each in (images, videos) if each is not None}
-        if len(sizes) > 1:
-            raise CheckpointError("image and video processors disagree on merge_size")
-        self._merge_size = sizes.pop() if sizes else 1
-        self._expander = Expander(self.tokenizer, vision, self._merge_size)
         self._vocab_size = max(self.tokenizer.vocab_size, _vocab_size(directory))
         # Both kinds of threads wait most of the time: one for other machines, which may be slow for
         # as long as they like, the other for the decoders.
         self._fetching = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-fetch")
         self._decoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-media")
 
-    def _vision_tokens(self, config: Mapping[str, Any]) -> VisionTokens:
-        family = self.tokenizer.family
-
-        def find(name: str, token: str) -> int:
-            token_id = config.get(name, self.tokenizer.token_to_id(token))
-            if not isinstance(token_id, int) or not self.tokenizer.is_special(token_id):
-                raise CheckpointError(f"{name} of the checkpoint is no special token")
-            return token_id
-
-        return VisionTokens(
-            image_pad=find("image_token_id", family.image_pad),
-            video_pad=find("video_token_id", family.video_pad),
-            vision_start=find("vision_start_token_id", family.vision_start),
-            vision_end=find("vision_end_token_id", family.vision_end),
-        )
-
     @property
     def template_variables(self) -> frozenset[str]:
         """The names that the chat template reads: others change nothing."""
         return self._template.variables
+
+    @property
+    def tool_form(self) -> Literal["qwen3_xml", "hermes"]:
+        """How the chat template asks for tool calls."""
+        return self._template.tool_form
 
     def close(self) -> None:
         """Ends the media's threads and processes. Nothing can be prepared any more."""
@@ -174,7 +158,7 @@ class Preprocessor:
         """
         root = self.root_key(cache_salt)
         ids = self._check_ids(token_ids)
-        positions, delta = mrope_positions(len(ids), (), self._merge_size)
+        positions, delta = mrope_positions(len(ids), ())
         return Prompt(
             token_ids=ids, positions=positions, rope_delta=delta, keys=self._keys(root, ids, ())
         )
@@ -309,9 +293,7 @@ class Preprocessor:
         expansion = self._expander.expand(draft.pieces, draft.typed, media)
         if not expansion.token_ids:
             raise InvalidRequestError("the messages give an empty prompt", param="messages")
-        positions, delta = mrope_positions(
-            len(expansion.token_ids), expansion.spans, self._merge_size
-        )
+        positions, delta = self._expander.positions(expansion)
         return Prompt(
             token_ids=tuple(expansion.token_ids),
             positions=positions,

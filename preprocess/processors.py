@@ -26,11 +26,11 @@ _MODES = {_BILINEAR: "bilinear", _BICUBIC: "bicubic"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PixelConfig:
-    """What images and frames have in common. Defaults are transformers'.
+class PictureConfig:
+    """What all processors have in common: from pixels of the right size to patches.
 
     Attributes:
-        min_pixels, max_pixels: area of an image, or of all frames of a video together.
+        merge_size: patches per side of the squares in which patches are put in order.
         resample: Pillow's number of the interpolation.
         mean, std: per channel, of samples scaled to 0 … 1.
     """
@@ -38,8 +38,6 @@ class PixelConfig:
     patch_size: int
     temporal_patch_size: int
     merge_size: int
-    min_pixels: int
-    max_pixels: int
     do_resize: bool
     resample: int
     do_rescale: bool
@@ -48,14 +46,26 @@ class PixelConfig:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """(h, w) in patches of a resized picture."""
+        return height // self.patch_size, width // self.patch_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelConfig(PictureConfig):
+    """Of pictures that are seen whole. Defaults are transformers'.
+
+    Attributes:
+        min_pixels, max_pixels: area of an image, or of all frames of a video together.
+    """
+
+    min_pixels: int
+    max_pixels: int
+
     @property
     def factor(self) -> int:
         """Sides are multiples of this many pixels."""
         return self.patch_size * self.merge_size
-
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """(h, w) in patches of a resized picture."""
-        return height // self.patch_size, width // self.patch_size
 
     def num_tokens(self, height: int, width: int) -> int:
         """Placeholder tokens of one resized picture."""
@@ -90,17 +100,31 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5)
 
 
+def image_fields(directory: Path | str) -> dict[str, Any]:
+    """What the checkpoint's files say of its image processor; {} if it has none."""
+    directory = Path(directory)
+    raw = read_json(directory / "processor_config.json").get("image_processor")
+    return raw or read_json(directory / "preprocessor_config.json")
+
+
+def video_fields(directory: Path | str) -> dict[str, Any]:
+    """What the checkpoint's files say of its video processor; {} if it has none."""
+    directory = Path(directory)
+    raw = read_json(directory / "processor_config.json").get("video_processor")
+    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
+        raw = raw or read_json(directory / name)
+    return raw or {}
+
+
 def image_config(directory: Path | str) -> PixelConfig | None:
     """Config of the image processor, None if the checkpoint has none.
 
     Raises CheckpointError for settings that are not supported.
     """
-    directory = Path(directory)
-    raw = read_json(directory / "processor_config.json").get("image_processor")
-    raw = raw or read_json(directory / "preprocessor_config.json")
+    raw = image_fields(directory)
     if not raw:
         return None
-    shared = _shared(raw, patch_size=14, mean=_CLIP_MEAN, std=_CLIP_STD)
+    shared = shared_fields(raw, patch_size=14, mean=_CLIP_MEAN, std=_CLIP_STD)
     return PixelConfig(**shared, **_bounds(raw, 56 * 56, 28 * 28 * 1280))
 
 
@@ -109,10 +133,7 @@ def video_config(directory: Path | str) -> VideoConfig | None:
 
     Raises CheckpointError for settings that are not supported.
     """
-    directory = Path(directory)
-    raw = read_json(directory / "processor_config.json").get("video_processor")
-    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
-        raw = raw or read_json(directory / name)
+    raw = video_fields(directory)
     if not raw:
         return None
     num_frames = raw.get("num_frames")
@@ -120,7 +141,7 @@ def video_config(directory: Path | str) -> VideoConfig | None:
     if fps is not None and num_frames is not None:
         raise CheckpointError("the video processor config sets both fps and num_frames")
     return VideoConfig(
-        **_shared(raw, patch_size=16, mean=_HALF, std=_HALF),
+        **shared_fields(raw, patch_size=16, mean=_HALF, std=_HALF),
         **_bounds(raw, 128 * 32 * 32, 32 * 32 * 768),
         sample_fps=None if fps is None else float(fps),
         num_frames=num_frames,
@@ -132,16 +153,17 @@ def video_config(directory: Path | str) -> VideoConfig | None:
     )
 
 
-def _shared(
+def shared_fields(
     raw: Mapping[str, Any], *, patch_size: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> dict[str, Any]:
+    """The fields of `PictureConfig`, with these values for what the file does not say."""
     resample = int(raw.get("resample", _BICUBIC))
     if resample not in _MODES:
         raise CheckpointError(f"resample {resample} of the processor config is not supported")
     return {
-        "patch_size": _size(raw, "patch_size", patch_size),
-        "temporal_patch_size": _size(raw, "temporal_patch_size", 2),
-        "merge_size": _size(raw, "merge_size", 2),
+        "patch_size": size_field(raw, "patch_size", patch_size),
+        "temporal_patch_size": size_field(raw, "temporal_patch_size", 2),
+        "merge_size": size_field(raw, "merge_size", 2),
         "do_resize": bool(raw.get("do_resize", True)),
         "resample": resample,
         "do_rescale": bool(raw.get("do_rescale", True)),
@@ -152,7 +174,8 @@ def _shared(
     }
 
 
-def _size(raw: Mapping[str, Any], name: str, default: int) -> int:
+def size_field(raw: Mapping[str, Any], name: str, default: int) -> int:
+    """A positive whole number. Raises CheckpointError."""
     value = raw.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(
@@ -172,7 +195,7 @@ def _bounds(raw: Mapping[str, Any], low: int, high: int) -> dict[str, Any]:
     return bounds
 
 
-def check_fit(vision: Mapping[str, Any], *configs: PixelConfig | None) -> None:
+def check_fit(vision: Mapping[str, Any], *configs: PictureConfig | None) -> None:
     """Raises CheckpointError if a processor cuts other patches than the vision tower takes.
 
     Args:
@@ -192,7 +215,7 @@ def check_fit(vision: Mapping[str, Any], *configs: PixelConfig | None) -> None:
                 )
 
 
-def fingerprint(*configs: PixelConfig | None) -> bytes:
+def fingerprint(*configs: PictureConfig | None) -> bytes:
     """32 bytes that change with anything in the configs or in how they are applied."""
     fields = [tagged("domain", b"vlm-serve processors"), tagged("version", _VERSION)]
     for config in configs:
@@ -201,7 +224,7 @@ def fingerprint(*configs: PixelConfig | None) -> bytes:
     return blake3(b"".join(fields)).digest()
 
 
-def resize(pixels: torch.Tensor, size: tuple[int, int], config: PixelConfig) -> torch.Tensor:
+def resize(pixels: torch.Tensor, size: tuple[int, int], config: PictureConfig) -> torch.Tensor:
     """Resized uint8 `[3, height, width]`, contiguous.
 
     Args:
@@ -221,7 +244,7 @@ def resize(pixels: torch.Tensor, size: tuple[int, int], config: PixelConfig) -> 
     return resized.squeeze(0).contiguous()
 
 
-def normalise(pixels: torch.Tensor, config: PixelConfig) -> torch.Tensor:
+def normalise(pixels: torch.Tensor, config: PictureConfig) -> torch.Tensor:
     """float32 of the same shape, `[..., 3, height, width]`, rescaled and normalised in one step."""
     if not config.do_normalize:
         return pixels * config.rescale_factor if config.do_rescale else pixels.float()
@@ -231,7 +254,7 @@ def normalise(pixels: torch.Tensor, config: PixelConfig) -> torch.Tensor:
     return pixels.float().sub_(mean[:, None, None]).div_(std[:, None, None])
 
 
-def patchify(frames: torch.Tensor, config: PixelConfig) -> torch.Tensor:
+def patchify(frames: torch.Tensor, config: PictureConfig) -> torch.Tensor:
     """Patches of one temporal patch, in the order in which they are merged.
 
     Args:

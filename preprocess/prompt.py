@@ -15,7 +15,8 @@ Modality = Literal["image", "video"]
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """A run of placeholder tokens `[start, end)` of one image or one temporal patch of a video.
+    """A run of placeholder tokens `[start, end)`, for what the vision tower sees at once: an image,
+    one temporal patch of a video, one slice.
 
     Markers and timestamps around the run are text and belong to no span.
     """
@@ -30,7 +31,10 @@ class MediaSpan:
     item: int
     """Index into `Prompt.media`."""
     patch: int
-    """Temporal patch within the item; 0 for an image."""
+    """Which of its item's spans it is: temporal patches, or whole pictures with their slices; 0
+    for an image that is one span."""
+    merge_size: int
+    """Patches per side that one token stands for."""
 
 
 class MediaItem(Protocol):
@@ -38,7 +42,7 @@ class MediaItem(Protocol):
 
     modality: Modality
     grid: tuple[int, int, int]
-    """(t, h, w) in patches."""
+    """(t, h, w) in patches; of whole pictures where there are slices as well."""
     decoded: bool
     """True if this request had to decode the medium (False: known from the raw index)."""
 
@@ -57,8 +61,9 @@ class MediaItem(Protocol):
         ...
 
     def patches(self, patch: int) -> torch.Tensor:
-        """Normalised pixels of temporal patch `patch`: float32
-        `[h * w, channels * temporal_patch_size * patch_size**2]`, in spatial-merge block order.
+        """Normalised pixels of span `patch`: float32
+        `[h * w, channels * temporal_patch_size * patch_size**2]`, in the order that the model's
+        vision tower takes.
         Deterministic, thread-safe. Raises MediaError if a lazily decoded medium no longer has
         the recorded content hash."""
         ...

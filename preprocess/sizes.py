@@ -16,7 +16,8 @@ from vlm_serve.errors import MediaError
 MAX_ASPECT_RATIO = 200
 
 
-def _check_ratio(height: float, width: float, param: str | None) -> None:
+def check_ratio(height: float, width: float, param: str | None) -> None:
+    """Raises MediaError if one side is over 200 times the other."""
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
         raise MediaError(
@@ -37,7 +38,7 @@ def image_size(
 
     Raises MediaError if one side is over 200 times the other.
     """
-    _check_ratio(height, width, param)
+    check_ratio(height, width, param)
     return _fit(height, width, 1, 1, factor, min_pixels, max_pixels)
 
 
@@ -61,7 +62,7 @@ def video_size(
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    _check_ratio(height, width, param)
+    check_ratio(height, width, param)
     rounded = round(num_frames / temporal_factor) * temporal_factor
     return _fit(height, width, num_frames, rounded, factor, min_pixels, max_pixels)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -180,6 +180,12 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from None
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+
+    @property
+    def tool_form(self) -> Literal["qwen3_xml", "hermes"]:
+        """How it asks for tool calls: as tags for every parameter, or as JSON."""
+        tags = "<tool_call>" not in self.source or "<function=" in self.source
+        return "qwen3_xml" if tags else "hermes"
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Raises InvalidRequestError for names that would replace what is not the client's."""

@@ -40,6 +40,7 @@ class FakePreprocessor:
         self.error: Exception | None = None
         self.template_variables = frozenset({"messages", "enable_thinking"})
         self.generation_prompt = "assistant:"
+        self.tool_form = "qwen3_xml"
         self.gate.set()
 
     def begin(self, conversation: Conversation, **options: Any) -> Any:

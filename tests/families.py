@@ -59,6 +59,23 @@ _QWEN3_NEXT: Shapes = {
     ),
 }
 
+_MINICPMV4_6: Shapes = {
+    "minicpm": CheckpointSpec(family="minicpmv4_6", vision_depth=3, window_layer=1, seed=15),
+    "minicpm, 4x, tied": CheckpointSpec(
+        family="minicpmv4_6",
+        vision_heads=4,
+        gdn_value_heads=2,
+        downsample_mode="4x",
+        max_slices=4,
+        num_position_embeddings=49,
+        tied_embeddings=True,
+        seed=16,
+    ),
+}
+_MINICPMV4_7: Shapes = {
+    "minicpm on a canvas": CheckpointSpec(family="minicpmv4_7", vision_depth=3, seed=17),
+}
+
 FAMILIES: dict[str, Shapes] = {
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5_MOE,
@@ -67,6 +84,8 @@ FAMILIES: dict[str, Shapes] = {
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL_MOE,
     "qwen3_next": _QWEN3_NEXT,
+    "minicpmv4_6": _MINICPMV4_6,
+    "minicpmv4_7": _MINICPMV4_7,
 }
 """By model type, as the registry has them."""
 

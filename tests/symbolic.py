@@ -82,7 +82,7 @@ def make_prompt(
                 end = len(token_ids)
                 spans.append(
                     MediaSpan(
-                        start, end, segment.modality, content_hash, (1, 2, 2), len(media), patch
+                        start, end, segment.modality, content_hash, (1, 2, 2), len(media), patch, 2
                     )
                 )
                 token_ids.append(4)

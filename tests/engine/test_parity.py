@@ -17,6 +17,8 @@ from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
 from vlm_serve.pipeline import Output, Pipeline
 
+# transformers' processor counts a tensor's numbers with numpy.
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
 TOKENS = 64
 LOGIT_ERROR = 1e-4
 SPECS = {
@@ -30,6 +32,8 @@ SPECS = {
         "vl",
         "vl moe, every second layer dense",
         "next, three value heads, dense layers",
+        "minicpm",
+        "minicpm on a canvas",
     )
 }
 KINDS = {name: conversations(media=spec.vision_depth > 0) for name, spec in SPECS.items()}
@@ -167,6 +171,8 @@ def test_after_eviction(pipe: Pipeline, checkpoint: Path, known: dict[str, Any])
     names, blocks = ["one image", "several turns", "text"], 110
     if "one image" not in known:
         names, blocks = list(known), 62
+    elif checkpoint.name.startswith("minicpm"):
+        blocks = 20
     with Pipeline(checkpoint, small(pipe, blocks, 4)) as crowded:
         for name in names * 2:
             expect(check(crowded, checkpoint, [known[name]], 16)[1])

@@ -21,6 +21,7 @@ from vlm_serve.models.parts.base import Routing
 from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
 from vlm_serve.models.registry import FAMILIES, spec_of
+from vlm_serve.models.vision_windows import WindowVisionSpec
 from vlm_serve.pipeline import Pipeline
 
 
@@ -80,6 +81,19 @@ def test_qwen3_next() -> None:
     assert spec.vision is None
 
 
+def test_minicpmv() -> None:
+    spec = spec_of(config_of(SPECS["minicpm"]))
+    assert spec.vision == WindowVisionSpec(3, 32, 64, 2, 3, 8, 8, 1, 4, 64)
+    assert (spec.media_features, spec.embedding_width) == (0, 64)
+    assert (spec.family.positions, spec.rope.sections) == ("count", (4, 0, 0))
+    assert {type(layer.mixer) for layer in spec.layers} == {GatedDelta, Attention}
+    fine = spec_of(config_of(SPECS["minicpm, 4x, tied"]))
+    assert isinstance(fine.vision, WindowVisionSpec) and fine.tied_embeddings
+    assert (fine.vision.merge_size, fine.vision.side) == (2, 7)
+    canvas = spec_of(config_of(SPECS["minicpm on a canvas"]))
+    assert (canvas.family.positions, canvas.rope.sections) == ("canvas", (2, 1, 1))
+
+
 def test_names_that_transformers_saves_under_are_read() -> None:
     made = config("qwen3_vl_moe")
     made["text_config"]["num_local_experts"] = made["text_config"].pop("num_experts")
@@ -111,6 +125,7 @@ REQUIRED = {
         "shared_expert_intermediate_size",
         "full_attention_interval",
     ),
+    "minicpmv4_6": ("hidden_size", "intermediate_size", "linear_num_key_heads", "model_type"),
 }
 
 
@@ -179,6 +194,57 @@ def test_sections_that_do_not_fit_are_named(
     made = config("qwen3_vl")
     made[section] |= changes
     with pytest.raises(CheckpointError, match=complaint):
+        spec_of(made)
+
+
+MINICPM: list[tuple[str | None, str, Any, str]] = [
+    (None, "downsample_mode", "8x", "downsample_mode '8x' is not supported, only '16x' and '4x'"),
+    (None, "merger_times", 2, "merger_times 2 is not supported, only 1"),
+    (None, "merge_kernel_size", [3, 3], "merge_kernel_size [3, 3] is not supported, only [2, 2]"),
+    (None, "drop_vision_last_layer", True, "drop_vision_last_layer True is not supported"),
+    (None, "insert_layer_id", 3, "insert_layer_id 3 is none of the 3 vision layers"),
+    (None, "insert_layer_id", -1, "insert_layer_id -1 is none of the 3 vision layers"),
+    ("vision_config", "window_kernel_size", [4, 4], "window_kernel_size [4, 4] is not supported"),
+    ("vision_config", "hidden_act", "gelu", "hidden_act 'gelu' is not supported"),
+    ("vision_config", "layer_norm_eps", 1e-5, "layer_norm_eps 1e-05 is not supported, only 1e-06"),
+    ("vision_config", "model_type", "siglip", "model_type 'siglip' is not supported"),
+    ("vision_config", "num_attention_heads", 5, "hidden_size 32 is no multiple of num_attention"),
+    ("vision_config", "image_size", 4, "image_size 4 is less than a patch"),
+    (
+        "vision_config",
+        "num_hidden_layers",
+        0,
+        "num_hidden_layers in config.json must be a positive",
+    ),
+    ("text_config", "model_type", "llama", "model_type 'llama' is not supported, only 'qwen3_5_t"),
+    ("text_config", "attn_output_gate", False, "attn_output_gate False is not supported"),
+]
+
+
+@pytest.mark.parametrize("kind", ["minicpmv4_6", "minicpmv4_7"])
+@pytest.mark.parametrize(("section", "name", "value", "complaint"), MINICPM)
+def test_what_nobody_supports_of_minicpmv_is_named(
+    kind: str, section: str | None, name: str, value: Any, complaint: str
+) -> None:
+    made = config_of(next(iter(SHAPES[kind].values())))
+    (made[section] if section else made)[name] = value
+    with pytest.raises(CheckpointError) as caught:
+        spec_of(made)
+    assert complaint in caught.value.message and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["patch_size", "image_size", "hidden_size", "num_hidden_layers"])
+def test_sizes_of_minicpmvs_tower_are_never_defaults(name: str) -> None:
+    made = config("minicpmv4_6")
+    del made["vision_config"][name]
+    with pytest.raises(CheckpointError, match=f"lacks {name}"):
+        spec_of(made)
+
+
+def test_a_canvas_needs_its_sections() -> None:
+    made = config("minicpmv4_7")
+    del made["text_config"]["rope_parameters"]["mrope_section"]
+    with pytest.raises(CheckpointError, match="lacks mrope_section"):
         spec_of(made)
 
 

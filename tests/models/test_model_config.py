@@ -17,6 +17,7 @@ from vlm_serve.models.parts.base import Routing
 from vlm_serve.models.parts.feed_forward import Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
 from vlm_serve.models.registry import read_spec, spec_of
+from vlm_serve.models.vision import VisionSpec
 
 TOKEN_IDS = {
     "image_token_id": 5,
@@ -49,7 +50,7 @@ def test_dense_with_vision() -> None:
     assert (delta.channels, delta.values) == (2 * 2 * 16 + 4 * 16, 64)
     assert (attention.gated, attention.bias) == (True, False)
     assert spec.rope.rotary_dim == 8 and sum(spec.rope.sections) == 4
-    assert spec.vision is not None and spec.vision.patch_dim == 3 * 2 * 8 * 8
+    assert isinstance(spec.vision, VisionSpec) and spec.vision.patch_dim == 3 * 2 * 8 * 8
     assert spec.dtype is torch.float32
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -189,5 +190,6 @@ def test_keys_are_the_same_in_every_process() -> None:
     assert {cut: key.hex()[:8] for cut, key in keys.tails.items()} == {5: "49c155f0", 6: "513e2459"}
 
 
-def test_embedding_key_depends_on_root_and_content() -> None:
-    assert len({embedding_key(r, c) for r in (b"r", b"s") for c in (b"a", b"b")}) == 4
+def test_embedding_key_depends_on_root_content_and_how_many_rows_it_becomes() -> None:
+    keys = {embedding_key(*key) for key in product((b"r", b"s"), (b"a", b"b"), (2, 4))}
+    assert len(keys) == 8

@@ -67,7 +67,7 @@ def patches(processed: Processed, config: PixelConfig) -> torch.Tensor:
     def never(stop: Stop) -> Processed:
         raise AssertionError
 
-    item = LoadedMedia(processed.record, config, processed.pixels, never)
+    item = LoadedMedia(processed.record, config, processed, never)
     return torch.cat([item.patches(patch) for patch in range(item.grid[0])])
 
 

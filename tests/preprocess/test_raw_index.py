@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess import media_items
-from vlm_serve.preprocess.media_process import MediaRecord
+from vlm_serve.preprocess.media_process import MediaRecord, Processed
+from vlm_serve.preprocess.media_processors import Processor
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex, raw_key
@@ -36,14 +37,13 @@ def preprocessor(checkpoint: Path) -> Iterator[Preprocessor]:
 def decodes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by one entry for every medium that is really processed."""
     done: list[str] = []
-    for name in ("process_image", "process_video"):
-        original = getattr(media_items, name)
+    process = Processor.process
 
-        def counting(*args: Any, original: Any = original, name: str = name) -> Any:
-            done.append(name)
-            return original(*args)
+    def counting(self: Processor, *args: Any) -> Processed:
+        done.append(self.run.__name__)
+        return process(self, *args)
 
-        monkeypatch.setattr(media_items, name, counting)
+    monkeypatch.setattr(Processor, "process", counting)
     return done
 
 
@@ -203,7 +203,7 @@ def test_every_field_of_the_key_counts() -> None:
 
 
 def record(size: int) -> MediaRecord:
-    return MediaRecord("video", (size, 2, 2), (b"h" * 32,) * size, (0.0,) * size)
+    return MediaRecord("video", (size, 2, 2), (b"h" * 32,) * size, (0.0,) * size, 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), max_size=60))

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tool_texts import TOOLS, cuts
 
-from vlm_serve.server.output_parser import OutputParser, Piece
-
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "integer"},
-        "wind": {"type": "boolean"},
-        "where": {"type": "object"},
-        "maybe": {"type": ["string", "null"]},
-        "free": {},
-    },
-}
-TOOLS: dict[str, Any] = {"get_weather": WEATHER, "stop": {}}
+from vlm_serve.server.output_parser import OutputParser
+from vlm_serve.server.pieces import Piece
 
 CALL = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
@@ -45,12 +33,6 @@ def parse(pieces: list[str], **options: Any) -> dict[str, Any]:
         "reasoning": "".join(piece.text for piece in found if piece.kind == "reasoning"),
         "calls": [(name, json.loads(arguments)) for name, arguments in calls.values()],
     }
-
-
-def cuts(text: str, seed: int) -> list[str]:
-    rng = random.Random(seed)
-    marks = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(1, 12)))
-    return [text[a:b] for a, b in zip([0, *marks], [*marks, len(text)], strict=True)]
 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

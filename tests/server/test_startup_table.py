@@ -35,6 +35,7 @@ def rows(server: ServerConfig | None = None, **options: Any) -> dict[str, str]:
         max_model_len=640,
         arithmetic=decide(config, torch.bfloat16, backend),
         weights=WeightBytes(projections=7 << 30, table=1 << 30, others=1 << 30, mapped=True),
+        preprocessor=SimpleNamespace(tool_form="hermes"),
     )
     return dict(startup_rows(engine, server or ServerConfig(), ("name",), "http://there"))
 
@@ -74,3 +75,10 @@ def test_memory_for_stored_responses_is_said() -> None:
     found = rows(server, device="cpu", threads=2)
     assert found["stored responses"] == "64 MiB per API key, 60 s, on top"
     assert "stored responses" not in rows(device="cpu", threads=2)
+
+
+def test_the_form_of_tool_calls_is_said() -> None:
+    assert rows(device="cpu")["tool calls"] == "hermes"
+    for form in ("qwen3_xml", "none"):
+        server = ServerConfig(tool_call_parser=form)
+        assert rows(server, device="cpu")["tool calls"] == form

@@ -150,6 +150,7 @@ class LocalExecutor:
             self._model.encode_media(
                 torch.cat([encode.pixels for encode in own]),
                 [encode.grid for encode in own],
+                [encode.merge_size for encode in own],
                 deterministic=self._deterministic,
             )
             if own
@@ -157,7 +158,7 @@ class LocalExecutor:
         )
         for encode, owner in zip(encodes, owners, strict=True):
             mine = next(embeddings) if owner == ranks.rank else None
-            like = self._model.embedding_like(encode.grid)
+            like = self._model.embedding_like(encode.grid, encode.merge_size)
             self._embeddings[encode.slot] = ranks.tell(mine, owner, like)
         self.model_seconds += time.perf_counter() - begin
 

@@ -80,7 +80,8 @@ class MediaPlanner:
                 self._budget -= length
                 self._new_keys.append(key)
                 item = sequence.prompt.media[span.item]
-                self._encodes.append(Encode(item.patches(span.patch), span.grid, slot))
+                pixels = item.patches(span.patch)
+                self._encodes.append(Encode(pixels, span.grid, span.merge_size, slot))
                 sequence.job.encoded_spans.add(span.start)
                 self.num_encoded_spans += 1
             pins[key] = pins.get(key, 0) + 1
@@ -134,7 +135,7 @@ class MediaPlanner:
         encoded) if a request computed the prompt from token `start` on."""
         encoded: dict[bytes, MediaSpan] = {}
         for span in spans_between(prompt, start, len(prompt)):
-            key = embedding_key(prompt.keys.root, span.content_hash)
+            key = _key(prompt.keys.root, span)
             if key not in self.cache:
                 encoded.setdefault(key, span)
         decoded = {index for index, item in enumerate(prompt.media) if item.decoded}
@@ -147,7 +148,11 @@ class MediaPlanner:
 
     @staticmethod
     def _key(sequence: Sequence, span: MediaSpan) -> bytes:
-        return embedding_key(sequence.keys.root, span.content_hash)
+        return _key(sequence.keys.root, span)
+
+
+def _key(root: bytes, span: MediaSpan) -> bytes:
+    return embedding_key(root, span.content_hash, span.merge_size)
 
 
 def spans_between(prompt: Prompt, start: int, end: int) -> Iterator[MediaSpan]:

@@ -38,11 +38,13 @@ class SequenceInfo:
 class Encode:
     """One media span to run through the vision tower; its embedding is kept under `slot`.
 
-    `pixels` are those of `MediaItem.patches`, `grid` is (1, h, w) in patches.
+    `pixels` are those of `MediaItem.patches`, `grid` is (1, h, w) in patches, `merge_size` how many
+    of them per side become one token.
     """
 
     pixels: torch.Tensor
     grid: tuple[int, int, int]
+    merge_size: int
     slot: int
 
 

@@ -31,14 +31,18 @@ class Config:
     Args:
         raw: the content.
         kind: transformers' configuration class.
+        classes: all of them, by model type.
 
     Raises:
         CheckpointError: from every method; names the field.
     """
 
-    def __init__(self, raw: Mapping[str, Any], kind: Any) -> None:
+    def __init__(
+        self, raw: Mapping[str, Any], kind: Any, classes: Mapping[str, Any] | None = None
+    ) -> None:
         self.raw = raw
         self._kind = kind
+        self._classes = {} if classes is None else classes
 
     @cached_property
     def _parsed(self) -> Any:
@@ -96,19 +100,20 @@ class Config:
             named = f", only {values[0]!r}" if values[0] is not None else ""
             raise CheckpointError(f"{name} {value!r} is not supported{named}")
 
-    def section(self, name: str) -> Config:
-        """A part that is an object of its own."""
+    def section(self, name: str, kind: str | None = None) -> Config:
+        """A part that is an object of its own; `kind`: its model type, where there are several."""
         value = self.given(name)
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{name} in config.json must be an object")
-        return Config(value, self._kind.sub_configs.get(name, self._kind))
+        named = self._classes[kind] if kind else self._kind.sub_configs.get(name, self._kind)
+        return Config(value, named, self._classes)
 
     def inlined(self, *names: str) -> Config:
         """The same, with the fields of the first of these objects that the file has."""
         given = next((self.raw[name] for name in names if self.raw.get(name)), None)
         if not isinstance(given, Mapping):
             raise CheckpointError(f"config.json lacks {names[0]}")
-        return Config({**self.raw, **given}, self._kind)
+        return Config({**self.raw, **given}, self._kind, self._classes)
 
     def dtype(self, *sections: Config) -> torch.dtype:
         """Of the weights, which sections may name as well; bfloat16 if nobody does."""

@@ -26,7 +26,7 @@ from vlm_serve.models.parts.base import Step
 from vlm_serve.models.program import Program
 from vlm_serve.models.registry import read_spec
 from vlm_serve.models.spec import ModelSpec
-from vlm_serve.models.vision import Grid, VisionTower
+from vlm_serve.models.vision import Grid
 from vlm_serve.models.weights import Weights
 
 _MOST_UINT8_EXPERTS = 256
@@ -66,9 +66,8 @@ class Model:
         self.drafts = drafts
         self._vision = None
         if spec.vision is not None:
-            self._vision = VisionTower(
-                spec.vision, weights, weights.vision_prefix(), weights.compute_dtype
-            )
+            prefix = weights.vision_prefix(spec.vision.anchor)
+            self._vision = spec.vision.load(weights, prefix, weights.compute_dtype)
         self._caches: CacheTensors | None = None
         self._bound: tuple[Any, ...] = ()
         self._compiled_step: CompiledStep | None = None
@@ -212,18 +211,21 @@ class Model:
         return ForwardOutput(logits, self._narrow(torch.stack(routed, dim=1)), hidden)
 
     def encode_media(
-        self, patches: torch.Tensor, grids: Sequence[Grid], deterministic: bool = False
+        self,
+        patches: torch.Tensor,
+        grids: Sequence[Grid],
+        merges: Sequence[int] | None = None,
+        deterministic: bool = False,
     ) -> list[torch.Tensor]:
-        """Embeddings of temporal patches; see `VisionTower.encode`."""
+        """Embeddings of media spans; see `Tower.encode`."""
         assert self._vision is not None, "a text-only model has no vision tower"
         with compiled_kernels(self.compiled):
-            return self._vision.encode(patches, grids, deterministic=deterministic)
+            return self._vision.encode(patches, grids, merges, deterministic=deterministic)
 
-    def embedding_like(self, grid: Grid) -> torch.Tensor:
-        """A tensor without content, of the shape and dtype that `encode_media` gives a grid."""
-        vision = self.spec.vision
-        assert vision is not None, "a text-only model has no vision tower"
-        rows = grid[1] * grid[2] // vision.merge_size**2
+    def embedding_like(self, grid: Grid, merge: int) -> torch.Tensor:
+        """A tensor without content, of the shape and dtype that `encode_media` gives a grid whose
+        squares of `merge` patches a side become tokens."""
+        rows = grid[1] * grid[2] // merge**2
         return torch.empty(rows, self.spec.embedding_width, dtype=self.dtype, device="meta")
 
     def _bind(self, caches: CacheTensors) -> tuple[Any, ...]:

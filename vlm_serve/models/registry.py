@@ -35,6 +35,7 @@ class Served:
 _QWEN3_5 = "vlm_serve.models.families.qwen3_5"
 _QWEN3_VL = "vlm_serve.models.families.qwen3_vl"
 _QWEN3_NEXT = "vlm_serve.models.families.qwen3_next"
+_MINICPMV = "vlm_serve.models.families.minicpmv"
 
 FAMILIES = {
     "qwen3_5": Served(_QWEN3_5),
@@ -44,6 +45,8 @@ FAMILIES = {
     "qwen3_vl": Served(_QWEN3_VL, state=False),
     "qwen3_vl_moe": Served(_QWEN3_VL, state=False, experts=True),
     "qwen3_next": Served(_QWEN3_NEXT, media=(), experts=True),
+    "minicpmv4_6": Served(_MINICPMV),
+    "minicpmv4_7": Served(_MINICPMV),
 }
 """By model type, as config.json has it."""
 
@@ -78,7 +81,7 @@ def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
         named = CONFIG_MAPPING[kind]
     except KeyError:
         named = PretrainedConfig
-    config = Config(raw, named)
+    config = Config(raw, named, CONFIG_MAPPING)
     spec: ModelSpec = importlib.import_module(FAMILIES[kind].module).spec(config)
     if spec.vision is not None and spec.vision.out_hidden_size != spec.hidden_size:
         raise CheckpointError(

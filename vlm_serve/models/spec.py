@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.models.cache_layout import CacheLayout, Pool
-from vlm_serve.models.parts.base import FeedForward, Mixer, Norm, Routing
+from vlm_serve.models.parts.base import FeedForward, Loader, Mixer, Norm, Routing
 from vlm_serve.preprocess.family import Family
 
 
@@ -26,29 +26,42 @@ class Rope:
     sections: tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class VisionSpec:
-    """The vision tower. `num_positions` is a square: the learned grid of position embeddings.
-    `deepstack` lists the layers, ascending, behind which a merger of its own makes features that
-    are added to the residual behind the decoder's first layers, one after the other."""
+class Tower(Protocol):
+    """A loaded vision tower."""
 
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    in_channels: int
-    patch_size: int
-    temporal_patch_size: int
-    merge_size: int
-    out_hidden_size: int
-    num_positions: int
-    rope_theta: float
-    deepstack: tuple[int, ...] = ()
+    def encode(
+        self,
+        patches: torch.Tensor,
+        grids: Sequence[tuple[int, int, int]],
+        merges: Sequence[int] | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> list[torch.Tensor]:
+        """Embeddings of the pictures that `MediaItem.patches` gives, one after the other.
+
+        Args:
+            patches: float32, all their patches.
+            grids: (1, h, w) of each, in patches.
+            merges: patches per side that become one token, of each; None: as the config has it.
+            deterministic: each result has the bits of encoding it alone.
+        """
+        ...
+
+
+class Vision(Protocol):
+    """A vision tower as data. `deepstack` names its layers that add features behind the decoder's
+    first layers, none in most; `anchor` is the name of one of its tensors."""
 
     @property
-    def patch_dim(self) -> int:
-        """Numbers in one flattened patch."""
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+    def anchor(self) -> str: ...
+    @property
+    def out_hidden_size(self) -> int: ...
+    @property
+    def deepstack(self) -> tuple[int, ...]: ...
+
+    def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> Tower:
+        """Reads its weights; names start with `prefix`, activations are of type `dtype`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,7 @@ class ModelSpec:
     norm: Norm
     rope: Rope
     tied_embeddings: bool
-    vision: VisionSpec | None
+    vision: Vision | None
     dtype: torch.dtype
     family: Family
     input_norm: str = "input_layernorm"

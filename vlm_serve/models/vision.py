@@ -7,26 +7,48 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 
-from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.kernels.linear import Linear
 from vlm_serve.models.parts.base import Loader
-from vlm_serve.models.spec import VisionSpec
 from vlm_serve.models.vision_grid import axial_angles, interpolate_positions
-
-_EPS = 1e-6
-_REMEMBERED_GRIDS = 64
+from vlm_serve.models.vision_parts import REMEMBERED_GRIDS, Affine, Reader, attend, layer_norm
 
 Grid = tuple[int, int, int]
 """(1, h, w): one temporal patch, in patches."""
 
 
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """Weight and bias of a layer norm."""
+@dataclass(frozen=True)
+class VisionSpec:
+    """The tower of Qwen. `num_positions` is a square: the learned grid of position embeddings.
+    `deepstack` lists the layers, ascending, behind which a merger of its own makes features that
+    are added to the residual behind the decoder's first layers, one after the other."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    out_hidden_size: int
+    num_positions: int
+    rope_theta: float
+    deepstack: tuple[int, ...] = ()
+
+    @property
+    def anchor(self) -> str:
+        """The name of one of its tensors."""
+        return "patch_embed.proj.weight"
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in one flattened patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> VisionTower:
+        """See `Vision.load`."""
+        return VisionTower(self, source, prefix, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +97,16 @@ class VisionTower:
             reader.merger(f"deepstack_merger_list.{index}", late=True)
             for index in range(len(config.deepstack))
         )
-        self._grid_tensors = lru_cache(_REMEMBERED_GRIDS)(self._compute_grid_tensors)
+        self._grid_tensors = lru_cache(REMEMBERED_GRIDS)(self._compute_grid_tensors)
 
     @torch.inference_mode()
     def encode(
-        self, patches: torch.Tensor, grids: Sequence[Grid], *, deterministic: bool = False
+        self,
+        patches: torch.Tensor,
+        grids: Sequence[Grid],
+        merges: Sequence[int] | None = None,
+        *,
+        deterministic: bool = False,
     ) -> list[torch.Tensor]:
         """Embed several temporal patches at once; each result equals encoding it alone.
 
@@ -87,6 +114,7 @@ class VisionTower:
             patches: float32 `[sum of h * w, channels * temporal * patch * patch]`, normalised
                 pixels in merge-block order, grid after grid.
             grids: (1, h, w) of each, in patches.
+            merges: patches per side that become one token, of each; always the config's.
             deterministic: equal to the last bit, not only in value.
 
         Returns:
@@ -94,6 +122,7 @@ class VisionTower:
             and features of every deepstack layer behind them.
         """
         sizes = [height * width for _, height, width in grids]
+        assert set(merges or ()) <= {self._config.merge_size}, "this tower merges in one way"
         assert all(frames == 1 for frames, _, _ in grids), "one temporal patch per grid"
         assert patches.shape == (sum(sizes), self._config.patch_dim), "patches do not fit the grids"
         if not grids:
@@ -126,20 +155,20 @@ class VisionTower:
         deterministic: bool,
     ) -> torch.Tensor:
         tokens, heads = x.shape[0], self._config.heads
-        qkv = block.qkv(_layer_norm(x, block.norm1), deterministic=deterministic)
+        qkv = block.qkv(layer_norm(x, block.norm1), deterministic=deterministic)
         qkv = qkv.view(tokens, 3, heads, -1)
-        mixed = _attend(_rotate(qkv[:, :2], *angles), qkv[:, 2], sizes).view(tokens, -1)
+        mixed = attend(_rotate(qkv[:, :2], *angles), qkv[:, 2], sizes).view(tokens, -1)
         return block.proj(mixed, plus=x, deterministic=deterministic)
 
     def _mlp(self, block: VisionBlock, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
-        normed = _layer_norm(x, block.norm2)
+        normed = layer_norm(x, block.norm2)
         hidden = block.fc1(normed, activation="gelu_tanh", deterministic=deterministic)
         return block.fc2(hidden, plus=x, deterministic=deterministic)
 
     def _merge(self, merger: Merger, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         shape = (x.shape[0] // self._config.merge_size**2, -1)
         late = merger.late
-        normed = _layer_norm(x.view(shape) if late else x, merger.norm).view(shape)
+        normed = layer_norm(x.view(shape) if late else x, merger.norm).view(shape)
         hidden = merger.fc1(normed, activation="gelu", deterministic=deterministic)
         return merger.fc2(hidden, deterministic=deterministic)
 
@@ -153,41 +182,26 @@ class VisionTower:
         return positions, cos.to(self._device), sin.to(self._device)
 
 
-class _Reader:
+class _Reader(Reader):
     """Names and shapes of the tower's tensors."""
 
     def __init__(self, source: Loader, prefix: str, config: VisionSpec) -> None:
-        self._source = source
-        self._prefix = prefix
+        super().__init__(source, prefix)
         self._config = config
 
     def positions(self) -> torch.Tensor:
-        shape = (self._config.num_positions, self._config.hidden_size)
-        return self._source.tensor(f"{self._prefix}pos_embed.weight", shape)
+        return self.tensor("pos_embed.weight", self._config.num_positions, self._config.hidden_size)
 
     def patch_embed(self) -> Linear:
         """A convolution whose stride is its kernel: a projection of flattened patches."""
         config = self._config
         kernel = (config.in_channels, config.temporal_patch_size, *[config.patch_size] * 2)
-        return self._load("patch_embed.proj", (config.hidden_size, *kernel))
-
-    def norm(self, name: str, size: int | None = None) -> Affine:
-        shape, name = (size or self._config.hidden_size,), self._prefix + name
-        weight = self._source.tensor(f"{name}.weight", shape)
-        return Affine(weight, self._source.tensor(f"{name}.bias", shape))
-
-    def projection(self, name: str, rows: int, columns: int) -> Linear:
-        return self._load(name, (rows, columns))
-
-    def _load(self, name: str, shape: tuple[int, ...]) -> Linear:
-        name = self._prefix + name
-        bias = [Part(f"{name}.bias", shape[:1])]
-        return self._source.linear(Part(f"{name}.weight", shape), bias=bias)
+        return self.projection("patch_embed.proj", config.hidden_size, *kernel)
 
     def merger(self, name: str, *, late: bool) -> Merger:
         merged = self._config.hidden_size * self._config.merge_size**2
         return Merger(
-            norm=self.norm(f"{name}.norm", merged if late else None),
+            norm=self.norm(f"{name}.norm", merged if late else self._config.hidden_size),
             fc1=self.projection(f"{name}.linear_fc1", merged, merged),
             fc2=self.projection(f"{name}.linear_fc2", self._config.out_hidden_size, merged),
             late=late,
@@ -197,17 +211,13 @@ class _Reader:
         hidden, wide = self._config.hidden_size, self._config.intermediate_size
         name = f"blocks.{index}"
         return VisionBlock(
-            norm1=self.norm(f"{name}.norm1"),
+            norm1=self.norm(f"{name}.norm1", hidden),
             qkv=self.projection(f"{name}.attn.qkv", 3 * hidden, hidden),
             proj=self.projection(f"{name}.attn.proj", hidden, hidden),
-            norm2=self.norm(f"{name}.norm2"),
+            norm2=self.norm(f"{name}.norm2", hidden),
             fc1=self.projection(f"{name}.mlp.linear_fc1", wide, hidden),
             fc2=self.projection(f"{name}.mlp.linear_fc2", hidden, wide),
         )
-
-
-def _layer_norm(x: torch.Tensor, norm: Affine) -> torch.Tensor:
-    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, _EPS)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -215,24 +225,3 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return rotated.to(x.dtype)
-
-
-def _attend(qk: torch.Tensor, v: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Attention of every picture to itself: `[n, 2, heads, d]`, `[n, heads, d]` to `[n, heads, d]`.
-
-    Neighbours of equal size share a call.
-    """
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    start = 0
-    while sizes:
-        size = sizes[0]
-        count = next((i for i, other in enumerate(sizes) if other != size), len(sizes))
-        part = slice(start, start + count * size)
-        q, k, values = (
-            tensor[part].view(count, size, *tensor.shape[1:]).transpose(1, 2)
-            for tensor in (qk[:, 0], qk[:, 1], v)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, values)
-        out[part] = mixed.transpose(1, 2).flatten(0, 1)
-        start, sizes = part.stop, sizes[count:]
-    return out

@@ -68,3 +68,38 @@ def axial_angles(
     rows, columns = block_order(height, width, merge)
     angles = torch.cat([axis.float()[:, None] * inv_freq for axis in (rows, columns)], dim=1)
     return angles.cos(), angles.sin()
+
+
+def nested_order(height: int, width: int, merge: int) -> torch.Tensor:
+    """Which patch of a picture, counted row by row, comes when: in squares of `merge * merge` that
+    later become one token, row by row; those in squares of half the side, and so on.
+
+    Args:
+        height, width: the grid in patches, multiples of `merge`, a power of two.
+
+    Returns:
+        int64 `[height * width]`.
+    """
+    order = torch.arange(height * width).view(1, height, width)
+    side = merge
+    while side > 1:
+        count, rows, columns = order.shape
+        order = order.view(count, rows // side, side, columns // side, side)
+        order = order.transpose(2, 3).reshape(-1, side, side)
+        side //= 2
+    return order.flatten()
+
+
+def nearest_positions(height: int, width: int, side: int) -> torch.Tensor:
+    """The place in a learned `side * side` grid that each patch of a picture, counted row by row,
+    is nearest to from below (transformers' get_vision_nearest_position_ids, with its rounding).
+
+    Returns:
+        int64 `[height * width]`.
+    """
+    edges = torch.arange(1 / side, 1.0, 1 / side)
+    rows, columns = (
+        torch.bucketize(torch.arange(length) / length, edges, right=True)
+        for length in (height, width)
+    )
+    return (rows[:, None] * side + columns).flatten()

@@ -17,7 +17,6 @@ from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.models.decoder import Decoder, load_layer
 from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.spec import ModelSpec
-from vlm_serve.models.vision import VisionTower
 from vlm_serve.options import format_size
 
 
@@ -146,7 +145,7 @@ def weight_bytes(
     if drafts:
         Predictor(spec, text)
     if spec.vision is not None:
-        VisionTower(spec.vision, vision, "", compute)
+        spec.vision.load(vision, "", compute)
     return WeightBytes(
         projections=text.projections + vision.projections,
         table=text.table if mapped else text.table * own // spec.vocab_size,

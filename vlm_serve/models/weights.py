@@ -17,7 +17,7 @@ from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.models.files import weight_files
 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
-_VISION_PREFIXES = ("model.visual.", "visual.")
+_VISION_PREFIXES = ("model.visual.", "visual.", "model.", "")
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 _log = logging.getLogger(__name__)
 _TELL_SECONDS = 2.0
@@ -76,9 +76,9 @@ class Weights:
                 return prefix
         raise CheckpointError(f"the checkpoint has no {anchor}")
 
-    def vision_prefix(self) -> str:
-        """What the names of the vision tower start with."""
-        return self._prefix(_VISION_PREFIXES, "patch_embed.proj.weight")
+    def vision_prefix(self, anchor: str) -> str:
+        """What the names of the vision tower start with; `anchor`: one of them, without it."""
+        return self._prefix(_VISION_PREFIXES, anchor)
 
     def head_name(self) -> str:
         """Name of the output projection of a model without tied embeddings."""

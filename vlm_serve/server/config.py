@@ -94,11 +94,11 @@ class ServerConfig:
         kind="bool",
     )
     tool_call_parser: str = option(
-        "qwen3_xml",
-        "form of tool calls in the model's answers",
+        "auto",
+        "form of tool calls in the answers: auto is the one that the chat template asks for",
         group=_SERVER,
         kind="text",
-        choices=("qwen3_xml", "none"),
+        choices=("auto", "qwen3_xml", "hermes", "none"),
     )
     reasoning_parser: str = option(
         "none",

@@ -20,6 +20,7 @@ from vlm_serve.options import format_size
 from vlm_serve.server.bounds import total
 from vlm_serve.server.browsers import is_loopback
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.pieces import form_of
 from vlm_serve.server.run import listen, make_server, url_of
 from vlm_serve.server.tenants import read_tenant_keys
 
@@ -131,7 +132,9 @@ def startup_rows(
     else:
         yield "granularity", "prefix caching is off"
     yield "requests", f"at most {format_size(total(config, engine.max_model_len))} on top"
-    yield "tool calls", config.tool_call_parser
+    parser = config.tool_call_parser
+    form = form_of(parser, engine.preprocessor.tool_form)
+    yield "tool calls", parser if parser == "none" else form
     yield "reasoning", config.reasoning_parser
     if config.response_store is not None:
         assert isinstance(config.response_store, int)

@@ -1,51 +1,28 @@
 """Splits an answer, while it is being generated, into reasoning, content and tool calls.
 
-The form is Qwen3.5's: what stands before `</think>` is reasoning; a tool call is
-
-    <tool_call>
-    <function=name>
-    <parameter=key>
-    value
-    </parameter>
-    </function>
-    </tool_call>
+What stands before `</think>` is reasoning; a tool call stands between `<tool_call>` and
+`</tool_call>`, in one of two forms (`xml_calls`, `hermes_calls`).
 
 Whole answers and streams go through the same parser, piece by piece, so they cannot differ.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
-from vlm_serve.server.tool_values import is_no_text, read
+from vlm_serve.server.hermes_calls import HermesCall
+from vlm_serve.server.pieces import TOOL_END, TOOL_START, CallParser, Kind, Piece, ToolForm, begun
+from vlm_serve.server.xml_calls import XmlCall
 
 THINK_START = "<think>"
 THINK_END = "</think>"
-TOOL_START = "<tool_call>"
-TOOL_END = "</tool_call>"
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]{1,256})>")
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>(.*?)</parameter>", re.DOTALL)
-_PARAMETER_END = "</parameter>"
-_FUNCTION_END = "</function>"
-_OPEN_PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})(?:>(.*))?\Z", re.DOTALL)
-_NAMELESS = re.compile(r"\s*(?:<[^>]{0,265})?")
-
-Kind = Literal["content", "reasoning", "tool_name", "tool_arguments"]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of the answer. `call` counts the tool calls of the answer, -1 elsewhere."""
-
-    kind: Kind
-    text: str
-    call: int = -1
+_FORMS: dict[ToolForm, Callable[[int, Mapping[str, Mapping[str, Any]]], CallParser]] = {
+    "qwen3_xml": XmlCall,
+    "hermes": HermesCall,
+}
 
 
 class _State(Enum):
@@ -54,29 +31,28 @@ class _State(Enum):
     TOOL = "tool"
 
 
-def _begun(text: str, marker: str) -> int:
-    """How many characters of the marker the text ends with, less than all of it."""
-    sizes = range(min(len(marker) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if text.endswith(marker[:size])), 0)
-
-
 class OutputParser:
     """Parser of one choice.
 
     Args:
         reasoning: the answer starts inside a `<think>` block (None: it is not split at all).
         tools: JSON schema of the parameters by function name; None leaves tool calls in the text.
+        form: how calls are written.
     """
 
     def __init__(
-        self, *, reasoning: bool | None = None, tools: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        *,
+        reasoning: bool | None = None,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        form: ToolForm = "qwen3_xml",
     ) -> None:
-        self._tools = tools
+        self._tools, self._form = tools, _FORMS[form]
         self._state = _State.REASONING if reasoning else _State.CONTENT
         self._buffer = ""
         self._may_think = reasoning is False
         self._skip_space = reasoning is not None
-        self._call: _ToolCallParser | None = None
+        self._call: CallParser | None = None
         self._cut = False
         self.num_calls = 0
 
@@ -135,11 +111,11 @@ class OutputParser:
             self._buffer, self._state, self._skip_space = rest, then, True
             return
         length = len(self._buffer)
-        begun = _begun(self._buffer, end)
+        held = begun(self._buffer, end)
         if not final:  # hold back what may be the marker's beginning, and white space before it
-            length = len(self._buffer[: length - begun].rstrip())
-        elif self._cut and begun:
-            self._buffer = self._buffer[: length - begun].rstrip()
+            length = len(self._buffer[: length - held].rstrip())
+        elif self._cut and held:
+            self._buffer = self._buffer[: length - held].rstrip()
             length = len(self._buffer)
         yield from self._emit(kind, length)
 
@@ -154,88 +130,19 @@ class OutputParser:
     def _tool(self, *, final: bool) -> Iterator[Piece]:
         if self._call is None:
             assert self._tools is not None
-            self._call = _ToolCallParser(self.num_calls, self._tools)
-        end = self._buffer.find(TOOL_END)
+            self._call = self._form(self.num_calls, self._tools)
+        pieces = self._call.advance(self._buffer)
+        end = self._call.end(self._buffer)
         whole = self._buffer if end < 0 else self._buffer[:end]
-        pieces = self._call.advance(whole)
         self.num_calls = self._call.index + self._call.named
         yield from pieces
         if end < 0 and not final:
             return
         if self._call.named:
             yield from self._call.rest(whole) if end < 0 else self._call.close()
-        elif end >= 0 or not self._cut or not _NAMELESS.fullmatch(whole):
+        elif end >= 0 or not self._cut or not self._call.may_become_call(whole):
             # It was no tool call after all.
             yield Piece("content", TOOL_START + whole + (TOOL_END if end >= 0 else ""))
         self._skip_space = bool(self._call.named)
         self._buffer = "" if end < 0 else self._buffer[end + len(TOOL_END) :]
         self._call, self._state = None, _State.CONTENT
-
-
-class _ToolCallParser:
-    """One `<tool_call>` block; emits the name, then the arguments one parameter at a time."""
-
-    def __init__(self, index: int, tools: Mapping[str, Mapping[str, Any]]) -> None:
-        self.index = index
-        self.named = False
-        self._tools = tools
-        self._schema: Mapping[str, Any] = {}
-        self._position = 0
-        self._keys: set[str] = set()
-
-    def advance(self, block: str) -> list[Piece]:
-        """What is new in the block, which only ever grows."""
-        pieces = []
-        if not self.named:
-            found = _FUNCTION.match(block)
-            if found is None or found.group(1).strip() not in self._tools:
-                return []
-            self.named = True
-            self._schema = self._tools[found.group(1).strip()]
-            self._position = found.end()
-            pieces.append(Piece("tool_name", found.group(1).strip(), self.index))
-        # Looked for first: the pattern would read a long value again with every token of it.
-        while block.find(_PARAMETER_END, self._position) >= 0:
-            found = _PARAMETER.match(block, self._position)
-            if found is None:
-                break
-            self._position = found.end()
-            key = found.group(1).strip()
-            if key in self._keys:
-                continue
-            opening = ", " if self._keys else "{"
-            self._keys.add(key)
-            value = read(found.group(2), self._parameter(key), self._schema)
-            text = f"{opening}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
-            pieces.append(Piece("tool_arguments", text, self.index))
-        return pieces
-
-    def _parameter(self, key: str) -> Any:
-        properties = self._schema.get("properties")
-        return properties.get(key) if isinstance(properties, Mapping) else None
-
-    def close(self) -> list[Piece]:
-        return [Piece("tool_arguments", "}" if self._keys else "{}", self.index)]
-
-    def rest(self, block: str) -> list[Piece]:
-        """The end of a block that has none."""
-        rest = block[self._position :].lstrip()
-        if rest.startswith(_FUNCTION_END):
-            return self.close()
-        opening = ", " if self._keys else "{"
-        found = _OPEN_PARAMETER.match(rest)
-        if found is None or found.group(1).strip() in self._keys:
-            return [] if self._keys else self._said("{")
-        key, value = found.group(1).strip(), found.group(2)
-        if value is None:
-            return self._said(opening + json.dumps(key, ensure_ascii=False)[:-1])
-        value = value.removeprefix("\n")
-        value = value[: len(value) - _begun(value, "\n" + _PARAMETER_END)]
-        value = value[: len(value) - _begun(value, _PARAMETER_END)]
-        text = json.dumps(value, ensure_ascii=False)[:-1]
-        if is_no_text(self._parameter(key), self._schema):
-            text = value.strip()
-        return self._said(f"{opening}{json.dumps(key)}: {text}")
-
-    def _said(self, text: str) -> list[Piece]:
-        return [Piece("tool_arguments", text, self.index)]

@@ -25,6 +25,7 @@ from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.errors import DrainingError
 from vlm_serve.server.mailbox import Mailbox
 from vlm_serve.server.metrics import Metrics
+from vlm_serve.server.pieces import ToolForm, form_of
 from vlm_serve.server.recent import Recent
 from vlm_serve.server.request_memory import RequestMemory, current_share
 from vlm_serve.server.response_store import ResponseStore
@@ -112,6 +113,11 @@ class Service:
     def tokenizer(self) -> Tokenizer:
         tokenizer: Tokenizer = self.engine.preprocessor.tokenizer
         return tokenizer
+
+    @property
+    def tool_form(self) -> ToolForm:
+        """How calls are written: as the configuration says, or else the chat template."""
+        return form_of(self.config.tool_call_parser, self.engine.preprocessor.tool_form)
 
     @property
     def mailbox(self) -> Mailbox:

@@ -112,7 +112,7 @@ def _json_value(text: str, leaf: Mapping[str, Any]) -> list[Any]:
     if kinds == ("string",):
         return []
     try:
-        value = json.loads(text, parse_constant=_not_json, parse_float=_finite)
+        value = strict_json(text)
     except (ValueError, RecursionError):
         word = text.strip().lower()
         if "boolean" in kinds and word in ("true", "false"):
@@ -173,6 +173,11 @@ def _is_of(value: Any, kinds: tuple[str, ...]) -> bool:
 def _same(value: Any, other: Any) -> bool:
     """As JSON has it: `True == 1` in Python."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def strict_json(text: str) -> Any:
+    """The value of a text that is JSON and can be said again as such. Raises ValueError."""
+    return json.loads(text, parse_constant=_not_json, parse_float=_finite)
 
 
 def _finite(number: str) -> float:

@@ -41,14 +41,15 @@ STOP = {"type": "function", "function": {"name": "stop", "parameters": {"type": 
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
+CONFIG = EngineConfig(
+    device="cpu", block_size=16, cache_memory="48MiB", max_model_len=1024, max_num_seqs=4
+)
+
+
 @pytest.fixture(scope="module")
 def _server() -> Iterator[RunningServer]:
-    config = EngineConfig(
-        device="cpu", block_size=16, cache_memory="48MiB", max_model_len=1024, max_num_seqs=4
-    )
-    engine = Engine.from_checkpoint("demo", config)
     options = ServerConfig(port=0, idle_check=False, reasoning_parser="qwen3")
-    with running(engine, options) as server:
+    with running(Engine.from_checkpoint("demo", CONFIG), options) as server:
         yield server
 
 
@@ -358,3 +359,24 @@ def test_ids_outside_the_vocabulary_are_refused(server: RunningServer) -> None:
         assert response.status_code == 400
         assert response.json()["error"]["param"] == next(iter(fields))
         assert str(beyond) in response.json()["error"]["message"]
+
+
+def test_enforced_calls_in_the_form_of_hermes() -> None:
+    """The grammar writes what the parser of that form reads."""
+    options = ServerConfig(port=0, idle_check=False, tool_call_parser="hermes")
+    complete = 0
+    with running(Engine.from_checkpoint("demo", CONFIG), options) as server:
+        for choice in ("required", {"type": "function", "function": {"name": "paint"}}):
+            fields = {"tools": [PAINT], "tool_choice": choice, "max_tokens": 200}
+            answer = ask(server, temperature=5.0, n=4, seed=5, **fields)
+            for each in answer["choices"]:
+                assert not each["message"].get("content")
+                for call in each["message"]["tool_calls"]:
+                    if each["finish_reason"] == "length":
+                        continue
+                    complete += 1
+                    arguments = json.loads(call["function"]["arguments"])
+                    assert arguments.keys() == PAINTED.keys()
+                    for name, value in arguments.items():
+                        assert re.fullmatch(PAINTED[name], str(value)), (name, value)
+    assert complete

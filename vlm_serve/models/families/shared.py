@@ -11,7 +11,8 @@ from vlm_serve.models.parts.attention import Attention
 from vlm_serve.models.parts.base import FeedForward, Routing
 from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
-from vlm_serve.models.spec import Rope, VisionSpec
+from vlm_serve.models.spec import Rope
+from vlm_serve.models.vision import VisionSpec
 
 
 def text_section(config: Config) -> Config:

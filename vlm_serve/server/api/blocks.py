@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.server.api.answer import AnswerStream, Event
-from vlm_serve.server.output_parser import OutputParser, Piece
+from vlm_serve.server.output_parser import OutputParser
+from vlm_serve.server.pieces import Piece
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from vlm_serve.server.api.truncation import prepare_what_fits
 from vlm_serve.server.errors import told_as
 from vlm_serve.server.generation import Generation, Task
 from vlm_serve.server.output_parser import THINK_START, OutputParser
+from vlm_serve.server.pieces import ToolForm
 from vlm_serve.server.request_id import request_id_of, trace_context_of
 from vlm_serve.server.service import Preparation, Service
 from vlm_serve.server.tenants import salt_of
@@ -143,12 +144,14 @@ class ConversationTask:
 
     Attributes:
         tools: parameter schemas by function, None if tool calls are not to be parsed.
+        tool_form: how calls are written.
         created: Unix time in seconds.
     """
 
     task: Task
     model: str
     tools: Mapping[str, Any] | None
+    tool_form: ToolForm
     created: int
 
     def parser(self, generation: Generation) -> OutputParser:
@@ -156,7 +159,7 @@ class ConversationTask:
         reasoning = None
         if self.task.reasoning:
             reasoning = generation.prompt.text.rstrip().endswith(THINK_START)
-        return OutputParser(reasoning=reasoning, tools=self.tools)
+        return OutputParser(reasoning=reasoning, tools=self.tools, form=self.tool_form)
 
 
 def conversation_task(
@@ -169,7 +172,7 @@ def conversation_task(
     choice = _enforceable(service, asked.choice)
     schemas = asked.input.schemas
     plain = asked.params.structured_outputs
-    form = with_tools(plain, choice, schemas, asked.form_field)
+    form = with_tools(plain, choice, schemas, asked.form_field, service.tool_form)
     form_field = asked.form_field if form is plain else "tools"
     salt = salt_of(scope, body.cache_salt)
     return ConversationTask(
@@ -187,6 +190,7 @@ def conversation_task(
         tools=None
         if choice.mode == "none"
         else {name: schema or {} for name, schema in schemas.items()},
+        tool_form=service.tool_form,
         created=int(time.time()),
     )
 

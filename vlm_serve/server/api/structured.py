@@ -9,6 +9,7 @@ from typing import Any
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.grammar.schema import check_schema
+from vlm_serve.server.pieces import ToolForm
 from vlm_serve.structured_outputs import StructuredOutputs
 
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
@@ -151,6 +152,7 @@ def with_tools(
     choice: ToolChoice,
     schemas: Mapping[str, Any],
     form_field: str,
+    tool_form: ToolForm,
 ) -> StructuredOutputs | None:
     """The form of an answer that may or must call tools.
 
@@ -158,6 +160,7 @@ def with_tools(
         form: what its text must be, where it is no call.
         schemas: of the parameters, by function name.
         form_field: the request's field that `form` comes from.
+        tool_form: how the model writes calls.
 
     Raises InvalidRequestError that names the field, as far as one form does not hide the other.
     """
@@ -168,7 +171,7 @@ def with_tools(
         return None
     if form is not None and form.json is not None:
         check_schema(form.json, form_field, strict=form.strict)
-    tags = [_tag(name, schemas[name]) for name in choice.names]
+    tags = [_tag(name, schemas[name], tool_form) for name in choice.names]
     calls: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": tags,
@@ -217,8 +220,8 @@ def _element(form: StructuredOutputs) -> dict[str, Any]:
     return dict(tag["format"])
 
 
-def _tag(name: str, schema: Any) -> dict[str, Any]:
-    """One call in Qwen3.5's form, see `output_parser`."""
+def _tag(name: str, schema: Any, tool_form: ToolForm) -> dict[str, Any]:
+    """One call, see `xml_calls` and `hermes_calls`."""
     if not name.replace("_", "").replace("-", "").replace(".", "").isalnum():
         raise InvalidRequestError(
             f"the function name {name[:64]!r} must consist of letters, digits, '_', '-' and '.' "
@@ -226,15 +229,22 @@ def _tag(name: str, schema: Any) -> dict[str, Any]:
             param="tools",
         )
     parameters = dict(schema) if schema else {"type": "object", "properties": {}}
+    arguments = {
+        "type": "json_schema",
+        "json_schema": {"type": "object", **parameters},
+        "max_whitespace_cnt": 1,
+    }
+    if tool_form == "hermes":
+        return {
+            "type": "tag",
+            "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
+            "content": arguments,
+            "end": "}\n</tool_call>",
+        }
     return {
         "type": "tag",
         "begin": f"<tool_call>\n<function={name}>\n",
-        "content": {
-            "type": "json_schema",
-            "json_schema": {"type": "object", **parameters},
-            "style": "qwen_xml",
-            "max_whitespace_cnt": 1,
-        },
+        "content": arguments | {"style": "qwen_xml"},
         "end": "\n</function>\n</tool_call>",
     }
 

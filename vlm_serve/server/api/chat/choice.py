@@ -12,7 +12,8 @@ from vlm_serve.server.api.bodies import ChatLogprobs, TokenLogprob
 from vlm_serve.server.api.chat.bodies import AssistantMessage, ChatChoice, FunctionCall, ToolCall
 from vlm_serve.server.api.logprobs import chat_logprobs
 from vlm_serve.server.api.reports import routed_experts_fields
-from vlm_serve.server.output_parser import OutputParser, Piece
+from vlm_serve.server.output_parser import OutputParser
+from vlm_serve.server.pieces import Piece
 
 
 class ChatChoiceState:

@@ -1,0 +1,142 @@
+"""Placeholders of pictures that are seen in slices, as transformers' `MiniCPMV4_6Processor` and
+`MiniCPMV4_7Processor` expand them: `<image>` and the whole picture, then each of its slices, a line
+break behind every row of them but the last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.preprocess.canvas import canvas_positions
+from vlm_serve.preprocess.expand import Expander, Expansion, VisionTokens, mrope_positions
+from vlm_serve.preprocess.keys import tagged
+from vlm_serve.preprocess.media_process import MediaRecord
+from vlm_serve.preprocess.tokenizer import Tokenizer
+
+_DOMAIN = b"vlm-serve picture on a canvas 1"
+
+
+@dataclass(frozen=True, slots=True)
+class SliceTokens:
+    """Ids of the tokens around slices and around pictures' numbers. `line` is the token that may
+    stand for a line break on a canvas."""
+
+    slice_start: int
+    slice_end: int
+    id_start: int
+    id_end: int
+    line: int | None
+
+
+def find_slice_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> SliceTokens:
+    """Raises CheckpointError if there is no such special token, or config.json has another one."""
+    family = tokenizer.family
+
+    def find(name: str, usual: str | None) -> int:
+        token = tokenizer.special_names.get(f"{name}_token", usual)
+        token_id = None if token is None else tokenizer.special_tokens.get(token)
+        if token_id is None:
+            raise CheckpointError(f"{token!r} of the checkpoint is no special token")
+        given = config.get(f"{name}_id")
+        if given not in (None, token_id):
+            raise CheckpointError(f"{name}_id {given!r} in config.json is not {token!r}")
+        return token_id
+
+    line = config.get("newline_id")
+    if family.positions == "canvas" and not isinstance(line, int):
+        raise CheckpointError(f"newline_id in config.json must be a token's id, not {line!r}")
+    return SliceTokens(
+        slice_start=find("slice_start", family.slice_start),
+        slice_end=find("slice_end", family.slice_end),
+        id_start=find("image_id_start", family.id_start),
+        id_end=find("image_id_end", family.id_end),
+        line=line,
+    )
+
+
+class SliceExpander(Expander):
+    """An `Expander` of pictures with slices.
+
+    Args:
+        tokenizer: of the checkpoint.
+        vision, slices: its tokens.
+        numbered: whether pictures have their numbers before them, as far as the family has any.
+    """
+
+    joins_text = frozenset()
+
+    def __init__(
+        self, tokenizer: Tokenizer, vision: VisionTokens, slices: SliceTokens, *, numbered: bool
+    ) -> None:
+        super().__init__(tokenizer, vision)
+        self._around, self._slices = vision, slices
+        self._numbered = tokenizer.family.numbered if numbered else ()
+        self._on_canvas = tokenizer.family.positions == "canvas"
+
+    def positions(self, expansion: Expansion) -> tuple[torch.Tensor, int]:
+        if not self._on_canvas:
+            return mrope_positions(len(expansion.token_ids), ())
+        around, slices = self._around, self._slices
+        markers = {around.vision_start, around.vision_end, slices.slice_start, slices.slice_end}
+        if slices.line is not None:
+            markers.add(slices.line)
+        return canvas_positions(expansion.token_ids, expansion.spans, expansion.layouts, markers)
+
+    def _add_image(self, out: Expansion, record: MediaRecord, item: int) -> None:
+        self._add_medium(out, record, item)
+
+    def _add_video(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
+        assert not text
+        self._add_medium(out, record, item)
+
+    def _add_medium(self, out: Expansion, record: MediaRecord, item: int) -> None:
+        if record.modality in self._numbered:
+            number = sum(each == record.modality for each in out.modalities)
+            out.token_ids.append(self._slices.id_start)
+            self._add_text(out, str(number))
+            out.token_ids.append(self._slices.id_end)
+        out.modalities.append(record.modality)
+        out.layouts.append(record.slices)
+        size = 1 if record.slices is None else 1 + record.slices.count
+        for first in range(0, len(record.hashes), size):
+            self._add_picture(out, record, item, first)
+
+    def _add_picture(self, out: Expansion, record: MediaRecord, item: int, first: int) -> None:
+        slices = record.slices
+        self._add_between(
+            out, (self._around.vision_start, self._around.vision_end), record, item, first
+        )
+        if slices is None:
+            return
+        for row in range(slices.rows):
+            if row:
+                self._add_text(out, "\n")
+            for column in range(slices.columns):
+                patch = first + 1 + row * slices.columns + column
+                around = (self._slices.slice_start, self._slices.slice_end)
+                self._add_between(out, around, record, item, patch)
+
+    def _add_between(
+        self, out: Expansion, around: tuple[int, int], record: MediaRecord, item: int, patch: int
+    ) -> None:
+        out.token_ids.append(around[0])
+        self._add_span(out, record, item, patch)
+        out.token_ids.append(around[1])
+
+    def _identity(self, record: MediaRecord, patch: int) -> bytes:
+        """On a canvas, where a picture's tokens lie follows from its slices, which come later."""
+        slices, known = record.slices, record.hashes[patch]
+        if not self._on_canvas or slices is None or patch % (1 + slices.count):
+            return known
+        layout = (slices.rows, slices.columns, *slices.grid)
+        fields = (
+            tagged("domain", _DOMAIN),
+            tagged("content", known),
+            tagged("slices", ",".join(map(str, layout))),
+        )
+        return blake3(b"".join(fields)).digest()

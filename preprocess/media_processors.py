@@ -1,0 +1,66 @@
+"""The media processors of a checkpoint: which settings, options and arithmetic go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlm_serve.preprocess.family import Family
+from vlm_serve.preprocess.media_options import image_options, video_options
+from vlm_serve.preprocess.media_process import Processed, process_image, process_video
+from vlm_serve.preprocess.messages import MediaPart
+from vlm_serve.preprocess.processors import PictureConfig, check_fit, image_config, video_config
+from vlm_serve.preprocess.slice_config import check_modes, slice_image_config, slice_video_config
+from vlm_serve.preprocess.slice_options import slice_image_options, slice_video_options
+from vlm_serve.preprocess.slice_process import process_sliced_image, process_sliced_video
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """Of images or of videos. Its two functions take its config, and raise InvalidRequestError.
+
+    Attributes:
+        config: its settings.
+        read_options: what is effective of a part's options.
+        run: a decoded medium, with these, to a record and pixels.
+    """
+
+    config: PictureConfig
+    read_options: Callable[[MediaPart, Any], Any]
+    run: Callable[[Any, Any, Any, str | None], Processed]
+
+    def options(self, part: MediaPart) -> Any:
+        """See `read_options`."""
+        return self.read_options(part, self.config)
+
+    def process(self, decoded: Any, options: Any, param: str | None) -> Processed:
+        """See `run`."""
+        return self.run(decoded, options, self.config, param)
+
+
+def find_processors(
+    directory: Path | str, config: dict[str, Any], family: Family
+) -> tuple[Processor | None, Processor | None]:
+    """Those of images and of videos, None for one that the checkpoint does not have.
+
+    Args:
+        config: config.json.
+        family: of the model.
+
+    Raises CheckpointError for settings that are not supported or do not fit the model.
+    """
+    images: PictureConfig | None
+    videos: PictureConfig | None
+    if family.slice_start is None:
+        images, videos = image_config(directory), video_config(directory)
+        of_images = Processor(images, image_options, process_image) if images else None
+        of_videos = Processor(videos, video_options, process_video) if videos else None
+    else:
+        images, videos = slice_image_config(directory), slice_video_config(directory)
+        check_modes(config, images, videos)
+        of_images = Processor(images, slice_image_options, process_sliced_image) if images else None
+        of_videos = Processor(videos, slice_video_options, process_sliced_video) if videos else None
+    check_fit(config["vision_config"], images, videos)
+    return of_images, of_videos

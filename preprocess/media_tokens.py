@@ -1,0 +1,53 @@
+"""Which tokens stand for media and around them, and who expands placeholders with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.preprocess.expand import Expander, VisionTokens
+from vlm_serve.preprocess.expand_slices import SliceExpander, find_slice_tokens
+from vlm_serve.preprocess.media_processors import Processor
+from vlm_serve.preprocess.slice_config import SliceConfig
+from vlm_serve.preprocess.tokenizer import Tokenizer
+
+
+def find_vision_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> VisionTokens:
+    """Of config.json, or else those of the family. Raises CheckpointError for one that is none."""
+    family = tokenizer.family
+
+    def find(name: str, token: str) -> int:
+        token_id = config.get(name, tokenizer.token_to_id(token))
+        if not isinstance(token_id, int) or not tokenizer.is_special(token_id):
+            raise CheckpointError(f"{name} of the checkpoint is no special token")
+        return token_id
+
+    around = ("vision_start_token_id", "vision_end_token_id")
+    if family.slice_start is not None:
+        around = ("image_start_id", "image_end_id")
+    return VisionTokens(
+        image_pad=find("image_token_id", family.image_pad),
+        video_pad=find("video_token_id", family.video_pad),
+        vision_start=find(around[0], family.vision_start),
+        vision_end=find(around[1], family.vision_end),
+    )
+
+
+def find_expander(
+    tokenizer: Tokenizer,
+    config: Mapping[str, Any],
+    vision: VisionTokens,
+    *processors: Processor | None,
+) -> Expander:
+    """Who expands the placeholders of a model with these processors.
+
+    Raises CheckpointError for processors that disagree, or a token that there is not.
+    """
+    configs = [each.config for each in processors if each is not None]
+    if len({each.merge_size for each in configs}) > 1:
+        raise CheckpointError("image and video processors disagree on merge_size")
+    if tokenizer.family.slice_start is None:
+        return Expander(tokenizer, vision)
+    numbered = all(each.numbered for each in configs if isinstance(each, SliceConfig))
+    return SliceExpander(tokenizer, vision, find_slice_tokens(tokenizer, config), numbered=numbered)

@@ -1,0 +1,64 @@
+"""MiniCPM-V 4.6 and 4.7: Qwen3.5's language model, and a vision tower that sees pictures in slices.
+They differ in where media lie: 4.6 counts tokens, 4.7 lays slices out on a canvas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models.config import Config
+from vlm_serve.models.families import qwen3_5, shared
+from vlm_serve.models.spec import ModelSpec
+from vlm_serve.models.vision_windows import WindowVisionSpec
+from vlm_serve.preprocess.family import family_of
+
+_MERGES = {"16x": 4, "4x": 2}
+
+
+def spec(config: Config) -> ModelSpec:
+    """The model of a config.json."""
+    text = config.section("text_config", "qwen3_5_text")
+    text.expect("model_type", "qwen3_5_text")
+    text.allow("attn_output_gate", True)
+    family = family_of(config.raw["model_type"])
+    rope = shared.rope(text, partial=True, sections=family.positions == "canvas")
+    model = qwen3_5.language_model(config, text, None, rope)
+    return replace(model, vision=_vision(config, text), family=family)
+
+
+def _vision(outer: Config, text: Config) -> WindowVisionSpec:
+    config = outer.section("vision_config")
+    config.allow("model_type", f"{outer.raw['model_type']}_vision", "minicpmv4_6_vision")
+    config.allow("hidden_act", "gelu_pytorch_tanh")
+    config.allow("layer_norm_eps", 1e-6)
+    config.allow("window_kernel_size", [2, 2])
+    outer.allow("merge_kernel_size", [2, 2])
+    outer.allow("merger_times", 1)
+    outer.allow("drop_vision_last_layer", False)
+    mode = outer.value("downsample_mode")
+    if mode not in _MERGES:
+        raise CheckpointError(f"downsample_mode {mode!r} is not supported, only '16x' and '4x'")
+    sizes = WindowVisionSpec(
+        depth=config.size("num_hidden_layers"),
+        hidden_size=config.size("hidden_size"),
+        intermediate_size=config.size("intermediate_size"),
+        heads=config.size("num_attention_heads"),
+        in_channels=int(config.value("num_channels")),
+        patch_size=config.size("patch_size"),
+        side=config.size("image_size") // config.size("patch_size"),
+        merged_layer=int(outer.value("insert_layer_id")),
+        merge_size=_MERGES[mode],
+        out_hidden_size=text.size("hidden_size"),
+    )
+    if sizes.hidden_size % sizes.heads:
+        raise CheckpointError(
+            f"the vision hidden_size {sizes.hidden_size} is no multiple of num_attention_heads "
+            f"{sizes.heads}"
+        )
+    if not sizes.side:
+        raise CheckpointError(f"image_size {config.size('image_size')} is less than a patch")
+    if not 0 <= sizes.merged_layer < sizes.depth:
+        raise CheckpointError(
+            f"insert_layer_id {sizes.merged_layer} is none of the {sizes.depth} vision layers"
+        )
+    return sizes

@@ -1,0 +1,76 @@
+"""What vision towers have in common: reading their tensors, layer norms, attention by picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.models.parts.base import Loader
+
+REMEMBERED_GRIDS = 64
+"""What follows from a grid alone is kept for so many of them."""
+
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Weight and bias of a layer norm."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+class Reader:
+    """Tensors of a tower by their names, all of which start with `prefix`."""
+
+    def __init__(self, source: Loader, prefix: str) -> None:
+        self._source = source
+        self._prefix = prefix
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """In the type of activations."""
+        return self._source.tensor(self._prefix + name, shape)
+
+    def norm(self, name: str, size: int) -> Affine:
+        """A layer norm over `size` numbers."""
+        return Affine(self.tensor(f"{name}.weight", size), self.tensor(f"{name}.bias", size))
+
+    def projection(self, name: str, *shape: int) -> Linear:
+        """One with a bias; what is not its rows is flattened."""
+        return self.fused([name], *shape)
+
+    def fused(self, names: list[str], *shape: int) -> Linear:
+        """Several of one shape as one, their rows below each other."""
+        starts = [self._prefix + name for name in names]
+        biases = [Part(f"{start}.bias", shape[:1]) for start in starts]
+        return self._source.linear(*(Part(f"{s}.weight", shape) for s in starts), bias=biases)
+
+
+def layer_norm(x: torch.Tensor, norm: Affine) -> torch.Tensor:
+    """Over the last dim."""
+    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, _EPS)
+
+
+def attend(qk: torch.Tensor, v: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Attention of every picture to itself: `[n, 2, heads, d]`, `[n, heads, d]` to `[n, heads, d]`.
+
+    Neighbours of equal size share a call.
+    """
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    start = 0
+    while sizes:
+        size = sizes[0]
+        count = next((i for i, other in enumerate(sizes) if other != size), len(sizes))
+        part = slice(start, start + count * size)
+        q, k, values = (
+            tensor[part].view(count, size, *tensor.shape[1:]).transpose(1, 2)
+            for tensor in (qk[:, 0], qk[:, 1], v)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, values)
+        out[part] = mixed.transpose(1, 2).flatten(0, 1)
+        start, sizes = part.stop, sizes[count:]
+    return out

@@ -1,0 +1,255 @@
+"""The vision tower of MiniCPM-V: attention within one slice, nearest learned positions, a merger of
+2x2 windows between its layers and one behind the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from vlm_serve.kernels.linear import Linear
+from vlm_serve.models.parts.base import Loader
+from vlm_serve.models.vision_grid import nearest_positions, nested_order
+from vlm_serve.models.vision_parts import REMEMBERED_GRIDS, Affine, Reader, attend, layer_norm
+
+_WINDOW = 4
+"""Patches of a window, and windows of a token."""
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class WindowVisionSpec:
+    """The tower of MiniCPM-V.
+
+    Attributes:
+        side: of the square of learned position embeddings.
+        merged_layer: behind this layer windows of 2x2 patches become one, where a token stands for
+            4x4 of them.
+        merge_size: patches per side that become one token, unless a picture says otherwise: 2 or 4.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    in_channels: int
+    patch_size: int
+    side: int
+    merged_layer: int
+    merge_size: int
+    out_hidden_size: int
+
+    @property
+    def anchor(self) -> str:
+        """The name of one of its tensors."""
+        return "vision_tower.post_layernorm.weight"
+
+    @property
+    def deepstack(self) -> tuple[int, ...]:
+        """No layer adds features."""
+        return ()
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in one flattened patch."""
+        return self.in_channels * self.patch_size**2
+
+    def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> WindowVisionTower:
+        """See `Vision.load`."""
+        return WindowVisionTower(self, source, prefix, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    norm: Affine
+    qkv: Linear
+    out: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Mlp:
+    norm: Affine
+    wide: Linear
+    narrow: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    attention: _Attention
+    mlp: _Mlp
+
+
+class WindowVisionTower:
+    """transformers' MiniCPMV4_6VisionModel and its mergers.
+
+    Patches are put into the order in which they are merged, so that a window and a token are
+    neighbours; attention does not mind.
+
+    Args:
+        config: sizes.
+        source: where the tensors come from.
+        prefix: of their names.
+        dtype: of activations.
+    """
+
+    def __init__(
+        self, config: WindowVisionSpec, source: Loader, prefix: str, dtype: torch.dtype
+    ) -> None:
+        self._config, self._device, self._dtype = config, source.device, dtype
+        reader = _Reader(source, prefix, config)
+        self._patch_embed = reader.patch_embed()
+        self._positions = reader.positions()
+        self._blocks = tuple(reader.block(index) for index in range(config.depth))
+        self._window = reader.window()
+        self._last_norm = reader.norm("vision_tower.post_layernorm", config.hidden_size)
+        self._merger = reader.merger()
+        self._grid_tensors = lru_cache(REMEMBERED_GRIDS)(self._compute_grid_tensors)
+
+    @torch.inference_mode()
+    def encode(
+        self,
+        patches: torch.Tensor,
+        grids: Sequence[Grid],
+        merges: Sequence[int] | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> list[torch.Tensor]:
+        """Embed several pictures or slices at once; each result equals encoding it alone.
+
+        Args:
+            patches: float32 `[sum of h * w, channels * patch * patch]`, normalised pixels, row by
+                row, grid after grid.
+            grids, merges, deterministic: see `Tower.encode`; sides are multiples of the merge.
+
+        Returns:
+            `[h * w / merge**2, out_hidden_size]` in the model's dtype for each grid.
+        """
+        sizes = [height * width for _, height, width in grids]
+        assert patches.shape == (sum(sizes), self._config.patch_dim), "patches do not fit the grids"
+        merges = [self._config.merge_size] * len(grids) if merges is None else merges
+        pieces = patches.split_with_sizes(sizes)
+        encoded: list[torch.Tensor] = [patches] * len(grids)
+        for merge in sorted(set(merges)):
+            chosen = [index for index, each in enumerate(merges) if each == merge]
+            own = [(pieces[index], grids[index]) for index in chosen]
+            for index, rows in zip(chosen, self._encode(own, merge, deterministic), strict=True):
+                encoded[index] = rows
+        return encoded
+
+    def _encode(
+        self, pictures: list[tuple[torch.Tensor, Grid]], merge: int, deterministic: bool
+    ) -> tuple[torch.Tensor, ...]:
+        tables = [self._grid_tensors(*grid[1:], merge) for _, grid in pictures]
+        orders, positions = zip(*tables, strict=True)
+        ordered = [own[order] for (own, _), order in zip(pictures, orders, strict=True)]
+        sizes = [len(each) for each in ordered]
+        x = self._patch_embed(
+            torch.cat(ordered).to(self._device, self._dtype),
+            plus=torch.cat(positions),
+            deterministic=deterministic,
+        )
+        lengths = sizes
+        for index, block in enumerate(self._blocks):
+            x = self._attend(block.attention, x, lengths, deterministic)
+            x = self._feed(block.mlp, x, x, "gelu_tanh", deterministic)
+            if merge == 4 and index == self._config.merged_layer:
+                x = self._merge_windows(x, deterministic)
+                lengths = [size // _WINDOW for size in sizes]
+        x = layer_norm(x, self._last_norm).view(-1, _WINDOW * self._config.hidden_size)
+        merged = self._feed(self._merger, x, None, "gelu", deterministic)
+        return merged.split_with_sizes([size // merge**2 for size in sizes])
+
+    def _merge_windows(self, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
+        """`[n, hidden]` to `[n / 4, hidden]`: attention within each window, then one of it."""
+        attention, mlp = self._window
+        x = self._attend(attention, x, [_WINDOW] * (len(x) // _WINDOW), deterministic)
+        windows = x.view(-1, _WINDOW, self._config.hidden_size)
+        return self._feed(mlp, windows.flatten(1), windows.mean(1), "gelu_tanh", deterministic)
+
+    def _attend(
+        self, part: _Attention, x: torch.Tensor, sizes: list[int], deterministic: bool
+    ) -> torch.Tensor:
+        qkv = part.qkv(layer_norm(x, part.norm), deterministic=deterministic)
+        qkv = qkv.view(len(x), 3, self._config.heads, -1)
+        mixed = attend(qkv[:, :2], qkv[:, 2], sizes).view(len(x), -1)
+        return part.out(mixed, plus=x, deterministic=deterministic)
+
+    def _feed(
+        self,
+        part: _Mlp,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        activation: Literal["gelu", "gelu_tanh"],
+        deterministic: bool,
+    ) -> torch.Tensor:
+        normed = layer_norm(x, part.norm)
+        hidden = part.wide(normed, activation=activation, deterministic=deterministic)
+        return part.narrow(hidden, plus=residual, deterministic=deterministic)
+
+    def _compute_grid_tensors(
+        self, height: int, width: int, merge: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which patch comes when, and the positions of those patches."""
+        assert merge in (2, 4) and height % merge == width % merge == 0, "a grid of whole tokens"
+        order = nested_order(height, width, merge)
+        places = nearest_positions(height, width, self._config.side)[order]
+        return order, self._positions[places.to(self._device)]
+
+
+class _Reader(Reader):
+    """Names and shapes of the tower's tensors."""
+
+    def __init__(self, source: Loader, prefix: str, config: WindowVisionSpec) -> None:
+        super().__init__(source, prefix)
+        self._config = config
+
+    def positions(self) -> torch.Tensor:
+        name = "vision_tower.embeddings.position_embedding.weight"
+        return self.tensor(name, self._config.side**2, self._config.hidden_size)
+
+    def patch_embed(self) -> Linear:
+        """A convolution whose stride is its kernel: a projection of flattened patches."""
+        config = self._config
+        kernel = (config.in_channels, config.patch_size, config.patch_size)
+        name = "vision_tower.embeddings.patch_embedding"
+        return self.projection(name, config.hidden_size, *kernel)
+
+    def block(self, index: int) -> _Block:
+        name = f"vision_tower.encoder.layers.{index}"
+        hidden, wide = self._config.hidden_size, self._config.intermediate_size
+        mlp = _Mlp(
+            self.norm(f"{name}.layer_norm2", hidden),
+            self.projection(f"{name}.mlp.fc1", wide, hidden),
+            self.projection(f"{name}.mlp.fc2", hidden, wide),
+        )
+        return _Block(self._attention(name), mlp)
+
+    def window(self) -> tuple[_Attention, _Mlp]:
+        name, config = "vision_tower.vit_merger", self._config
+        wide = _WINDOW * config.intermediate_size
+        return self._attention(name), self._merging(name, wide, config.hidden_size)
+
+    def merger(self) -> _Mlp:
+        config = self._config
+        return self._merging("merger.mlp.0", _WINDOW * config.hidden_size, config.out_hidden_size)
+
+    def _merging(self, name: str, wide: int, out: int) -> _Mlp:
+        flat = _WINDOW * self._config.hidden_size
+        return _Mlp(
+            self.norm(f"{name}.pre_norm", flat),
+            self.projection(f"{name}.linear_1", wide, flat),
+            self.projection(f"{name}.linear_2", out, wide),
+        )
+
+    def _attention(self, name: str) -> _Attention:
+        hidden = self._config.hidden_size
+        parts = [f"{name}.self_attn.{each}_proj" for each in "qkv"]
+        return _Attention(
+            self.norm(f"{name}.layer_norm1", hidden),
+            self.fused(parts, hidden, hidden),
+            self.projection(f"{name}.self_attn.out_proj", hidden, hidden),
+        )
