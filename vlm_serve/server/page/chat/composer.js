@@ -104,10 +104,11 @@ export class Composer {
     this.#addFiles(files);
   }
 
-  #addFiles(files) {
+  async #addFiles(files) {
     const refused = files.filter((file) => kindOf(file) === null);
-    this.#media.push(...files.filter((file) => kindOf(file) !== null).map(taken));
+    const media = files.filter((file) => kindOf(file) !== null);
     this.notice.textContent = refused.map((file) => `${file.name} is neither a picture nor a video.`).join(" ");
+    this.#media.push(...(await Promise.all(media.map(taken))));
     this.file.value = "";
     this.#showMedia();
     this.text.focus();

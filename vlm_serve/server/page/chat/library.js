@@ -29,9 +29,13 @@ export function kindOf(file) {
   return KINDS.exec(file.type)?.[1] ?? null;
 }
 
-/** Takes a file in. It is kept when the conversation that it is part of is. */
-export function taken(file) {
-  const medium = { id: randomId(), conversation: null, kind: kindOf(file), name: file.name || "pasted", blob: file, hashes: [] };
+/**
+ * Takes a copy of a file in, for the file may be gone when it is needed. It is kept when the
+ * conversation that it is part of is.
+ */
+export async function taken(file) {
+  const blob = new Blob([await file.arrayBuffer()], { type: file.type });
+  const medium = { id: randomId(), conversation: null, kind: kindOf(file), name: file.name || "pasted", blob, hashes: [] };
   remember(medium);
   return medium;
 }

@@ -39,7 +39,7 @@ export class LiveView {
     this.state = h("p", { class: "problem", hidden: true });
     this.view = h(
       "main",
-      { class: "live", hidden: true, tabindex: "-1" },
+      { class: "live", hidden: true, tabindex: "0" },
       h("div", { class: "live-bar" }, h("h1", null, "Live cache"), this.size, button("Flush all", icon("trash"), () => this.#flush())),
       this.state,
       this.gauges.element,

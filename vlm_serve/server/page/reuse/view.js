@@ -12,7 +12,7 @@ import { numbersList, sentences } from "./facts.js";
  */
 export function reuseView(current, causes) {
   const body = h("div", { class: "reuse-body" });
-  const view = h("main", { class: "reuse", hidden: true, tabindex: "-1" }, body);
+  const view = h("main", { class: "reuse", hidden: true, tabindex: "0" }, body);
   const show = () => !view.hidden && replace(body, contents(current.get()));
   for (const cause of [current, ...causes]) cause.subscribe(show);
   return { view, show };

@@ -1,7 +1,7 @@
 // Numbers as people read them.
 
 const WHOLE = new Intl.NumberFormat("en-GB");
-const SHORT = new Intl.NumberFormat("en-GB", { maximumSignificantDigits: 3 });
+const SHORT = new Intl.NumberFormat("en-GB", { maximumSignificantDigits: 3, useGrouping: false });
 const SIZES = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 export function count(number) {
