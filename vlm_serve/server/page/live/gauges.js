@@ -5,8 +5,6 @@ import { bytes, count, duration, percent, rate } from "../shared/words.js";
 import { Chart } from "./chart.js";
 import { History } from "./history.js";
 
-const BUCKETS = 6; // colours that there are
-
 export class Gauges {
   #history = new History();
   #charts = {
@@ -29,17 +27,17 @@ export class Gauges {
     history.add(status, now);
     this.element.hidden = false;
     const { hits, queue, steps, tokens, first } = this.#charts;
-    const times = status.time_to_first_token_seconds ?? {};
+    const { p99 } = status.time_to_first_token_seconds;
     hits.show([history.shareOf((each) => each.hit_tokens, (each) => each.prompt_tokens)], now, overall(status));
     queue.show([history.of((each) => each.running), history.of((each) => each.waiting)], now, `${count(status.waiting)} waiting`);
     steps.show([history.rateOf((each) => each.steps)], now);
     tokens.show([history.rateOf((each) => each.generated_tokens)], now);
     first.show(
-      [history.of((each) => each.time_to_first_token_seconds?.p50), history.of((each) => each.time_to_first_token_seconds?.p99)],
+      [history.of((each) => each.time_to_first_token_seconds.p50), history.of((each) => each.time_to_first_token_seconds.p99)],
       now,
-      Number.isFinite(times.p99) ? `p99 ${duration(1000 * times.p99)}` : "",
+      p99 === null ? "" : `p99 ${duration(1000 * p99)}`,
     );
-    if (status.memory) replace(this.memory, memoryBar(status.memory));
+    replace(this.memory, meters(status.memory, status.memory_limits));
   }
 }
 
@@ -47,14 +45,22 @@ function overall({ hit_tokens: hit, prompt_tokens: all }) {
   return all ? `${percent(hit / all)} since the start` : "";
 }
 
-function memoryBar(memory) {
-  const buckets = Object.entries(memory).filter(([, size]) => size > 0);
-  const whole = buckets.reduce((sum, [, size]) => sum + size, 0);
-  const parts = buckets.map(([, size], index) =>
-    h("span", { class: `bucket-${index % BUCKETS}`, style: { "flex-grow": String(size) } }),
+/** A meter for each bucket that holds or may hold something. */
+function meters(memory, limits) {
+  const rows = Object.entries(memory).filter(([name, size]) => size > 0 || limits[name]);
+  return [
+    h("h3", null, "Memory"),
+    h("ul", { class: "meters" }, rows.map(([name, size]) => meter(name.replaceAll("_", " "), size, limits[name] ?? null))),
+  ];
+}
+
+function meter(name, size, limit) {
+  const share = limit ? Math.min(1, size / limit) : 0;
+  return h(
+    "li",
+    null,
+    h("span", null, name),
+    h("span", { class: "meter", "aria-hidden": "true" }, h("span", { style: { width: `${100 * share}%` } })),
+    h("span", null, limit ? `${bytes(size)} of ${bytes(limit)}` : bytes(size)),
   );
-  const names = buckets.map(([name, size], index) =>
-    h("li", null, h("span", { class: `swatch bucket-${index % BUCKETS}` }), `${name.replaceAll("_", " ")} ${bytes(size)}`),
-  );
-  return [h("h3", null, `Memory: ${bytes(whole)}`), h("div", { class: "stack" }, parts), h("ul", { class: "legend" }, names)];
 }

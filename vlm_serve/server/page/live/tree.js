@@ -28,7 +28,8 @@ export class Tree {
   /** Lets go what has been leaving for long enough; returns when the next one is due, or null. */
   sweep(now) {
     let next = null;
-    for (const node of this.nodes.values()) {
+    // Children have come after their parents, and go before them.
+    for (const node of [...this.nodes.values()].reverse()) {
       if (!node.leaving) continue;
       if (node.leaving <= now) this.#remove(node);
       else next = Math.min(next ?? Infinity, node.leaving);
@@ -38,14 +39,7 @@ export class Tree {
 
   /** The whole, as `reset` takes it. */
   whole() {
-    const nodes = [];
-    const visit = (branch) => {
-      for (const child of branch.children.values()) {
-        if (!child.leaving) nodes.push(child.facts);
-        visit(child);
-      }
-    };
-    for (const root of this.roots.values()) visit(root);
+    const nodes = [...this.nodes.values()].filter((node) => !node.leaving).map((node) => node.facts);
     return { sequence: this.sequence, roots: [...this.roots.keys()].map((key) => ({ key })), nodes };
   }
 
@@ -60,7 +54,6 @@ export class Tree {
     else if (type === "snapshot_ready") known.facts.snapshot = facts.snapshot;
     else if (type === "snapshot_evicted") known.facts.snapshot = null;
     else if (type === "pinned") Object.assign(known.facts, facts);
-    else if (type === "hit") known.facts.hits += 1;
   }
 
   #root(key) {
