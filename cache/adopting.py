@@ -120,3 +120,4 @@ def _give_experts(ledger: Ledger, lease: Lease, keys: PromptKeys, arrival: Arriv
         if rows is not None and node.experts is None and len(rows) == node.num_tokens:
             node.experts = rows
             ledger.expert_bytes += rows.nbytes
+            ledger.used(node)

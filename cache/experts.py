@@ -88,6 +88,7 @@ def _fill(ledger: Ledger, lease: Lease, keys: PromptKeys, start: int, stop: int)
         kept.flags.writeable = False
         node.experts = kept
         ledger.expert_bytes += kept.nbytes
+        ledger.used(node)
 
 
 def _nodes_without_rows(

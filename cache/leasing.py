@@ -290,6 +290,7 @@ class Leasing:
         for node in lease.path if lease.tail is None else [*lease.path, lease.tail]:
             node.hits += 1
             self._ledger.touch(node, now)
+            self._ledger.used(node)
         if lease.snapshot is not None:
             lease.snapshot.hits += 1
             self._ledger.touch_snapshot(lease.snapshot, now)

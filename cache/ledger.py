@@ -52,7 +52,7 @@ class Ledger:
         self.evicted_snapshots = GhostMemory(ghosts)
         self.pending: dict[bytes, int] = {}
         self.expert_bytes = 0
-        self.logprobs = RowKeeper(config.logprob_bytes)
+        self.logprobs = RowKeeper(config.logprob_bytes, self.used)
         self.version = 0
         self.additions = 0
         self._counter = 0
@@ -64,12 +64,14 @@ class Ledger:
         self.blocks.harden(node.block)
         self.units.discard(node.block)
         self.logprobs.spare.discard(node)
+        self.used(node)
 
     def unpin(self, node: Node) -> None:
         assert node.pins > 0, "a node was unpinned twice"
         node.pins -= 1
         self.let_go(node.block)
         self.logprobs.refresh(node)
+        self.used(node)
 
     def let_go(self, block: Block) -> None:
         """A running request releases its hold on a block."""
@@ -82,12 +84,14 @@ class Ledger:
         node.parked += 1
         self.blocks.park(node.block)
         self.logprobs.refresh(node)
+        self.used(node)
 
     def unpark(self, node: Node) -> None:
         node.parked -= 1
         node.pins += 1
         self.blocks.unpark(node.block)
         self.logprobs.spare.discard(node)
+        self.used(node)
 
     def drop_parked(self, node: Node) -> None:
         node.parked -= 1
@@ -108,6 +112,11 @@ class Ledger:
         self.refresh_snapshot(snapshot)
 
     # Use
+
+    def used(self, node: Node) -> None:
+        """Tells that a node's pins, hits or size are other ones."""
+        if self.events.node_used.subscribers:
+            self.events.node_used.publish(node)
 
     def tick(self) -> int:
         """The next value of the counter that orders uses."""
@@ -146,6 +155,7 @@ class Ledger:
         self.evicted_nodes.add(node.key)
         if node.experts is not None:
             self.expert_bytes -= node.experts.nbytes
+            node.experts = None  # readers of the tree may keep the node a while
         self.logprobs.drop(node)
         self.trie.remove(node)
         self.blocks.detach(node.block, node)
@@ -165,6 +175,7 @@ class Ledger:
         self.refresh_snapshot(snapshot)
         self.refresh_unit(node.block)
         self.events.snapshot_ready.publish(snapshot)
+        self.used(node)
 
     def remove_snapshot(self, snapshot: Snapshot) -> None:
         """READY -> FREE; the KV behind it is demoted."""
@@ -192,6 +203,7 @@ class Ledger:
         snapshot.node = None
         node.snapshot = None
         self.refresh_unit(node.block)
+        self.used(node)
 
     # Candidates
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.records import NO_MEDIA, Node
 from vlm_serve.cache.rows import RowState
 
 if TYPE_CHECKING:
+    from vlm_serve.cache.config import CacheConfig
     from vlm_serve.cache.ledger import Ledger
+    from vlm_serve.cache.records import Node
+
+HASH_CHARACTERS = 16
+"""So much of a content hash is shown: enough to recognise a medium among thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,39 @@ class CacheUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """A node as of one batch of changes. What only ever counts (pins, hits, sizes) is read from the
+    node itself, by any thread, and may be newer.
+
+    Attributes:
+        node: with its place, which never changes; not to be changed.
+        root: key of its root.
+        snapshot: kind of the state at its end, or None.
+    """
+
+    node: Node
+    root: bytes
+    snapshot: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MediaInfo:
+    """A media span that starts in a node.
+
+    Attributes:
+        offset: of its first token, from the node's start.
+        length: in tokens; the span may go on in further nodes.
+        kind: "image" or "video".
+        hash: the first digits of its content hash, hexadecimal.
+    """
+
+    offset: int
+    length: int
+    kind: str
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeInfo:
     """One node.
 
@@ -47,9 +83,10 @@ class NodeInfo:
         block: physical block.
         pins, hits: users now, and so far.
         exact: made by prefill alone.
-        media: a media span starts in it.
+        media: the media spans that start in it.
         snapshot: kind of the snapshot at its end, or None.
         snapshot_hits: requests that started from that snapshot.
+        tier: where it is: "device".
         num_bytes: of its share of the block, the snapshot, the expert rows and the
             log-probabilities.
     """
@@ -63,9 +100,10 @@ class NodeInfo:
     pins: int
     hits: int
     exact: bool
-    media: bool
+    media: tuple[MediaInfo, ...]
     snapshot: str | None
     snapshot_hits: int
+    tier: str
     num_bytes: int
 
 
@@ -91,29 +129,37 @@ def usage(ledger: Ledger) -> CacheUsage:
     )
 
 
-def tree_page(ledger: Ledger, offset: int, limit: int) -> TreePage:
-    nodes = islice(ledger.trie.walk(), offset, offset + limit)
-    return TreePage(ledger.trie.num_nodes, offset, tuple(_describe(ledger, n) for n in nodes))
-
-
-def _describe(ledger: Ledger, node: Node) -> NodeInfo:
-    config, snapshot = ledger.config, node.snapshot
+def describe(config: CacheConfig, entry: Entry) -> NodeInfo:
+    """A node as it is now. Any thread may ask."""
+    node, has_snapshot = entry.node, entry.snapshot is not None
     num_bytes = config.block_bytes * node.num_tokens // config.block_size
-    num_bytes += config.snapshot_bytes if snapshot is not None else 0
+    num_bytes += config.snapshot_bytes if has_snapshot else 0
     for rows in (node.experts, node.logprobs):
         num_bytes += rows.nbytes if rows is not None else 0
+    snapshot = node.snapshot
     return NodeInfo(
         key=node.key.hex(),
         parent=node.parent.key.hex(),
         start=node.end - node.num_tokens,
         end=node.end,
-        tail=not ledger.trie.is_full(node),
+        tail=node.num_tokens < config.block_size,
         block=node.block.id,
         pins=node.pins,
         hits=node.hits,
         exact=node.exact,
-        media=node.media_offset != NO_MEDIA,
-        snapshot=snapshot.kind if snapshot is not None else None,
-        snapshot_hits=snapshot.hits if snapshot is not None else 0,
+        media=tuple(
+            [
+                MediaInfo(
+                    each.offset,
+                    each.length,
+                    each.kind,
+                    each.content_hash.hex()[:HASH_CHARACTERS],
+                )
+                for each in node.media
+            ]
+        ),
+        snapshot=entry.snapshot,
+        snapshot_hits=snapshot.hits if has_snapshot and snapshot is not None else 0,
+        tier="device",
         num_bytes=num_bytes,
     )

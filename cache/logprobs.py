@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,7 @@ class RowKeeper:
 
     Args:
         limit: most bytes of all rows.
+        changed: is told which node was given rows or has lost them.
 
     Attributes:
         num_bytes: of all rows.
@@ -89,8 +91,9 @@ class RowKeeper:
             the others: rows are of use from the first one on.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, changed: Callable[[Node], None]) -> None:
         self.limit = limit
+        self._changed = changed
         self.num_bytes = 0
         self.additions = 0
         self.spare: LazyHeap[Node] = LazyHeap()
@@ -112,6 +115,7 @@ class RowKeeper:
             node.logprobs = kept
             self.num_bytes += sys.getsizeof(kept) - old
             self.additions += 1
+            self._changed(node)
         self.refresh(node)
 
     def drop(self, node: Node) -> None:
@@ -119,6 +123,7 @@ class RowKeeper:
         if node.logprobs is not None:
             self.num_bytes -= sys.getsizeof(node.logprobs)
             node.logprobs = None
+            self._changed(node)
             self.refresh(node)
 
     def _make_room(self, size: int) -> bool:

@@ -30,6 +30,7 @@ class Match:
         junction: KV goes so much deeper than state that a snapshot at `kv_boundary` pays.
         limit: how deep it might have gone.
         logprobs: the kept ones of the prompt log-probabilities that were wanted, without a hole.
+        root: key of the prompt's root.
     """
 
     boundary: int = 0
@@ -50,6 +51,7 @@ class Match:
     """Key of the first full block that is missing."""
     version: int = 0
     """Of the trie; a removal makes the match stale."""
+    root: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

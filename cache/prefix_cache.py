@@ -15,7 +15,7 @@ from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.experts import ExpertPiece, cached_rows
 from vlm_serve.cache.leasing import Leasing
 from vlm_serve.cache.ledger import Ledger
-from vlm_serve.cache.listing import CacheUsage, TreePage, tree_page, usage
+from vlm_serve.cache.listing import CacheUsage, usage
 from vlm_serve.cache.logprobs import RowPiece, WantedRows, kept_rows
 from vlm_serve.cache.matching import Boundaries, Match, find_boundaries, walk
 from vlm_serve.cache.reasons import Evidence, miss_reason
@@ -72,7 +72,7 @@ class PrefixCache(Leasing):
         """
         assert limit < max(1, len(keys)), "at least one token is always computed"
         if not self.config.enabled:
-            return Match(reason="disabled")
+            return Match(reason="disabled", root=keys.root)
         ledger = self._ledger
         path, found = self._find(keys, limit, complete_experts=complete_experts)
         reason = self._reason(keys, limit, path, found)
@@ -103,6 +103,7 @@ class PrefixCache(Leasing):
             tail=found.tail,
             pending_key=keys.block_keys[len(path)] if missing else None,
             version=ledger.version,
+            root=keys.root,
         )
 
     def record(
@@ -133,6 +134,7 @@ class PrefixCache(Leasing):
                 state_boundary=match.state_boundary,
                 boundary=used,
                 reason=match.reason,
+                root=match.root,
             )
 
     # A request's life beyond what `Leasing` does
@@ -211,10 +213,6 @@ class PrefixCache(Leasing):
         """Gauges of blocks, nodes, rows and expert rows."""
         return usage(self._ledger)
 
-    def tree(self, *, offset: int = 0, limit: int = 100) -> TreePage:
-        """A page of the trie, parents before children."""
-        return tree_page(self._ledger, offset, limit)
-
     def pin(self, keys: PromptKeys, until: float) -> int:
         """Keeps the KV and the state of a prompt's deepest usable prefix until time `until`.
 
@@ -233,9 +231,27 @@ class PrefixCache(Leasing):
         pinned = self._timed_pins.add(tuple(nodes), found.snapshot, until)
         return found.usable if pinned else 0
 
+    def pin_node(self, node: Node, until: float) -> int:
+        """Keeps a node, all before it and the deepest state there until time `until`.
+
+        Returns the tokens pinned; 0 if the node has left, or if pins would hold too much.
+        """
+        if node.parent.children.get(node.key) is not node:
+            return 0
+        path = [node]
+        while isinstance(path[-1].parent, Node):
+            path.append(path[-1].parent)
+        snapshot = next((each.snapshot for each in path if each.snapshot is not None), None)
+        return node.end if self._timed_pins.add(tuple(reversed(path)), snapshot, until) else 0
+
     def expire(self, now: float) -> int:
         """Releases the pins whose time has come; returns how many."""
         return self._timed_pins.expire(now)
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When `expire` will have something to release; None: there are no pins."""
+        return self._timed_pins.next_end
 
     def flush(self) -> None:
         """Evicts all that no running request holds, timed pins included, and forgets it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.reasons import key_at, media_offset
-from vlm_serve.cache.records import Block, Branch, Lease, Node, Snapshot
+from vlm_serve.cache.reasons import key_at, media_offset, media_starts
+from vlm_serve.cache.records import NO_MEDIA, Block, Branch, Lease, Node, Snapshot
 from vlm_serve.cache.rows import RowState
 
 if TYPE_CHECKING:
@@ -133,6 +133,9 @@ class Publisher:
         node = Node(key, self._parent(index), end - start, self._block(index))
         node.exact = self._exact_up_to(end)
         node.media_offset = media_offset(self._keys, start, end)
+        if node.media_offset != NO_MEDIA:
+            node.media = media_starts(self._keys, start, end)
+        node.packed_tokens = self._keys.packed(start, end)
         node.inside_span = self._keys.inside_span(end)
         self._ledger.add_node(node)
         return node

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.records import NO_MEDIA, Node
+from vlm_serve.cache.records import NO_MEDIA, MediaStart, Node
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,6 +39,21 @@ def media_offset(keys: PromptKeys, start: int, end: int) -> int:
     if index == len(keys.span_bounds) or keys.span_bounds[index][0] >= end:
         return NO_MEDIA
     return keys.span_bounds[index][0] - start
+
+
+def media_starts(keys: PromptKeys, start: int, end: int) -> tuple[MediaStart, ...]:
+    """The media spans that start in `[start, end)`, as seen from `start`."""
+    first = bisect_left(keys.span_bounds, (start, 0))
+    last = bisect_left(keys.span_bounds, (end, 0))
+    return tuple(
+        MediaStart(bounds[0] - start, bounds[1] - bounds[0], kind, content_hash)
+        for bounds, kind, content_hash in zip(
+            keys.span_bounds[first:last],
+            keys.span_kinds[first:last],
+            keys.span_hashes[first:last],
+            strict=True,
+        )
+    )
 
 
 def key_at(keys: PromptKeys, cut: int) -> bytes:

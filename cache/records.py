@@ -15,6 +15,23 @@ LogprobRows = npt.NDArray[Any]
 NO_MEDIA = -1
 
 
+@dataclass(frozen=True, slots=True)
+class MediaStart:
+    """A media span that starts in a node.
+
+    Attributes:
+        offset: of its first token in the node's block.
+        length: of the span in tokens; it may go on in further nodes.
+        kind: "image" or "video".
+        content_hash: of what it shows.
+    """
+
+    offset: int
+    length: int
+    kind: str
+    content_hash: bytes
+
+
 class Branch:
     """A root, or the part of a node that its children see.
 
@@ -49,6 +66,8 @@ class Node(Branch):
         hits: requests that used the node.
         last_used, credit: the counter and the policy's age when it was used last.
         media_offset: offset in the block of the first media span that starts in it, or NO_MEDIA.
+        media: all spans that start in it.
+        packed_tokens: the ids of its tokens, four little-endian bytes each.
         inside_span: `end` lies strictly inside a media span: no snapshot belongs here.
         experts: routed expert rows `[num_tokens, layers, top_k]`, if known.
         logprobs: a row for each token, the prompt's first one excepted, if known.
@@ -64,8 +83,10 @@ class Node(Branch):
         "inside_span",
         "last_used",
         "logprobs",
+        "media",
         "media_offset",
         "num_tokens",
+        "packed_tokens",
         "parent",
         "parked",
         "pins",
@@ -86,6 +107,8 @@ class Node(Branch):
         self.last_used = 0
         self.credit = 0.0
         self.media_offset = NO_MEDIA
+        self.media: tuple[MediaStart, ...] = ()
+        self.packed_tokens = b""
         self.inside_span = False
         self.experts: Rows | None = None
         self.logprobs: LogprobRows | None = None
@@ -178,6 +201,7 @@ class Hit:
         kv_boundary, state_boundary: as of its match.
         boundary: tokens that were taken from the cache.
         reason: why there were not more of them.
+        root: key of the prompt's root.
     """
 
     key: bytes
@@ -186,6 +210,7 @@ class Hit:
     state_boundary: int
     boundary: int
     reason: str
+    root: bytes
 
 
 class LeaseState(Enum):

@@ -32,6 +32,11 @@ class TimedPins:
     def pins(self) -> tuple[TimedPin, ...]:
         return tuple(self._pins.values())
 
+    @property
+    def next_end(self) -> float | None:
+        """When the next one ends; None: there are none."""
+        return min((pin.until for pin in self._pins.values()), default=None)
+
     def add(self, nodes: tuple[Node, ...], snapshot: Snapshot | None, until: float) -> bool:
         """Pins a path (its deepest node names it), or gives an existing pin another end.
 

@@ -114,6 +114,7 @@ class PromptKeys:
             token) in ascending order, 0 excluded, up to the current length.
         tails: cut point -> 32-byte key, for the cut points that are no multiple of the block size.
         span_bounds: (start, end) of every media span.
+        span_kinds, span_hashes: modality and content hash of every media span.
         span_continues: whether a span goes on with the video of the span before it.
     """
 
@@ -121,6 +122,7 @@ class PromptKeys:
         "_end_of_turn_ids",
         "_length",
         "_open_spans",
+        "_packed",
         "_partial",
         "_span_ends",
         "_span_starts",
@@ -130,6 +132,8 @@ class PromptKeys:
         "root",
         "span_bounds",
         "span_continues",
+        "span_hashes",
+        "span_kinds",
         "tails",
     )
 
@@ -140,6 +144,8 @@ class PromptKeys:
     tails: dict[int, bytes]
     span_bounds: tuple[tuple[int, int], ...]
     span_continues: tuple[bool, ...]
+    span_kinds: tuple[str, ...]
+    span_hashes: tuple[bytes, ...]
 
     def __init__(
         self,
@@ -156,6 +162,8 @@ class PromptKeys:
         self._end_of_turn_ids = frozenset(end_of_turn_ids)
         self.span_bounds = tuple((span.start, span.end) for span in spans)
         self.span_continues = tuple(span.patch > 0 for span in spans)
+        self.span_kinds = tuple(span.modality for span in spans)
+        self.span_hashes = tuple(span.content_hash for span in spans)
         self._span_starts = [start for start, _ in self.span_bounds]
         self._span_ends = [end for _, end in self.span_bounds]
         self._length = len(token_ids)
@@ -167,7 +175,8 @@ class PromptKeys:
         self.cuts = self._find_cuts(ids)
         if sys.byteorder == "big":
             ids.byteswap()
-        self._hash_prompt(ids.tobytes(), spans)
+        self._packed = bytearray(ids.tobytes())
+        self._hash_prompt(bytes(self._packed), spans)
 
     def _find_cuts(self, ids: array[int]) -> list[int]:
         cuts = set(range(self.block_size, self._length + 1, self.block_size))
@@ -228,12 +237,19 @@ class PromptKeys:
         copy.block_keys = self.block_keys.copy()
         copy.cuts = self.cuts.copy()
         copy.tails = self.tails.copy()
+        copy._packed = self._packed.copy()
         return copy
+
+    def packed(self, start: int, end: int) -> bytes:
+        """The ids of tokens `[start, end)`, four little-endian bytes each."""
+        return bytes(self._packed[start * 4 : end * 4])
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Appends text tokens (what a request generates)."""
         for token in token_ids:
-            self._partial += _COUNT.pack(token)
+            packed = _COUNT.pack(token)
+            self._packed += packed
+            self._partial += packed
             self._length += 1
             full = self._length % self.block_size == 0
             if full or token in self._end_of_turn_ids:

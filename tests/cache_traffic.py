@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from cache_texts import END_OF_TURN, Image, Segment, Text
 from cache_world import World
@@ -43,11 +44,17 @@ def random_world(seed: int) -> World:
 
 def drive(seed: int, steps: int) -> World:
     """Runs `steps` random operations with a full check after each."""
-    world, rng = random_world(seed), random.Random(seed)
+    world = random_world(seed)
+    drive_with(world, seed, steps, world.check)
+    return world
+
+
+def drive_with(world: World, seed: int, steps: int, after_each: Callable[[], object]) -> None:
+    """Runs `steps` random operations on a world of that seed."""
+    rng = random.Random(seed)
     for _ in range(steps):
         _operate(world, rng)
-        world.check()
-    return world
+        after_each()
 
 
 def _operate(world: World, rng: random.Random) -> None:

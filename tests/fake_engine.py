@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from vlm_serve.cache.events import CacheEvents
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.errors import EngineClosedError, VlmServeError
@@ -101,6 +103,7 @@ class FakeEngine:
         self.max_model_len = 4096
         self.gate = threading.Event()
         self.num_checks = 0
+        self.mirror = TreeMirror(CacheEvents())
         self.step_times = StepTimes()
         self.alive = True
         self.last_step_time = time.monotonic()

@@ -7,6 +7,7 @@ its routed experts are compared with what the symbolic model answers to the same
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import pickle
@@ -36,10 +37,11 @@ from symbolic_tiers import SymbolicTiers
 
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
-from vlm_serve.cache.events import EventLog
+from vlm_serve.cache.listing import Entry, describe
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.cache.records import NO_MEDIA
+from vlm_serve.cache.records import Branch, Node
 from vlm_serve.engine.media import MediaPlanner
+from vlm_serve.engine.mirror import Change, TreeMirror
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.plan import PromptLogprobs, StepOutput, StepPlan
 from vlm_serve.engine.planning import SchedulerConfig
@@ -169,56 +171,80 @@ class Guesser:
         self._digests.pop(sequence.number, None)
 
 
-class Mirror:
-    """The tree as a reader knows it who was told it once and has followed the log since."""
+class Follower:
+    """The tree as a reader knows it who was told it once and has followed the changes since."""
 
     def __init__(self, cache: PrefixCache, limit: int) -> None:
         self._cache = cache
-        self._log = EventLog(cache.events, limit)
-        self._number = 0
-        self.nodes = tree_of(cache)
+        self.mirror = TreeMirror(cache.events, limit)
+        self._following = self.mirror.following()
+        self._following.__enter__()
         self.times_read = 0
+        self._read()
+
+    def _read(self) -> None:
+        whole = self.mirror.whole()
+        self._sequence = whole.sequence
+        self.nodes = {entry.node.key: _facts(entry, self._cache.config) for entry in whole.entries}
+        self.times_read += 1
 
     def check(self) -> None:
-        """Follows the log; what it tells is what there is."""
-        told = self._log.since(self._number)
-        self._number = self._log.number
-        if told is None:
-            self.nodes = tree_of(self._cache)
-            self.times_read += 1
-            return
-        for event in told:
-            facts = event.facts
-            if event.kind == "node_added":
-                assert event.key not in self.nodes
-                place = (facts["parent"], facts["start"], facts["end"], facts["exact"])
-                self.nodes[event.key] = [*place, facts["media"], None]
-            elif event.kind == "node_evicted":
-                del self.nodes[event.key]
-            elif event.kind == "snapshot_ready":
-                assert self.nodes[event.key][-1] is None
-                self.nodes[event.key][-1] = facts["snapshot"]
-            elif event.kind == "snapshot_evicted":
-                assert self.nodes[event.key][-1] is not None
-                self.nodes[event.key][-1] = None
+        """What the mirror shows, and what its changes tell, is what there is."""
+        self.mirror.publish()
+        self.mirror.publish_use()
+        tree = tree_of(self._cache)
+        shown, seen = self.mirror.whole().entries, set[bytes]()
+        for entry in shown:
+            parent = entry.node.parent
+            assert parent.key in seen or parent.key == entry.root, "a child before its parent"
+            seen.add(entry.node.key)
+        told = {entry.node.key: _facts(entry, self._cache.config) for entry in shown}
+        assert told == tree, "the mirror shows another tree"
+        found = self.mirror.since(self._sequence)
+        if found is None:
+            self._read()
+        else:
+            self._sequence, changes = found
+            for change in changes:
+                self._apply(change)
+        assert self.nodes == tree, "the changes tell of another tree"
+
+    def _apply(self, change: Change) -> None:
+        if change.kind == "node_added":
+            assert change.key not in self.nodes and change.entry is not None
+            self.nodes[change.key] = _facts(change.entry, self._cache.config)
+        elif change.kind == "node_evicted":
+            del self.nodes[change.key]
+        elif change.kind == "hit":
+            hit = change.hit
+            assert hit is not None and hit.boundary < hit.prompt_tokens and hit.root
+            assert bool(hit.key) == bool(hit.boundary)
+        else:
+            assert change.entry is not None
+            known = self.nodes[change.key]["snapshot"]
+            if change.kind == "snapshot_ready":
+                assert known is None and change.snapshot
+            elif change.kind == "snapshot_evicted":
+                assert known is not None and change.snapshot is None
             else:
-                assert event.kind == "hit" and facts["boundary"] < facts["prompt_tokens"]
-                assert bool(event.key) == bool(facts["boundary"])
-        assert self.nodes == tree_of(self._cache), "the events tell of another tree"
+                assert change.kind == "pinned"
+            self.nodes[change.key] = _facts(change.entry, self._cache.config)
 
 
-def tree_of(cache: PrefixCache) -> dict[bytes, list[object]]:
-    return {
-        node.key: [
-            node.parent.key,
-            node.parent.end,
-            node.end,
-            node.exact,
-            node.media_offset != NO_MEDIA,
-            node.snapshot.kind if node.snapshot is not None else None,
-        ]
-        for node in cache.nodes()
-    }
+def _facts(entry: Entry, config: CacheConfig) -> dict[str, object]:
+    return dataclasses.asdict(describe(config, entry)) | {"root": entry.root}
+
+
+def tree_of(cache: PrefixCache) -> dict[bytes, dict[str, object]]:
+    """The tree itself."""
+    entries: list[Entry] = []
+    for node in cache.nodes():
+        root: Branch = node
+        while isinstance(root, Node):
+            root = root.parent
+        kind = node.snapshot.kind if node.snapshot is not None else None
+        entries.append(Entry(node, root.key, kind))
+    return {entry.node.key: _facts(entry, cache.config) for entry in entries}
 
 
 def _poison_block(executor: SymbolicExecutor, block: int) -> None:
@@ -261,7 +287,7 @@ class Simulation:
             logprob_bytes=self._reports.choice([0, 2_000, 1 << 20]),
         )
         self.cache = PrefixCache(config)
-        self.mirror = Mirror(self.cache, limit=100)
+        self.follower = Follower(self.cache, limit=100)
         self.tiers = SymbolicTiers(seed, self.cache)
         embeddings = EmbeddingCache(rng.choice([0, 100, 10_000]))
         self.config = SchedulerConfig(
@@ -318,7 +344,7 @@ class Simulation:
             self._step()
             if step % self.check_every == 0:
                 self.cache.check()
-                self.mirror.check()
+                self.follower.check()
         self._drain()
         return self.counts
 
@@ -511,7 +537,7 @@ class Simulation:
         self.cache.check()
         self.cache.flush()
         self.cache.check()
-        self.mirror.check()
+        self.follower.check()
         self.tiers.close()
         assert not self.cache.events.failures, "see the log: a subscriber raised"
         assert self.counts["hits"] <= self.cache.stats.requests <= self.counts["most hits"]
@@ -527,4 +553,4 @@ class Simulation:
             self.counts["accepted drafts"] += drafting.counts.accepted_tokens
         self.counts["came up"] += self.tiers.counts["hit_host"]
         self.counts["tier errors"] += self.tiers.counts["failed"]
-        self.counts["mirror read again"] += self.mirror.times_read
+        self.counts["mirror read again"] += self.follower.times_read - 1

@@ -1,4 +1,4 @@
-"""Events of the cache: their order, their numbers, who may raise, and what they cost."""
+"""Events of the cache: their order, who may raise, and what they cost."""
 
 from __future__ import annotations
 
@@ -8,15 +8,24 @@ import pytest
 from cache_texts import Image, Text
 from cache_world import World, make_world
 
-from vlm_serve.cache.events import EventLog
-from vlm_serve.cache.records import Node
+from vlm_serve.cache.records import Hit, Node
 
 TEXT = Text(list(range(10, 19)))
 KINDS = ("node_added", "node_evicted", "snapshot_ready", "snapshot_evicted", "hit")
 
 
-def logged(world: World, limit: int = 100) -> EventLog:
-    return EventLog(world.cache.events, limit)
+def told_of(world: World) -> list[tuple[str, bytes]]:
+    """What is told from now on, with the key of what it is about."""
+    told: list[tuple[str, bytes]] = []
+    events = world.cache.events
+    events.node_added.subscribe(lambda node: told.append(("node_added", node.key)))
+    events.node_evicted.subscribe(lambda node: told.append(("node_evicted", node.key)))
+    events.hit.subscribe(lambda hit: told.append(("hit", hit.key)))
+    for kind in ("snapshot_ready", "snapshot_evicted"):
+        getattr(events, kind).subscribe(
+            lambda snapshot, kind=kind: told.append((kind, snapshot.node.key))
+        )
+    return told
 
 
 def admit(world: World, text: Text) -> None:
@@ -29,15 +38,13 @@ def admit(world: World, text: Text) -> None:
     world.close(run)
 
 
-def test_events_come_in_order_and_are_numbered() -> None:
+def test_events_come_in_order() -> None:
     world = make_world()
-    log = logged(world)
+    told = told_of(world)
     admit(world, TEXT)
     world.cache.flush()
-    told = log.since(0)
-    assert told is not None and [event.number for event in told] == list(range(1, log.number + 1))
     first, second = TEXT.keys.block_keys[:2]
-    assert [(event.kind, event.key) for event in told] == [
+    assert told == [
         ("hit", b""),
         ("node_added", first),
         ("node_added", second),
@@ -48,43 +55,28 @@ def test_events_come_in_order_and_are_numbered() -> None:
         ("snapshot_evicted", first),
         ("node_evicted", first),
     ]
-    assert told[2].facts == {"parent": first, "start": 4, "end": 8, "exact": True, "media": False}
-    assert log.since(7) == told[7:] and log.since(9) == ()
 
 
 def test_a_hit_names_what_was_used() -> None:
     world = make_world(has_state=False)
     text = Text([10, 11], Image("cat", 8), [12, 13])
     admit(world, text)
-    log = logged(world)
+    hits: list[Hit] = []
+    world.cache.events.hit.subscribe(hits.append)
     admit(world, text)
-    told = log.since(0)
-    assert told is not None
-    (hit,) = (event for event in told if event.kind == "hit")
-    assert hit.facts["boundary"] == 10 and hit.facts["prompt_tokens"] == 12
-    assert hit.key == text.keys.tails[10]
-
-
-def test_a_reader_who_falls_behind_is_told_so() -> None:
-    world = make_world()
-    log = logged(world, limit=4)
-    assert log.since(0) == () and log.since(1) is None, "not a number of this log"
-    for first in range(3):
-        world.serve(Text(list(range(20 * first + 100, 20 * first + 109))))
-    assert log.number == 12
-    assert log.since(7) is None and log.since(0) is None and log.since(13) is None
-    told = log.since(8)
-    assert told is not None and [event.number for event in told] == [9, 10, 11, 12]
+    (hit,) = hits
+    assert hit.boundary == 10 and hit.prompt_tokens == 12
+    assert (hit.key, hit.root) == (text.keys.tails[10], text.keys.root)
 
 
 def test_a_failed_step_is_not_told() -> None:
     world = make_world()
-    log = logged(world)
+    told = told_of(world)
     run = world.start(TEXT)
     assert run is not None
     world.cache.record(run.lease, world.match(TEXT), len(TEXT))
     world.fail(run, len(TEXT))
-    assert log.number == 0 and world.cache.stats.requests == 0
+    assert not told and world.cache.stats.requests == 0
 
 
 def test_a_subscriber_that_raises_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +121,6 @@ def test_nothing_is_made_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world(num_blocks=4)
     world.cache.events.hit.unsubscribe(world.cache.stats._hit)
     never = pytest.fail
-    monkeypatch.setattr("vlm_serve.cache.events.Event", never)
     monkeypatch.setattr("vlm_serve.cache.prefix_cache.Hit", never)
     for first in range(3):
         admit(world, Text(list(range(20 * first + 100, 20 * first + 109))))

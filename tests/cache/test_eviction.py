@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cache_texts import END_OF_TURN, Image, Text
-from cache_world import World, make_world
+from cache_world import World, listed, make_world
 
 from vlm_serve.cache.policy import LruPolicy, Use, ValuePolicy, make_policy
 
@@ -92,7 +92,7 @@ def test_tails_and_the_full_node_of_a_block_are_freed_together() -> None:
     world = make_world(num_blocks=4, block_size=8)
     text = Text([10, END_OF_TURN, 11, END_OF_TURN], numbers(4), block_size=8)
     world.serve(text, snapshots=lambda position: position == 2)
-    nodes = world.cache.tree().nodes
+    nodes = listed(world)
     assert [(node.start, node.end, node.tail) for node in nodes] == [
         (0, 8, False),
         (0, 2, True),
@@ -107,9 +107,9 @@ def test_tails_and_the_full_node_of_a_block_are_freed_together() -> None:
 def test_a_tail_goes_with_the_node_above_it_or_before() -> None:
     world = make_world(num_blocks=4)
     world.serve(Text(numbers(4), [10, END_OF_TURN, 11]))
-    assert [node.tail for node in world.cache.tree().nodes] == [False, True]
+    assert [node.tail for node in listed(world)] == [False, True]
     take_blocks(world, 3)
-    assert [node.tail for node in world.cache.tree().nodes] == [False]
+    assert [node.tail for node in listed(world)] == [False]
     take_blocks(world, 4)
     assert world.cache.usage.nodes == 0
     assert world.cache.usage.rows["ready"] == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from cache_texts import END_OF_TURN, Image, Text
-from cache_world import World, make_world
+from cache_world import World, listed, make_world
 
 
 def numbers(count: int, first: int = 10) -> list[int]:
@@ -265,9 +265,9 @@ def test_hits_count_once_the_first_step_has_succeeded() -> None:
     rolled_back = world.start(text)
     assert rolled_back is not None
     world.close(rolled_back)
-    assert [node.hits for node in world.cache.tree().nodes] == [0, 0]
+    assert [node.hits for node in listed(world)] == [0, 0]
     world.serve(text)
-    assert [node.hits for node in world.cache.tree().nodes] == [1, 1]
+    assert [node.hits for node in listed(world)] == [1, 1]
 
 
 def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:

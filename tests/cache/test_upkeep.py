@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from cache_texts import END_OF_TURN, Image, Text
-from cache_world import make_world
+from cache_world import listed, make_world
 
 import vlm_serve.cache.prefix_cache
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.lazy_heap import LazyHeap
+from vlm_serve.cache.listing import MediaInfo
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.preprocess.keys import PromptKeys
 
@@ -59,9 +60,23 @@ def test_a_pin_reaches_as_far_as_state_does_tails_included() -> None:
     text = Text([10, END_OF_TURN], Image("cat", 8), numbers(7))
     world.serve(text, snapshots=lambda position: position == 10)
     assert world.cache.pin(text.keys, until=1.0) == 10
-    pinned = [(node.start, node.end) for node in world.cache.tree().nodes if node.pins]
+    pinned = [(node.start, node.end) for node in listed(world) if node.pins]
     assert pinned == [(0, 4), (4, 8), (8, 10)]
     assert world.cache.pin(Text(numbers(9, 60)).keys, until=1.0) == 0
+
+
+def test_a_node_is_pinned_with_all_before_it_and_the_deepest_state() -> None:
+    world = make_world()
+    text = Text(numbers(16))
+    world.serve(text, snapshots=lambda position: position == 4)
+    nodes = list(world.cache.nodes())
+    assert world.cache.pin_node(nodes[2], until=1.0) == 12
+    assert [node.pins for node in listed(world)] == [1, 1, 1, 0]
+    assert world.cache.next_expiry == 1.0
+    world.cache.flush()
+    assert world.cache.pin_node(nodes[2], until=1.0) == 0, "it has left"
+    assert world.cache.next_expiry is None
+    world.check()
 
 
 def test_without_state_layers_the_block_around_a_cut_is_pinned() -> None:
@@ -130,26 +145,24 @@ def test_usage_adds_up() -> None:
     assert world.cache.available_block_count == 61
 
 
-def test_the_listing_shows_nodes_in_pages_parents_first() -> None:
+def test_the_listing_shows_nodes_parents_first() -> None:
     world = make_world(block_bytes=100, snapshot_bytes=1000)
     text = Text([10, END_OF_TURN], Image("cat", 4), numbers(7))
     world.serve(text, snapshots=lambda position: position == 6)
     world.serve(text)
-    everything = world.cache.tree()
-    assert everything.total == len(everything.nodes) == 5
-    by_end = {(node.end, node.tail): node for node in everything.nodes}
+    everything = listed(world)
+    assert len(everything) == 5
+    by_end = {(node.end, node.tail): node for node in everything}
     tail = by_end[6, True]
     assert (tail.snapshot, tail.snapshot_hits, tail.start) == ("test", 1, 4)
     assert tail.num_bytes == 50 + 1000 + text.experts(4, 6).nbytes
     assert tail.parent == by_end[4, False].key
-    assert by_end[4, False].media and not by_end[12, False].media
+    cat = MediaInfo(2, 4, "image", text.keys.span_hashes[0].hex()[:16])
+    assert by_end[4, False].media == (cat,) and not by_end[12, False].media
     seen = set()
-    for node in everything.nodes:
+    for node in everything:
         assert node.parent == text.root.hex() or node.parent in seen
         seen.add(node.key)
-    pages = [world.cache.tree(offset=offset, limit=2) for offset in (0, 2, 4, 6)]
-    assert [len(page.nodes) for page in pages] == [2, 2, 1, 0]
-    assert tuple(node for page in pages for node in page.nodes) == everything.nodes
 
 
 # Bounds

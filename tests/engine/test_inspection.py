@@ -12,6 +12,7 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from parity import greedy
 from parity_cases import CONVERSATIONS, photograph, random_ids, user
+from serving import wait_for
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
@@ -135,9 +136,27 @@ def test_pins_end_without_traffic(pipe: Pipeline) -> None:
         assert engine.pin(prompt_of(engine, 40, 4), 5.0) == 32
         assert [node.pins for node in engine.tree().nodes] == [1, 1]
         now[0] = 5.0
+        engine.check()
         assert [node.pins for node in engine.tree().nodes] == [0, 0]
     finally:
         engine._inspector.clock = clock
+    assert engine.pin(prompt_of(engine, 40, 4), 0.05) == 32
+    wait_for(lambda: not any(node.pins for node in engine.tree().nodes))
+
+
+def test_a_node_is_pinned_by_its_key(pipe: Pipeline) -> None:
+    engine = pipe.engine
+    pipe.generate(random_ids(100, 5), greedy(1))
+    nodes = engine.tree().nodes
+    assert engine.pin_node(bytes.fromhex(nodes[2].key), 60.0) == 48
+    assert [node.pins for node in engine.tree().nodes] == [1, 1, 1, 0, 0, 0]
+    assert engine.pin_node(b"x" * 32, 60.0) == 0
+    entry = engine.mirror.find(bytes.fromhex(nodes[5].key))
+    assert entry is not None
+    engine.flush()
+    assert engine.call(lambda: engine._inspector.pin_node(entry.node, 60.0)) == 0, "it has left"
+    with pytest.raises(InvalidRequestError, match="ttl_seconds"):
+        engine.pin_node(bytes.fromhex(nodes[2].key), 0.0)
 
 
 @pytest.mark.parametrize("ttl", [0.0, -1.0, float("nan"), float("inf"), 1e9])

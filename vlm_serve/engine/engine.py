@@ -6,17 +6,18 @@ import contextlib
 import dataclasses
 import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from vlm_serve.cache.listing import TreePage
+from vlm_serve.cache.listing import Entry, NodeInfo, TreePage, describe
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.build import build
 from vlm_serve.engine.inspection import Inspector
 from vlm_serve.engine.loop import EngineLoop
+from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.request import Request, find_bad_words
@@ -36,6 +37,9 @@ class Engine:
     """Serves requests over one model. All methods may be called from any thread.
 
     Callbacks run on the engine's thread and must not block.
+
+    Attributes:
+        mirror: the cache's tree, for readers on other threads.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -58,7 +62,8 @@ class Engine:
         self._inspector = Inspector(parts.cache, parts.media, fetcher)
         self._numbers = itertools.count()
         self._job = partial(Job, numbers=self._numbers, language=language)
-        self._loop = EngineLoop(parts, self._auditor, self._inspector, job=self._job)
+        self.mirror = TreeMirror(parts.cache.events)
+        self._loop = EngineLoop(parts, self._auditor, self._inspector, self.mirror, job=self._job)
         self._loop.start()
 
     @classmethod
@@ -148,8 +153,18 @@ class Engine:
 
     def tree(self, offset: int = 0, limit: int = 100) -> TreePage:
         """A page of the cache's trie. Raises InvalidRequestError for a page that cannot be."""
+        return self.page(self.mirror.whole().entries, offset, limit)
+
+    def page(self, entries: Sequence[Entry], offset: int, limit: int) -> TreePage:
+        """A part of some nodes, described as they are now. Raises as `tree` does."""
         check_page(offset, limit)
-        return self.call(lambda: self._cache.tree(offset=offset, limit=limit))
+        return TreePage(
+            len(entries), offset, tuple(map(self.describe, entries[offset : offset + limit]))
+        )
+
+    def describe(self, entry: Entry) -> NodeInfo:
+        """A node as it is now."""
+        return describe(self._cache.config, entry)
 
     def pin(self, prompt: Prompt, ttl_seconds: float) -> int:
         """Keeps KV and state of the prompt's deepest usable prefix for that many seconds.
@@ -162,6 +177,18 @@ class Engine:
         check_prompt(prompt)
         check_ttl(ttl_seconds)
         return self.call(lambda: self._inspector.pin(prompt, ttl_seconds))
+
+    def pin_node(self, key: bytes, ttl_seconds: float) -> int:
+        """Keeps a node of the cache, all before it and the deepest state there for that many
+        seconds. Returns the tokens pinned: 0 if there is no such node, or as `pin` does.
+
+        Raises InvalidRequestError for a time that is not positive and finite.
+        """
+        check_ttl(ttl_seconds)
+        entry = self.mirror.find(key)
+        if entry is None:
+            return 0
+        return self.call(lambda: self._inspector.pin_node(entry.node, ttl_seconds))
 
     @property
     def num_running(self) -> int:
@@ -208,6 +235,7 @@ class Engine:
             else None,
             "step_times": self._loop.step_times.as_dict(),
             "num_encoded_spans": self._media.num_encoded_spans,
+            "embedding_bytes": self._media.cache.used,
             "cache": self._cache.stats.as_dict(),
             "audit": dataclasses.asdict(self._auditor.counts),
             "usage": dataclasses.asdict(self._cache.usage),

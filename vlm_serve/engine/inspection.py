@@ -7,12 +7,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.cache.records import Node
 from vlm_serve.cache.tiers.lookup import Deeper, Segment
 from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.admission import tokens_by_tier
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import CacheReport
 from vlm_serve.preprocess.prompt import Prompt
+
+MAX_WAIT_SECONDS = 3600.0
+"""Waiting for a queue takes no times beyond some millions of seconds."""
 
 
 class Inspector:
@@ -70,6 +74,16 @@ class Inspector:
         """Pins the deepest usable prefix; returns its tokens."""
         return self._cache.pin(prompt.keys, self.clock() + ttl_seconds)
 
+    def pin_node(self, node: Node, ttl_seconds: float) -> int:
+        """Pins a node and all before it; returns the tokens."""
+        return self._cache.pin_node(node, self.clock() + ttl_seconds)
+
     def expire(self) -> None:
         """Lets go of the pins whose time has come."""
         self._cache.expire(self.clock())
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the next pin's time comes; None: nothing is pinned."""
+        end = self._cache.next_expiry
+        return None if end is None else max(0.0, min(end - self.clock(), MAX_WAIT_SECONDS))

@@ -14,6 +14,7 @@ from typing import TypeVar
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.inspection import Inspector
 from vlm_serve.engine.media_loading import MediaLoading
+from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.request import Request
@@ -37,6 +38,7 @@ class EngineLoop:
         parts: what is driven.
         auditor: chooses requests to run again, without the cache.
         inspector: whose pins expire between steps.
+        mirror: shows other threads the cache's tree.
         job: makes a request of the auditor one that can be run.
 
     Attributes:
@@ -50,6 +52,7 @@ class EngineLoop:
         parts: EngineParts,
         auditor: Auditor,
         inspector: Inspector,
+        mirror: TreeMirror,
         *,
         job: Callable[[Request], Job],
     ) -> None:
@@ -62,6 +65,7 @@ class EngineLoop:
         self._executor = parts.executor
         self._auditor = auditor
         self._inspector = inspector
+        self._mirror = mirror
         self._job = job
         self._preprocessor = parts.preprocessor
         self._media_loader = MediaLoading(parts.media, self.post, self._fail_request)
@@ -94,7 +98,9 @@ class EngineLoop:
 
         def run() -> None:
             try:
-                future.set_result(function())
+                result = function()
+                self._mirror.publish()
+                future.set_result(result)
             except BaseException as error:
                 future.set_exception(error)
 
@@ -143,6 +149,7 @@ class EngineLoop:
                     self.step_times.record(now - self._step_began, self._executor.model_seconds)
                     self._step_began = now
                 self._tend_audits()
+                self._mirror.publish()
         except BaseException:
             _log.exception("the engine's thread died")
             self._closed = True
@@ -159,9 +166,15 @@ class EngineLoop:
         return False
 
     def _run_next_command(self, wait: bool) -> None:
+        """Raises queue.Empty if there is none, or if a pin's time has come instead."""
         if wait:
             release_worker_threads()
-        command = self._inbox.get(block=wait)
+        try:
+            command = self._inbox.get(block=wait, timeout=self._inspector.seconds_left)
+        except queue.Empty:
+            if wait:
+                self._inspector.expire()
+            raise
         if wait:
             self._step_began = time.perf_counter()
         self._inspector.expire()
@@ -169,6 +182,7 @@ class EngineLoop:
             self._stopping = True
         else:
             command()
+        self._mirror.publish()
 
     def _step(self) -> bool:
         """One step, if one can be made; False if there was only something to wait for."""
@@ -181,14 +195,17 @@ class EngineLoop:
         if plan is None:
             if failures:
                 return False
-            if self.tiers.busy:
-                self._run_next_command(wait=True)
-            elif not self._scheduler.running:
-                self._emit(self._scheduler.reject_head())
-            elif self._media_loader.busy:
-                self._run_next_command(wait=True)
+            with contextlib.suppress(queue.Empty):
+                if self.tiers.busy:
+                    self._run_next_command(wait=True)
+                elif not self._scheduler.running:
+                    self._emit(self._scheduler.reject_head())
+                elif self._media_loader.busy:
+                    self._run_next_command(wait=True)
             return False
-        self._emit(self._run_plan(plan))
+        events = self._run_plan(plan)
+        self._mirror.publish()  # first: who has an answer may look
+        self._emit(events)
         self.num_steps += 1
         self.last_step_time = time.monotonic()
         return True

@@ -16,6 +16,7 @@ from vlm_serve.errors import VlmServeError
 from vlm_serve.server import status
 from vlm_serve.server.api import cache
 from vlm_serve.server.api.bodies import CacheReportBody, ErrorBody
+from vlm_serve.server.api.cache_events import cache_events
 from vlm_serve.server.api.chat.bodies import ChatCompletion
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.chat.route import chat_completions
@@ -114,11 +115,12 @@ def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> AS
 
 
 def _head_as_get(app: ASGIApp) -> ASGIApp:
-    """HEAD is answered as GET; the HTTP protocol below leaves the body out."""
+    """HEAD is answered as GET; the HTTP protocol below leaves the body out. What would go on for
+    ever sees `is_head` in its scope."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
+            scope = {**scope, "method": "GET", "is_head": True}
         await app(scope, receive, send)
 
     return answer
@@ -193,16 +195,19 @@ def _add_stored_responses(app: FastAPI, service: Service) -> None:
 
 
 def _add_gets(app: FastAPI, service: Service) -> None:
-    for name, handler, answer in (
-        ("stats", cache.stats, dict[str, Any]),
-        ("tree", cache.tree, cache.CacheTree),
-    ):
+    cache_gets: list[tuple[str, Handler, dict[str, Any]]] = [
+        ("stats", cache.stats, {"model": dict[str, Any]}),
+        ("tree", cache.tree, {"model": cache.CacheTree}),
+        ("nodes/{key}", cache.node, {"model": cache.CacheNodeDetails}),
+        ("events", cache_events, {"content": EVENT_STREAM, "description": "Server-sent events"}),
+    ]
+    for path, handler, answer in cache_gets:
         app.add_api_route(
-            f"/v1/cache/{name}",
+            f"/v1/cache/{path}",
             _guarded(service, handler),
-            name=f"cache_{name}",
+            name="cache_" + path.split("/")[0],
             response_model=None,
-            responses={200: {"model": answer}, "4XX": {"model": ErrorBody}},
+            responses={200: answer, "4XX": {"model": ErrorBody}},
         )
 
     @app.get("/v1/models", response_model=None, responses={200: {"model": ModelList}})

@@ -71,7 +71,7 @@ class Generation:
         self.unfinished = task.params.n
         self.queue: asyncio.Queue[Delta] = asyncio.Queue()
         self.first_token_time: float | None = None
-        self._metrics = service.metrics
+        self._service = service
         self._token_times: dict[int, float] = {}
 
     async def deltas(self) -> AsyncIterator[Delta]:
@@ -93,15 +93,19 @@ class Generation:
                 self.unfinished -= 1
                 self.finish_reason = delta.finish_reason
             if delta.token_ids:
+                self._service.num_generated_tokens += len(delta.token_ids)
                 self._observe_token(delta.index, time.monotonic())
             yield delta
 
     def _observe_token(self, index: int, now: float) -> None:
+        service = self._service
         if self.first_token_time is None:
             self.first_token_time = now
+            service.recent_first_tokens.add(now - self.task.arrival)
         before = self._token_times.get(index)
         if before is not None:
-            self._metrics.inter_token_latency.observe(now - before)
+            service.metrics.inter_token_latency.observe(now - before)
+            service.recent_tokens.add(now - before)
         self._token_times[index] = now
 
 

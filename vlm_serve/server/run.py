@@ -61,6 +61,7 @@ class DrainingServer(uvicorn.Server):
         self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.cache_feed.close()
         await super().shutdown(sockets)
         if self._watching is not None:
             self._watching.cancel()

@@ -19,10 +19,13 @@ from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.cache_feed import CacheFeed
+from vlm_serve.server.cache_status import status_of
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.errors import DrainingError
 from vlm_serve.server.mailbox import Mailbox
 from vlm_serve.server.metrics import Metrics
+from vlm_serve.server.recent import Recent
 from vlm_serve.server.request_memory import RequestMemory, current_share
 from vlm_serve.server.response_store import ResponseStore
 from vlm_serve.server.trimming import Trimmer
@@ -65,6 +68,9 @@ class Service:
         busy_since: monotonic time at which the engine last got work while it had none.
         memory: what requests may take of it.
         trimmer: gives back to the system what they have taken.
+        recent_first_tokens, recent_tokens: seconds until a first token, and between two tokens.
+        num_generated_tokens: so far, of all requests.
+        cache_feed: tells what the cache does.
         num_open, open_tokens: requests that have been let in and have not ended, and the tokens of
             their prompts.
     """
@@ -87,6 +93,9 @@ class Service:
         assert not isinstance(size, str)
         self.responses = None if size is None else ResponseStore(size, config.response_store_ttl)
         most = config.preprocess_threads
+        self.recent_first_tokens, self.recent_tokens = Recent(), Recent()
+        self.num_generated_tokens = 0
+        self.cache_feed = CacheFeed(engine, partial(status_of, self))
         self._pool = ThreadPoolExecutor(most, thread_name_prefix="prepare")
         self._pool_for_large = ThreadPoolExecutor(large_threads(most), thread_name_prefix="large")
         self._waiting = ThreadPoolExecutor(_WAITING_THREADS, thread_name_prefix="waiting")

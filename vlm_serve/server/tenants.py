@@ -78,7 +78,12 @@ def salt_of(scope: Any, asked: str | None) -> str:
     return asked or ""
 
 
+def is_tenant(scope: Any) -> bool:
+    """Whether the request's key is bound to a salt."""
+    return _STATE in scope.get("state", {})
+
+
 def refuse_tenants(scope: Any) -> None:
     """For what concerns all tenants. Raises PermissionDeniedError if a tenant asks."""
-    if _STATE in scope.get("state", {}):
+    if is_tenant(scope):
         raise PermissionDeniedError("this API key may not do that", code="tenant_key")

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.cache.listing import Entry
+from vlm_serve.errors import InvalidRequestError, VlmServeError
 from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
 from vlm_serve.server.api.prompts import EitherPrompt, prepare_tokens
 from vlm_serve.server.api.reports import cache_report_body
 from vlm_serve.server.body import read_json, read_request
 from vlm_serve.server.service import Preparation, Service
-from vlm_serve.server.tenants import refuse_tenants, salt_of
+from vlm_serve.server.tenants import is_tenant, refuse_tenants, salt_of
 
 DEFAULT_TREE_NODES = 100
+
+NodeKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class NodeNotFoundError(VlmServeError):
+    """No node of the cache has that key, or none that the client may see: HTTP 404."""
+
+    status = 404
+    type = "invalid_request_error"
 
 
 class CachePrompt(EitherPrompt):
@@ -41,6 +52,7 @@ class ProbeRequest(CachePrompt):
 
 class PinRequest(CachePrompt):
     ttl_seconds: float
+    key: NodeKey | None = None
 
 
 class FlushRequest(RequestModel):
@@ -57,6 +69,13 @@ class Flushed(BaseModel):
     object: Literal["cache.flush"] = "cache.flush"
 
 
+class MediaBody(BaseModel):
+    offset: int
+    length: int
+    kind: str
+    hash: str
+
+
 class CacheNode(BaseModel):
     key: str
     parent: str
@@ -67,10 +86,17 @@ class CacheNode(BaseModel):
     pins: int
     hits: int
     exact: bool
-    media: bool
+    media: list[MediaBody]
     snapshot: str | None
     snapshot_hits: int
+    tier: str
     num_bytes: int
+
+
+class CacheNodeDetails(CacheNode):
+    """A node; `token_ids` is null for who does not see everything."""
+
+    token_ids: list[int] | None
 
 
 class CacheTree(BaseModel):
@@ -91,15 +117,20 @@ async def probe(service: Service, request: Request) -> Response:
 
 
 async def pin(service: Service, request: Request) -> Response:
-    """POST /v1/cache/pin: keeps a prompt's KV and state for a while. Raises InvalidRequestError."""
+    """POST /v1/cache/pin: keeps a prompt's KV and state, or a node's and those before it, for a
+    while. Raises InvalidRequestError, NodeNotFoundError."""
     body, asked = await read_request(
-        service, request, PinRequest, lambda body: (body, _asked(service, request, body))
+        service, request, PinRequest, lambda body: (body, _to_pin(service, request, body))
     )
     with service.admitted():
-        prompt = await service.prepared(asked)
-        pinned = await asyncio.to_thread(service.engine.pin, prompt, body.ttl_seconds)
-    answer = Pinned(prompt_tokens=len(prompt), pinned_tokens=pinned)
-    return JSONResponse(answer.model_dump())
+        if isinstance(asked, Entry):
+            length, key = asked.node.end, asked.node.key
+            pinned = await asyncio.to_thread(service.engine.pin_node, key, body.ttl_seconds)
+        else:
+            prompt = await service.prepared(asked)
+            length = len(prompt)
+            pinned = await asyncio.to_thread(service.engine.pin, prompt, body.ttl_seconds)
+    return JSONResponse(Pinned(prompt_tokens=length, pinned_tokens=pinned).model_dump())
 
 
 async def flush(service: Service, request: Request) -> Response:
@@ -116,19 +147,71 @@ async def flush(service: Service, request: Request) -> Response:
 async def stats(service: Service, request: Request) -> Response:
     """GET /v1/cache/stats: the engine's counters and gauges."""
     refuse_tenants(request.scope)
-    _refuse_unknown(request.query_params, ())
+    refuse_unknown(request.query_params, ())
     return JSONResponse(await asyncio.to_thread(service.engine.stats))
 
 
 async def tree(service: Service, request: Request) -> Response:
-    """GET /v1/cache/tree?offset=0&limit=100: a page of nodes. Raises InvalidRequestError."""
-    refuse_tenants(request.scope)
+    """GET /v1/cache/tree?offset=0&limit=100: a page of nodes; a tenant's own ones. Raises
+    InvalidRequestError."""
     query = request.query_params
-    _refuse_unknown(query, ("offset", "limit"))
+    refuse_unknown(query, ("offset", "limit"))
     offset = _number(query, "offset", 0)
     limit = _number(query, "limit", DEFAULT_TREE_NODES)
-    page = await asyncio.to_thread(service.engine.tree, offset, limit)
+    entries = seen_below(visible_root(service, request), service.engine.mirror.whole().entries)
+    page = service.engine.page(entries, offset, limit)
     return JSONResponse(CacheTree(**dataclasses.asdict(page)).model_dump())
+
+
+async def node(service: Service, request: Request) -> Response:
+    """GET /v1/cache/nodes/{key}: all about one node. Raises NodeNotFoundError."""
+    refuse_unknown(request.query_params, ())
+    entry = _find(service, request, request.path_params["key"])
+    token_ids = None
+    if not is_tenant(request.scope):
+        token_ids = list(struct.unpack(f"<{entry.node.num_tokens}I", entry.node.packed_tokens))
+    body = dataclasses.asdict(service.engine.describe(entry))
+    return JSONResponse(CacheNodeDetails(**body, token_ids=token_ids).model_dump())
+
+
+def visible_root(service: Service, request: Request) -> bytes | None:
+    """The root below which the client sees the cache; None: it sees all of it."""
+    if not is_tenant(request.scope):
+        return None
+    root: bytes = service.engine.preprocessor.root_key(salt_of(request.scope, None))
+    return root
+
+
+def seen_below(root: bytes | None, entries: Sequence[Entry]) -> Sequence[Entry]:
+    """The nodes that hang from a root; None: from any."""
+    return entries if root is None else [entry for entry in entries if entry.root == root]
+
+
+def _find(service: Service, request: Request, key: str) -> Entry:
+    """The node with that hexadecimal key, if the client sees it. Raises NodeNotFoundError."""
+    root = visible_root(service, request)
+    try:
+        entry = service.engine.mirror.find(bytes.fromhex(key))
+    except ValueError:
+        entry = None
+    if entry is None or root not in (None, entry.root):
+        raise NodeNotFoundError(
+            "the cache has no node with that key", param="key", code="node_not_found"
+        )
+    return entry
+
+
+def _to_pin(
+    service: Service, request: Request, body: PinRequest
+) -> Entry | Callable[[], Preparation]:
+    """The node that the body names, or what makes the prompt that it describes."""
+    if body.key is None:
+        return _asked(service, request, body)
+    given = body.model_dump(exclude_unset=True, exclude_none=True).keys()
+    if given - {"key", "ttl_seconds", "model"}:
+        raise InvalidRequestError("key must come without a prompt", param="key")
+    service.resolve_model(body.model)
+    return _find(service, request, body.key)
 
 
 def _asked(service: Service, request: Request, body: CachePrompt) -> Callable[[], Preparation]:
@@ -146,7 +229,7 @@ def _asked(service: Service, request: Request, body: CachePrompt) -> Callable[[]
     return partial(prepare_tokens, service, body.prompt, salt)
 
 
-def _refuse_unknown(query: Mapping[str, str], known: tuple[str, ...]) -> None:
+def refuse_unknown(query: Mapping[str, str], known: tuple[str, ...]) -> None:
     for name in query:
         if name not in known:
             raise InvalidRequestError(f"unknown query parameter {name[:64]!r}", param=name[:64])

@@ -1,0 +1,210 @@
+"""The cache's tree as other threads see it, without asking the thread that owns the cache.
+
+It lives on the cache's events. The cache's own thread hands over what a step has changed, all at
+once; readers copy the list of nodes, or follow the changes by number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from vlm_serve.cache.events import CacheEvents
+from vlm_serve.cache.listing import Entry
+from vlm_serve.cache.records import Hit, Node, Snapshot
+
+ChangeKind = Literal[
+    "node_added", "node_evicted", "snapshot_ready", "snapshot_evicted", "hit", "pinned"
+]
+MAX_CHANGES = 8192
+"""Most changes that are kept for those who follow them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that happened.
+
+    Attributes:
+        kind: what; "pinned": the node's pins, hits or size are other ones.
+        key: of the node that it is about; of a miss: empty.
+        root: of that node, or of the prompt.
+        entry: the node, unless it has left or there is none.
+        snapshot: its kind, of "snapshot_ready".
+        hit: of "hit".
+    """
+
+    kind: ChangeKind
+    key: bytes
+    root: bytes
+    entry: Entry | None = None
+    snapshot: str | None = None
+    hit: Hit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """All nodes, parents before children, as of a batch of changes."""
+
+    sequence: int
+    entries: tuple[Entry, ...]
+
+
+class TreeMirror:
+    """Written by the thread of one cache, read by any.
+
+    Without readers who follow, nothing is kept but the list of nodes.
+
+    Args:
+        events: of a cache that holds nothing yet.
+        limit: most changes that are kept.
+
+    Attributes:
+        sequence: number of the last batch of changes; 0 before the first one.
+    """
+
+    def __init__(self, events: CacheEvents, limit: int = MAX_CHANGES) -> None:
+        self.sequence = 0
+        self._events = events
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, Entry] = {}
+        # The cache's thread's own, until it publishes them:
+        self._pending: list[tuple[ChangeKind, Node, str | None] | Hit] = []
+        self._touched: dict[Node, None] = {}
+        # For those who follow:
+        self._followers = 0
+        self._used: dict[Node, None] = {}
+        self._batches: deque[tuple[int, tuple[Change, ...]]] = deque()
+        self._num_kept = 0
+        self._complete_since = 0
+        events.node_added.subscribe(self._node_added)
+        events.node_evicted.subscribe(self._node_evicted)
+        events.snapshot_ready.subscribe(self._snapshot_ready)
+        events.snapshot_evicted.subscribe(self._snapshot_evicted)
+        events.hit.subscribe(self._pending.append)
+
+    # Called by any thread
+
+    def whole(self) -> Whole:
+        """All that there is."""
+        with self._lock:
+            return Whole(self.sequence, tuple(self._entries.values()))
+
+    def __len__(self) -> int:
+        """Number of nodes."""
+        return len(self._entries)
+
+    def find(self, key: bytes) -> Entry | None:
+        """The node with that key."""
+        return self._entries.get(key)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Changes are kept meanwhile."""
+        with self._lock:
+            self._followers += 1
+            if self._followers == 1:
+                self._events.node_used.subscribe(self._touch)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._followers -= 1
+                if not self._followers:
+                    self._events.node_used.unsubscribe(self._touch)
+                    self._used.clear()
+                    self._batches.clear()
+                    self._num_kept = 0
+                    self._complete_since = self.sequence
+
+    def since(self, sequence: int) -> tuple[int, tuple[Change, ...]] | None:
+        """The number of the last batch, and the changes after batch `sequence`, oldest first. None
+        if some of them are gone or the number is none of this mirror's: read the whole again."""
+        with self._lock:
+            if not self._complete_since <= sequence <= self.sequence:
+                return None
+            late: list[tuple[Change, ...]] = []
+            for number, changes in reversed(self._batches):
+                if number <= sequence:
+                    break
+                late.append(changes)
+            return self.sequence, tuple([change for each in reversed(late) for change in each])
+
+    def publish_use(self) -> None:
+        """Tells those who follow of which nodes pins, hits or sizes are other ones now: one batch,
+        if there are any."""
+        with self._lock:
+            used, self._used = self._used, {}
+            found = ((node, self._entries.get(node.key)) for node in used)
+            changes = tuple(
+                [
+                    Change("pinned", node.key, entry.root, entry)
+                    for node, entry in found
+                    if entry is not None and entry.node is node
+                ]
+            )
+            if changes:
+                self._add_batch(changes)
+
+    # The cache's thread
+
+    def publish(self) -> None:
+        """Lets readers see what has happened since the last call: one batch, if anything has."""
+        if not self._pending and not self._touched:
+            return
+        with self._lock:
+            if self._followers:
+                self._used |= self._touched
+            if self._pending:
+                self._add_batch(tuple([self._apply(each) for each in self._pending]))
+        self._pending.clear()
+        self._touched.clear()
+
+    def _touch(self, node: Node) -> None:
+        self._touched[node] = None
+
+    def _node_added(self, node: Node) -> None:
+        self._pending.append(("node_added", node, None))
+
+    def _node_evicted(self, node: Node) -> None:
+        self._pending.append(("node_evicted", node, None))
+
+    def _snapshot_ready(self, snapshot: Snapshot) -> None:
+        self._pending.append(("snapshot_ready", _node_of(snapshot), snapshot.kind))
+
+    def _snapshot_evicted(self, snapshot: Snapshot) -> None:
+        self._pending.append(("snapshot_evicted", _node_of(snapshot), None))
+
+    def _apply(self, event: tuple[ChangeKind, Node, str | None] | Hit) -> Change:
+        if isinstance(event, Hit):
+            return Change("hit", event.key, event.root, hit=event)
+        kind, node, snapshot = event
+        if kind == "node_evicted":
+            return Change(kind, node.key, self._entries.pop(node.key).root)
+        if kind == "node_added":
+            parent = self._entries.get(node.parent.key)
+            entry = Entry(node, parent.root if parent is not None else node.parent.key)
+        else:
+            entry = Entry(node, self._entries[node.key].root, snapshot)
+        self._entries[node.key] = entry
+        return Change(kind, node.key, entry.root, entry, snapshot)
+
+    def _add_batch(self, changes: tuple[Change, ...]) -> None:
+        self.sequence += 1
+        if not self._followers:
+            self._complete_since = self.sequence
+            return
+        self._batches.append((self.sequence, changes))
+        self._num_kept += len(changes)
+        while self._num_kept > self._limit:
+            self._complete_since, gone = self._batches.popleft()
+            self._num_kept -= len(gone)
+
+
+def _node_of(snapshot: Snapshot) -> Node:
+    assert snapshot.node is not None, "only what hangs from a node is told"
+    return snapshot.node

@@ -1,0 +1,159 @@
+"""GET /v1/cache/events: the cache's tree, then what changes in it, as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, Literal, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from vlm_serve.cache.listing import Entry
+from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.mirror import Change, Whole
+from vlm_serve.server.api.cache import CacheNode, refuse_unknown, seen_below, visible_root
+from vlm_serve.server.service import Service
+from vlm_serve.server.streaming import Events, EventStream, until_disconnected
+
+SLICE = 100
+"""Nodes or changes that are made into text at once: the event loop serves others in between."""
+MIN_CHANGES = 1000
+"""As many changes are told one by one even if the tree has fewer nodes."""
+QUIET_LOOKS = 150
+"""After so many looks without a message a comment shows that the connection is alive."""
+
+_T = TypeVar("_T")
+
+
+class CacheRoot(BaseModel):
+    key: str
+
+
+class CacheTreeEvent(BaseModel):
+    """The data of an event `tree`."""
+
+    object: Literal["cache.tree"] = "cache.tree"
+    sequence: int
+    roots: list[CacheRoot]
+    nodes: list[CacheNode]
+
+
+async def cache_events(service: Service, request: Request) -> Response:
+    """GET /v1/cache/events. Raises OverloadedError if too many clients read them already."""
+    refuse_unknown(request.query_params, ())
+    reader = _Reader(service, visible_root(service, request))
+    if request.scope.get("is_head"):
+        return Response(media_type=EventStream.media_type)
+    events = reader.events()
+    return EventStream(await until_disconnected(request, anext(events)), events, {})
+
+
+class _Reader:
+    """One client.
+
+    Args:
+        root: it sees what is below it, and no totals; None: it sees all.
+    """
+
+    def __init__(self, service: Service, root: bytes | None) -> None:
+        self._engine: Engine = service.engine
+        self._feed = service.cache_feed
+        self._seconds = service.config.send_timeout
+        self._root = root
+        self._number = 0
+
+    async def events(self) -> Events:
+        """The messages, in pieces. They end with the server, or when one is not taken in time."""
+        loop, feed = asyncio.get_running_loop(), self._feed
+        with feed.subscribed():
+            sequence, status_number, quiet = -1, 0, 0
+            while True:
+                sequence, pieces = self._news(sequence)
+                if self._root is None and feed.status_number != status_number:
+                    status_number = feed.status_number
+                    pieces = chain(pieces, self._status(sequence))
+                deadline, quiet = loop.time() + self._seconds, quiet + 1
+                for piece in pieces:
+                    quiet = 0
+                    yield piece
+                    await asyncio.sleep(0)
+                    if loop.time() > deadline:
+                        return
+                if quiet == QUIET_LOOKS:
+                    quiet = 0
+                    yield b":\n\n"
+                if not await feed.looked():
+                    return
+
+    def _news(self, sequence: int) -> tuple[int, Iterator[bytes]]:
+        """What to tell who knows all up to a batch, and up to which batch it is."""
+        mirror = self._feed.mirror
+        told = mirror.since(sequence)
+        if told is None or len(told[1]) > max(MIN_CHANGES, len(mirror)):
+            whole = mirror.whole()
+            return whole.sequence, self._tree(whole)
+        sequence, changes = told
+        if self._root is not None:
+            changes = tuple(change for change in changes if change.root == self._root)
+        return sequence, self._changes(sequence, changes) if changes else iter(())
+
+    def _tree(self, whole: Whole) -> Iterator[bytes]:
+        entries = seen_below(self._root, whole.entries)
+        number = self._number_of(whole.sequence)
+        roots = json.dumps([{"key": key.hex()} for key in dict.fromkeys(e.root for e in entries)])
+        yield (
+            f'id: {number}\nevent: tree\ndata: {{"object":"cache.tree","sequence":{number},'
+            f'"roots":{roots},"nodes":['
+        ).encode()
+        yield from _joined(entries, self._node)
+        yield b"]}\n\n"
+
+    def _changes(self, sequence: int, changes: Sequence[Change]) -> Iterator[bytes]:
+        number = self._number_of(sequence)
+        yield (f'id: {number}\nevent: changes\ndata: {{"sequence":{number},"changes":[').encode()
+        yield from _joined(changes, self._change)
+        yield b"]}\n\n"
+
+    def _status(self, sequence: int) -> Iterator[bytes]:
+        data = json.dumps(self._feed.status, separators=(",", ":"))
+        yield f"id: {sequence}\nevent: status\ndata: {data}\n\n".encode()
+
+    def _number_of(self, sequence: int) -> int:
+        """Who does not see all is not told how much happens either."""
+        if self._root is None:
+            return sequence
+        self._number += 1
+        return self._number
+
+    def _node(self, entry: Entry) -> dict[str, Any]:
+        return dataclasses.asdict(self._engine.describe(entry))
+
+    def _change(self, change: Change) -> dict[str, Any]:
+        body: dict[str, Any] = {"type": change.kind, "key": change.key.hex()}
+        if change.hit is not None:
+            body["prompt_tokens"] = change.hit.prompt_tokens
+            body["cached_tokens"] = change.hit.boundary
+            body["reason"] = change.hit.reason
+        elif change.kind == "snapshot_ready":
+            body["snapshot"] = change.snapshot
+        elif change.entry is not None and change.kind != "snapshot_evicted":
+            node = self._node(change.entry)
+            if change.kind == "node_added":
+                return {"type": change.kind, "node": node}
+            body |= {name: node[name] for name in ("pins", "hits", "snapshot_hits", "num_bytes")}
+        return body
+
+
+def _joined(items: Sequence[_T], body_of: Callable[[_T], dict[str, Any]]) -> Iterator[bytes]:
+    """The bodies as the inside of a JSON list, a slice at a time."""
+    for start in range(0, len(items), SLICE):
+        texts = [
+            json.dumps(body_of(item), separators=(",", ":"))
+            for item in items[start : start + SLICE]
+        ]
+        yield (("," if start else "") + ",".join(texts)).encode()
