@@ -53,8 +53,17 @@ def test_nodes_without_branches_are_one_run(visit: Visit) -> None:
     assert (told["nodes"], told["hits"], told["pins"]) == ([2, 2, 1], [3, 1, 1], [0, 0, 2])
     assert (told["marks"], told["firstMark"]) == ([64], [0, 0, 1, 1])
     assert [(span["at"], span["length"]) for span in told["media"]] == [(34, 64)]
+    assert told["firstMedium"] == [0, 0, 1, 1]
     assert (told["rows"], told["length"], told["numNodes"]) == (2, 64, 5)
     assert told["at"] == [0, 0, 0, 2, -1]
+
+
+def test_a_picture_goes_on_where_its_run_ends(visit: Visit) -> None:
+    nodes = [node("a", ROOT, 0, media=True), node("b", "a", 16), node("c", "a", 16)]
+    told = lay_out(visit, nodes)
+    spans = [(span["at"], span["length"], span["begins"]) for span in told["media"]]
+    assert spans == [(2, 64, True), (16, 50, False), (16, 50, False)]
+    assert told["firstMedium"] == [0, 1, 2, 3]
 
 
 def test_another_tier_begins_another_run(visit: Visit) -> None:

@@ -39,9 +39,11 @@ export async function ask(conversation, signal, onChange) {
   onChange();
 }
 
-/** Tokens a second after the first one, or null where there is nothing to divide. */
+const SHORTEST_MS = 100;
+
+/** Tokens a second after the first one, or null: of a shorter time the network's buffers tell more. */
 export function tokenRate({ usage, times }) {
   const numTokens = (usage?.completion_tokens ?? 0) - 1;
-  if (numTokens < 1 || !times?.first || times.total <= times.first) return null;
-  return (1000 * numTokens) / (times.total - times.first);
+  const took = times?.first ? times.total - times.first : 0;
+  return numTokens > 0 && took >= SHORTEST_MS ? (1000 * numTokens) / took : null;
 }

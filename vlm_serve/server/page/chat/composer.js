@@ -23,7 +23,7 @@ export class Composer {
     this.text = h("textarea", {
       id,
       rows: 1,
-      placeholder: "Ask something; drop or paste pictures and videos",
+      placeholder: "Ask about a picture or video",
       on: { keydown: (event) => this.#onKey(event), input: () => this.#fit(), paste: (event) => this.#onPaste(event) },
     });
     this.file = h("input", {

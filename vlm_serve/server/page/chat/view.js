@@ -209,7 +209,7 @@ function welcome() {
     "li",
     { class: "welcome" },
     h("h2", null, "Ask about a picture, then ask again."),
-    h("p", null, "The second answer shows how much of the first one's work was kept, and why not more."),
+    h("p", null, "Drop, paste or choose pictures and videos. The second answer shows how much of the first one's work was kept, and why not more."),
   );
 }
 

@@ -77,7 +77,7 @@ function drawRun(context, layout, index, { seen, scale, colours, glow, onLoad })
     context.fill();
     context.globalAlpha = 1;
   }
-  for (let each = layout.firstMedium[index]; each < layout.firstMedium[index + 1]; each += 1) drawMedium(context, layout.media[each], bar, box, { seen, scale, colours, onLoad });
+  for (let each = layout.firstMedium[index]; each < layout.firstMedium[index + 1]; each += 1) drawMedium(context, layout.media[each], bar, { seen, scale, colours, onLoad });
   drawLabel(context, layout, index, bar, colours);
   return bar;
 }
@@ -94,7 +94,7 @@ function inside(box, seen, gap) {
   };
 }
 
-function drawMedium(context, { at, length, hash }, bar, box, { seen, scale, colours, onLoad }) {
+function drawMedium(context, { at, length, hash, begins }, bar, { seen, scale, colours, onLoad }) {
   const x = Math.max(bar.x, at * scale.x - seen.left);
   const right = Math.min(bar.x + bar.width, Math.max((at + length) * scale.x - seen.left, x + 2));
   const height = Math.min(bar.height, Math.max(3, scale.y * 0.75));
@@ -102,7 +102,7 @@ function drawMedium(context, { at, length, hash }, bar, box, { seen, scale, colo
   if (right <= x) return;
   context.fillStyle = colours.medium;
   context.fillRect(x, y, right - x, height);
-  const medium = hash ? mediumOfHash(hash) : null;
+  const medium = hash && begins ? mediumOfHash(hash) : null;
   if (medium === null || right - x < PICTURE.width || height < PICTURE.height) return;
   const picture = pictureOf(medium, onLoad);
   if (picture === null) return;

@@ -1,7 +1,7 @@
 // The last minutes of the server, from the `status` messages of the event stream: totals become
 // rates. Times are milliseconds.
 
-export const SPAN_MS = 5 * 60_000;
+const SPAN_MS = 5 * 60_000;
 
 export class History {
   #statuses = [];

@@ -11,7 +11,7 @@ export const TIERS = ["device", "host", "disk", "leaving"];
  *   `key` of its last node, `parent` (index or -1), `next` (index behind its last descendant),
  *   `level`, `start` and `end` (positions), `top` and `bottom` (rows), `tier` (index into TIERS),
  *   `pins`, `hits`, `nodes`, `bytes`; `snapshots` of run i are `marks[firstMark[i] .. firstMark[i+1]]`,
- *   its media `media[firstMedium[i] .. firstMedium[i+1]]` as {at, length, kind, hash}. Besides:
+ *   its media `media[firstMedium[i] .. firstMedium[i+1]]` as {at, length, kind, hash, begins} (whether it begins there). Besides:
  *   `count` of runs, `rows`, `length` (greatest position), `numNodes`, `sequence`.
  */
 export function layOut(tree) {
@@ -20,7 +20,7 @@ export function layOut(tree) {
   let rows = 0;
   let length = 0;
   // Depth first without recursion: prompts may have thousands of branches below each other.
-  const open = [...tree.roots.values()].reverse().flatMap((root) => [...root.children.values()].reverse().map((node) => ({ node, parent: -1 })));
+  const open = [...tree.roots.values()].reverse().flatMap((root) => [...root.children.values()].reverse().map((node) => ({ node, parent: -1, going: [] })));
   const path = [];
   while (open.length) {
     const task = open.pop();
@@ -31,7 +31,7 @@ export function layOut(tree) {
       continue;
     }
     const index = runs.length;
-    const { run, children } = followed(task.node, (key) => owner.set(key, index));
+    const { run, children } = followed(task.node, task.going, (key) => owner.set(key, index));
     run.parent = task.parent;
     run.level = task.parent < 0 ? 1 : runs[task.parent].level + 1;
     run.top = rows;
@@ -39,17 +39,24 @@ export function layOut(tree) {
     runs.push(run);
     if (!children.length) rows += 1;
     open.push({ close: index });
-    for (const node of children.reverse()) open.push({ node, parent: index });
+    const going = run.media.filter((span) => span.at + span.length > run.end).map((span) => rest(span, run.end));
+    for (const node of children.reverse()) open.push({ node, parent: index, going });
   }
   const layout = { ...columns(runs), count: runs.length, rows, length, numNodes: tree.nodes.size, sequence: tree.sequence };
   return { layout, owner };
 }
 
-/** The run that begins with a node, and what comes after it; `own` is told its nodes' keys. */
-function followed(node, own) {
+/** What of a span lies behind a position. */
+function rest(span, position) {
+  return { ...span, at: position, length: span.at + span.length - position, begins: false };
+}
+
+/** The run that begins with a node, and what comes after it. `going`: media that go on into it;
+ * `own` is told its nodes' keys. */
+function followed(node, going, own) {
   const run = {
     key: node.facts.key, start: node.facts.start, end: node.facts.end, tier: tierOf(node),
-    pins: 0, hits: 0, nodes: 0, bytes: 0, snapshots: [], media: [], parent: -1, next: 0, level: 0, top: 0, bottom: 0,
+    pins: 0, hits: 0, nodes: 0, bytes: 0, snapshots: [], media: [...going], parent: -1, next: 0, level: 0, top: 0, bottom: 0,
   };
   for (;;) {
     const { facts, children } = node;
@@ -61,7 +68,7 @@ function followed(node, own) {
     run.nodes += 1;
     run.bytes += facts.num_bytes;
     if (facts.snapshot) run.snapshots.push(facts.end);
-    for (const span of facts.media ?? []) run.media.push({ at: facts.start + span.offset, length: span.length, kind: span.kind, hash: span.hash });
+    for (const span of facts.media ?? []) run.media.push({ at: facts.start + span.offset, length: span.length, kind: span.kind, hash: span.hash, begins: true });
     const only = children.size === 1 ? children.values().next().value : null;
     if (only === null || tierOf(only) !== run.tier) return { run, children: [...children.values()] };
     node = only;

@@ -135,7 +135,7 @@ export class TreeGrid {
 
   #media(run) {
     const { media, firstMedium } = this.#layout;
-    const spans = media.slice(firstMedium[run], firstMedium[run + 1]);
+    const spans = media.slice(firstMedium[run], firstMedium[run + 1]).filter((span) => span.begins);
     const images = spans.filter((span) => span.kind === "image").length;
     const parts = [images ? `${images} img` : null, spans.length > images ? `${spans.length - images} video` : null];
     return parts.filter(Boolean).join(", ") || "–";
