@@ -8,6 +8,8 @@
 #                 processor here and for x86-64-v3; ARGS="--tests x86-64-v3" only for the latter
 # make native-digest    prints the digest of the compiled kernels' arithmetic, for kernels/native_self_test.py
 #
+# make screenshots   takes pictures of every view of the page, with Debian's chromium, into docs/screenshots
+#
 # PYTHON, MODEL, HOST, PORT and ARGS may be given: make serve MODEL=Qwen/Qwen3.5-4B ARGS="--block-size 64"
 
 PYTHON ?= python3
@@ -21,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL ?= demo
 CPP := $(wildcard kernels/native/* vlm_serve/models/native/* tests/native/*.cpp tests/native/*.h)
 
-.PHONY: serve test test-sanitized test-isa native-digest lint format clean
+.PHONY: serve test test-sanitized test-isa native-digest screenshots lint format clean
 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -43,6 +45,9 @@ test-isa: $(VENV)/installed-dev
 
 native-digest: $(VENV)/installed
 	$(BIN)/python -m vlm_serve.kernels.native_self_test
+
+screenshots: $(VENV)/installed-dev
+	$(BIN)/python tests/page_screenshots.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
