@@ -143,6 +143,22 @@ class PrefixCache(Leasing):
         """Expert rows of tokens `[0, lease.boundary)`, in order; pieces without rows are gaps."""
         return cached_rows(lease, self.config.block_size)
 
+    def snapshot_positions(self, keys: PromptKeys, limit: int) -> tuple[int, ...]:
+        """Cut points up to `limit` at which there is a state."""
+        root = self._ledger.trie.root(keys.root)
+        if root is None or not self.config.has_state:
+            return ()
+        path, size, found = walk(root, keys), keys.block_size, list[int]()
+        for cut in keys.cuts:
+            depth, rest = divmod(cut, size)
+            if cut > limit or depth > len(path):
+                break
+            before = path[depth - 1] if depth else root
+            node = before.children.get(keys.tails[cut]) if rest else path[depth - 1]
+            if node is not None and node.snapshot is not None:
+                found.append(cut)
+        return tuple(found)
+
     def drop(self, suspended: Suspended) -> None:
         """Gives back what a suspended request holds; nothing if it has been evicted."""
         if suspended.valid:

@@ -119,7 +119,9 @@ class Client:
             assert report.logprobs == {token: float(row["logprob"])} | others
 
     def verify(self) -> None:
-        """What was received is a prefix of (or, if it ended by itself, exactly) the cold answer."""
+        """What was received is a prefix of (or, if it ended by itself, exactly) the cold answer.
+        The report accounts for the whole prompt."""
+        self._verify_report()
         for sequence in self.job.sequences:
             received = self.tokens.get(sequence.index, [])
             expected = cold_answer(self.job.request, sequence.info.seed, len(received))
@@ -128,6 +130,26 @@ class Client:
                 assert len(received) == self.job.request.params.max_tokens
             if self.finished[sequence.index] == "stop":
                 assert received[-1] == END_OF_TURN
+
+    def _verify_report(self) -> None:
+        report, prompt = self.job.report, self.job.request.prompt
+        if report is None:
+            return
+        position, reused = 0, 0
+        for segment in report.segments:
+            assert position == segment.start < segment.end, "a gap in the report"
+            position = segment.end
+            reused += segment.end - segment.start if segment.source != "computed" else 0
+        assert position == len(prompt) and reused == report.boundary == sum(report.tiers.values())
+        assert (report.boundary_key is None) == (report.boundary == 0)
+        sources = [media.source for media in report.media]
+        if self.tokens:
+            assert len(sources) == len(prompt.spans)
+            assert all(
+                (span.end <= report.boundary) == (source == "reused")
+                for span, source in zip(prompt.spans, sources, strict=True)
+            )
+            assert report.media_encoded <= sources.count("encoded")
 
 
 def cold_answer(request: Request, seed: int, count: int) -> list[int]:

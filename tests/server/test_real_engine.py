@@ -127,6 +127,21 @@ def test_another_question_about_the_same_photograph_reuses_it(server: RunningSer
     assert report["media_skipped"] == 1
     assert report["media_encoded"] == 0
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == report["boundary"]
+    (cold,), (media,) = first["cache_report"]["media"], report["media"]
+    assert (cold["source"], media["source"]) == ("encoded", "reused")
+    assert cold | {"source": "reused"} == media
+    assert (media["kind"], media["length"]) == ("image", details["image_tokens"])
+    length, boundary = report["prompt_tokens"], report["boundary"]
+    assert report["segments"] == [
+        {"start": 0, "end": boundary, "source": "device"},
+        {"start": boundary, "end": length, "source": "computed"},
+    ]
+    assert first["cache_report"]["segments"][0]["source"] == "computed"
+    assert first["cache_report"]["boundary_key"] is None
+    node = server.client.get(f"/v1/cache/nodes/{report['boundary_key']}").json()
+    assert node["end"] == boundary and node["snapshot"]
+    assert boundary in report["snapshots"] and media["offset"] + media["length"] <= boundary
+    assert len(node["token_ids"]) == node["end"] - node["start"]
 
 
 def test_frames_of_videos_are_taken_as_vllm_clients_ask(server: RunningServer) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 
 from vlm_serve.cache.placement import plan_snapshots
@@ -11,6 +9,7 @@ from vlm_serve.cache.prefix_cache import Match, PrefixCache
 from vlm_serve.cache.tiers.lookup import Segment
 from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.outputs import CacheReport
+from vlm_serve.engine.reports import boundary_key, prompt_segments, tokens_by_tier
 from vlm_serve.engine.sequence import Fetched, Sequence
 from vlm_serve.engine.slicing import slice_end
 
@@ -138,24 +137,18 @@ class Admission:
         )
         if replay:
             return
-        log = job.prompt_log
+        log, length = job.prompt_log, len(sequence.prompt)
+        segments = prompt_segments(boundary, length, fetched.segments if fetched else ())
         job.cached_tokens = boundary
         job.report = CacheReport(
-            prompt_tokens=len(sequence.prompt),
+            prompt_tokens=length,
             kv_boundary=match.kv_boundary,
             state_boundary=match.state_boundary,
             boundary=boundary,
-            tiers=tokens_by_tier(boundary, fetched.segments if fetched is not None else ()),
+            tiers=tokens_by_tier(segments),
             reason=match.reason,
             experts_missing=0 if experts is None else experts.num_unknown(boundary),
             logprobs_reused=0 if log is None else log.num_reused,
+            segments=segments,
+            boundary_key=boundary_key(sequence.keys, boundary),
         )
-
-
-def tokens_by_tier(boundary: int, segments: Iterable[Segment]) -> dict[str, int]:
-    """Tokens reused from each tier; what did not come up was on the device."""
-    tokens = Counter(device=0)
-    for start, end, tier in segments:
-        tokens[tier] += max(0, min(end, boundary) - start)
-    tokens["device"] = boundary - (tokens.total() - tokens["device"])
-    return {tier: count for tier, count in tokens.items() if count}

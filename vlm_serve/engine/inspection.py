@@ -10,9 +10,14 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.records import Node
 from vlm_serve.cache.tiers.lookup import Deeper, Segment
 from vlm_serve.cache.tiers.up import TierFetcher
-from vlm_serve.engine.admission import tokens_by_tier
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import CacheReport
+from vlm_serve.engine.reports import (
+    boundary_key,
+    prompt_media,
+    prompt_segments,
+    tokens_by_tier,
+)
 from vlm_serve.preprocess.prompt import Prompt
 
 MAX_WAIT_SECONDS = 3600.0
@@ -57,17 +62,23 @@ class Inspector:
         if deeper is not None and deeper.boundary > boundary:
             boundary, segments = deeper.boundary, deeper.segments
             reason = "full" if boundary == prompt.keys.last_cut(limit) else reason
-        decoded, encoded = self._media.forecast(prompt, boundary)
+        parts = prompt_segments(boundary, len(prompt), segments)
+        decoded, spans = self._media.forecast(prompt, boundary)
+        encoded = len({span.item for span in spans})
         return CacheReport(
             prompt_tokens=len(prompt),
             kv_boundary=max(match.kv_boundary, boundary),
             state_boundary=max(match.state_boundary, boundary),
             boundary=boundary,
-            tiers=tokens_by_tier(boundary, segments),
+            tiers=tokens_by_tier(parts),
             media_decoded=decoded,
             media_encoded=encoded,
             media_skipped=len(prompt.media) - encoded,
             reason=reason,
+            segments=parts,
+            media=prompt_media(prompt, boundary, {span.start for span in spans}),
+            snapshots=self._cache.snapshot_positions(prompt.keys, len(prompt)),
+            boundary_key=boundary_key(prompt.keys, boundary),
         )
 
     def pin(self, prompt: Prompt, ttl_seconds: float) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import replace
 
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.engine.plan import Encode
@@ -82,7 +81,7 @@ class MediaPlanner:
                 self._new_keys.append(key)
                 item = sequence.prompt.media[span.item]
                 self._encodes.append(Encode(item.patches(span.patch), span.grid, slot))
-                sequence.job.encoded_items.add(span.item)
+                sequence.job.encoded_spans.add(span.start)
                 self.num_encoded_spans += 1
             pins[key] = pins.get(key, 0) + 1
             first, last = max(start, span.start), min(end, span.end)
@@ -130,31 +129,17 @@ class MediaPlanner:
         for span in sequence.prompt.spans:
             self.cache.invalidate(self._key(sequence, span))
 
-    def finish_report(self, job: Job) -> None:
-        """Completes the cache report once the whole prompt has been computed."""
-        if job.report is None:
-            return
-        items, encoded = job.request.prompt.media, len(job.encoded_items)
-        job.report = replace(
-            job.report,
-            media_decoded=sum(item.decoded for item in items),
-            media_encoded=encoded,
-            media_skipped=len(items) - encoded,
-        )
-
-    def forecast(self, prompt: Prompt, start: int) -> tuple[int, int]:
-        """(images and videos that were or would be decoded, those that would be encoded) if a
-        request computed the prompt from token `start` on."""
-        encoded: set[int] = set()
-        keys: set[bytes] = set()
+    def forecast(self, prompt: Prompt, start: int) -> tuple[int, list[MediaSpan]]:
+        """(number of images and videos that were or would be decoded, the spans that would be
+        encoded) if a request computed the prompt from token `start` on."""
+        encoded: dict[bytes, MediaSpan] = {}
         for span in spans_between(prompt, start, len(prompt)):
             key = embedding_key(prompt.keys.root, span.content_hash)
-            if key not in self.cache and key not in keys:
-                keys.add(key)
-                encoded.add(span.item)
+            if key not in self.cache:
+                encoded.setdefault(key, span)
         decoded = {index for index, item in enumerate(prompt.media) if item.decoded}
-        decoded |= {index for index in encoded if not prompt.media[index].ready}
-        return len(decoded), len(encoded)
+        decoded |= {span.item for span in encoded.values() if not prompt.media[span.item].ready}
+        return len(decoded), list(encoded.values())
 
     def _unpin(self, pins: dict[bytes, int], key: bytes) -> None:
         for _ in range(pins.pop(key)):

@@ -29,6 +29,35 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptSegment:
+    """Tokens `[start, end)` of a prompt and their source: the tier that had them ("device", "host",
+    "disk"), or "computed"."""
+
+    start: int
+    end: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMedia:
+    """One image, or one temporal patch of a video, in a prompt.
+
+    Attributes:
+        offset, length: its placeholder tokens.
+        kind: "image" or "video".
+        hash: the first digits of its content hash, hexadecimal.
+        source: "encoded": it went through the vision tower; "cached": its embedding was there;
+            "reused": neither was needed.
+    """
+
+    offset: int
+    length: int
+    kind: str
+    hash: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class CacheReport:
     """What the cache did for one request (design, section 9).
 
@@ -45,6 +74,10 @@ class CacheReport:
         experts_missing: reused tokens whose routed experts nobody has recorded; 0 if they were not
             asked for.
         logprobs_reused: prompt tokens whose log-probabilities came from the cache.
+        segments: the whole prompt, in order, by where its parts came from.
+        media: its media spans, in order.
+        snapshots: positions of the prompt at which the cache has a state now.
+        boundary_key: hexadecimal key of the cache's node that ends at `boundary`, None at 0.
     """
 
     prompt_tokens: int
@@ -58,6 +91,10 @@ class CacheReport:
     reason: str = "cold"
     experts_missing: int = 0
     logprobs_reused: int = 0
+    segments: tuple[PromptSegment, ...] = ()
+    media: tuple[PromptMedia, ...] = ()
+    snapshots: tuple[int, ...] = ()
+    boundary_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta, FinishReason
 from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
 from vlm_serve.engine.planning import Planner, SchedulerConfig
+from vlm_serve.engine.reports import complete_report
 from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Job, Sequence
 from vlm_serve.errors import EngineError, InvalidRequestError, OverloadedError, VlmServeError
@@ -227,7 +228,7 @@ class Scheduler:
     def _accept(self, sequence: Sequence, output: StepOutput) -> list[Event]:
         job, events = sequence.job, []
         if sequence.num_generated == 0:
-            self._media.finish_report(job)
+            job.report = complete_report(self._cache, sequence)
         for each in (sequence, *sequence.unborn):
             if each is not sequence and sequence.experts is not None:
                 each.experts = sequence.experts.copy()

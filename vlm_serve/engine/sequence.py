@@ -33,7 +33,7 @@ class Job:
     Attributes:
         sequences: its choices.
         report, cached_tokens: of its first admission.
-        encoded_items: media of which a part went through the vision tower for it.
+        encoded_spans: starts of the media spans that went through the vision tower for it.
         prompt_log: log-probabilities of the prompt's tokens, None if they were not asked for.
         drafted_tokens, accepted_tokens: drafts for it, and those that held.
     """
@@ -42,7 +42,7 @@ class Job:
         self.request = request
         self.report: CacheReport | None = None
         self.cached_tokens = 0
-        self.encoded_items: set[int] = set()
+        self.encoded_spans: set[int] = set()
         params = request.params
         self.prompt_log = (
             PromptLog(params.prompt_logprobs_start, len(request.prompt), params.prompt_logprobs)

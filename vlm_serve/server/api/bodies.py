@@ -31,6 +31,20 @@ class UsageBody(BaseModel):
     completion_tokens_details: CompletionTokensDetails
 
 
+class SegmentBody(BaseModel):
+    start: int
+    end: int
+    source: str
+
+
+class PromptMediaBody(BaseModel):
+    offset: int
+    length: int
+    kind: str
+    hash: str
+    source: str
+
+
 class CacheReportBody(BaseModel):
     prompt_tokens: int
     kv_boundary: int
@@ -43,6 +57,10 @@ class CacheReportBody(BaseModel):
     reason: str
     experts_missing: int
     logprobs_reused: int
+    segments: list[SegmentBody]
+    media: list[PromptMediaBody]
+    snapshots: list[int]
+    boundary_key: str | None
 
 
 class TopLogprob(BaseModel):

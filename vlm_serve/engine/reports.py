@@ -1,0 +1,98 @@
+"""What is said of a request's prompt: where each part of it came from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from vlm_serve.cache.listing import HASH_CHARACTERS
+from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.tiers.lookup import Segment
+from vlm_serve.engine.outputs import CacheReport, PromptMedia, PromptSegment
+from vlm_serve.engine.sequence import Sequence as EngineSequence
+from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.prompt import Prompt
+
+COMPUTED = "computed"
+
+
+def prompt_segments(
+    boundary: int, length: int, fetched: Iterable[Segment]
+) -> tuple[PromptSegment, ...]:
+    """A prompt of `length` tokens, of which `boundary` were reused, in order and without holes.
+    What was not fetched from a lower tier was on the device."""
+    segments: list[PromptSegment] = []
+
+    def add(end: int, source: str) -> None:
+        start = segments[-1].end if segments else 0
+        if end <= start:
+            return
+        if segments and segments[-1].source == source:
+            start = segments.pop().start
+        segments.append(PromptSegment(start, end, source))
+
+    for first, last, tier in sorted(fetched):
+        add(min(first, boundary), "device")
+        add(min(last, boundary), tier)
+    add(boundary, "device")
+    add(length, COMPUTED)
+    return tuple(segments)
+
+
+def tokens_by_tier(segments: Sequence[PromptSegment]) -> dict[str, int]:
+    """Tokens reused from each tier."""
+    tokens: Counter[str] = Counter()
+    for segment in segments:
+        if segment.source != COMPUTED:
+            tokens[segment.source] += segment.end - segment.start
+    return dict(tokens)
+
+
+def prompt_media(
+    prompt: Prompt, boundary: int, encoded: Collection[int]
+) -> tuple[PromptMedia, ...]:
+    """The media spans of a prompt.
+
+    Args:
+        boundary: tokens that were reused; no span lies across it.
+        encoded: starts of the spans that went through the vision tower.
+    """
+
+    def source(start: int) -> str:
+        if start < boundary:
+            return "reused"
+        return "encoded" if start in encoded else "cached"
+
+    return tuple(
+        PromptMedia(
+            offset=span.start,
+            length=span.end - span.start,
+            kind=span.modality,
+            hash=span.content_hash.hex()[:HASH_CHARACTERS],
+            source=source(span.start),
+        )
+        for span in prompt.spans
+    )
+
+
+def boundary_key(keys: PromptKeys, boundary: int) -> str | None:
+    """Hexadecimal key of the node that ends there; None: nothing was reused."""
+    return key_at(keys, boundary).hex() if boundary else None
+
+
+def complete_report(cache: PrefixCache, sequence: EngineSequence) -> CacheReport | None:
+    """The report of a request whose whole prompt has been computed."""
+    job, prompt = sequence.job, sequence.prompt
+    if job.report is None:
+        return None
+    encoded = {span.item for span in prompt.spans if span.start in job.encoded_spans}
+    return replace(
+        job.report,
+        media_decoded=sum(item.decoded for item in prompt.media),
+        media_encoded=len(encoded),
+        media_skipped=len(prompt.media) - len(encoded),
+        media=prompt_media(prompt, job.report.boundary, job.encoded_spans),
+        snapshots=cache.snapshot_positions(sequence.keys, len(prompt)),
+    )
