@@ -16,12 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from browser import SMALL_SERVER, Visit, chromium  # noqa: E402
-from machine import describe  # noqa: E402
-from page_tree import event, telling, tree_of  # noqa: E402
-from playwright.sync_api import expect  # noqa: E402
-from server_process import server_process  # noqa: E402
-
+from browser import SMALL_SERVER, Visit, chromium
+from machine import describe
+from page_tree import event, telling, tree_of
+from playwright.sync_api import expect
+from server_process import server_process
 
 SCROLL = """async (seconds) => {
     const area = document.querySelector(".icicle");

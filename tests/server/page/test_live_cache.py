@@ -207,4 +207,3 @@ def test_a_hidden_tab_lets_go_of_the_connection(visit: Visit) -> None:
     ask(visit, "Something that comes after the tab is seen again, and is told of.")
     expect(size(page)).to_contain_text(f"{len(nodes_of(visit.url))} node")
     assert visit.streams == 2
-

@@ -23,6 +23,7 @@ export class ChatView {
   #list = [];
   #running = new Map();
   #turnViews = new Map();
+  #edited = null;
   #tabs = new BroadcastChannel("vlm-serve-conversations");
 
   constructor() {
@@ -92,9 +93,8 @@ export class ChatView {
   }
 
   #send(text, media) {
-    const cut = this.editing;
-    this.editing = null;
-    if (cut) this.#cutBefore(cut);
+    this.#cutBefore(this.#edited);
+    this.#edited = null;
     this.#ask(newTurn(text, media.map((medium) => medium.id)));
   }
 
@@ -116,14 +116,14 @@ export class ChatView {
   }
 
   #edit(turn) {
-    this.editing = turn;
+    this.#edited = turn.id;
     this.composer.edit(turn.text, turn.media.map(mediumOf).filter(Boolean));
     this.composer.notice.textContent = "Sending replaces this question and what came after it.";
   }
 
-  #cutBefore(turn) {
+  #cutBefore(turnId) {
     const { turns } = this.current.get();
-    const index = turns.indexOf(turn);
+    const index = turns.findIndex((turn) => turn.id === turnId);
     if (index >= 0) turns.splice(index);
   }
 

@@ -12,7 +12,8 @@ export class Gauges {
     queue: new Chart("Running, waiting", { unit: count }),
     steps: new Chart("Steps a second", { unit: rate }),
     tokens: new Chart("Tokens a second", { unit: rate }),
-    first: new Chart("First token, median", { unit: (seconds) => duration(1000 * seconds) }),
+    first: new Chart("First token", { unit: (seconds) => duration(1000 * seconds) }),
+    between: new Chart("Between tokens", { unit: (seconds) => duration(1000 * seconds) }),
   };
 
   constructor() {
@@ -26,18 +27,21 @@ export class Gauges {
     const history = this.#history;
     history.add(status, now);
     this.element.hidden = false;
-    const { hits, queue, steps, tokens, first } = this.#charts;
-    const { p99 } = status.time_to_first_token_seconds;
+    const { hits, queue, steps, tokens, first, between } = this.#charts;
     hits.show([history.shareOf((each) => each.hit_tokens, (each) => each.prompt_tokens)], now, overall(status));
     queue.show([history.of((each) => each.running), history.of((each) => each.waiting)], now, `${count(status.waiting)} waiting`);
     steps.show([history.rateOf((each) => each.steps)], now);
     tokens.show([history.rateOf((each) => each.generated_tokens)], now);
-    first.show(
-      [history.of((each) => each.time_to_first_token_seconds.p50), history.of((each) => each.time_to_first_token_seconds.p99)],
-      now,
-      p99 === null ? "" : `p99 ${duration(1000 * p99)}`,
-    );
+    this.#showTimes(first, "time_to_first_token_seconds", now);
+    this.#showTimes(between, "inter_token_seconds", now);
     replace(this.memory, meters(status.memory, status.memory_limits));
+  }
+
+  /** The median and the 99th percentile of a latency. */
+  #showTimes(chart, name, now) {
+    const { p99 } = this.#history.latest()[name];
+    const lines = ["p50", "p99"].map((part) => this.#history.of((status) => status[name][part]));
+    chart.show(lines, now, p99 === null ? "" : `p99 ${duration(1000 * p99)}`);
   }
 }
 

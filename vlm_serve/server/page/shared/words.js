@@ -24,7 +24,7 @@ export function bytes(number) {
 
 /** A time from milliseconds: "84 ms", "1.27 s". */
 export function duration(milliseconds) {
-  if (milliseconds < 1) return `${SHORT.format(milliseconds)} ms`;
+  if (milliseconds < 1) return `${milliseconds.toFixed(2)} ms`;
   if (milliseconds < 1000) return `${Math.round(milliseconds)} ms`;
   return `${SHORT.format(milliseconds / 1000)} s`;
 }
