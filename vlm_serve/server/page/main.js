@@ -88,7 +88,10 @@ function show() {
 
 function skip(event) {
   event.preventDefault();
-  Object.values(views).find((view) => !view.hidden).querySelector("[tabindex]")?.focus();
+  Object.values(views)
+    .find((view) => !view.hidden)
+    .querySelector("[tabindex]")
+    ?.focus();
 }
 
 window.addEventListener("hashchange", show);

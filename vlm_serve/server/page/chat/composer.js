@@ -24,7 +24,11 @@ export class Composer {
       id,
       rows: 1,
       placeholder: "Ask about a picture or video",
-      on: { keydown: (event) => this.#onKey(event), input: () => this.#fit(), paste: (event) => this.#onPaste(event) },
+      on: {
+        keydown: (event) => this.#onKey(event),
+        input: () => this.#fit(),
+        paste: (event) => this.#onPaste(event),
+      },
     });
     this.file = h("input", {
       type: "file",
@@ -64,7 +68,10 @@ export class Composer {
       area.classList.add("dropping");
     };
     area.addEventListener("dragover", over);
-    area.addEventListener("dragleave", (event) => area.contains(event.relatedTarget) || area.classList.remove("dropping"));
+    area.addEventListener(
+      "dragleave",
+      (event) => area.contains(event.relatedTarget) || area.classList.remove("dropping"),
+    );
     area.addEventListener("drop", (event) => {
       area.classList.remove("dropping");
       if (!event.dataTransfer?.files.length) return;
@@ -107,7 +114,9 @@ export class Composer {
   async #addFiles(files) {
     const refused = files.filter((file) => kindOf(file) === null);
     const media = files.filter((file) => kindOf(file) !== null);
-    this.notice.textContent = refused.map((file) => `${file.name} is neither a picture nor a video.`).join(" ");
+    this.notice.textContent = refused
+      .map((file) => `${file.name} is neither a picture nor a video.`)
+      .join(" ");
     this.#media.push(...(await Promise.all(media.map(taken))));
     this.file.value = "";
     this.#showMedia();
@@ -121,7 +130,12 @@ export class Composer {
         this.#showMedia();
         this.text.focus();
       };
-      return h("div", { class: "attachment" }, mediumFigure(medium), button(`Remove ${medium.name}`, icon("close"), drop, { bare: true }));
+      return h(
+        "div",
+        { class: "attachment" },
+        mediumFigure(medium),
+        button(`Remove ${medium.name}`, icon("close"), drop, { bare: true }),
+      );
     });
     replace(this.attached, figures);
   }

@@ -11,12 +11,28 @@ import { randomId } from "../shared/ids.js";
 const TITLE_LENGTH = 48;
 
 export const NO_OPTIONS = Object.freeze({
-  system: "", temperature: "", top_p: "", top_k: "", max_tokens: "", seed: "", stop: "", thinking: "", tools: "",
+  system: "",
+  temperature: "",
+  top_p: "",
+  top_k: "",
+  max_tokens: "",
+  seed: "",
+  stop: "",
+  thinking: "",
+  tools: "",
 });
 
 export function newConversation() {
   const now = Date.now();
-  return { id: randomId(), created: now, updated: now, title: "", model: "", options: { ...NO_OPTIONS }, turns: [] };
+  return {
+    id: randomId(),
+    created: now,
+    updated: now,
+    title: "",
+    model: "",
+    options: { ...NO_OPTIONS },
+    turns: [],
+  };
 }
 
 export function newTurn(text, media, results = null) {
@@ -24,12 +40,26 @@ export function newTurn(text, media, results = null) {
 }
 
 export function newAnswer() {
-  return { text: "", reasoning: "", calls: [], finish: null, error: null, model: "", usage: null, report: null, times: null };
+  return {
+    text: "",
+    reasoning: "",
+    calls: [],
+    finish: null,
+    error: null,
+    model: "",
+    usage: null,
+    report: null,
+    times: null,
+  };
 }
 
 export function titleOf(conversation) {
   if (conversation.title) return conversation.title;
-  const text = conversation.turns.find((turn) => turn.text)?.text.replaceAll(/\s+/g, " ").trim() ?? "";
+  const text =
+    conversation.turns
+      .find((turn) => turn.text)
+      ?.text.replaceAll(/\s+/g, " ")
+      .trim() ?? "";
   if (!text) return conversation.turns.length ? "A picture" : "New conversation";
   return text.length > TITLE_LENGTH ? `${text.slice(0, TITLE_LENGTH - 1)}…` : text;
 }

@@ -35,7 +35,14 @@ export function kindOf(file) {
  */
 export async function taken(file) {
   const blob = new Blob([await file.arrayBuffer()], { type: file.type });
-  const medium = { id: randomId(), conversation: null, kind: kindOf(file), name: file.name || "pasted", blob, hashes: [] };
+  const medium = {
+    id: randomId(),
+    conversation: null,
+    kind: kindOf(file),
+    name: file.name || "pasted",
+    blob,
+    hashes: [],
+  };
   remember(medium);
   return medium;
 }
@@ -100,7 +107,8 @@ export async function learnHashes(mediumIds, spans) {
     const owners = sent.filter((medium) => medium.kind === kind);
     const hashes = spans.filter((span) => span.kind === kind).map((span) => span.hash);
     if (owners.length === 1) await learn(owners[0], hashes);
-    else if (owners.length === hashes.length) for (const [index, owner] of owners.entries()) await learn(owner, [hashes[index]]);
+    else if (owners.length === hashes.length)
+      for (const [index, owner] of owners.entries()) await learn(owner, [hashes[index]]);
   }
   known.set(known.get() + 1);
 }

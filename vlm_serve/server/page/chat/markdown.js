@@ -6,8 +6,31 @@ import DOMPurify from "../vendor/purify.js";
 
 const ALLOWED = {
   ALLOWED_TAGS: [
-    "a", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li",
-    "ol", "p", "pre", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
+    "a",
+    "blockquote",
+    "br",
+    "code",
+    "del",
+    "em",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "hr",
+    "li",
+    "ol",
+    "p",
+    "pre",
+    "strong",
+    "table",
+    "tbody",
+    "td",
+    "th",
+    "thead",
+    "tr",
+    "ul",
   ],
   ALLOWED_ATTR: ["href", "start", "title", "align"],
   ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i,
@@ -21,7 +44,8 @@ const parser = new Marked({
   renderer: {
     html: ({ text }) => escaped(text),
     checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
-    image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text || href)} (image, not loaded)</a>`,
+    image: ({ href, text }) =>
+      `<a href="${escaped(href)}">${escaped(text || href)} (image, not loaded)</a>`,
   },
 });
 

@@ -8,5 +8,11 @@ export function mediumFigure(medium) {
   if (medium === null) return h("span", { class: "gone" }, "no longer in this browser");
   const src = urlOf(medium);
   if (medium.kind === "image") return h("img", { src, alt: medium.name, title: medium.name });
-  return h("video", { src, controls: true, muted: true, preload: "metadata", "aria-label": medium.name });
+  return h("video", {
+    src,
+    controls: true,
+    muted: true,
+    preload: "metadata",
+    "aria-label": medium.name,
+  });
 }

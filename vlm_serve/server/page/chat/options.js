@@ -23,12 +23,29 @@ export async function askForOptions(options, models, model) {
     system: h("textarea", { rows: 3, value: options.system }),
     stop: h("textarea", { rows: 2, value: options.stop }),
     tools: h("textarea", { rows: 4, value: options.tools, spellcheck: "false", class: "code" }),
-    thinking: select([["", "as the model does by itself"], ["on", "on"], ["off", "off"]], options.thinking),
+    thinking: select(
+      [
+        ["", "as the model does by itself"],
+        ["on", "on"],
+        ["off", "off"],
+      ],
+      options.thinking,
+    ),
   };
-  for (const [name, , step] of SAMPLING) inputs[name] = h("input", { type: "number", step, value: options[name], placeholder: "default" });
-  const chosen = select(models.map((name) => [name, name]), model || models[0]);
+  for (const [name, , step] of SAMPLING)
+    inputs[name] = h("input", {
+      type: "number",
+      step,
+      value: options[name],
+      placeholder: "default",
+    });
+  const chosen = select(
+    models.map((name) => [name, name]),
+    model || models[0],
+  );
   const problem = h("p", { class: "problem", role: "alert" });
-  const read = () => Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, input.value]));
+  const read = () =>
+    Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, input.value]));
   const answer = await dialog("Options of this conversation", (close) => [
     h(
       "form",
@@ -45,17 +62,36 @@ export async function askForOptions(options, models, model) {
       },
       models.length > 1 ? field("Model", chosen) : null,
       field("System prompt", inputs.system),
-      h("fieldset", null, h("legend", null, "Sampling"), SAMPLING.map(([name, hint]) => field(name, inputs[name], hint))),
-      field("Stop texts", inputs.stop, "one on each line; an answer ends where one of them would begin"),
+      h(
+        "fieldset",
+        null,
+        h("legend", null, "Sampling"),
+        SAMPLING.map(([name, hint]) => field(name, inputs[name], hint)),
+      ),
+      field(
+        "Stop texts",
+        inputs.stop,
+        "one on each line; an answer ends where one of them would begin",
+      ),
       field("Thinking", inputs.thinking),
-      field("Tools", inputs.tools, "a JSON list of functions, as the field tools of the API takes it"),
+      field(
+        "Tools",
+        inputs.tools,
+        "a JSON list of functions, as the field tools of the API takes it",
+      ),
       problem,
       h("footer", null, h("button", { type: "submit", class: "primary" }, "Use these options")),
     ),
   ]);
-  return answer === "yes" ? { options: read(), model: models.length > 1 ? chosen.value : model } : null;
+  return answer === "yes"
+    ? { options: read(), model: models.length > 1 ? chosen.value : model }
+    : null;
 }
 
 function select(choices, value) {
-  return h("select", { value }, choices.map(([name, text]) => h("option", { value: name, selected: name === value }, text)));
+  return h(
+    "select",
+    { value },
+    choices.map(([name, text]) => h("option", { value: name, selected: name === value }, text)),
+  );
 }

@@ -12,7 +12,8 @@ const END = "END_OF_REQUEST";
 /** What is wrong with the options, as a sentence, or null. */
 export function complaintAbout(options) {
   for (const name of NUMBERS) {
-    if (options[name] !== "" && !Number.isFinite(Number(options[name]))) return `${name} must be a number.`;
+    if (options[name] !== "" && !Number.isFinite(Number(options[name])))
+      return `${name} must be a number.`;
   }
   if (options.tools.trim() === "") return null;
   try {
@@ -35,7 +36,12 @@ export async function requestBody(conversation, turns, urlFor = dataUrlOf) {
     messages.push(...(await questionMessages(turn, urlFor)));
     if (turn !== turns.at(-1)) messages.push(...answerMessages(turn.answer));
   }
-  const body = { messages, stream: true, stream_options: { include_usage: true }, cache_report: true };
+  const body = {
+    messages,
+    stream: true,
+    stream_options: { include_usage: true },
+    cache_report: true,
+  };
   if (conversation.model) body.model = conversation.model;
   for (const name of NUMBERS) if (options[name] !== "") body[name] = Number(options[name]);
   if (options.stop.trim()) body.stop = options.stop.split("\n").filter(Boolean);
@@ -46,12 +52,17 @@ export async function requestBody(conversation, turns, urlFor = dataUrlOf) {
 
 async function questionMessages(turn, urlFor) {
   if (turn.results !== null) {
-    return Object.entries(turn.results).map(([id, content]) => ({ role: "tool", tool_call_id: id, content }));
+    return Object.entries(turn.results).map(([id, content]) => ({
+      role: "tool",
+      tool_call_id: id,
+      content,
+    }));
   }
   const parts = [];
   for (const id of turn.media) {
     const medium = mediumOf(id);
-    if (medium === null) throw new Error("A picture or video of this conversation is not in this browser any more.");
+    if (medium === null)
+      throw new Error("A picture or video of this conversation is not in this browser any more.");
     const type = `${medium.kind}_url`;
     parts.push({ type, [type]: { url: await urlFor(medium) } });
   }
@@ -65,7 +76,11 @@ function answerMessages(answer) {
   const message = { role: "assistant", content: answer.text };
   if (answer.reasoning) message.reasoning = answer.reasoning;
   if (answer.calls.length) {
-    message.tool_calls = answer.calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+    message.tool_calls = answer.calls.map(({ id, name, arguments: text }) => ({
+      id,
+      type: "function",
+      function: { name, arguments: text },
+    }));
   }
   return [message];
 }
@@ -93,7 +108,12 @@ export async function exported(conversation) {
   const turns = [];
   for (const turn of conversation.turns) {
     const media = turn.media.map(mediumOf).filter(Boolean);
-    const told = media.map(async (medium) => ({ kind: medium.kind, name: medium.name, size: bytes(medium.blob.size), url: await dataUrlOf(medium) }));
+    const told = media.map(async (medium) => ({
+      kind: medium.kind,
+      name: medium.name,
+      size: bytes(medium.blob.size),
+      url: await dataUrlOf(medium),
+    }));
     turns.push({ ...turn, media: await Promise.all(told) });
   }
   return JSON.stringify({ title: titleOf(conversation), ...rest, turns }, null, 2);

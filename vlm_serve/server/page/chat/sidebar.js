@@ -22,7 +22,10 @@ export class Sidebar {
   }
 
   show(conversations, current) {
-    replace(this.list, conversations.map((each) => this.#entry(each, each.id === current.id)));
+    replace(
+      this.list,
+      conversations.map((each) => this.#entry(each, each.id === current.id)),
+    );
   }
 
   #entry(conversation, isCurrent) {
@@ -30,8 +33,19 @@ export class Sidebar {
     return h(
       "li",
       null,
-      h("button", { type: "button", class: "open", "aria-current": isCurrent ? "true" : null, on: { click: () => this.#actions.open(conversation) } }, title),
-      button(`Delete ${title}`, icon("trash"), () => this.#actions.remove(conversation), { bare: true }),
+      h(
+        "button",
+        {
+          type: "button",
+          class: "open",
+          "aria-current": isCurrent ? "true" : null,
+          on: { click: () => this.#actions.open(conversation) },
+        },
+        title,
+      ),
+      button(`Delete ${title}`, icon("trash"), () => this.#actions.remove(conversation), {
+        bare: true,
+      }),
     );
   }
 }

@@ -12,7 +12,8 @@ let memory = null;
 function open() {
   opened ??= new Promise((resolve, reject) => {
     const asked = indexedDB.open("vlm-serve", 1);
-    asked.onupgradeneeded = () => STORES.forEach((name) => asked.result.createObjectStore(name, { keyPath: "id" }));
+    asked.onupgradeneeded = () =>
+      STORES.forEach((name) => asked.result.createObjectStore(name, { keyPath: "id" }));
     asked.onsuccess = () => resolve(asked.result);
     asked.onerror = () => reject(asked.error);
   }).catch(() => {
@@ -34,15 +35,30 @@ async function run(name, mode, act, actInMemory) {
 }
 
 function all(name) {
-  return run(name, "readonly", (store) => store.getAll(), (map) => [...map.values()].map((each) => structuredClone(each)));
+  return run(
+    name,
+    "readonly",
+    (store) => store.getAll(),
+    (map) => [...map.values()].map((each) => structuredClone(each)),
+  );
 }
 
 function put(name, record) {
-  return run(name, "readwrite", (store) => store.put(record), (map) => map.set(record.id, structuredClone(record)));
+  return run(
+    name,
+    "readwrite",
+    (store) => store.put(record),
+    (map) => map.set(record.id, structuredClone(record)),
+  );
 }
 
 function remove(name, id) {
-  return run(name, "readwrite", (store) => store.delete(id), (map) => map.delete(id));
+  return run(
+    name,
+    "readwrite",
+    (store) => store.delete(id),
+    (map) => map.delete(id),
+  );
 }
 
 /** False if what is written here is gone with the tab. */
@@ -52,11 +68,18 @@ export async function isLasting() {
 
 export const conversations = {
   all: async () => (await all("conversations")).sort((a, b) => b.updated - a.updated),
-  get: (id) => run("conversations", "readonly", (store) => store.get(id), (map) => structuredClone(map.get(id))),
+  get: (id) =>
+    run(
+      "conversations",
+      "readonly",
+      (store) => store.get(id),
+      (map) => structuredClone(map.get(id)),
+    ),
   put: (conversation) => put("conversations", conversation),
   remove: async (id) => {
     await remove("conversations", id);
-    for (const medium of await all("media")) if (medium.conversation === id) await remove("media", medium.id);
+    for (const medium of await all("media"))
+      if (medium.conversation === id) await remove("media", medium.id);
   },
 };
 

@@ -31,12 +31,29 @@ export class ChatView {
     this.current = new Value(newConversation());
     /** Counts answers that have ended. */
     this.answered = new Value(0);
-    this.sidebar = new Sidebar({ open: (each) => this.#open(each), add: () => this.#open(newConversation()), remove: (each) => this.#remove(each) });
-    this.composer = new Composer({ onSend: (text, media) => this.#send(text, media), onStop: () => this.#stop() });
+    this.sidebar = new Sidebar({
+      open: (each) => this.#open(each),
+      add: () => this.#open(newConversation()),
+      remove: (each) => this.#remove(each),
+    });
+    this.composer = new Composer({
+      onSend: (text, media) => this.#send(text, media),
+      onStop: () => this.#stop(),
+    });
     this.turns = h("ol", { class: "turns", "aria-label": "Conversation" });
-    this.thread = h("div", { class: "thread", tabindex: "0", role: "region", "aria-label": "Messages" }, this.turns);
+    this.thread = h(
+      "div",
+      { class: "thread", tabindex: "0", role: "region", "aria-label": "Messages" },
+      this.turns,
+    );
     this.title = h("h1");
-    const main = h("main", { class: "conversation", tabindex: "-1" }, this.#bar(), this.thread, this.composer.element);
+    const main = h(
+      "main",
+      { class: "conversation", tabindex: "-1" },
+      this.#bar(),
+      this.thread,
+      this.composer.element,
+    );
     this.view = h("div", { class: "chat" }, this.sidebar.element, main);
     this.main = main;
     this.composer.takeDropsOn(main);
@@ -48,7 +65,9 @@ export class ChatView {
     this.#list = await conversations.all();
     const open = this.#list.find((each) => each.id === sessionStorage.getItem("vlm-serve-open"));
     for (const each of this.#list) endWhatWasRunning(each);
-    this.sidebar.note.textContent = (await isLasting()) ? "" : "This browser keeps nothing: conversations end with the tab.";
+    this.sidebar.note.textContent = (await isLasting())
+      ? ""
+      : "This browser keeps nothing: conversations end with the tab.";
     this.#open(open ?? this.#list[0] ?? newConversation());
   }
 
@@ -56,7 +75,10 @@ export class ChatView {
     return h(
       "header",
       { class: "conversation-bar" },
-      button("Conversations", icon("menu"), () => this.view.classList.toggle("with-sidebar"), { bare: true, class: "bare menu" }),
+      button("Conversations", icon("menu"), () => this.view.classList.toggle("with-sidebar"), {
+        bare: true,
+        class: "bare menu",
+      }),
       this.title,
       button("Options", icon("options"), () => this.#options(), { bare: true }),
       button("Copy as a curl command", icon("copy"), () => this.#copyCurl(), { bare: true }),
@@ -79,7 +101,9 @@ export class ChatView {
       edit: (turn) => this.#edit(turn),
       giveResults: (turn, results) => this.#ask(newTurn("", [], results)),
     };
-    this.#turnViews = new Map(conversation.turns.map((turn) => [turn.id, new TurnView(turn, actions)]));
+    this.#turnViews = new Map(
+      conversation.turns.map((turn) => [turn.id, new TurnView(turn, actions)]),
+    );
     const views = [...this.#turnViews.values()].map((each) => each.element);
     replace(this.turns, views.length ? views : welcome());
     this.#showAround();
@@ -95,7 +119,12 @@ export class ChatView {
   #send(text, media) {
     this.#cutBefore(this.#edited);
     this.#edited = null;
-    this.#ask(newTurn(text, media.map((medium) => medium.id)));
+    this.#ask(
+      newTurn(
+        text,
+        media.map((medium) => medium.id),
+      ),
+    );
   }
 
   #ask(turn) {
@@ -154,7 +183,10 @@ export class ChatView {
 
   async #keep(conversation) {
     conversation.updated = Date.now();
-    await keepFor(conversation.id, conversation.turns.flatMap((turn) => turn.media));
+    await keepFor(
+      conversation.id,
+      conversation.turns.flatMap((turn) => turn.media),
+    );
     await conversations.put(conversation);
     this.#tabs.postMessage(conversation.id);
   }
@@ -170,7 +202,14 @@ export class ChatView {
   }
 
   async #remove(conversation) {
-    if (!(await confirmed("Delete this conversation?", `“${titleOf(conversation)}” and its pictures are removed from this browser.`, "Delete"))) return;
+    if (
+      !(await confirmed(
+        "Delete this conversation?",
+        `“${titleOf(conversation)}” and its pictures are removed from this browser.`,
+        "Delete",
+      ))
+    )
+      return;
     this.#running.get(conversation.id)?.abort();
     await conversations.remove(conversation.id);
     forget(conversation.id);
@@ -194,13 +233,24 @@ export class ChatView {
   }
 
   async #copyCurl() {
-    await copy(await curlCommand(this.current.get(), location.origin, server.get() === "key" || storedKey() !== ""));
-    this.composer.notice.textContent = "The command is on the clipboard. Pictures are read from files of their names.";
+    await copy(
+      await curlCommand(
+        this.current.get(),
+        location.origin,
+        server.get() === "key" || storedKey() !== "",
+      ),
+    );
+    this.composer.notice.textContent =
+      "The command is on the clipboard. Pictures are read from files of their names.";
   }
 
   async #export() {
     const conversation = this.current.get();
-    save(`${titleOf(conversation).replace(/[^\w-]+/g, "-")}.json`, "application/json", await exported(conversation));
+    save(
+      `${titleOf(conversation).replace(/[^\w-]+/g, "-")}.json`,
+      "application/json",
+      await exported(conversation),
+    );
   }
 }
 
@@ -209,11 +259,16 @@ function welcome() {
     "li",
     { class: "welcome" },
     h("h2", null, "Ask about a picture, then ask again."),
-    h("p", null, "Drop, paste or choose pictures and videos. The second answer shows how much of the first one's work was kept, and why not more."),
+    h(
+      "p",
+      null,
+      "Drop, paste or choose pictures and videos. The second answer shows how much of the first one's work was kept, and why not more.",
+    ),
   );
 }
 
 /** A reload has ended what was still streaming. */
 function endWhatWasRunning(conversation) {
-  for (const { answer } of conversation.turns) if (answer.finish === null) answer.finish = "stopped";
+  for (const { answer } of conversation.turns)
+    if (answer.finish === null) answer.finish = "stopped";
 }

@@ -20,19 +20,37 @@ export class Chart {
     this.#most = most;
     this.value = h("strong", null, "–");
     this.second = h("small");
-    this.plot = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" });
-    this.element = h("div", { class: "card" }, h("h3", null, title), h("p", null, this.value, " ", this.second), this.plot);
+    this.plot = svg("svg", {
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+      preserveAspectRatio: "none",
+      "aria-hidden": "true",
+    });
+    this.element = h(
+      "div",
+      { class: "card" },
+      h("h3", null, title),
+      h("p", null, this.value, " ", this.second),
+      this.plot,
+    );
   }
 
   /** @param {[number, number|null][][]} lines points of one or two lines, on one scale */
   show(lines, now, second = "") {
     const first = Math.min(now - SHORTEST_MS, ...lines.map((points) => points[0]?.[0] ?? now));
-    const values = lines.flat().map(([, value]) => value).filter((value) => value !== null);
+    const values = lines
+      .flat()
+      .map(([, value]) => value)
+      .filter((value) => value !== null);
     const last = lines[0].findLast(([, value]) => value !== null);
     this.value.textContent = last ? this.#unit(last[1]) : "–";
     this.second.textContent = second;
     const top = this.#most ?? Math.max(1e-9, ...values);
-    replace(this.plot, lines.map((points, index) => svg("path", { class: `line-${index}`, d: pathOf(points, top, first, now) })));
+    replace(
+      this.plot,
+      lines.map((points, index) =>
+        svg("path", { class: `line-${index}`, d: pathOf(points, top, first, now) }),
+      ),
+    );
   }
 }
 

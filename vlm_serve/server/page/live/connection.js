@@ -90,7 +90,8 @@ export class Connection {
 
   #fromTab({ ask, message, state }) {
     if (ask === "tree") {
-      if (this.#reading !== null) this.#wholeFor?.((data) => this.#tabs.postMessage({ message: { event: "tree", data } }));
+      if (this.#reading !== null)
+        this.#wholeFor?.((data) => this.#tabs.postMessage({ message: { event: "tree", data } }));
     } else if (this.#looking !== null) {
       if (message) this.#onMessage(message);
       else this.#onState(state);

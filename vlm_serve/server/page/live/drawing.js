@@ -4,7 +4,19 @@ import { mediumOfHash, urlOf } from "../chat/library.js";
 import { count } from "../shared/words.js";
 import { TIERS } from "./layout.js";
 
-const NAMES = ["device", "host", "disk", "leaving", "medium", "snapshot", "on-bar", "on-medium", "text", "background", "pin"];
+const NAMES = [
+  "device",
+  "host",
+  "disk",
+  "leaving",
+  "medium",
+  "snapshot",
+  "on-bar",
+  "on-medium",
+  "text",
+  "background",
+  "pin",
+];
 const FONT = "11px system-ui, sans-serif";
 const LABEL = { width: 54, height: 13 };
 const PICTURE = { width: 18, height: 16 };
@@ -51,7 +63,8 @@ export function drawRuns(context, layout, how) {
   }
   // On top of all bars: what stands at the end of one reaches into the next.
   for (const [run, bar] of drawn) {
-    for (let each = layout.firstMark[run]; each < layout.firstMark[run + 1]; each += 1) drawSnapshot(context, layout.marks[each] * scale.x - seen.left, bar, how.colours);
+    for (let each = layout.firstMark[run]; each < layout.firstMark[run + 1]; each += 1)
+      drawSnapshot(context, layout.marks[each] * scale.x - seen.left, bar, how.colours);
     if (layout.pins[run] > 0) outline(context, bar, how.colours.pin, 1.5);
     if (run === how.selected) outline(context, bar, how.colours.text, 2.5);
   }
@@ -68,7 +81,13 @@ function drawRun(context, layout, index, { seen, scale, colours, glow, onLoad })
   const bar = inside(box, seen, scale.y >= 8 ? 1.5 : 0.5);
   context.fillStyle = colours[TIERS[layout.tier[index]]];
   context.beginPath();
-  context.roundRect(bar.x, bar.y, bar.width, bar.height, Math.min(3, bar.width / 2, bar.height / 2));
+  context.roundRect(
+    bar.x,
+    bar.y,
+    bar.width,
+    bar.height,
+    Math.min(3, bar.width / 2, bar.height / 2),
+  );
   context.fill();
   const light = glow(layout.key[index]);
   if (light > 0) {
@@ -77,7 +96,8 @@ function drawRun(context, layout, index, { seen, scale, colours, glow, onLoad })
     context.fill();
     context.globalAlpha = 1;
   }
-  for (let each = layout.firstMedium[index]; each < layout.firstMedium[index + 1]; each += 1) drawMedium(context, layout.media[each], bar, { seen, scale, colours, onLoad });
+  for (let each = layout.firstMedium[index]; each < layout.firstMedium[index + 1]; each += 1)
+    drawMedium(context, layout.media[each], bar, { seen, scale, colours, onLoad });
   drawLabel(context, layout, index, bar, colours);
   return bar;
 }
@@ -116,11 +136,17 @@ function drawMedium(context, { at, length, hash, begins }, bar, { seen, scale, c
 function pictureOf(medium, onLoad) {
   if (!pictures.has(medium.id)) {
     pictures.set(medium.id, null);
-    const made = medium.kind === "image" ? createImageBitmap(medium.blob, { resizeHeight: 64, resizeQuality: "medium" }) : firstFrame(medium);
-    made.then((picture) => {
-      pictures.set(medium.id, picture);
-      onLoad();
-    }, () => {});
+    const made =
+      medium.kind === "image"
+        ? createImageBitmap(medium.blob, { resizeHeight: 64, resizeQuality: "medium" })
+        : firstFrame(medium);
+    made.then(
+      (picture) => {
+        pictures.set(medium.id, picture);
+        onLoad();
+      },
+      () => {},
+    );
   }
   return pictures.get(medium.id);
 }
@@ -156,15 +182,30 @@ function drawSnapshot(context, x, bar, colours) {
 function outline(context, bar, colour, width) {
   context.strokeStyle = colour;
   context.lineWidth = width;
-  context.strokeRect(bar.x + width / 2, bar.y + width / 2, Math.max(0, bar.width - width), Math.max(0, bar.height - width));
+  context.strokeRect(
+    bar.x + width / 2,
+    bar.y + width / 2,
+    Math.max(0, bar.width - width),
+    Math.max(0, bar.height - width),
+  );
 }
 
 function drawLabel(context, layout, index, bar, colours) {
   const hasMedia = layout.firstMedium[index] !== layout.firstMedium[index + 1];
-  if (bar.width < LABEL.width || bar.height < LABEL.height || (hasMedia && bar.height < 3 * LABEL.height)) return;
+  if (
+    bar.width < LABEL.width ||
+    bar.height < LABEL.height ||
+    (hasMedia && bar.height < 3 * LABEL.height)
+  )
+    return;
   context.font = FONT;
   context.textBaseline = "middle";
   context.fillStyle = colours["on-bar"];
   const text = `${count(layout.end[index] - layout.start[index])} tokens`;
-  if (context.measureText(text).width + 12 < bar.width) context.fillText(text, Math.max(bar.x, 0) + 6, hasMedia ? Math.max(bar.y, 0) + 10 : bar.y + bar.height / 2);
+  if (context.measureText(text).width + 12 < bar.width)
+    context.fillText(
+      text,
+      Math.max(bar.x, 0) + 6,
+      hasMedia ? Math.max(bar.y, 0) + 10 : bar.y + bar.height / 2,
+    );
 }

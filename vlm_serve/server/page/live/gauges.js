@@ -18,7 +18,12 @@ export class Gauges {
 
   constructor() {
     this.memory = h("div", { class: "memory" });
-    this.element = h("section", { class: "gauges", "aria-label": "The last five minutes" }, this.memory, Object.values(this.#charts).map((chart) => chart.element));
+    this.element = h(
+      "section",
+      { class: "gauges", "aria-label": "The last five minutes" },
+      this.memory,
+      Object.values(this.#charts).map((chart) => chart.element),
+    );
     this.element.hidden = true; // until something is told; tenants are told nothing
   }
 
@@ -28,8 +33,21 @@ export class Gauges {
     history.add(status, now);
     this.element.hidden = false;
     const { hits, queue, steps, tokens, first, between } = this.#charts;
-    hits.show([history.shareOf((each) => each.hit_tokens, (each) => each.prompt_tokens)], now, overall(status));
-    queue.show([history.of((each) => each.running), history.of((each) => each.waiting)], now, `${count(status.waiting)} waiting`);
+    hits.show(
+      [
+        history.shareOf(
+          (each) => each.hit_tokens,
+          (each) => each.prompt_tokens,
+        ),
+      ],
+      now,
+      overall(status),
+    );
+    queue.show(
+      [history.of((each) => each.running), history.of((each) => each.waiting)],
+      now,
+      `${count(status.waiting)} waiting`,
+    );
     steps.show([history.rateOf((each) => each.steps)], now);
     tokens.show([history.rateOf((each) => each.generated_tokens)], now);
     this.#showTimes(first, "time_to_first_token_seconds", now);
@@ -54,7 +72,11 @@ function meters(memory, limits) {
   const rows = Object.entries(memory).filter(([name, size]) => size > 0 || limits[name]);
   return [
     h("h3", null, "Memory"),
-    h("ul", { class: "meters" }, rows.map(([name, size]) => meter(name.replaceAll("_", " "), size, limits[name] ?? null))),
+    h(
+      "ul",
+      { class: "meters" },
+      rows.map(([name, size]) => meter(name.replaceAll("_", " "), size, limits[name] ?? null)),
+    ),
   ];
 }
 
@@ -64,7 +86,11 @@ function meter(name, size, limit) {
     "li",
     null,
     h("span", null, name),
-    h("span", { class: "meter", "aria-hidden": "true" }, h("span", { style: { width: `${100 * share}%` } })),
+    h(
+      "span",
+      { class: "meter", "aria-hidden": "true" },
+      h("span", { style: { width: `${100 * share}%` } }),
+    ),
     h("span", null, limit ? `${bytes(size)} of ${bytes(limit)}` : bytes(size)),
   );
 }

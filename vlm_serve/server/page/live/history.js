@@ -25,13 +25,17 @@ export class History {
 
   /** [time, value a second] of a total. */
   rateOf(read) {
-    return this.#between((before, after, seconds) => difference(read, before, after, (rise) => rise / seconds));
+    return this.#between((before, after, seconds) =>
+      difference(read, before, after, (rise) => rise / seconds),
+    );
   }
 
   /** [time, share] of how much of one total's rise another one's was; null where nothing rose. */
   shareOf(part, whole) {
     return this.#between((before, after) =>
-      difference(whole, before, after, (all) => (all > 0 ? difference(part, before, after, (some) => some / all) : null)),
+      difference(whole, before, after, (all) =>
+        all > 0 ? difference(part, before, after, (some) => some / all) : null,
+      ),
     );
   }
 

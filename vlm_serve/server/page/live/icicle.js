@@ -34,7 +34,8 @@ export class Icicle {
         class: "icicle",
         tabindex: "0",
         role: "group",
-        "aria-label": "Map of the cache. The table beside it says the same in words. Plus and minus zoom, 0 shows all.",
+        "aria-label":
+          "Map of the cache. The table beside it says the same in words. Plus and minus zoom, 0 shows all.",
         on: {
           scroll: () => this.draw(),
           click: (event) => this.#select(event),
@@ -75,9 +76,11 @@ export class Icicle {
     const { scroller } = this;
     const { x, y } = this.#scale();
     const top = this.#layout.top[run] * y;
-    if (top < scroller.scrollTop || top > scroller.scrollTop + scroller.clientHeight - y) scroller.scrollTop = top - scroller.clientHeight / 2;
+    if (top < scroller.scrollTop || top > scroller.scrollTop + scroller.clientHeight - y)
+      scroller.scrollTop = top - scroller.clientHeight / 2;
     const left = this.#layout.start[run] * x;
-    if (left < scroller.scrollLeft || left > scroller.scrollLeft + scroller.clientWidth) scroller.scrollLeft = left - MARGIN;
+    if (left < scroller.scrollLeft || left > scroller.scrollLeft + scroller.clientWidth)
+      scroller.scrollLeft = left - MARGIN;
   }
 
   /** Lights up runs for a moment. */
@@ -138,7 +141,10 @@ export class Icicle {
     if (!this.#layout || !width) return;
     const start = performance.now();
     const ratio = window.devicePixelRatio;
-    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+    if (
+      canvas.width !== Math.round(width * ratio) ||
+      canvas.height !== Math.round(height * ratio)
+    ) {
       canvas.width = Math.round(width * ratio);
       canvas.height = Math.round(height * ratio);
       canvas.style.width = `${width}px`;
@@ -176,7 +182,11 @@ export class Icicle {
     if (!this.#layout) return -1;
     const box = this.scroller.getBoundingClientRect();
     const { x, y } = this.#scale();
-    return runAt(this.#layout, (clientX - box.left + this.scroller.scrollLeft) / x, (clientY - box.top + this.scroller.scrollTop) / y);
+    return runAt(
+      this.#layout,
+      (clientX - box.left + this.scroller.scrollLeft) / x,
+      (clientY - box.top + this.scroller.scrollTop) / y,
+    );
   }
 
   #select(event) {
@@ -206,6 +216,9 @@ export class Icicle {
     if (!event.ctrlKey && !event.metaKey) return;
     event.preventDefault();
     const box = this.scroller.getBoundingClientRect();
-    this.zoomBy(Math.exp(-event.deltaY / 300), { x: event.clientX - box.left, y: event.clientY - box.top });
+    this.zoomBy(Math.exp(-event.deltaY / 300), {
+      x: event.clientX - box.left,
+      y: event.clientY - box.top,
+    });
   }
 }

@@ -20,7 +20,11 @@ export function layOut(tree) {
   let rows = 0;
   let length = 0;
   // Depth first without recursion: prompts may have thousands of branches below each other.
-  const open = [...tree.roots.values()].reverse().flatMap((root) => [...root.children.values()].reverse().map((node) => ({ node, parent: -1, going: [] })));
+  const open = [...tree.roots.values()]
+    .reverse()
+    .flatMap((root) =>
+      [...root.children.values()].reverse().map((node) => ({ node, parent: -1, going: [] })),
+    );
   const path = [];
   while (open.length) {
     const task = open.pop();
@@ -39,10 +43,19 @@ export function layOut(tree) {
     runs.push(run);
     if (!children.length) rows += 1;
     open.push({ close: index });
-    const going = run.media.filter((span) => span.at + span.length > run.end).map((span) => rest(span, run.end));
+    const going = run.media
+      .filter((span) => span.at + span.length > run.end)
+      .map((span) => rest(span, run.end));
     for (const node of children.reverse()) open.push({ node, parent: index, going });
   }
-  const layout = { ...columns(runs), count: runs.length, rows, length, numNodes: tree.nodes.size, sequence: tree.sequence };
+  const layout = {
+    ...columns(runs),
+    count: runs.length,
+    rows,
+    length,
+    numNodes: tree.nodes.size,
+    sequence: tree.sequence,
+  };
   return { layout, owner };
 }
 
@@ -55,8 +68,21 @@ function rest(span, position) {
  * `own` is told its nodes' keys. */
 function followed(node, going, own) {
   const run = {
-    key: node.facts.key, start: node.facts.start, end: node.facts.end, tier: tierOf(node),
-    pins: 0, hits: 0, nodes: 0, bytes: 0, snapshots: [], media: [...going], parent: -1, next: 0, level: 0, top: 0, bottom: 0,
+    key: node.facts.key,
+    start: node.facts.start,
+    end: node.facts.end,
+    tier: tierOf(node),
+    pins: 0,
+    hits: 0,
+    nodes: 0,
+    bytes: 0,
+    snapshots: [],
+    media: [...going],
+    parent: -1,
+    next: 0,
+    level: 0,
+    top: 0,
+    bottom: 0,
   };
   for (;;) {
     const { facts, children } = node;
@@ -68,9 +94,17 @@ function followed(node, going, own) {
     run.nodes += 1;
     run.bytes += facts.num_bytes;
     if (facts.snapshot) run.snapshots.push(facts.end);
-    for (const span of facts.media ?? []) run.media.push({ at: facts.start + span.offset, length: span.length, kind: span.kind, hash: span.hash, begins: true });
+    for (const span of facts.media ?? [])
+      run.media.push({
+        at: facts.start + span.offset,
+        length: span.length,
+        kind: span.kind,
+        hash: span.hash,
+        begins: true,
+      });
     const only = children.size === 1 ? children.values().next().value : null;
-    if (only === null || tierOf(only) !== run.tier) return { run, children: [...children.values()] };
+    if (only === null || tierOf(only) !== run.tier)
+      return { run, children: [...children.values()] };
     node = only;
   }
 }
@@ -82,7 +116,19 @@ function tierOf({ facts, leaving }) {
 
 function columns(runs) {
   const whole = (name) => Int32Array.from(runs, (run) => run[name]);
-  const names = ["parent", "next", "level", "start", "end", "top", "bottom", "tier", "pins", "hits", "nodes"];
+  const names = [
+    "parent",
+    "next",
+    "level",
+    "start",
+    "end",
+    "top",
+    "bottom",
+    "tier",
+    "pins",
+    "hits",
+    "nodes",
+  ];
   const [marks, firstMark] = flattened(runs, "snapshots");
   const [media, firstMedium] = flattened(runs, "media");
   return {

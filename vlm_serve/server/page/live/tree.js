@@ -39,8 +39,14 @@ export class Tree {
 
   /** The whole, as `reset` takes it. */
   whole() {
-    const nodes = [...this.nodes.values()].filter((node) => !node.leaving).map((node) => node.facts);
-    return { sequence: this.sequence, roots: [...this.roots.keys()].map((key) => ({ key })), nodes };
+    const nodes = [...this.nodes.values()]
+      .filter((node) => !node.leaving)
+      .map((node) => node.facts);
+    return {
+      sequence: this.sequence,
+      roots: [...this.roots.keys()].map((key) => ({ key })),
+      nodes,
+    };
   }
 
   #change({ type, node, key, ...facts }, now) {

@@ -22,7 +22,11 @@ export class TreeGrid {
   /** @param {(run: number) => void} onSelect */
   constructor(onSelect) {
     this.#onSelect = onSelect;
-    const heading = h("div", { role: "row", class: "heading", "aria-rowindex": "1" }, HEADINGS.map((text) => h("span", { role: "columnheader" }, text)));
+    const heading = h(
+      "div",
+      { role: "row", class: "heading", "aria-rowindex": "1" },
+      HEADINGS.map((text) => h("span", { role: "columnheader" }, text)),
+    );
     this.body = h("div", { role: "rowgroup", class: "rows" });
     this.element = h(
       "div",
@@ -69,7 +73,8 @@ export class TreeGrid {
   #count() {
     const { count: number, key, next } = this.#layout;
     const rows = [];
-    for (let run = 0; run < number; run = this.#closed.has(key[run]) ? next[run] : run + 1) rows.push(run);
+    for (let run = 0; run < number; run = this.#closed.has(key[run]) ? next[run] : run + 1)
+      rows.push(run);
     this.#rows = Int32Array.from(rows);
     this.element.setAttribute("aria-rowcount", String(rows.length + 1));
     this.body.style.height = `${rows.length * ROW}px`;
@@ -91,8 +96,12 @@ export class TreeGrid {
     const last = Math.min(this.#rows.length, Math.ceil((scrollTop + clientHeight) / ROW) + SPARE);
     const places = Array.from({ length: Math.max(0, last - first) }, (_, index) => first + index);
     if (this.#rows.length && !places.includes(this.#active)) places.push(this.#active);
-    replace(this.body, places.map((place) => this.#row(place)));
-    if (this.#rows.length) this.element.setAttribute("aria-activedescendant", `node-${this.#active}`);
+    replace(
+      this.body,
+      places.map((place) => this.#row(place)),
+    );
+    if (this.#rows.length)
+      this.element.setAttribute("aria-activedescendant", `node-${this.#active}`);
     else this.element.removeAttribute("aria-activedescendant");
   }
 
@@ -112,10 +121,21 @@ export class TreeGrid {
       bytes(l.bytes[run]),
     ];
     const [head, ...rest] = cells.map((text, index) =>
-      h("span", { role: "gridcell" }, index === 4 ? h("span", { class: `swatch ${tier}` }) : null, text),
+      h(
+        "span",
+        { role: "gridcell" },
+        index === 4 ? h("span", { class: `swatch ${tier}` }) : null,
+        text,
+      ),
     );
     head.style.setProperty("padding-left", `${Math.min(12, l.level[run]) * 12 - 4}px`);
-    head.prepend(h("span", { class: "twisty", "aria-hidden": "true" }, hasBelow ? (this.#isClosed(run) ? "▸" : "▾") : "·"));
+    head.prepend(
+      h(
+        "span",
+        { class: "twisty", "aria-hidden": "true" },
+        hasBelow ? (this.#isClosed(run) ? "▸" : "▾") : "·",
+      ),
+    );
     return h(
       "div",
       {
@@ -137,7 +157,10 @@ export class TreeGrid {
     const { media, firstMedium } = this.#layout;
     const spans = media.slice(firstMedium[run], firstMedium[run + 1]).filter((span) => span.begins);
     const images = spans.filter((span) => span.kind === "image").length;
-    const parts = [images ? `${images} img` : null, spans.length > images ? `${spans.length - images} video` : null];
+    const parts = [
+      images ? `${images} img` : null,
+      spans.length > images ? `${spans.length - images} video` : null,
+    ];
     return parts.filter(Boolean).join(", ") || "–";
   }
 
@@ -157,7 +180,8 @@ export class TreeGrid {
     const row = event.target.closest("[role=row][id]");
     if (!row) return;
     const run = this.#rows[Number(row.id.slice("node-".length))];
-    if (event.target.classList.contains("twisty") && this.#layout.next[run] > run + 1) this.#setClosed(run, !this.#isClosed(run));
+    if (event.target.classList.contains("twisty") && this.#layout.next[run] > run + 1)
+      this.#setClosed(run, !this.#isClosed(run));
     else this.#onSelect(run);
   }
 
@@ -165,7 +189,14 @@ export class TreeGrid {
     if (!this.#rows.length || event.ctrlKey || event.metaKey || event.altKey) return;
     const run = this.#rows[this.#active];
     const page = Math.max(1, Math.floor(this.element.clientHeight / ROW) - 2);
-    const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity };
+    const steps = {
+      ArrowDown: 1,
+      ArrowUp: -1,
+      PageDown: page,
+      PageUp: -page,
+      Home: -Infinity,
+      End: Infinity,
+    };
     if (event.key in steps) this.#move(this.#active + steps[event.key]);
     else if (event.key === "Enter" || event.key === " ") this.#onSelect(run);
     else if (event.key === "ArrowRight") this.#right(run);
@@ -183,7 +214,8 @@ export class TreeGrid {
   #left(run) {
     const isOpen = this.#layout.next[run] > run + 1 && !this.#isClosed(run);
     if (isOpen) this.#setClosed(run, true);
-    else if (this.#layout.parent[run] >= 0) this.#move(this.#rows.indexOf(this.#layout.parent[run]));
+    else if (this.#layout.parent[run] >= 0)
+      this.#move(this.#rows.indexOf(this.#layout.parent[run]));
   }
 
   #move(place) {

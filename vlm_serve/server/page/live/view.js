@@ -27,7 +27,9 @@ export class LiveView {
   #chosen = null;
   #shown = false;
   #askers = [];
-  #worker = new Worker(workerPolicy ? workerPolicy.createScriptURL(WORKER) : WORKER, { type: "module" });
+  #worker = new Worker(workerPolicy ? workerPolicy.createScriptURL(WORKER) : WORKER, {
+    type: "module",
+  });
 
   constructor() {
     this.icicle = new Icicle((run) => this.#choose(run));
@@ -40,13 +42,27 @@ export class LiveView {
     this.view = h(
       "main",
       { class: "live", hidden: true, tabindex: "0" },
-      h("div", { class: "live-bar" }, h("h1", null, "Live cache"), this.size, button("Flush all", icon("trash"), () => this.#flush())),
+      h(
+        "div",
+        { class: "live-bar" },
+        h("h1", null, "Live cache"),
+        this.size,
+        button("Flush all", icon("trash"), () => this.#flush()),
+      ),
       this.state,
       this.gauges.element,
-      h("div", { class: "tree" }, h("div", { class: "maps" }, legend(), this.icicle.element, this.grid.element), h("div", { class: "side" }, this.details.element, this.feed.element)),
+      h(
+        "div",
+        { class: "tree" },
+        h("div", { class: "maps" }, legend(), this.icicle.element, this.grid.element),
+        h("div", { class: "side" }, this.details.element, this.feed.element),
+      ),
     );
     this.#worker.onmessage = ({ data }) => this.#fromWorker(data);
-    this.connection = new Connection((message) => this.#onMessage(message), (text) => this.#say(text));
+    this.connection = new Connection(
+      (message) => this.#onMessage(message),
+      (text) => this.#say(text),
+    );
     this.connection.answerWith((tell) => {
       this.#askers.push(tell);
       this.#worker.postMessage({ ask: "tree" });
@@ -75,7 +91,8 @@ export class LiveView {
 
   #onMessage(message) {
     if (message.event === "status") this.gauges.add(message.data);
-    else if (message.event === "tree" || message.event === "changes") this.#worker.postMessage(message);
+    else if (message.event === "tree" || message.event === "changes")
+      this.#worker.postMessage(message);
   }
 
   #fromWorker({ layout, happened, tree }) {
@@ -85,16 +102,22 @@ export class LiveView {
     this.#layout = layout;
     this.icicle.show(layout);
     this.grid.show(layout);
-    this.size.textContent = layout.count ? `${counted(layout.numNodes, "node")} in ${counted(layout.count, "run")}, ${counted(layout.rows, "branch", "branches")}` : "Nothing is kept yet.";
+    this.size.textContent = layout.count
+      ? `${counted(layout.numNodes, "node")} in ${counted(layout.count, "run")}, ${counted(layout.rows, "branch", "branches")}`
+      : "Nothing is kept yet.";
     if (this.#chosen !== null) this.#showChosen(layout.key.indexOf(this.#chosen));
   }
 
   #happened(changes) {
     this.feed.add(changes);
-    const hit = new Set(changes.filter((change) => change.type === "hit").map((change) => change.run));
+    const hit = new Set(
+      changes.filter((change) => change.type === "hit").map((change) => change.run),
+    );
     if (!this.#layout || !hit.size) return;
     const lit = [];
-    for (const key of hit) for (let run = this.#layout.key.indexOf(key); run >= 0; run = this.#layout.parent[run]) lit.push(run);
+    for (const key of hit)
+      for (let run = this.#layout.key.indexOf(key); run >= 0; run = this.#layout.parent[run])
+        lit.push(run);
     this.icicle.flash(lit);
   }
 
@@ -115,7 +138,8 @@ export class LiveView {
   }
 
   async #flush() {
-    const question = "Everything that no running request holds is forgotten, for all users of this server. The next answers are computed from the start.";
+    const question =
+      "Everything that no running request holds is forgotten, for all users of this server. The next answers are computed from the start.";
     if (!(await confirmed("Flush the whole cache?", question, "Flush all"))) return;
     try {
       await flush();
@@ -135,5 +159,9 @@ function legend() {
     ["pin", "in use or pinned"],
     ["leaving", "just evicted"],
   ];
-  return h("ul", { class: "legend" }, entries.map(([name, text]) => h("li", null, h("span", { class: `swatch ${name}` }), text)));
+  return h(
+    "ul",
+    { class: "legend" },
+    entries.map(([name, text]) => h("li", null, h("span", { class: `swatch ${name}` }), text)),
+  );
 }

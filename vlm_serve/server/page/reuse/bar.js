@@ -14,7 +14,9 @@ import { segmentsOf, spoken, totalsOf } from "./report.js";
 export function promptBar(report, { scale = report.prompt_tokens, detailed = false } = {}) {
   const share = (tokens) => `${(100 * tokens) / Math.max(1, scale)}%`;
   const place = (start, end) => ({ left: share(start), width: share(end - start) });
-  const media = (report.media ?? []).map((span) => mediaMark(span, place(span.offset, span.offset + span.length), detailed));
+  const media = (report.media ?? []).map((span) =>
+    mediaMark(span, place(span.offset, span.offset + span.length), detailed),
+  );
   const parts = segmentsOf(report).map(({ start, end, source }) =>
     h("span", {
       class: `part ${classOf(source)}`,
@@ -23,11 +25,19 @@ export function promptBar(report, { scale = report.prompt_tokens, detailed = fal
     }),
   );
   const snapshots = (report.snapshots ?? []).map((at) =>
-    h("span", { class: "snapshot-mark", style: { left: share(at) }, title: `recurrent state kept after token ${count(at)}` }),
+    h("span", {
+      class: "snapshot-mark",
+      style: { left: share(at) },
+      title: `recurrent state kept after token ${count(at)}`,
+    }),
   );
   return h(
     "div",
-    { class: detailed ? "prompt-bar detailed" : "prompt-bar", role: "img", "aria-label": spoken(report) },
+    {
+      class: detailed ? "prompt-bar detailed" : "prompt-bar",
+      role: "img",
+      "aria-label": spoken(report),
+    },
     media.length || detailed ? h("div", { class: "media-line" }, media) : null,
     h("div", { class: "parts" }, parts),
     snapshots.length || detailed ? h("div", { class: "snapshot-line" }, snapshots) : null,
@@ -37,10 +47,19 @@ export function promptBar(report, { scale = report.prompt_tokens, detailed = fal
 /** The colours of a report's bar with what they mean. */
 export function legend(report) {
   const entries = totalsOf(report).map(([source, tokens]) =>
-    h("li", null, h("span", { class: `swatch ${classOf(source)}` }), `${sourceName(source)}: ${counted(tokens, "token")}`),
+    h(
+      "li",
+      null,
+      h("span", { class: `swatch ${classOf(source)}` }),
+      `${sourceName(source)}: ${counted(tokens, "token")}`,
+    ),
   );
-  if (report.media?.length) entries.push(h("li", null, h("span", { class: "swatch medium" }), "picture or video"));
-  if (report.snapshots?.length) entries.push(h("li", null, h("span", { class: "swatch snapshot" }), "recurrent state kept here"));
+  if (report.media?.length)
+    entries.push(h("li", null, h("span", { class: "swatch medium" }), "picture or video"));
+  if (report.snapshots?.length)
+    entries.push(
+      h("li", null, h("span", { class: "swatch snapshot" }), "recurrent state kept here"),
+    );
   return h("ul", { class: "legend" }, entries);
 }
 
@@ -51,13 +70,23 @@ export function classOf(source) {
 
 function mediaMark(span, style, detailed) {
   const medium = mediumOfHash(span.hash);
-  const told = { encoded: "went through the vision encoder", cached: "encoded before", reused: "reused with the prompt" };
+  const told = {
+    encoded: "went through the vision encoder",
+    cached: "encoded before",
+    reused: "reused with the prompt",
+  };
   const title = `${span.kind} of ${counted(span.length, "token")}: ${told[span.source] ?? span.source}`;
   const shown = detailed && medium !== null ? picture(medium) : null;
-  return h("span", { class: `medium-mark ${span.source === "encoded" ? "encoded" : ""}`, style, title }, shown);
+  return h(
+    "span",
+    { class: `medium-mark ${span.source === "encoded" ? "encoded" : ""}`, style, title },
+    shown,
+  );
 }
 
 function picture(medium) {
   const src = urlOf(medium);
-  return medium.kind === "image" ? h("img", { src, alt: "" }) : h("video", { src, preload: "metadata", tabindex: "-1" });
+  return medium.kind === "image"
+    ? h("img", { src, alt: "" })
+    : h("video", { src, preload: "metadata", tabindex: "-1" });
 }

@@ -18,7 +18,9 @@ export function numbersLine(answer) {
   const speed = tokenRate(answer);
   return [
     report && `${percent(reusedShare(report))} reused`,
-    report && report.media_encoded + report.media_skipped > 0 && `media_encoded ${report.media_encoded}`,
+    report &&
+      report.media_encoded + report.media_skipped > 0 &&
+      `media_encoded ${report.media_encoded}`,
     times?.first && `first token ${duration(times.first)}`,
     speed && `${rate(speed)} tokens/s`,
     usage && `${count(usage.prompt_tokens)} → ${count(usage.completion_tokens)} tokens`,
@@ -41,5 +43,9 @@ export function numbersList(answer) {
     ["state known up to", count(report.state_boundary)],
     ["reason", report.reason],
   ];
-  return h("dl", { class: "numbers" }, rows.map(([term, value]) => h("div", null, h("dt", null, term), h("dd", null, value))));
+  return h(
+    "dl",
+    { class: "numbers" },
+    rows.map(([term, value]) => h("div", null, h("dt", null, term), h("dd", null, value))),
+  );
 }

@@ -13,7 +13,8 @@ const SENTENCES = {
   kv_evicted: "The next piece was stored, and had to make room since.",
   in_flight: "Another request is computing the next piece at this moment.",
   salt: "It is known under another tenant's salt only, and tenants share nothing.",
-  experts_missing: "The routed experts of the next piece were not recorded, and the request asked for them.",
+  experts_missing:
+    "The routed experts of the next piece were not recorded, and the request asked for them.",
   prompt_logprobs: "A log-probability that was asked for is not known further than this.",
   tier_error: "A lower tier could not give back what it holds.",
   disabled: "The prefix cache is off.",
@@ -24,7 +25,12 @@ export function sentenceOf(reason) {
   return SENTENCES[reason] ?? `The server gives the reason “${reason}”.`;
 }
 
-const SOURCES = { device: "reused from memory", host: "reused from host memory", disk: "reused from disk", computed: "computed" };
+const SOURCES = {
+  device: "reused from memory",
+  host: "reused from host memory",
+  disk: "reused from disk",
+  computed: "computed",
+};
 
 /** Where a part of the prompt came from, in words. */
 export function sourceName(source) {

@@ -16,7 +16,8 @@ export function segmentsOf(report) {
 /** Tokens by source, most important first: [[source, tokens]]. */
 export function totalsOf(report) {
   const totals = new Map();
-  for (const { start, end, source } of segmentsOf(report)) totals.set(source, (totals.get(source) ?? 0) + end - start);
+  for (const { start, end, source } of segmentsOf(report))
+    totals.set(source, (totals.get(source) ?? 0) + end - start);
   return [...totals];
 }
 
@@ -38,9 +39,13 @@ export function mediaSentence(report) {
   const number = encoded + skipped;
   if (number === 0) return null;
   const kinds = new Set((report.media ?? []).map((span) => span.kind));
-  const noun = kinds.has("video") === kinds.has("image") ? counted(number, "picture or video", "pictures and videos") : counted(number, kinds.has("video") ? "video" : "picture");
+  const noun =
+    kinds.has("video") === kinds.has("image")
+      ? counted(number, "picture or video", "pictures and videos")
+      : counted(number, kinds.has("video") ? "video" : "picture");
   if (encoded === 0) return `${noun} in the prompt: none went through the vision encoder again.`;
-  if (skipped === 0) return `${noun} in the prompt: ${number === 1 ? "it" : "all"} went through the vision encoder.`;
+  if (skipped === 0)
+    return `${noun} in the prompt: ${number === 1 ? "it" : "all"} went through the vision encoder.`;
   return `${noun} in the prompt: ${encoded} went through the vision encoder, ${skipped} needed no work.`;
 }
 
@@ -50,6 +55,8 @@ export function whySentence(report) {
 
 /** All of the bar in words, for those who do not see it. */
 export function spoken(report) {
-  const parts = totalsOf(report).map(([source, tokens]) => `${counted(tokens, "token")} ${sourceName(source)}`);
+  const parts = totalsOf(report).map(
+    ([source, tokens]) => `${counted(tokens, "token")} ${sourceName(source)}`,
+  );
   return `The prompt of ${counted(report.prompt_tokens, "token")}: ${listed(parts)}.`;
 }

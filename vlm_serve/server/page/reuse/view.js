@@ -24,14 +24,26 @@ function contents(conversation) {
   if (!answered.length) {
     return [
       title,
-      h("p", { class: "lead" }, "Ask something about a picture, then ask again. For each answer this page shows what of its prompt was kept from before, what was computed, and why not more was reused."),
+      h(
+        "p",
+        { class: "lead" },
+        "Ask something about a picture, then ask again. For each answer this page shows what of its prompt was kept from before, what was computed, and why not more was reused.",
+      ),
     ];
   }
   const scale = Math.max(...answered.map((turn) => turn.answer.report.prompt_tokens));
   return [
     title,
-    h("p", { class: "lead" }, `The prompts of “${titleOf(conversation)}”, each a bar on one scale of ${count(scale)} tokens.`),
-    h("ol", { class: "reports" }, answered.map((turn) => entry(turn, scale))),
+    h(
+      "p",
+      { class: "lead" },
+      `The prompts of “${titleOf(conversation)}”, each a bar on one scale of ${count(scale)} tokens.`,
+    ),
+    h(
+      "ol",
+      { class: "reports" },
+      answered.map((turn) => entry(turn, scale)),
+    ),
   ];
 }
 
@@ -42,6 +54,11 @@ function entry({ text, answer }, scale) {
     h("h2", null, text || "(no text)"),
     promptBar(answer.report, { scale, detailed: true }),
     legend(answer.report),
-    h("div", { class: "told" }, h("div", { class: "sentences" }, sentences(answer.report)), numbersList(answer)),
+    h(
+      "div",
+      { class: "told" },
+      h("div", { class: "sentences" }, sentences(answer.report)),
+      numbersList(answer),
+    ),
   );
 }

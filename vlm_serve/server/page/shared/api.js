@@ -28,7 +28,12 @@ export const server = new Value("ok");
  * @throws {ApiError|UnreachableError|DOMException} the last where `signal` has ended it
  */
 export async function request(path, { body, signal, method } = {}) {
-  const init = { method: method ?? (body === undefined ? "GET" : "POST"), headers: authorization(), signal, cache: "no-store" };
+  const init = {
+    method: method ?? (body === undefined ? "GET" : "POST"),
+    headers: authorization(),
+    signal,
+    cache: "no-store",
+  };
   if (body !== undefined) {
     init.headers["Content-Type"] = "application/json";
     init.body = JSON.stringify(body);

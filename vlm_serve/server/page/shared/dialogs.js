@@ -13,7 +13,12 @@ import { storeKey, storedKey } from "./key.js";
 export function dialog(title, contents) {
   return new Promise((resolve) => {
     const close = (value = "") => shown.close(value);
-    const heading = h("header", null, h("h2", { id: "dialog-title" }, title), button("Close", icon("close"), () => close(), { bare: true }));
+    const heading = h(
+      "header",
+      null,
+      h("h2", { id: "dialog-title" }, title),
+      button("Close", icon("close"), () => close(), { bare: true }),
+    );
     const shown = h("dialog", { "aria-labelledby": "dialog-title" }, heading, contents(close));
     shown.addEventListener("close", () => {
       shown.remove();
@@ -28,14 +33,24 @@ export function dialog(title, contents) {
 export async function confirmed(title, text, action) {
   const answer = await dialog(title, (close) => [
     h("p", null, text),
-    h("footer", null, button("Cancel", null, () => close()), button(action, null, () => close("yes"), { class: "danger" })),
+    h(
+      "footer",
+      null,
+      button("Cancel", null, () => close()),
+      button(action, null, () => close("yes"), { class: "danger" }),
+    ),
   ]);
   return answer === "yes";
 }
 
 /** Asks for the API key of this tab. Resolves to whether one was given. */
 export async function askForKey(wrong) {
-  const input = h("input", { type: "password", autocomplete: "off", spellcheck: "false", value: storedKey() });
+  const input = h("input", {
+    type: "password",
+    autocomplete: "off",
+    spellcheck: "false",
+    value: storedKey(),
+  });
   const answer = await dialog("API key", (close) => [
     h(
       "form",
@@ -48,8 +63,14 @@ export async function askForKey(wrong) {
           },
         },
       },
-      wrong ? h("p", { class: "problem", role: "alert" }, "The server does not take this key.") : null,
-      field("Key", input, "It is kept for this tab until the tab is closed, and sent to this server only."),
+      wrong
+        ? h("p", { class: "problem", role: "alert" }, "The server does not take this key.")
+        : null,
+      field(
+        "Key",
+        input,
+        "It is kept for this tab until the tab is closed, and sent to this server only.",
+      ),
       h("footer", null, h("button", { type: "submit", class: "primary" }, "Use this key")),
     ),
   ]);

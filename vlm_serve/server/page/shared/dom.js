@@ -28,7 +28,8 @@ function filled(element, facts, children) {
   for (const [name, value] of Object.entries(facts ?? {})) {
     if (value === undefined || value === null || value === false) continue;
     if (name === "on") {
-      for (const [type, listener] of Object.entries(value)) element.addEventListener(type, listener);
+      for (const [type, listener] of Object.entries(value))
+        element.addEventListener(type, listener);
     } else if (name === "style") {
       for (const [rule, text] of Object.entries(value)) element.style.setProperty(rule, text);
     } else if (PROPERTIES.has(name)) {
@@ -42,7 +43,9 @@ function filled(element, facts, children) {
 }
 
 function present(children) {
-  return children.flat(3).filter((child) => child !== null && child !== undefined && child !== false);
+  return children
+    .flat(3)
+    .filter((child) => child !== null && child !== undefined && child !== false);
 }
 
 let numIds = 0;
@@ -57,7 +60,14 @@ export function freshId(stem) {
 export function button(name, icon, onClick, { bare = false, ...facts } = {}) {
   return h(
     "button",
-    { type: "button", class: bare ? "bare" : null, "aria-label": bare ? name : null, title: bare ? name : null, on: { click: onClick }, ...facts },
+    {
+      type: "button",
+      class: bare ? "bare" : null,
+      "aria-label": bare ? name : null,
+      title: bare ? name : null,
+      on: { click: onClick },
+      ...facts,
+    },
     icon,
     bare ? null : h("span", null, name),
   );

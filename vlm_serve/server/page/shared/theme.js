@@ -8,7 +8,9 @@ const NAME = "vlm-serve-theme";
 const THEMES = ["auto", "light", "dark"];
 
 /** The one in force. Canvases subscribe to it: they are painted anew in other colours. */
-export const theme = new Value(THEMES.includes(localStorage.getItem(NAME)) ? localStorage.getItem(NAME) : "auto");
+export const theme = new Value(
+  THEMES.includes(localStorage.getItem(NAME)) ? localStorage.getItem(NAME) : "auto",
+);
 
 theme.subscribe((name) => {
   document.documentElement.dataset.theme = name;
@@ -16,7 +18,12 @@ theme.subscribe((name) => {
 });
 
 export function themeButton() {
-  const shown = button("", null, () => theme.set(THEMES[(THEMES.indexOf(theme.get()) + 1) % THEMES.length]), { bare: true });
+  const shown = button(
+    "",
+    null,
+    () => theme.set(THEMES[(THEMES.indexOf(theme.get()) + 1) % THEMES.length]),
+    { bare: true },
+  );
   theme.subscribe((name) => {
     const text = `Colours: ${name === "auto" ? "as the system" : name}`;
     shown.title = text;
