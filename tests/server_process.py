@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 COMMAND = (sys.executable, "-m", "vlm_serve.cli")
@@ -35,6 +36,7 @@ def server_process(
     port: int = 0,
     environment: Mapping[str, str] | None = None,
     log: IO[str] | int = subprocess.DEVNULL,
+    folder: Path | None = None,
 ) -> Iterator[ServerProcess]:
     """Serves until the end, when the process is killed.
 
@@ -43,13 +45,16 @@ def server_process(
         port: to listen on; 0 takes any free one.
         environment: variables besides this process's own.
         log: where its standard error goes.
+        folder: the checkout that serves, if it is not this one.
     """
+    path = {"PYTHONPATH": str(folder)} if folder is not None else {}
     process = subprocess.Popen(
         [*COMMAND, "serve", *arguments, "--port", str(port)],
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
-        env={**os.environ, **(environment or {})},
+        env={**os.environ, **path, **(environment or {})},
+        cwd=folder,
     )
     try:
         assert process.stdout is not None

@@ -61,9 +61,9 @@ def prompt_media(
     """
 
     def source(start: int) -> str:
-        if start < boundary:
-            return "reused"
-        return "encoded" if start in encoded else "cached"
+        if start in encoded:  # perhaps although it had been reused: the request was preempted
+            return "encoded"
+        return "reused" if start < boundary else "cached"
 
     return tuple(
         PromptMedia(

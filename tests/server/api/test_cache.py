@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import RunningServer, chat_body, running
+from serving import RunningServer, chat_body, running, wait_for
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
@@ -72,9 +73,61 @@ def test_pin_tree_flush_and_stats(server: RunningServer) -> None:
     assert ok(server.client.get("/v1/cache/tree"))["total"] == 0
 
 
+def test_a_node_is_found_and_pinned_by_its_key(server: RunningServer) -> None:
+    made = ok(server.chat(TEXT, max_tokens=2, return_token_ids=True))
+    nodes = ok(server.client.get("/v1/cache/tree"))["nodes"]
+    second = next(node for node in nodes if node["start"] == 16 and not node["tail"])
+    found = ok(server.client.get(f"/v1/cache/nodes/{second['key']}"))
+    assert found.pop("token_ids") == made["prompt_token_ids"][16:32]
+    assert found == second
+    pinned = ok(server.post("/v1/cache/pin", {"key": second["key"], "ttl_seconds": 60}))
+    assert pinned == {"object": "cache.pin", "prompt_tokens": 32, "pinned_tokens": 32}
+    after = ok(server.client.get("/v1/cache/tree"))["nodes"]
+    assert sorted(node["end"] for node in after if node["pins"]) == [16, 32]
+    ok(server.post("/v1/cache/pin", {"key": second["key"], "ttl_seconds": 0.001, "model": None}))
+    wait_for(lambda: not any(n["pins"] for n in ok(server.client.get("/v1/cache/tree"))["nodes"]))
+
+
+def test_unknown_keys_are_not_found(server: RunningServer) -> None:
+    ok(server.chat(TEXT, max_tokens=2))
+    (first, *_) = ok(server.client.get("/v1/cache/tree"))["nodes"]
+    server.engine.flush()
+    for key in (first["key"], "0" * 64):
+        answer = server.post("/v1/cache/pin", {"key": key, "ttl_seconds": 60})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "node_not_found")
+    for key in (first["key"], "0" * 64, "x", "0" * 63, first["key"][:32], "%00"):
+        answer = server.client.get(f"/v1/cache/nodes/{key}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "node_not_found")
+
+
+def test_the_tree_is_read_while_the_engine_is_busy(server: RunningServer) -> None:
+    ok(server.chat(TEXT, max_tokens=2))
+    before = ok(server.client.get("/v1/cache/tree"))
+    entered, let_go = threading.Event(), threading.Event()
+
+    def work() -> None:
+        entered.set()
+        assert let_go.wait(30)
+
+    thread = threading.Thread(target=server.engine.call, args=(work,))
+    thread.start()
+    try:
+        assert entered.wait(30)
+        assert ok(server.client.get("/v1/cache/tree")) == before
+        key = before["nodes"][0]["key"]
+        assert ok(server.client.get(f"/v1/cache/nodes/{key}"))["key"] == key
+    finally:
+        let_go.set()
+        thread.join()
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
+        ("pin", {"key": "0" * 63, "ttl_seconds": 1}, "key"),
+        ("pin", {"key": "A" * 64, "ttl_seconds": 1}, "key"),
+        ("pin", {"key": "0" * 64, "prompt": "both", "ttl_seconds": 1}, "key"),
+        ("pin", {"key": "0" * 64}, "ttl_seconds"),
         ("probe", chat_body(TEXT, max_tokens=3), "max_tokens"),
         ("probe", {}, "prompt"),
         ("probe", {"prompt": ""}, "prompt"),
@@ -114,6 +167,8 @@ def test_every_route_needs_the_key(checkpoint: Path) -> None:
     with running(engine, ServerConfig(port=0, api_key=("secret",))) as server:
         for path in ("probe", "pin", "flush"):
             assert server.post(f"/v1/cache/{path}", {}).status_code == 401
+        for path in ("events", "nodes/" + "0" * 64):
+            assert server.client.get(f"/v1/cache/{path}").status_code == 401
         for path in ("stats", "tree"):
             assert server.client.get(f"/v1/cache/{path}").status_code == 401
             key = {"authorization": "Bearer secret"}

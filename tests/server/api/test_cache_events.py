@@ -219,6 +219,13 @@ def test_who_never_reads_is_let_go(server: RunningServer) -> None:
         raw.close()
 
 
+def test_other_websites_take_no_places(server: RunningServer) -> None:
+    answer = server.client.get(PATH, headers={"Sec-Fetch-Mode": "no-cors"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "no_cors")
+    with reading(server, headers={"Sec-Fetch-Mode": "cors"}) as reader:
+        wait_for(lambda: bool(reader.named("tree")))
+
+
 def test_it_takes_no_parameters(server: RunningServer) -> None:
     answer = server.client.get(PATH, params={"since": "3"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "since")

@@ -19,6 +19,7 @@ from vlm_serve.engine.mirror import Change, Whole
 from vlm_serve.server.api.cache import CacheNode, refuse_unknown, seen_below, visible_root
 from vlm_serve.server.service import Service
 from vlm_serve.server.streaming import Events, EventStream, until_disconnected
+from vlm_serve.server.tenants import PermissionDeniedError
 
 SLICE = 100
 """Nodes or changes that are made into text at once: the event loop serves others in between."""
@@ -44,8 +45,12 @@ class CacheTreeEvent(BaseModel):
 
 
 async def cache_events(service: Service, request: Request) -> Response:
-    """GET /v1/cache/events. Raises OverloadedError if too many clients read them already."""
+    """GET /v1/cache/events. Raises OverloadedError if too many clients read them already,
+    PermissionDeniedError for a browser that could not read them."""
     refuse_unknown(request.query_params, ())
+    if request.headers.get("sec-fetch-mode") == "no-cors":
+        # Any website can make a browser ask like that, with no chance to read what comes.
+        raise PermissionDeniedError("this stream is for who can read it", code="no_cors")
     reader = _Reader(service, visible_root(service, request))
     if request.scope.get("is_head"):
         return Response(media_type=EventStream.media_type)
