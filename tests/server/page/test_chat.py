@@ -42,10 +42,12 @@ def endless(route: Route) -> None:
 
 
 def test_the_second_question_about_a_picture_encodes_nothing(visit: Visit) -> None:
+    httpx.post(f"{visit.url}/v1/cache/flush", json={}, trust_env=False).raise_for_status()
     page = visit.page
     visit.upload(PICTURE)
     visit.ask("What color is the star?")
     assert answer_of(page, 0) == "The star is red."
+    assert "media_encoded 1" in reuse_of(page, 0)
     visit.ask("Where is the triangle?")
     assert answer_of(page, 1) == "The triangle is at the top right."
     assert "media_encoded 0" in reuse_of(page, 1)
