@@ -88,6 +88,20 @@ def test_a_picture_is_shown_to_the_browser_that_has_it_only(visit: Visit, server
     other.close()
 
 
+def test_an_answer_leads_to_what_it_reused(visit: Visit) -> None:
+    page = visit.page
+    visit.upload("heart.png")
+    visit.ask("What is it?")
+    visit.ask("What color is it?")
+    page.locator(".reuse-of summary").last.click()
+    page.locator(".reuse-of").last.get_by_role("link", name="in the live cache").click()
+    expect(page.get_by_role("treegrid").locator("[aria-selected=true]")).to_be_visible()
+    expect(page.locator(".details dl")).to_contain_text("users now")
+    ask(visit, "Something that comes meanwhile, and leaves what was chosen as it is.")
+    expect(page.locator(".feed li")).not_to_have_count(0)
+    expect(page.get_by_role("treegrid").locator("[aria-selected=true]")).to_have_count(1)
+
+
 def test_a_node_is_chosen_read_and_pinned(visit: Visit) -> None:
     page = visit.page
     visit.open("live")

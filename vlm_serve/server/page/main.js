@@ -75,7 +75,8 @@ server.subscribe((what) => {
 });
 
 function show() {
-  const name = Object.hasOwn(views, location.hash.slice(1)) ? location.hash.slice(1) : "chat";
+  const [asked, key] = location.hash.slice(1).split("/");
+  const name = Object.hasOwn(views, asked) ? asked : "chat";
   for (const [each, view] of Object.entries(views)) view.hidden = each !== name;
   for (const link of links) {
     if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
@@ -83,7 +84,7 @@ function show() {
   }
   document.title = `${NAMES[name]} · vlm-serve`;
   reuse.show();
-  live.setShown(name === "live");
+  live.setShown(name === "live", key);
 }
 
 function skip(event) {

@@ -4,7 +4,7 @@ import { button, field, h, replace } from "../shared/dom.js";
 import { icon } from "../shared/icons.js";
 import { copy } from "../shared/clipboard.js";
 import { promptBar } from "../reuse/bar.js";
-import { numbersLine, sentences } from "../reuse/facts.js";
+import { linkToNode, numbersLine, sentences } from "../reuse/facts.js";
 import { mediumOf } from "./library.js";
 import { rendered } from "./markdown.js";
 import { mediumFigure } from "./media.js";
@@ -163,7 +163,7 @@ function reuseOf(answer) {
         numbersLine(answer).map((text) => h("span", null, text)),
       ),
     ),
-    h("div", { class: "sentences" }, sentences(answer.report)),
+    h("div", { class: "sentences" }, sentences(answer.report), linkToNode(answer.report)),
   );
 }
 

@@ -24,7 +24,8 @@ const workerPolicy = globalThis.trustedTypes?.createPolicy("page", {
 
 export class LiveView {
   #layout = null;
-  #chosen = null;
+  #hasChoice = false;
+  #revealing = false;
   #shown = false;
   #askers = [];
   #worker = new Worker(workerPolicy ? workerPolicy.createScriptURL(WORKER) : WORKER, {
@@ -71,8 +72,14 @@ export class LiveView {
     known.subscribe(() => this.icicle.draw());
   }
 
-  setShown(shown) {
+  /** @param {string} [key] of a node that is chosen as soon as the tree is there */
+  setShown(shown, key) {
     this.#shown = shown;
+    if (key) {
+      this.#hasChoice = true;
+      this.#revealing = true;
+      this.#worker.postMessage({ choose: key });
+    }
     this.#look();
   }
 
@@ -95,7 +102,7 @@ export class LiveView {
       this.#worker.postMessage(message);
   }
 
-  #fromWorker({ layout, happened, tree }) {
+  #fromWorker({ layout, chosen, happened, tree }) {
     if (tree) for (const tell of this.#askers.splice(0)) tell(tree);
     if (happened) this.#happened(happened);
     if (!layout) return;
@@ -105,7 +112,9 @@ export class LiveView {
     this.size.textContent = layout.count
       ? `${counted(layout.numNodes, "node")} in ${counted(layout.count, "run")}, ${counted(layout.rows, "branch", "branches")}`
       : "Nothing is kept yet.";
-    if (this.#chosen !== null) this.#showChosen(layout.key.indexOf(this.#chosen));
+    if (this.#hasChoice) this.#showChosen(chosen);
+    if (this.#revealing && chosen >= 0) this.#reveal(chosen);
+    this.#revealing = false;
   }
 
   #happened(changes) {
@@ -122,11 +131,15 @@ export class LiveView {
   }
 
   #choose(run) {
-    this.#chosen = this.#layout.key[run];
-    this.icicle.reveal(run);
-    this.grid.select(run);
-    this.grid.reveal(run);
+    this.#hasChoice = true;
+    this.#worker.postMessage({ choose: this.#layout.key[run] });
     this.#showChosen(run);
+    this.#reveal(run);
+  }
+
+  #reveal(run) {
+    this.icicle.reveal(run);
+    this.grid.reveal(run);
   }
 
   #showChosen(run) {
@@ -134,7 +147,7 @@ export class LiveView {
     this.grid.select(run);
     if (run >= 0) this.details.show(this.#layout, run);
     else this.details.gone();
-    if (run < 0) this.#chosen = null;
+    if (run < 0) this.#hasChoice = false;
   }
 
   async #flush() {

@@ -1,7 +1,8 @@
 // Keeps the tree and lays it out, away from the thread that draws.
 //
-// Takes {event: "tree" | "changes", data} as the server sends them, and {ask: "tree"}.
-// Gives {layout}, {happened: changes with where they are}, and {tree} when asked.
+// Takes {event: "tree" | "changes", data} as the server sends them, and {ask: "tree"},
+// and {choose: key of a node}.
+// Gives {layout, chosen: run of the chosen node or -1}, {happened: changes with where they are}, and {tree} when asked.
 
 import { layOut } from "./layout.js";
 import { Tree } from "./tree.js";
@@ -11,9 +12,12 @@ const PAUSE_MS = 100;
 const tree = new Tree();
 let due = null;
 let latest = null;
+let chosen = null;
 
-self.onmessage = ({ data: { event, data, ask } }) => {
-  if (ask === "tree") {
+self.onmessage = ({ data: { event, data, ask, choose } }) => {
+  if (choose !== undefined) {
+    chosen = choose;
+  } else if (ask === "tree") {
     self.postMessage({ tree: tree.whole() });
   } else if (event === "tree") {
     tree.reset(data);
@@ -31,7 +35,7 @@ function give() {
   const next = tree.sweep(now);
   due = next === null ? null : setTimeout(give, next - now + PAUSE_MS);
   latest = layOut(tree);
-  self.postMessage({ layout: latest.layout });
+  self.postMessage({ layout: latest.layout, chosen: latest.owner.get(chosen) ?? -1 });
 }
 
 function told(change) {

@@ -12,6 +12,12 @@ export function sentences(report) {
     .map((text) => h("p", null, text));
 }
 
+/** Leads to the last node that was reused, or nowhere if there is none. */
+export function linkToNode(report) {
+  if (!report.boundary_key) return null;
+  return h("a", { href: `#live/${report.boundary_key}` }, "Show what was reused in the live cache");
+}
+
 /** One line of numbers for below an answer. */
 export function numbersLine(answer) {
   const { report, usage, times } = answer;

@@ -4,7 +4,7 @@ import { h, replace } from "../shared/dom.js";
 import { count } from "../shared/words.js";
 import { titleOf } from "../chat/conversation.js";
 import { legend, promptBar } from "./bar.js";
-import { numbersList, sentences } from "./facts.js";
+import { linkToNode, numbersList, sentences } from "./facts.js";
 
 /**
  * @param {import("../shared/value.js").Value} current the conversation that is open
@@ -57,7 +57,7 @@ function entry({ text, answer }, scale) {
     h(
       "div",
       { class: "told" },
-      h("div", { class: "sentences" }, sentences(answer.report)),
+      h("div", { class: "sentences" }, sentences(answer.report), linkToNode(answer.report)),
       numbersList(answer),
     ),
   );
