@@ -174,7 +174,7 @@ def test_gauges_tell_memory_and_the_last_minutes(visit: Visit) -> None:
     expect(gauges.locator(".meters")).to_contain_text("MiB")
     card = gauges.locator(".card")
     expect(card.filter(has_text="First token").locator("strong")).to_contain_text("s")
-    expect(card.filter(has_text="Hit rate").locator("small")).to_contain_text("% since the start")
+    expect(card.filter(has_text="Hit rate").locator("small")).to_contain_text("% in all")
     expect(card.filter(has_text="Running").locator("strong")).to_have_text("0")
 
 

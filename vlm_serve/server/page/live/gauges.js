@@ -64,7 +64,7 @@ export class Gauges {
 }
 
 function overall({ hit_tokens: hit, prompt_tokens: all }) {
-  return all ? `${percent(hit / all)} since the start` : "";
+  return all ? `${percent(hit / all)} in all` : "";
 }
 
 /** A meter for each bucket that holds or may hold something. */
