@@ -44,6 +44,7 @@ def main() -> int:
         fuzz += ["--checks", CHECKS, "--seed", str(options.seed)]
         fuzz += ["--max-examples", str(options.examples)]
         fuzz += ["--request-timeout", str(REQUEST_SECONDS)]
+        fuzz += ["--exclude-path", "/v1/cache/events"]  # a stream that never ends
         with tempfile.TemporaryDirectory() as there:  # it leaves a folder where it runs
             return subprocess.run(fuzz, check=False, cwd=there).returncode
 

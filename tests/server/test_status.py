@@ -207,6 +207,8 @@ def test_the_openapi_document_knows_what_streams(fake: RunningServer) -> None:
         "/v1/messages",
         "/inference/v1/generate",
     }
+    events = paths["/v1/cache/events"]["get"]["responses"]["200"]["content"]
+    assert "text/event-stream" in events
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def _add_gets(app: FastAPI, service: Service) -> None:
             _guarded(service, handler),
             name="cache_" + path.split("/")[0],
             response_model=None,
-            responses={200: answer, "4XX": {"model": ErrorBody}},
+            responses={200: answer, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
         )
 
     @app.get("/v1/models", response_model=None, responses={200: {"model": ModelList}})
