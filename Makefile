@@ -1,5 +1,6 @@
 # make serve   sets up .venv from nothing and serves a model on http://127.0.0.1:8000
-# make test    sets up .venv with the development dependencies and runs every test, on up to four cores
+# make test    sets up .venv with the development dependencies and runs every test, on up to four cores;
+#              the tests of the page need Debian's chromium
 # make lint    ruff, clang-format and mypy, as CI runs them
 # make test-sanitized   runs the tests of the compiled kernels with a library that checks its memory
 #                       accesses and arithmetic (GCC; the first start compiles for a minute)

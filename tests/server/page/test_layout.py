@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from browser import Visit
 from page_tree import ROOT, node
 
-LAY_OUT = """async ([tree, batches, now]) => {
+LAY_OUT = """async (told) => {
+    const [tree, batches, now] = JSON.parse(told);
     const {Tree} = await import("/live/tree.js");
     const {layOut, runAt} = await import("/live/layout.js");
     const mine = new Tree();
@@ -20,13 +22,13 @@ LAY_OUT = """async ([tree, batches, now]) => {
         ([name, value]) => [name, ArrayBuffer.isView(value) ? Array.from(value) : value]));
     const places = [[0, 0], [20, 0.5], [20, 1.5], [40, 1.5], [99, 0]];
     const at = places.map(([x, y]) => runAt(layout, x, y));
-    return {...plain, at, due, late, whole: mine.whole()};
+    return JSON.stringify({...plain, at, due, late, whole: mine.whole()});
 }"""
 
 
 def lay_out(visit: Visit, nodes: list[dict[str, Any]], *batches: list[Any]) -> dict[str, Any]:
     tree = {"sequence": 1, "roots": [{"key": ROOT}], "nodes": nodes}
-    told = visit.page.evaluate(LAY_OUT, [tree, list(batches), 1000])
+    told = json.loads(visit.page.evaluate(LAY_OUT, json.dumps([tree, batches, 1000])))
     assert isinstance(told, dict)
     return told
 
