@@ -69,8 +69,8 @@ def test_a_probe_tells_what_a_new_picture_costs(pipe: Pipeline) -> None:
     assert (probe.media_encoded, probe.media_skipped) == (1, 2)
     report = pipe.chat([user(known, new, known, "And these?")], greedy(1)).cache_report
     assert set(probe.snapshots) < set(report.snapshots), "the request has stored some"
-    later = {"media_decoded": report.media_decoded, "snapshots": report.snapshots}
-    assert replace(probe, **later) == report
+    told = replace(probe, media_decoded=report.media_decoded, snapshots=report.snapshots)
+    assert told == report
 
 
 def test_a_probe_sees_lower_tiers(checkpoint: Path) -> None:
