@@ -1,5 +1,6 @@
 # make serve   sets up .venv from nothing and serves a model on http://127.0.0.1:8000
-# make test    sets up .venv with the development dependencies and runs every test, on up to four cores
+# make test    sets up .venv with the development dependencies and runs every test, on up to four cores;
+#              the tests of the page need Debian's chromium
 # make lint    ruff, clang-format and mypy, as CI runs them
 # make test-sanitized   runs the tests of the compiled kernels with a library that checks its memory
 #                       accesses and arithmetic (GCC; the first start compiles for a minute)
@@ -7,6 +8,8 @@
 #                 (with Debian's g++-aarch64-linux-gnu and qemu-user), then runs their tests for the
 #                 processor here and for x86-64-v3; ARGS="--tests x86-64-v3" only for the latter
 # make native-digest    prints the digest of the compiled kernels' arithmetic, for kernels/native_self_test.py
+#
+# make screenshots   takes pictures of every view of the page, with Debian's chromium, into docs/screenshots
 #
 # PYTHON, MODEL, HOST, PORT and ARGS may be given: make serve MODEL=Qwen/Qwen3.5-4B ARGS="--block-size 64"
 
@@ -21,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL ?= demo
 CPP := $(wildcard kernels/native/* vlm_serve/models/native/* tests/native/*.cpp tests/native/*.h)
 
-.PHONY: serve test test-sanitized test-isa native-digest lint format clean
+.PHONY: serve test test-sanitized test-isa native-digest screenshots lint format clean
 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -43,6 +46,9 @@ test-isa: $(VENV)/installed-dev
 
 native-digest: $(VENV)/installed
 	$(BIN)/python -m vlm_serve.kernels.native_self_test
+
+screenshots: $(VENV)/installed-dev
+	$(BIN)/python tests/page_screenshots.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

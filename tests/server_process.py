@@ -33,21 +33,23 @@ class ServerProcess:
 @contextmanager
 def server_process(
     *arguments: str,
+    port: int = 0,
     environment: Mapping[str, str] | None = None,
     log: IO[str] | int = subprocess.DEVNULL,
     folder: Path | None = None,
 ) -> Iterator[ServerProcess]:
-    """Serves on a free port; the process is killed at the end.
+    """Serves until the end, when the process is killed.
 
     Args:
         arguments: of `vlm-serve serve`, the model among them.
+        port: to listen on; 0 takes any free one.
         environment: variables besides this process's own.
         log: where its standard error goes.
         folder: the checkout that serves, if it is not this one.
     """
     path = {"PYTHONPATH": str(folder)} if folder is not None else {}
     process = subprocess.Popen(
-        [*COMMAND, "serve", *arguments, "--port", "0"],
+        [*COMMAND, "serve", *arguments, "--port", str(port)],
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,

@@ -85,3 +85,19 @@ def test_links_in_the_documents_lead_somewhere() -> None:
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_every_picture_that_is_shown_is_there() -> None:
+    for folder in (ROOT, ROOT / "docs"):
+        for path in folder.glob("*.md"):
+            text = path.read_text(encoding="utf-8")
+            names = re.findall(r'!\[[^\]]*\]\(([^)]+)\)|<img src="([^"]+)"', text)
+            for name in ("".join(pair) for pair in names):
+                assert (folder / name).is_file(), f"{path.name} shows {name}"
+
+
+def test_every_view_is_shown_large_and_small_light_and_dark() -> None:
+    text = (ROOT / "docs" / "page.md").read_text(encoding="utf-8")
+    for path in (ROOT / "docs" / "screenshots").iterdir():
+        assert f'"screenshots/{path.name}"' in text
+    assert len(list((ROOT / "docs" / "screenshots").iterdir())) == 3 * 2 * 2

@@ -173,5 +173,7 @@ def test_a_wheel_contains_the_linked_folders(tmp_path: Path) -> None:
     assert "vlm_serve/py.typed" in packed
     for path in (ROOT / "vlm_serve" / "demo").rglob("*.*"):
         assert str(path.relative_to(ROOT)) in packed
+    for path in (ROOT / "vlm_serve" / "server" / "page").rglob("*.*"):
+        assert str(path.relative_to(ROOT)) in packed
     tops = {name.split("/")[0] for name in packed}
     assert len(tops) == 2, "one package and its metadata, nothing beside them"

@@ -1,0 +1,33 @@
+"""A real Chromium and a real server with the demo model, one of each for a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from browser import SMALL_SERVER, Visit, chromium
+from playwright.sync_api import Browser
+from server_process import server_process
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def server_url() -> Iterator[str]:
+    with server_process(*SMALL_SERVER) as server:
+        yield server.url
+
+
+@pytest.fixture
+def visit(browser: Browser, server_url: str) -> Iterator[Visit]:
+    """The page in a fresh profile. It may not have said an error, nor asked another host."""
+    visit = Visit(browser, server_url)
+    visit.open()
+    yield visit
+    visit.close()
+    assert visit.errors == []
+    assert visit.strangers == []

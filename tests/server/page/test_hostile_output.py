@@ -1,0 +1,128 @@
+"""What a model says is not trusted: it is shown, and neither run, loaded nor followed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from browser import Visit
+from playwright.sync_api import Route, expect
+
+from vlm_serve.server.static_page import CONTENT_SECURITY_POLICY
+
+STRANGER = "http://192.0.2.1"  # an address that is kept for documents
+
+HOSTILE = {
+    "script": "<script>document.title = 'owned'</script>",
+    "handler": "<img src=x onerror=\"document.title = 'owned'\">",
+    "picture": f"![a cat]({STRANGER}/cat.png)",
+    "reference": f"![cat][c]\n\n[c]: {STRANGER}/cat.png",
+    "html_picture": f"<img src='{STRANGER}/cat.png'>",
+    "svg": "<svg onload=\"document.title = 'owned'\"><a xlink:href='javascript:1'>x</a></svg>",
+    "javascript": "[click](javascript:document.title='owned')",
+    "hidden_javascript": "[click](java&#x0A;script:document.title='owned')",
+    "data": "[click](data:text/html,<script>document.title='owned'</script>)",
+    "own_route": "[click](/v1/cache/flush) [click](//192.0.2.1/)",
+    "style": f"<style>b {{ background: url({STRANGER}/x) }}</style><b style='top: 0'>x</b>",
+    "form": f"<form action='{STRANGER}'><button>Send</button></form><input autofocus>",
+    "frame": f"<iframe src='{STRANGER}'></iframe><object data='{STRANGER}'></object>",
+    "attribute": '![x" onerror="document.title=`owned`](x)',
+    "title": "[x](https://example.org \"y' onclick='document.title=1\")",
+    "code": "```html\n</code></pre><script>document.title='owned'</script>\n```",
+}
+
+
+def saying(**delta: Any) -> Callable[[Route], None]:
+    """A model that says this, whatever it is asked."""
+    chunks = [
+        {"model": "m", "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {"model": "m", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+    ]
+    events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
+    headers = {"content-type": "text/event-stream"}
+    return lambda route: route.fulfill(status=200, headers=headers, body="".join(events))
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_an_answer_is_shown_and_nothing_of_it_happens(visit: Visit, text: str) -> None:
+    page = visit.page
+    page.route("**/v1/chat/completions", saying(content=text))
+    visit.ask("Be hostile")
+    said = page.locator(".markdown")
+    expect(said).not_to_be_empty()
+    forbidden = "script, img, iframe, object, svg, style, form, input, button, [style], [onclick]"
+    expect(said.locator(forbidden)).to_have_count(0)
+    for link in said.locator("a").all():
+        address = link.get_attribute("href")
+        assert address is None or address.startswith(("https://", "http://"))
+        assert link.get_attribute("rel") == "noopener noreferrer nofollow"
+        if address is None:
+            link.click()
+    assert "owned" not in page.title()
+    expect(page.locator("nav[aria-label=Views] a[aria-current]")).to_have_text("Chat")
+
+
+def test_a_picture_of_an_answer_is_a_link(visit: Visit) -> None:
+    visit.page.route("**/v1/chat/completions", saying(content=HOSTILE["picture"]))
+    visit.ask("Show me a cat")
+    link = visit.page.locator(".markdown a")
+    expect(link).to_have_text("a cat (image, not loaded)")
+    expect(link).to_have_attribute("href", f"{STRANGER}/cat.png")
+
+
+def test_html_is_shown_as_the_text_that_it_is(visit: Visit) -> None:
+    visit.page.route("**/v1/chat/completions", saying(content=f"Look: {HOSTILE['script']}"))
+    visit.ask("Be hostile")
+    expect(visit.page.locator(".markdown")).to_have_text(f"Look: {HOSTILE['script']}")
+
+
+def test_reasoning_and_calls_are_text_and_folded(visit: Visit) -> None:
+    page = visit.page
+    function = {"name": "<b>f</b>", "arguments": '{"a": "<script>document.title=1</script>"}'}
+    call = {"index": 0, "id": "1", "type": "function", "function": function}
+    answer = saying(reasoning=HOSTILE["handler"], content="Well.", tool_calls=[call])
+    page.route("**/v1/chat/completions", answer)
+    visit.ask("Think")
+    folded = page.locator(".folded")
+    expect(folded.locator("summary")).to_have_text(["Reasoning", "Call of <b>f</b>"])
+    expect(folded.locator("pre").first).to_be_hidden()
+    folded.locator("summary").first.click()
+    expect(folded.locator("pre").first).to_have_text(HOSTILE["handler"])
+    expect(folded.locator("b, script, img")).to_have_count(0)
+
+
+def test_names_of_files_and_questions_are_text(visit: Visit) -> None:
+    page = visit.page
+    content = b"GIF89a\x01\x00\x01\x00\x00\x00\x00;"
+    name = "<img src=x onerror=alert(1)>.gif"
+    visit.choose({"name": name, "mimeType": "image/gif", "buffer": content})
+    page.route("**/v1/chat/completions", saying(content="Well."))
+    visit.ask("<script>document.title = 'owned'</script>")
+    expect(page.locator(".question img")).to_have_attribute("alt", name)
+    expect(page.locator(".conversation-bar h1")).to_have_text(
+        "<script>document.title = 'owned'</script>"
+    )
+    page.evaluate("() => { location.hash = '#reuse' }")
+    assert "owned" not in page.title()
+
+
+def test_the_page_may_only_do_what_it_needs(visit: Visit) -> None:
+    """The policy is in force: text does not become a script, by no way that there is."""
+    assert "require-trusted-types-for 'script'" in CONTENT_SECURITY_POLICY
+    refused = visit.page.evaluate("""() => {
+        const attempts = [
+            () => { document.createElement("div").innerHTML = "<b>x</b>"; },
+            () => { document.createElement("script").src = "/main.js"; },
+            () => new Worker("/main.js"),
+            () => trustedTypes.createPolicy("mine", {createHTML: (text) => text}),
+            () => trustedTypes.createPolicy("page", {createScriptURL: (url) => url}),
+        ];
+        return attempts.map((attempt) => {
+            try { attempt(); return false; } catch (error) { return error instanceof TypeError; }
+        });
+    }""")
+    assert refused == [True] * 5
+    assert len(visit.errors) == 5  # the browser says each
+    visit.errors.clear()

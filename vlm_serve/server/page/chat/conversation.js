@@ -1,0 +1,91 @@
+// A conversation: questions with their answers, as plain values that IndexedDB can hold.
+//
+// turn = {id, text, media: [medium id], results: {call id: text} | null, answer}
+//   `results`: instead of a question the turn brings what tools have returned.
+// answer = {text, reasoning, calls: [{id, name, arguments}], finish, error, model, usage, report, times}
+//   finish: null while it streams, then "stop", "length", "tool_calls", "stopped" (by the reader) or "error"
+//   times: milliseconds {first, total} from the sending on
+
+import { randomId } from "../shared/ids.js";
+
+const TITLE_LENGTH = 48;
+
+export const NO_OPTIONS = Object.freeze({
+  system: "",
+  temperature: "",
+  top_p: "",
+  top_k: "",
+  max_tokens: "",
+  seed: "",
+  stop: "",
+  thinking: "",
+  tools: "",
+});
+
+export function newConversation() {
+  const now = Date.now();
+  return {
+    id: randomId(),
+    created: now,
+    updated: now,
+    title: "",
+    model: "",
+    options: { ...NO_OPTIONS },
+    turns: [],
+  };
+}
+
+export function newTurn(text, media, results = null) {
+  return { id: randomId(), text, media, results, answer: newAnswer() };
+}
+
+export function newAnswer() {
+  return {
+    text: "",
+    reasoning: "",
+    calls: [],
+    finish: null,
+    error: null,
+    model: "",
+    usage: null,
+    report: null,
+    times: null,
+  };
+}
+
+export function titleOf(conversation) {
+  if (conversation.title) return conversation.title;
+  const text =
+    conversation.turns
+      .find((turn) => turn.text)
+      ?.text.replaceAll(/\s+/g, " ")
+      .trim() ?? "";
+  if (!text) return conversation.turns.length ? "A picture" : "New conversation";
+  return text.length > TITLE_LENGTH ? `${text.slice(0, TITLE_LENGTH - 1)}…` : text;
+}
+
+/** Ids of the media of all turns, in order. */
+export function mediaOf(turns) {
+  return turns.flatMap((turn) => turn.media);
+}
+
+/** Takes one chunk of a streamed chat completion into an answer. Returns whether it brought text. */
+export function absorb(answer, chunk) {
+  answer.model = chunk.model ?? answer.model;
+  answer.usage = chunk.usage ?? answer.usage;
+  answer.report = chunk.cache_report ?? answer.report;
+  const choice = chunk.choices?.[0];
+  if (choice === undefined) return false;
+  const delta = choice.delta ?? {};
+  const reasoning = delta.reasoning ?? delta.reasoning_content ?? "";
+  answer.text += delta.content ?? "";
+  answer.reasoning += reasoning;
+  for (const part of delta.tool_calls ?? []) {
+    const call = (answer.calls[part.index] ??= { id: "", name: "", arguments: "" });
+    call.id = part.id ?? call.id;
+    call.name += part.function?.name ?? "";
+    call.arguments += part.function?.arguments ?? "";
+  }
+  answer.finish = choice.finish_reason ?? answer.finish;
+  return Boolean(delta.content || reasoning || delta.tool_calls?.length);
+}

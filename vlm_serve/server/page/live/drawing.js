@@ -1,0 +1,211 @@
+// How runs look on a canvas. Draws what lies in the seen part, and nothing else.
+
+import { mediumOfHash, urlOf } from "../chat/library.js";
+import { count } from "../shared/words.js";
+import { TIERS } from "./layout.js";
+
+const NAMES = [
+  "device",
+  "host",
+  "disk",
+  "leaving",
+  "medium",
+  "snapshot",
+  "on-bar",
+  "on-medium",
+  "text",
+  "background",
+  "pin",
+];
+const FONT = "11px system-ui, sans-serif";
+const LABEL = { width: 54, height: 13 };
+const PICTURE = { width: 18, height: 16 };
+
+const pictures = new Map();
+
+/** The colours in force, by name, as a canvas takes them. */
+export function palette(element) {
+  const probe = document.createElement("span");
+  element.append(probe);
+  const colours = {};
+  for (const name of NAMES) {
+    probe.style.color = `var(--${name})`;
+    colours[name] = getComputedStyle(probe).color;
+  }
+  probe.remove();
+  return colours;
+}
+
+/**
+ * @param {CanvasRenderingContext2D} context whose units are CSS pixels
+ * @param {object} layout see layout.js
+ * @param {{seen: object, scale: {x: number, y: number}, colours: object, selected: number,
+ *   glow: (key: string) => number, onLoad: () => void}} how
+ * @returns {number} runs drawn
+ */
+export function drawRuns(context, layout, how) {
+  const { seen, scale } = how;
+  const { top, bottom, start, end, next } = layout;
+  const first = { x: seen.left / scale.x, y: seen.top / scale.y };
+  const last = { x: (seen.left + seen.width) / scale.x, y: (seen.top + seen.height) / scale.y };
+  const drawn = [];
+  let index = 0;
+  while (index < layout.count && top[index] < last.y) {
+    // What starts right of the seen part has all that comes after it there as well.
+    if (bottom[index] <= first.y || start[index] >= last.x) {
+      index = next[index];
+      continue;
+    }
+    if (end[index] > first.x) {
+      drawn.push([index, drawRun(context, layout, index, how)]);
+    }
+    index += 1;
+  }
+  // On top of all bars: what stands at the end of one reaches into the next.
+  for (const [run, bar] of drawn) {
+    for (let each = layout.firstMark[run]; each < layout.firstMark[run + 1]; each += 1)
+      drawSnapshot(context, layout.marks[each] * scale.x - seen.left, bar, how.colours);
+    if (layout.pins[run] > 0) outline(context, bar, how.colours.pin, 1.5);
+    if (run === how.selected) outline(context, bar, how.colours.text, 2.5);
+  }
+  return drawn.length;
+}
+
+function drawRun(context, layout, index, { seen, scale, colours, glow, onLoad }) {
+  const box = {
+    x: layout.start[index] * scale.x - seen.left,
+    y: layout.top[index] * scale.y - seen.top,
+    right: layout.end[index] * scale.x - seen.left,
+    bottom: layout.bottom[index] * scale.y - seen.top,
+  };
+  const bar = inside(box, seen, scale.y >= 8 ? 1.5 : 0.5);
+  context.fillStyle = colours[TIERS[layout.tier[index]]];
+  context.beginPath();
+  context.roundRect(
+    bar.x,
+    bar.y,
+    bar.width,
+    bar.height,
+    Math.min(3, bar.width / 2, bar.height / 2),
+  );
+  context.fill();
+  const light = glow(layout.key[index]);
+  if (light > 0) {
+    context.globalAlpha = 0.55 * light;
+    context.fillStyle = colours.background;
+    context.fill();
+    context.globalAlpha = 1;
+  }
+  for (let each = layout.firstMedium[index]; each < layout.firstMedium[index + 1]; each += 1)
+    drawMedium(context, layout.media[each], bar, { seen, scale, colours, onLoad });
+  drawLabel(context, layout, index, bar, colours);
+  return bar;
+}
+
+/** The part of a box that is seen, less a gap: a bar may be much longer than the screen. */
+function inside(box, seen, gap) {
+  const x = Math.max(box.x, -4);
+  const y = Math.max(box.y, -4);
+  return {
+    x,
+    y: y + gap / 2,
+    width: Math.max(0.75, Math.min(box.right, seen.width + 4) - x - gap),
+    height: Math.max(0.75, Math.min(box.bottom, seen.height + 4) - y - gap),
+  };
+}
+
+function drawMedium(context, { at, length, hash, begins }, bar, { seen, scale, colours, onLoad }) {
+  const x = Math.max(bar.x, at * scale.x - seen.left);
+  const right = Math.min(bar.x + bar.width, Math.max((at + length) * scale.x - seen.left, x + 2));
+  const height = Math.min(bar.height, Math.max(3, scale.y * 0.75));
+  const y = bar.y + (bar.height - height) / 2;
+  if (right <= x) return;
+  context.fillStyle = colours.medium;
+  context.fillRect(x, y, right - x, height);
+  const medium = hash && begins ? mediumOfHash(hash) : null;
+  if (medium === null || right - x < PICTURE.width || height < PICTURE.height) return;
+  const picture = pictureOf(medium, onLoad);
+  if (picture === null) return;
+  const size = Math.min(height - 2, right - x - 2);
+  const ratio = picture.width / picture.height;
+  const width = Math.min(right - x - 2, size * Math.max(1, ratio));
+  context.drawImage(picture, x + 1, y + (height - width / ratio) / 2, width, width / ratio);
+}
+
+/** A small picture of a medium; null while it is being made. */
+function pictureOf(medium, onLoad) {
+  if (!pictures.has(medium.id)) {
+    pictures.set(medium.id, null);
+    const made =
+      medium.kind === "image"
+        ? createImageBitmap(medium.blob, { resizeHeight: 64, resizeQuality: "medium" })
+        : firstFrame(medium);
+    made.then(
+      (picture) => {
+        pictures.set(medium.id, picture);
+        onLoad();
+      },
+      () => {},
+    );
+  }
+  return pictures.get(medium.id);
+}
+
+async function firstFrame(medium) {
+  const video = document.createElement("video");
+  video.muted = true;
+  video.preload = "auto";
+  video.src = urlOf(medium);
+  await new Promise((resolve, reject) => {
+    video.onloadeddata = resolve;
+    video.onerror = reject;
+  });
+  return createImageBitmap(video, { resizeHeight: 64, resizeQuality: "medium" });
+}
+
+function drawSnapshot(context, x, bar, colours) {
+  const y = bar.y + bar.height / 2;
+  const size = Math.min(4.5, bar.height / 2);
+  context.beginPath();
+  context.moveTo(x, y - size);
+  context.lineTo(x + size, y);
+  context.lineTo(x, y + size);
+  context.lineTo(x - size, y);
+  context.closePath();
+  context.fillStyle = colours.snapshot;
+  context.fill();
+  context.strokeStyle = colours.background;
+  context.lineWidth = 1;
+  context.stroke();
+}
+
+function outline(context, bar, colour, width) {
+  context.strokeStyle = colour;
+  context.lineWidth = width;
+  context.strokeRect(
+    bar.x + width / 2,
+    bar.y + width / 2,
+    Math.max(0, bar.width - width),
+    Math.max(0, bar.height - width),
+  );
+}
+
+function drawLabel(context, layout, index, bar, colours) {
+  const hasMedia = layout.firstMedium[index] !== layout.firstMedium[index + 1];
+  if (
+    bar.width < LABEL.width ||
+    bar.height < LABEL.height ||
+    (hasMedia && bar.height < 3 * LABEL.height)
+  )
+    return;
+  context.font = FONT;
+  context.textBaseline = "middle";
+  context.fillStyle = colours["on-bar"];
+  const text = `${count(layout.end[index] - layout.start[index])} tokens`;
+  if (context.measureText(text).width + 12 < bar.width)
+    context.fillText(
+      text,
+      Math.max(bar.x, 0) + 6,
+      hasMedia ? Math.max(bar.y, 0) + 10 : bar.y + bar.height / 2,
+    );
+}

@@ -1,0 +1,96 @@
+// Memory by bucket, and how the last minutes went.
+
+import { h, replace } from "../shared/dom.js";
+import { bytes, count, duration, percent, rate } from "../shared/words.js";
+import { Chart } from "./chart.js";
+import { History } from "./history.js";
+
+export class Gauges {
+  #history = new History();
+  #charts = {
+    hits: new Chart("Hit rate", { unit: percent, most: 1 }),
+    queue: new Chart("Running, waiting", { unit: count }),
+    steps: new Chart("Steps a second", { unit: rate }),
+    tokens: new Chart("Tokens a second", { unit: rate }),
+    first: new Chart("First token", { unit: (seconds) => duration(1000 * seconds) }),
+    between: new Chart("Between tokens", { unit: (seconds) => duration(1000 * seconds) }),
+  };
+
+  constructor() {
+    this.memory = h("div", { class: "memory" });
+    this.element = h(
+      "section",
+      { class: "gauges", "aria-label": "The last five minutes" },
+      this.memory,
+      Object.values(this.#charts).map((chart) => chart.element),
+    );
+    this.element.hidden = true; // until something is told; tenants are told nothing
+  }
+
+  add(status) {
+    const now = performance.now();
+    const history = this.#history;
+    history.add(status, now);
+    this.element.hidden = false;
+    const { hits, queue, steps, tokens, first, between } = this.#charts;
+    hits.show(
+      [
+        history.shareOf(
+          (each) => each.hit_tokens,
+          (each) => each.prompt_tokens,
+        ),
+      ],
+      now,
+      overall(status),
+    );
+    queue.show(
+      [history.of((each) => each.running), history.of((each) => each.waiting)],
+      now,
+      `${count(status.waiting)} waiting`,
+    );
+    steps.show([history.rateOf((each) => each.steps)], now);
+    tokens.show([history.rateOf((each) => each.generated_tokens)], now);
+    this.#showTimes(first, "time_to_first_token_seconds", now);
+    this.#showTimes(between, "inter_token_seconds", now);
+    replace(this.memory, meters(status.memory, status.memory_limits));
+  }
+
+  /** The median and the 99th percentile of a latency. */
+  #showTimes(chart, name, now) {
+    const { p99 } = this.#history.latest()[name];
+    const lines = ["p50", "p99"].map((part) => this.#history.of((status) => status[name][part]));
+    chart.show(lines, now, p99 === null ? "" : `p99 ${duration(1000 * p99)}`);
+  }
+}
+
+function overall({ hit_tokens: hit, prompt_tokens: all }) {
+  return all ? `${percent(hit / all)} in all` : "";
+}
+
+/** A meter for each bucket that holds or may hold something. */
+function meters(memory, limits) {
+  const rows = Object.entries(memory).filter(([name, size]) => size > 0 || limits[name]);
+  return [
+    h("h3", null, "Memory"),
+    h(
+      "ul",
+      { class: "meters" },
+      rows.map(([name, size]) => meter(name.replaceAll("_", " "), size, limits[name] ?? null)),
+    ),
+  ];
+}
+
+function meter(name, size, limit) {
+  const share = limit ? Math.min(1, size / limit) : 0;
+  return h(
+    "li",
+    null,
+    h("span", null, name),
+    h(
+      "span",
+      { class: "meter", "aria-hidden": "true" },
+      h("span", { style: { width: `${100 * share}%` } }),
+    ),
+    h("span", null, limit ? `${bytes(size)} of ${bytes(limit)}` : bytes(size)),
+  );
+}

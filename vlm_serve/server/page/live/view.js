@@ -1,0 +1,180 @@
+// The view "Live cache": the map, the table, the chosen node, the gauges and what happens.
+
+import { known } from "../chat/library.js";
+import { confirmed } from "../shared/dialogs.js";
+import { button, h } from "../shared/dom.js";
+import { icon } from "../shared/icons.js";
+import { counted } from "../shared/words.js";
+import { Connection } from "./connection.js";
+import { Details, flush } from "./details.js";
+import { Feed } from "./feed.js";
+import { Gauges } from "./gauges.js";
+import { Icicle } from "./icicle.js";
+import { TreeGrid } from "./treegrid.js";
+
+const WORKER = new URL("worker.js", import.meta.url).href;
+
+/** The one script address that is made from a text. */
+const workerPolicy = globalThis.trustedTypes?.createPolicy("page", {
+  createScriptURL(url) {
+    if (url !== WORKER) throw new TypeError(`${url} is no script of this page`);
+    return url;
+  },
+});
+
+export class LiveView {
+  #layout = null;
+  #hasChoice = false;
+  #revealing = false;
+  #shown = false;
+  #askers = [];
+  #worker = new Worker(workerPolicy ? workerPolicy.createScriptURL(WORKER) : WORKER, {
+    type: "module",
+  });
+
+  constructor() {
+    this.icicle = new Icicle((run) => this.#choose(run));
+    this.grid = new TreeGrid((run) => this.#choose(run));
+    this.details = new Details();
+    this.gauges = new Gauges();
+    this.feed = new Feed();
+    this.size = h("p", { class: "lead", role: "status" });
+    this.state = h("p", { class: "problem", hidden: true });
+    this.view = h(
+      "main",
+      { class: "live", hidden: true, tabindex: "0" },
+      h(
+        "div",
+        { class: "live-bar" },
+        h("h1", null, "Live cache"),
+        this.size,
+        button("Flush all", icon("trash"), () => this.#flush()),
+      ),
+      this.state,
+      this.gauges.element,
+      h(
+        "div",
+        { class: "tree" },
+        h("div", { class: "maps" }, legend(), this.icicle.element, this.grid.element),
+        h("div", { class: "side" }, this.details.element, this.feed.element),
+      ),
+    );
+    this.#worker.onmessage = ({ data }) => this.#fromWorker(data);
+    this.connection = new Connection(
+      (message) => this.#onMessage(message),
+      (text) => this.#say(text),
+    );
+    this.connection.answerWith((tell) => {
+      this.#askers.push(tell);
+      this.#worker.postMessage({ ask: "tree" });
+    });
+    document.addEventListener("visibilitychange", () => this.#look());
+    known.subscribe(() => this.icicle.draw());
+  }
+
+  /** @param {string} [key] of a node that is chosen as soon as the tree is there */
+  setShown(shown, key) {
+    this.#shown = shown;
+    if (key) {
+      this.#hasChoice = true;
+      this.#revealing = true;
+      this.#worker.postMessage({ choose: key });
+    }
+    this.#look();
+  }
+
+  reconnect() {
+    this.connection.reconnect();
+  }
+
+  #look() {
+    this.connection.look(this.#shown && !document.hidden);
+  }
+
+  #say(text) {
+    this.state.textContent = text;
+    this.state.hidden = !text;
+  }
+
+  #onMessage(message) {
+    if (message.event === "status") this.gauges.add(message.data);
+    else if (message.event === "tree" || message.event === "changes")
+      this.#worker.postMessage(message);
+  }
+
+  #fromWorker({ layout, chosen, happened, tree }) {
+    if (tree) for (const tell of this.#askers.splice(0)) tell(tree);
+    if (happened) this.#happened(happened);
+    if (!layout) return;
+    this.#layout = layout;
+    this.icicle.show(layout);
+    this.grid.show(layout);
+    this.size.textContent = layout.count
+      ? `${counted(layout.numNodes, "node")} in ${counted(layout.count, "run")}, ${counted(layout.rows, "branch", "branches")}`
+      : "Nothing is kept yet.";
+    if (this.#hasChoice) this.#showChosen(chosen);
+    if (this.#revealing && chosen >= 0) this.#reveal(chosen);
+    this.#revealing = false;
+  }
+
+  #happened(changes) {
+    this.feed.add(changes);
+    const hit = new Set(
+      changes.filter((change) => change.type === "hit").map((change) => change.run),
+    );
+    if (!this.#layout || !hit.size) return;
+    const lit = [];
+    for (const key of hit)
+      for (let run = this.#layout.key.indexOf(key); run >= 0; run = this.#layout.parent[run])
+        lit.push(run);
+    this.icicle.flash(lit);
+  }
+
+  #choose(run) {
+    this.#hasChoice = true;
+    this.#worker.postMessage({ choose: this.#layout.key[run] });
+    this.#showChosen(run);
+    this.#reveal(run);
+  }
+
+  #reveal(run) {
+    this.icicle.reveal(run);
+    this.grid.reveal(run);
+  }
+
+  #showChosen(run) {
+    this.icicle.select(run);
+    this.grid.select(run);
+    if (run >= 0) this.details.show(this.#layout, run);
+    else this.details.gone();
+    if (run < 0) this.#hasChoice = false;
+  }
+
+  async #flush() {
+    const question =
+      "Everything that no running request holds is forgotten, for all users of this server. The next answers are computed from the start.";
+    if (!(await confirmed("Flush the whole cache?", question, "Flush all"))) return;
+    try {
+      await flush();
+    } catch (error) {
+      this.#say(error.message);
+    }
+  }
+}
+
+function legend() {
+  const entries = [
+    ["device", "in memory"],
+    ["host", "in host memory"],
+    ["disk", "on disk"],
+    ["medium", "picture or video"],
+    ["snapshot", "recurrent state kept"],
+    ["pin", "in use or pinned"],
+    ["leaving", "just evicted"],
+  ];
+  return h(
+    "ul",
+    { class: "legend" },
+    entries.map(([name, text]) => h("li", null, h("span", { class: `swatch ${name}` }), text)),
+  );
+}

@@ -1,0 +1,101 @@
+// Puts the page together: the three views, what stands above them, and the state of the server.
+
+import { ChatView } from "./chat/view.js";
+import { known, loadLibrary } from "./chat/library.js";
+import { LiveView } from "./live/view.js";
+import { reuseView } from "./reuse/view.js";
+import { requestJson, server } from "./shared/api.js";
+import { askForKey } from "./shared/dialogs.js";
+import { button, h, replace } from "./shared/dom.js";
+import { icon } from "./shared/icons.js";
+import { storedKey } from "./shared/key.js";
+import { themeButton } from "./shared/theme.js";
+
+const NAMES = { chat: "Chat", reuse: "What was reused", live: "Live cache" };
+
+const chat = new ChatView();
+const reuse = reuseView(chat.current, [chat.answered, known]);
+const live = new LiveView();
+const views = { chat: chat.view, reuse: reuse.view, live: live.view };
+
+const links = Object.entries(NAMES).map(([name, title]) => h("a", { href: `#${name}` }, title));
+const model = h("span", { class: "model" });
+const state = h("div", { class: "server-state", role: "status" });
+
+document.body.append(
+  h("a", { class: "skip", href: "#chat", on: { click: skip } }, "Skip to the content"),
+  h(
+    "header",
+    { class: "top" },
+    h("span", { class: "brand" }, "vlm-serve"),
+    h("nav", { "aria-label": "Views" }, links),
+    model,
+    button("API key", icon("key"), () => changeKey(false), { bare: true }),
+    themeButton(),
+  ),
+  state,
+  ...Object.values(views),
+);
+
+let asking = false;
+
+/** Asks for a key until the server takes it, or the reader has had enough. */
+async function changeKey(wrong) {
+  if (asking) return;
+  asking = true;
+  while (await askForKey(wrong)) {
+    await greet();
+    wrong = server.get() === "key";
+    if (!wrong) break;
+  }
+  asking = false;
+}
+
+/** Learns the served model, and with that whether the server is there and takes the key. */
+async function greet() {
+  try {
+    const { data } = await requestJson("/v1/models");
+    model.textContent = data[0].id;
+    live.reconnect();
+  } catch {
+    // What is wrong is shown by the state of the server.
+  }
+}
+
+server.subscribe((what) => {
+  const giveKey = button("Give a key", icon("key"), () => changeKey(false));
+  const told = {
+    ok: null,
+    gone: h("p", { class: "problem" }, "The server does not answer. Trying again…"),
+    key: h("p", { class: "problem" }, "The server asks for a key. ", giveKey),
+  };
+  replace(state, told[what]);
+  if (what === "key") changeKey(storedKey() !== "");
+  if (what === "ok") queueMicrotask(greet);
+});
+
+function show() {
+  const [asked, key] = location.hash.slice(1).split("/");
+  const name = Object.hasOwn(views, asked) ? asked : "chat";
+  for (const [each, view] of Object.entries(views)) view.hidden = each !== name;
+  for (const link of links) {
+    if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = `${NAMES[name]} · vlm-serve`;
+  reuse.show();
+  live.setShown(name === "live", key);
+}
+
+function skip(event) {
+  event.preventDefault();
+  Object.values(views)
+    .find((view) => !view.hidden)
+    .querySelector("[tabindex]")
+    ?.focus();
+}
+
+window.addEventListener("hashchange", show);
+await loadLibrary();
+await chat.load();
+show();

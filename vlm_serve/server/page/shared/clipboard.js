@@ -1,0 +1,24 @@
+// Text to the clipboard and to files.
+
+import { h } from "./dom.js";
+
+/** Copies a text. Outside of secure contexts (a LAN address) only the old way works. */
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = h("textarea", { class: "unseen", "aria-hidden": "true", value: text });
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+}
+
+/** Saves a text as a file. */
+export function save(name, type, text) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  const link = h("a", { href: url, download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}

@@ -1,0 +1,27 @@
+// A value that tells whoever subscribed when it becomes another.
+
+export class Value {
+  #value;
+  #listeners = new Set();
+
+  constructor(value) {
+    this.#value = value;
+  }
+
+  get() {
+    return this.#value;
+  }
+
+  set(value) {
+    if (Object.is(value, this.#value)) return;
+    this.#value = value;
+    for (const listener of [...this.#listeners]) listener(value);
+  }
+
+  /** Calls the listener now and at every change; returns what ends that. */
+  subscribe(listener) {
+    this.#listeners.add(listener);
+    listener(this.#value);
+    return () => this.#listeners.delete(listener);
+  }
+}
