@@ -244,7 +244,10 @@ class MediaLoader:
         if not isinstance(source, bytes):
             pixels = _image_pixels(source, limits, part.param)
             return process_image(pixels, options, config, part.param)
-        with self._decoders.image(source, limits, part.param, stop) as pixels:
+        with (
+            self._decoders.image(source, limits, part.param, stop) as pixels,
+            stop.timed("resize"),
+        ):
             return process_image(pixels, options, config, part.param)
 
     def _video(self, part: MediaPart, source: Any, options: VideoOptions, stop: Stop) -> Processed:

@@ -101,9 +101,9 @@ def test_a_decode_ends_with_its_client(server: RunningServer) -> None:
     before = set(decoders.pids)
     assert before
     with connect(server, json.dumps(asking(url)).encode()):
-        wait_for(lambda: decoders._busy_large > 0)
-    wait_for(lambda: server.service.num_open == 0 and not decoders._busy)
-    assert not before <= set(decoders.pids)
+        wait_for(lambda: decoders.heavy.busy > 0 and set(decoders.pids) > before)
+    wait_for(lambda: server.service.num_open == 0 and not decoders.heavy.busy)
+    assert set(decoders.pids) == before
     assert server.post("/v1/chat/completions", asking(small_url)).status_code == 200
 
 

@@ -168,7 +168,10 @@ def test_the_access_log_has_one_line_per_request(
     assert fields["cached_tokens"] == "3"
     assert fields["finish_reason"] == "stop"
     assert fields["cache_reason"] == "cold"
-    assert float(fields["ttft_ms"]) <= float(fields["total_ms"])
+    prepare, first, total = (float(fields[name]) for name in ("prepare_ms", "ttft_ms", "total_ms"))
+    assert prepare <= first <= total
+    stages = dict(stage.split(":") for stage in fields["stages_ms"].split(","))
+    assert float(stages["draft"]) <= prepare
 
 
 def test_the_openapi_document_is_closed(fake: RunningServer) -> None:
