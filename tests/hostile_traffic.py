@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 from hostile_client import Outcome
 from PIL import Image, ImageDraw
 from server_process import ServerProcess
@@ -27,7 +28,7 @@ CLIENT = Path(__file__).with_name("hostile_client.py")
 THINK_SECONDS = (0.3, 1.0)
 HEALTH_SECONDS = 0.1
 MEMORY_SECONDS = 0.2
-SETTLE_SECONDS = 60.0
+SETTLE_SECONDS = 30.0
 LATE = 30.0
 WARM_SECONDS = 8.0
 """The first requests fill caches, and the grammar compiler starts."""
@@ -62,14 +63,26 @@ class Phase:
 
 
 @dataclass
+class Memory:
+    """Resident bytes of a server and its children.
+
+    Attributes:
+        caches: how much of it the server keeps for later requests, within the bounds of each.
+    """
+
+    resident: int
+    caches: int
+
+
+@dataclass
 class Result:
-    """Of one run; memory in bytes, of the server and its children."""
+    """Of one run."""
 
     quiet: Phase
     hostile: Phase
     outcomes: list[Outcome]
-    memory_before: int
-    memory_after: int
+    before: Memory
+    after: Memory
     seconds: float
 
 
@@ -246,10 +259,16 @@ def describe(outcome: Outcome) -> str:
     return f"{text}: {outcome.wrong or outcome.status}"
 
 
-async def settled(process: int, wanted: float) -> int:
-    """The memory once it is not more than wanted, or after a while."""
+def memory(server: ServerProcess) -> Memory:
+    text = httpx.get(f"{server.url}/metrics").text
+    held = re.findall(r"^vlm_serve_held_bytes\{.*\} (\S+)$", text, re.M)
+    return Memory(tree_bytes(server.process.pid), sum(int(float(each)) for each in held))
+
+
+async def settled(server: ServerProcess, before: Memory) -> Memory:
+    """The memory once it is not more than allowed, or after a while."""
     deadline = time.monotonic() + SETTLE_SECONDS
-    while (now := tree_bytes(process)) > wanted and time.monotonic() < deadline:
+    while not came_back(before, now := memory(server)) and time.monotonic() < deadline:
         await asyncio.sleep(1)
     return now
 
@@ -260,8 +279,10 @@ def memory_bound(server: ServerProcess) -> int:
     return parse_size(found.group(1)) if found else 0
 
 
-def allowed_afterwards(before: int) -> float:
-    return max(before * 1.25, before + (128 << 20))
+def came_back(before: Memory, after: Memory) -> bool:
+    """Whether what has not gone back to the system, caches apart, is at most 25 % or 128 MiB."""
+    grown = after.resident - after.caches - (before.resident - before.caches)
+    return grown <= max(before.resident // 4, 128 << 20)
 
 
 async def measure(
@@ -282,10 +303,10 @@ async def measure(
         await asyncio.sleep(WARM_SECONDS)
         quiet = watch.phase = Phase("quiet")
         await asyncio.sleep(quiet_seconds)
-        before = await asyncio.to_thread(tree_bytes, watch.process)
+        before = await asyncio.to_thread(memory, server)
         hostile = watch.phase = Phase("hostile")
         outcomes = await attack(watch, first, count, connections, verbose)
-    after = await settled(watch.process, allowed_afterwards(before))
+    after = await settled(server, before)
     return Result(quiet, hostile, outcomes, before, after, time.monotonic() - start)
 
 

@@ -89,6 +89,7 @@ def test_metrics_of_the_engine(fake: RunningServer) -> None:
     assert found["state_rows free"] == 7
     assert found["state_snapshots_saved_total media"] == 3
     assert found["cache_evictions_total kv"] == 1
+    assert (found["held_bytes kv"], found["held_bytes grammars"]) == (6, 0)
     names = ("audits", "mismatches", "near_ties", "dropped")
     assert [found[f"cache_audit_{name}_total"] for name in names] == [9, 1, 2, 3]
 
