@@ -25,6 +25,8 @@ from typing import IO, Any
 MEMORY_BYTES = 1 << 29
 """What compiling may add to the memory of the process."""
 MAX_MESSAGE_BYTES = 256 << 20
+NICENESS = 10
+"""Of compiling: every open answer waits for the model, few for a new grammar."""
 
 
 def send(stream: IO[bytes], value: Any) -> None:
@@ -57,6 +59,7 @@ def _forked(work: Callable[[], dict[str, str]], seconds: float) -> bytes:
     process = os.fork()
     if process == 0:
         try:
+            os.nice(NICENESS)
             # Whoever started this may end it meanwhile: then nobody is there to end the work.
             resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds) + 1,) * 2)
             with open(theirs, "wb") as out:

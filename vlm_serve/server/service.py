@@ -41,8 +41,9 @@ LARGE_REQUEST_BYTES = 1 << 16
 """What a request holds beyond which it is prepared on other threads than short questions."""
 _WAITING_THREADS = 16
 
-Preparation = Prompt | Draft | Callable[[], Prompt]
-"""A prompt; or a draft whose media are to be loaded; or work that loads media itself."""
+Preparation = Prompt | Draft | Callable[[Stop], Prompt]
+"""A prompt; or a draft whose media are to be loaded; or work that loads media itself, until it is
+stopped."""
 
 
 def large_threads(preprocess_threads: int) -> int:
@@ -242,7 +243,11 @@ class Service:
         if isinstance(draft, Prompt):
             return draft
         if not isinstance(draft, Draft):
-            return await asyncio.get_running_loop().run_in_executor(self._waiting, draft)
+            try:
+                with stop.timed("media"):
+                    return await self._in(self._waiting, partial(draft, stop))
+            finally:
+                stop.set()
         preprocessor = self.engine.preprocessor
         loading = preprocessor.start_loading(draft, stop)
         try:
