@@ -24,7 +24,7 @@ from typing import IO, Any
 
 MEMORY_BYTES = 1 << 29
 """What compiling may add to the memory of the process."""
-MAX_MESSAGE_BYTES = 256 << 20
+MAX_MESSAGE_BYTES = 64 << 20
 NICENESS = 10
 """Of compiling: every open answer waits for the model, few for a new grammar."""
 

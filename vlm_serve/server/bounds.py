@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from vlm_serve.grammar.worker import MAX_MESSAGE_BYTES, MEMORY_BYTES
 from vlm_serve.preprocess.decoders import (
     LIGHT_DECODE_BYTES,
     LIGHT_FILE_BYTES,
@@ -40,6 +41,8 @@ def parts(config: ServerConfig, max_model_len: int) -> Iterator[tuple[str, int]]
     yield "light decoders", light * (LIGHT_DECODE_BYTES + 2 * LIGHT_FILE_BYTES + PROCESS_BYTES)
     each = media.max_decode_bytes + 2 * media.max_image_bytes + PROCESS_BYTES
     yield "heavy decoders", heavy * each
+    # What the process says is there up to six times on its way: bytes, text, values, grammar.
+    yield "compiling a grammar", MEMORY_BYTES + 6 * MAX_MESSAGE_BYTES
 
 
 def total(config: ServerConfig, max_model_len: int) -> int:
