@@ -4,6 +4,7 @@
 # make lint    ruff, clang-format and mypy, as CI runs them
 # make test-sanitized   runs the tests of the compiled kernels with a library that checks its memory
 #                       accesses and arithmetic (GCC; the first start compiles for a minute)
+# make test-lmms   has lmms-eval's own client ask a server about a video (300 MB of packages, once)
 # make test-isa   compares what the compiled kernels compute on x86-64-v3, x86-64-v4, znver4 and aarch64
 #                 (with Debian's g++-aarch64-linux-gnu and qemu-user), then runs their tests for the
 #                 processor here and for x86-64-v3; ARGS="--tests x86-64-v3" only for the latter
@@ -21,10 +22,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
+LMMS := $(VENV)/lmms
+
 MODEL ?= demo
 CPP := $(wildcard kernels/native/* vlm_serve/models/native/* tests/native/*.cpp tests/native/*.h)
 
-.PHONY: serve test test-sanitized test-isa native-digest screenshots lint format clean
+.PHONY: serve test test-sanitized test-lmms test-isa native-digest screenshots lint format clean
 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -40,6 +43,9 @@ test-sanitized: $(VENV)/installed-dev
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 VLM_SERVE_NATIVE_SANITIZE=1 \
 	$(BIN)/python -m pytest -n 0 --capture=sys tests/kernels tests/models/test_compiled_step.py \
 	-k "not triton and not aot and not host_memory and not too_little_memory" $(ARGS)
+
+test-lmms: $(LMMS)/installed
+	PYTHONPATH=$(LMMS) $(BIN)/python -m pytest -n 0 tests/server/lmms/check_lmms_eval.py $(ARGS)
 
 test-isa: $(VENV)/installed-dev
 	$(BIN)/python tests/native/isa.py $(ARGS)
@@ -82,4 +88,8 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@echo "Installing what its tests need as well: a few minutes, once."
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	$(PIP) install --quiet --no-deps torchvision==0.28.0
+	touch $@
+
+$(LMMS)/installed: $(VENV)/installed-dev tests/server/lmms/requirements.txt
+	$(PIP) install --quiet --no-deps --upgrade --target $(LMMS) --requirement tests/server/lmms/requirements.txt
 	touch $@

@@ -1,11 +1,11 @@
-"""Decodes media in a process of its own, so that what takes too long or too much memory, or crashes
-a decoder, can be ended without harm. Imports Pillow and PyAV but not torch.
+"""Decodes media in processes of their own, so that what takes too long or too much memory, or
+crashes a decoder, can be ended without harm. Imports Pillow and PyAV but not torch.
 
     python -m vlm_serve.preprocess.decode_worker SOCKET
 
-SOCKET is the number of an inherited socket (`decode_wire`). Standard input is never read: it is a
-pipe whose other end nobody but the owner holds, so that this process ends with its owner at once,
-whatever it is computing.
+SOCKET is the number of an inherited socket (`decode_wire`). Over it come the sockets of workers,
+which are forked; no other thread runs here. A worker gives its owner one end of a pipe whose other
+end it never reads: it ends as soon as that is closed, whatever it is computing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import os
 import resource
 import signal
@@ -20,41 +21,67 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+import PIL.Image
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.decode_wire import GoneError, SharedArray, map_array, receive, send
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_image import Pixels, decode_opened, open_image
+from vlm_serve.preprocess.media_image import (
+    MediaMemoryError,
+    Pixels,
+    decode_opened,
+    open_image,
+)
 from vlm_serve.preprocess.media_video import EncodedVideo
-
-NICENESS = 5
-"""On few processors a medium that is decoded takes a third of the time that a step gets, since
-every open answer waits for the step."""
 
 
 def main() -> None:
-    """Serves until its owner is gone."""
-    _end_with_owner()
-    os.nice(NICENESS)
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    """Forks a worker for every socket that comes, until the owner is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl+C is the owner's to handle
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that have ended leave nothing behind
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    own_bytes = _address_space()
-    with contextlib.suppress(GoneError):
-        send(sock, {"ready": True})
+    PIL.Image.init()
+    gc.collect()
+    gc.freeze()  # a collection would copy what all of them share
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        try:
+            order, descriptor = receive(sock)
+        except GoneError:
+            return
+        with socket.socket(fileno=descriptor) as theirs, contextlib.suppress(OSError):
+            if os.fork() == 0:
+                sock.close()
+                _work(theirs, order["niceness"])
+
+
+def _work(sock: socket.socket, niceness: int) -> NoReturn:
+    """Serves one task after the other until the owner has enough."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _end_with_owner(sock)
+        os.nice(niceness)
+        own_bytes = _address_space()
         while True:
             task, descriptor = receive(sock)
             if "kind" in task:  # else it is about a video that has failed meanwhile
                 _serve(sock, task, descriptor, own_bytes)
+    except GoneError:
+        pass
+    finally:
+        os._exit(0)
 
 
-def _end_with_owner() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl+C is the owner's to handle
+def _end_with_owner(sock: socket.socket) -> None:
+    ours, theirs = os.pipe()
     signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+    fcntl.fcntl(ours, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(ours, fcntl.F_SETFL, fcntl.fcntl(ours, fcntl.F_GETFL) | os.O_ASYNC)
+    with _closing(theirs):
+        send(sock, {"pid": os.getpid()}, theirs)
 
 
 def _address_space() -> int:
@@ -77,7 +104,7 @@ def _serve(sock: socket.socket, task: dict[str, Any], descriptor: int, own_bytes
     limits = MediaLimits(**task["limits"])
     size = task["size"]
     # The file is mapped once and, if it is an image, copied for Pillow.
-    _limit_memory(own_bytes, limits.max_decode_bytes + 2 * size)
+    _limit_memory(own_bytes, task["max_bytes"] + 2 * size)
     try:
         with _closing(descriptor):
             data = map_array(descriptor, (size,), np.uint8)
@@ -88,7 +115,8 @@ def _serve(sock: socket.socket, task: dict[str, Any], descriptor: int, own_bytes
     except MediaError as error:
         send(sock, {"error": error.message})
     except MemoryError:
-        send(sock, {"error": _too_much_memory(task["kind"], limits)})
+        most_mib = limits.max_decode_bytes >> 20
+        send(sock, {"error": f"the {task['kind']} takes over {most_mib} MiB to decode"})
 
 
 @contextlib.contextmanager
@@ -99,16 +127,12 @@ def _closing(descriptor: int) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _too_much_memory(kind: str, limits: MediaLimits) -> str:
-    return f"the {kind} takes over {limits.max_decode_bytes >> 20} MiB to decode"
-
-
 def _serve_image(
     sock: socket.socket, data: bytes, limits: MediaLimits, max_work: int | None
 ) -> None:
     opened = open_image(data, limits)
     if max_work is not None and opened.work > max_work:
-        send(sock, {"work": opened.work})
+        send(sock, {"heavy": True})
         return
     made: list[SharedArray] = []
 
@@ -119,6 +143,10 @@ def _serve_image(
     try:
         pixels = decode_opened(opened, limits, new=new)
         send(sock, {"shape": pixels.shape}, made[0].descriptor)
+    except MediaMemoryError:
+        if max_work is None:
+            raise
+        send(sock, {"heavy": True})
     finally:
         for shared in made:
             shared.__exit__()

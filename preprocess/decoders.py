@@ -1,8 +1,9 @@
-"""A small pool of decoding processes, and the order in which media get one.
+"""Processes that decode media: light ones for small pictures, heavy ones for all else.
 
 A decode ends at its deadline, when it takes too much memory, or when its client leaves: then its
-process ends, and another one starts in its place. Media that take much work leave one
-process to the others, so that a small picture never waits for large ones.
+process ends, and another one is forked when it is needed. Heavy ones run at a low priority, few at
+a time and one task each, so that neither their work nor what they held is in anybody's way. Light
+ones are kept.
 """
 
 from __future__ import annotations
@@ -19,69 +20,68 @@ from typing import Any
 import numpy as np
 
 from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
-from vlm_serve.preprocess.decode_process import DecodeProcess, take_array
+from vlm_serve.preprocess.decode_places import Places
+from vlm_serve.preprocess.decode_process import DecodeProcess, Nursery, take_array
 from vlm_serve.preprocess.decode_wire import GoneError, share
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_image import Pixels
 from vlm_serve.preprocess.stopping import Stop
 
-# Images of more pixels, counted once per pass over them, are the ones that leave a process free.
-_SMALL_WORK = 1 << 22
+LIGHT_FILE_BYTES = 2 << 20
+LIGHT_WORK = 1 << 22
+"""Pixels, counted once per pass over them, up to which an image is light; more is known from its
+header."""
+LIGHT_DECODE_BYTES = 256 << 20
+"""Memory for a light image, several times what one takes; one that needs more is heavy."""
 PROCESS_BYTES = 64 << 20
-"""What a process has before it decodes anything: Python, NumPy, Pillow and FFmpeg."""
-# Who waits is served in the order of arrival, as if a file of so many bytes came a second later.
-_BYTES_PER_SECOND = 1 << 20
+"""What a process has before it decodes anything: Python, NumPy, Pillow and FFmpeg. Most of it is
+shared by all."""
+HEAVY_NICENESS = 10
 # A video's process knows its deadline itself and says so; this much later it is ended.
 _GRACE_SECONDS = 10.0
 
 
-def default_size() -> int:
-    """Most processes where nobody says: as many as processors, at least 3 and at most 4."""
-    return min(max(3, os.cpu_count() or 1), 4)
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Ticket:
-    large: bool
-    turn: float
+def default_places() -> tuple[int, int]:
+    """Most light and most heavy processes where nobody says."""
+    processors = os.cpu_count() or 1
+    return min(max(2, processors), 4), min(max(2, processors), 3)
 
 
 class Decoders:
     """Decodes encoded images and videos in processes, which are started when they are needed.
 
     Args:
-        size: most processes; None: `default_size()`.
+        light, heavy: most processes of either kind; None: as in `default_places`.
 
     Thread-safe. One that is not closed ends its processes when it is collected.
     """
 
-    def __init__(self, size: int | None = None) -> None:
-        self._size = size or default_size()
-        self._changed = threading.Condition()
-        self._waiting: list[_Ticket] = []
-        self._busy = self._busy_large = 0
+    def __init__(self, light: int | None = None, heavy: int | None = None) -> None:
+        places = default_places()
+        self.light, self.heavy = Places(light or places[0]), Places(heavy or places[1])
+        self._lock = threading.Lock()
         self._closed = False
         self._idle: list[DecodeProcess] = []
         self._all: set[DecodeProcess] = set()
-        self._end = weakref.finalize(self, _close_all, self._all)
+        self._nursery = Nursery()
+        self._end = weakref.finalize(self, _close_all, self._all, self._nursery)
 
     def close(self) -> None:
         """Ends all processes; what is being decoded fails."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
-            running = [process for process in self._all if process not in self._idle]
+            running = self._all.difference(self._idle)
         for process in running:
             process.kill()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._busy)
+        self.light.close()
+        self.heavy.close()
         self._end()
 
     @property
     def pids(self) -> list[int]:
         """Of the processes that run."""
-        with self._changed:
-            return [process.pid for process in self._all if process.alive]
+        with self._lock:
+            return [process.pid for process in self._all if process.pid and process.alive]
 
     @contextlib.contextmanager
     def image(
@@ -94,18 +94,11 @@ class Decoders:
         """
         if len(data) > limits.max_image_bytes:
             raise MediaError(f"the image is over {limits.max_image_bytes} bytes", param=param)
-        task = _task("image", data, limits)
-        for large in (False, True):
-            task["max_work"] = None if large else _SMALL_WORK
-            with self._process(large, len(data), param, stop) as process:
-                with share(data) as shared:
-                    process.ask(task, shared.descriptor)
-                deadline = time.monotonic() + limits.max_image_decode_seconds
-                try:
-                    pixels = process.receive_pixels(deadline)
-                except TimeoutError:
-                    raise _too_slow("image", limits.max_image_decode_seconds) from None
-                if not isinstance(pixels, int):
+        for heavy in (False, True) if len(data) <= LIGHT_FILE_BYTES else (True,):
+            with self._process(heavy, len(data), param, stop) as process:
+                with stop.timed("decode"):
+                    pixels = _decoded(process, data, limits, heavy)
+                if pixels is not None:
                     yield pixels
                     return
 
@@ -135,101 +128,58 @@ class Decoders:
 
     @contextlib.contextmanager
     def _process(
-        self, large: bool, num_bytes: int, param: str | None, stop: Stop
+        self, heavy: bool, num_bytes: int, param: str | None, stop: Stop
     ) -> Iterator[DecodeProcess]:
         """A process for one task. Whatever way a task ends, the next one finds a sound one."""
-        self._take_place(large, num_bytes, stop)
-        process, sound = None, False
-        try:
-            process = self._start()
-            try:
-                with stop.calling(process.kill):
-                    yield process
-            finally:
-                sound = not (process.awaiting or stop.is_set or self._closed)
-        except MediaError as error:
-            error.param = error.param or param
-            raise
-        except GoneError:
+        with (self.heavy if heavy else self.light).taken(num_bytes, stop):
+            with stop.timed("place"):
+                process = self._start(heavy)
             sound = False
-            stop.check()
-            if self._closed:
-                raise EngineClosedError("the engine is closed") from None
-            raise MediaError(
-                "the medium is damaged or takes too much memory to decode", param=param
-            ) from None
-        finally:
-            if process is not None:
-                self._put_back(process) if sound else self._replace(process)
-            self._leave_place(large)
-
-    def _take_place(self, large: bool, num_bytes: int, stop: Stop) -> None:
-        mine = _Ticket(large, time.monotonic() + num_bytes / _BYTES_PER_SECOND)
-
-        def next_ticket() -> _Ticket | None:
-            if self._busy >= self._size:
-                return None
-            room = self._busy_large < max(self._size - 1, 1)
-            fit = (each for each in self._waiting if room or not each.large)
-            return min(fit, key=lambda each: each.turn, default=None)
-
-        def wake() -> None:
-            with self._changed:
-                self._changed.notify_all()
-
-        with stop.calling(wake), self._changed:
-            self._waiting.append(mine)
             try:
-                self._changed.wait_for(lambda: stop.is_set or self._closed or next_ticket() is mine)
+                try:
+                    with stop.calling(process.kill):
+                        yield process
+                finally:
+                    sound = not (heavy or process.awaiting or stop.is_set or self._closed)
+            except MediaError as error:
+                error.param = error.param or param
+                raise
+            except GoneError:
+                sound = False
                 stop.check()
                 if self._closed:
-                    raise EngineClosedError("the engine is closed")
-                self._busy += 1
-                self._busy_large += large
+                    raise EngineClosedError("the engine is closed") from None
+                raise MediaError(
+                    "the medium is damaged or takes too much memory to decode", param=param
+                ) from None
             finally:
-                self._waiting.remove(mine)
-                self._changed.notify_all()
+                self._put_back(process) if sound else self._drop(process)
 
-    def _leave_place(self, large: bool) -> None:
-        with self._changed:
-            self._busy -= 1
-            self._busy_large -= large
-            self._changed.notify_all()
-
-    def _start(self) -> DecodeProcess:
-        while True:
-            with self._changed:
+    def _start(self, heavy: bool) -> DecodeProcess:
+        while not heavy:
+            with self._lock:
                 process = self._idle.pop() if self._idle else None
-            if process is not None and not process.alive:
-                self._drop(process)
-                continue
             if process is None:
-                process = DecodeProcess()
-                with self._changed:
-                    self._all.add(process)
-            try:
-                process.wait_until_ready()
-            except VlmServeError:
-                self._drop(process)
-                raise
-            return process
+                break
+            if process.alive:
+                return process
+            self._drop(process)
+        process = DecodeProcess(self._nursery, HEAVY_NICENESS if heavy else 0)
+        with self._lock:
+            self._all.add(process)
+        try:
+            process.wait_until_ready()
+        except VlmServeError:
+            self._drop(process)
+            raise
+        return process
 
     def _put_back(self, process: DecodeProcess) -> None:
-        with self._changed:
+        with self._lock:
             self._idle.append(process)
 
-    def _replace(self, process: DecodeProcess) -> None:
-        """Whoever comes next need not wait for another one's start: that begins at once, and where
-        one had to end, more will have to, so that there is one to spare from then on."""
-        self._drop(process)
-        with contextlib.suppress(VlmServeError), self._changed:  # it may be told the next one
-            while not self._closed and len(self._all) <= min(self._size, self._busy):
-                process = DecodeProcess()
-                self._all.add(process)
-                self._idle.insert(0, process)  # those that have started are taken first
-
     def _drop(self, process: DecodeProcess) -> None:
-        with self._changed:
+        with self._lock:
             self._all.discard(process)
         process.close()
 
@@ -256,7 +206,7 @@ class DecodedVideo:
                 pixels = self._process.receive_pixels(deadline)
             except TimeoutError:
                 raise _too_slow("video", self._limits.max_decode_seconds) from None
-            assert not isinstance(pixels, int)
+            assert pixels is not None
             yield pixels
         self._open = False
 
@@ -275,19 +225,36 @@ class DecodedVideo:
             raise _too_slow("video", self._limits.max_decode_seconds) from None
 
 
+def _decoded(
+    process: DecodeProcess, data: bytes, limits: MediaLimits, heavy: bool
+) -> Pixels | None:
+    """None if it is more work, or takes more memory, than a light process is there for."""
+    task = _task("image", data, limits) | {"max_work": None}
+    if not heavy:
+        task |= {"max_work": LIGHT_WORK, "max_bytes": LIGHT_DECODE_BYTES}
+    with share(data) as shared:
+        process.ask(task, shared.descriptor)
+    try:
+        return process.receive_pixels(time.monotonic() + limits.max_image_decode_seconds)
+    except TimeoutError:
+        raise _too_slow("image", limits.max_image_decode_seconds) from None
+
+
 def _task(kind: str, data: bytes, limits: MediaLimits) -> dict[str, Any]:
     numbers = {
         field.name: value
         for field in dataclasses.fields(limits)
         if isinstance(value := getattr(limits, field.name), int | float)
     }
-    return {"kind": kind, "size": len(data), "limits": numbers}
+    most = limits.max_decode_bytes
+    return {"kind": kind, "size": len(data), "limits": numbers, "max_bytes": most}
 
 
 def _too_slow(kind: str, seconds: float) -> MediaError:
     return MediaError(f"decoding the {kind} takes longer than {seconds:g} seconds")
 
 
-def _close_all(processes: set[DecodeProcess]) -> None:
+def _close_all(processes: set[DecodeProcess], nursery: Nursery) -> None:
     while processes:
         processes.pop().close()
+    nursery.close()

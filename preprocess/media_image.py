@@ -41,6 +41,10 @@ _MODE_BYTES = {"1": 1, "L": 1, "P": 1} | dict.fromkeys(_16_BIT - {"I"}, 2)
 _load_lock = threading.Lock()
 
 
+class MediaMemoryError(MediaError):
+    """Decoding takes more memory than it may."""
+
+
 def _empty(shape: tuple[int, int, int]) -> Pixels:
     return np.empty(shape, dtype=np.uint8)
 
@@ -182,9 +186,9 @@ def _too_many_pixels(limits: MediaLimits, param: str | None) -> MediaError:
     return MediaError(f"the image is over {limits.max_image_pixels} pixels", param=param)
 
 
-def _too_much_memory(limits: MediaLimits, param: str | None) -> MediaError:
+def _too_much_memory(limits: MediaLimits, param: str | None) -> MediaMemoryError:
     most = limits.max_decode_bytes >> 20
-    return MediaError(f"the image takes over {most} MiB to decode", param=param)
+    return MediaMemoryError(f"the image takes over {most} MiB to decode", param=param)
 
 
 def _as_it_is(pixels: Any) -> Any:

@@ -222,7 +222,7 @@ class MediaLoader:
         self, part: MediaPart, source: Any, options: Any, processor: Processor, stop: Stop
     ) -> Processed:
         if isinstance(source, bytes):
-            with self._decode(part, source, options, stop) as decoded:
+            with self._decode(part, source, options, stop) as decoded, stop.timed("resize"):
                 return processor.process(decoded, options, part.param)
         with self._converting:
             return processor.process(self._convert(part, source, options), options, part.param)

@@ -5,6 +5,7 @@ Nothing here depends on what has been prepared before: the raw index saves work 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -198,6 +199,7 @@ class Preprocessor:
         media_io_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
+        stop: Stop | None = None,
     ) -> Prompt:
         """The prompt of a conversation.
 
@@ -213,6 +215,7 @@ class Preprocessor:
             media_io_kwargs, mm_processor_kwargs: options of all media, as vLLM names them (see
                 `MediaDefaults`); those of a part come first.
             cache_salt: tenants with different salts share no cache entry.
+            stop: whoever sets it ends the preparation, which then raises StoppedError.
 
         Raises InvalidRequestError (and its kinds MediaError and MediaFetchError) with the field at
         fault in `param`.
@@ -227,12 +230,13 @@ class Preprocessor:
             mm_processor_kwargs=mm_processor_kwargs,
             cache_salt=cache_salt,
         )
-        stop = Stop()
-        loading = self.start_loading(draft, stop)
-        try:
-            return self.finish(draft, [each.result() for each in loading])
-        finally:
-            stop.set()
+        mine = Stop()
+        with stop.calling(mine.set) if stop is not None else contextlib.nullcontext():
+            loading = self.start_loading(draft, mine)
+            try:
+                return self.finish(draft, [each.result() for each in loading])
+            finally:
+                mine.set()
 
     def begin(
         self,

@@ -177,6 +177,7 @@ class FakeEngine:
             "audit": {"audits": 9, "mismatches": 1, "near_ties": 2, "dropped": 3},
             "cache": {"saves": {"media": 3}, "skips": {}, "evictions": {"kv": 1}},
             "usage": {"blocks": 10, "free_blocks": 4, "cached_blocks": 1, "rows": {"free": 7}},
+            "held_bytes": {"kv": 6, "grammars": 0},
         }
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import itertools
 import json
 import random
 import re
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 from hostile_client import Outcome
 from PIL import Image, ImageDraw
 from server_process import ServerProcess
@@ -26,41 +28,69 @@ CLIENT = Path(__file__).with_name("hostile_client.py")
 THINK_SECONDS = (0.3, 1.0)
 HEALTH_SECONDS = 0.1
 MEMORY_SECONDS = 0.2
-SETTLE_SECONDS = 60.0
+SETTLE_SECONDS = 30.0
 LATE = 30.0
 WARM_SECONDS = 8.0
 """The first requests fill caches, and the grammar compiler starts."""
 POST = "POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
+KINDS = ("text", "picture")
 COLOURS = ("red", "green", "blue", "yellow")
+
+_numbers = itertools.count()
 
 
 @dataclass
 class Phase:
-    """What was measured while something went on; all times in seconds."""
+    """What was measured while something went on; all times in seconds.
 
-    first_token: list[float] = field(default_factory=list)
+    Attributes:
+        name: begins the ids of its ordinary requests, NAME-KIND-NUMBER.
+        first_token: by what was asked about, `text` or `picture`.
+    """
+
+    name: str = "warm"
+    first_token: dict[str, list[float]] = field(
+        default_factory=lambda: {kind: [] for kind in KINDS}
+    )
     health: list[float] = field(default_factory=list)
     own_lag: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     most_memory: int = 0
 
+    @property
+    def all_first_tokens(self) -> list[float]:
+        return [each for times in self.first_token.values() for each in times]
+
+
+@dataclass
+class Memory:
+    """Resident bytes of a server and its children.
+
+    Attributes:
+        caches: how much of it the server keeps for later requests, within the bounds of each.
+    """
+
+    resident: int
+    caches: int
+
 
 @dataclass
 class Result:
-    """Of one run; memory in bytes, of the server and its children."""
+    """Of one run."""
 
     quiet: Phase
     hostile: Phase
     outcomes: list[Outcome]
-    memory_before: int
-    memory_after: int
+    before: Memory
+    after: Memory
     seconds: float
 
 
-def question(rng: random.Random) -> bytes:
-    """A streamed chat request: half are about a small picture."""
+def question(rng: random.Random) -> tuple[str, bytes]:
+    """What it is about and a streamed chat request: half are about a small picture."""
     content: Any = f"Tell me about number {rng.randrange(1000)}."
-    if rng.random() < 0.5:
+    kind = KINDS[rng.random() < 0.5]
+    if kind == "picture":
         image = Image.new("RGB", (96, 96), "white")
         box = (rng.randrange(32), rng.randrange(32), 64, 64)
         ImageDraw.Draw(image).ellipse(box, fill=rng.choice(COLOURS))
@@ -73,7 +103,7 @@ def question(rng: random.Random) -> bytes:
         ]
     messages = [{"role": "user", "content": content}]
     body = {"messages": messages, "max_tokens": 12, "temperature": 0, "stream": True}
-    return json.dumps(body).encode()
+    return kind, json.dumps(body).encode()
 
 
 class Wire:
@@ -94,20 +124,20 @@ class Wire:
             self._writer = None
 
 
-async def ask(wire: Wire, body: bytes, phase: Phase) -> None:
+async def ask(wire: Wire, kind: str, body: bytes, phase: Phase) -> None:
     """One ordinary question; records the time to its first token."""
     start = time.monotonic()
     try:
         async with asyncio.timeout(LATE):
             reader, writer = await wire.open()
-            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\n"
-            head += f"Content-Length: {len(body)}\r\n"
-            writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            number = next(_numbers)
+            head = f"X-Request-Id: {phase.name}-{kind}-{number}\r\nContent-Length: {len(body)}"
+            writer.write(f"{POST}{head}\r\n\r\n".encode() + body)
             said = await reader.readuntil(b"\r\n\r\n")
             if not said.startswith(b"HTTP/1.1 200"):
                 raise OSError(said.split(b"\r\n")[0].decode())
             await reader.readuntil(b"data: {")
-            phase.first_token.append(time.monotonic() - start)
+            phase.first_token[kind].append(time.monotonic() - start)
             await reader.readuntil(b"data: [DONE]\n\n")
             await reader.readuntil(b"0\r\n\r\n")
     except (OSError, asyncio.IncompleteReadError) as error:
@@ -176,7 +206,7 @@ class Watch:
         try:
             while True:
                 await asyncio.sleep(rng.uniform(*THINK_SECONDS))
-                await ask(wire, question(rng), self.phase)
+                await ask(wire, *question(rng), self.phase)
         finally:
             wire.close()
 
@@ -229,10 +259,16 @@ def describe(outcome: Outcome) -> str:
     return f"{text}: {outcome.wrong or outcome.status}"
 
 
-async def settled(process: int, wanted: float) -> int:
-    """The memory once it is not more than wanted, or after a while."""
+def memory(server: ServerProcess) -> Memory:
+    text = httpx.get(f"{server.url}/metrics").text
+    held = re.findall(r"^vlm_serve_held_bytes\{.*\} (\S+)$", text, re.M)
+    return Memory(tree_bytes(server.process.pid), sum(int(float(each)) for each in held))
+
+
+async def settled(server: ServerProcess, before: Memory) -> Memory:
+    """The memory once it is not more than allowed, or after a while."""
     deadline = time.monotonic() + SETTLE_SECONDS
-    while (now := tree_bytes(process)) > wanted and time.monotonic() < deadline:
+    while not came_back(before, now := memory(server)) and time.monotonic() < deadline:
         await asyncio.sleep(1)
     return now
 
@@ -243,8 +279,10 @@ def memory_bound(server: ServerProcess) -> int:
     return parse_size(found.group(1)) if found else 0
 
 
-def allowed_afterwards(before: int) -> float:
-    return max(before * 1.25, before + (128 << 20))
+def came_back(before: Memory, after: Memory) -> bool:
+    """Whether what has not gone back to the system, caches apart, is at most 25 % or 128 MiB."""
+    grown = after.resident - after.caches - (before.resident - before.caches)
+    return grown <= max(before.resident // 4, 128 << 20)
 
 
 async def measure(
@@ -263,12 +301,12 @@ async def measure(
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(watch.running())
         await asyncio.sleep(WARM_SECONDS)
-        quiet = watch.phase = Phase()
+        quiet = watch.phase = Phase("quiet")
         await asyncio.sleep(quiet_seconds)
-        before = await asyncio.to_thread(tree_bytes, watch.process)
-        hostile = watch.phase = Phase()
+        before = await asyncio.to_thread(memory, server)
+        hostile = watch.phase = Phase("hostile")
         outcomes = await attack(watch, first, count, connections, verbose)
-    after = await settled(watch.process, allowed_afterwards(before))
+    after = await settled(server, before)
     return Result(quiet, hostile, outcomes, before, after, time.monotonic() - start)
 
 

@@ -92,12 +92,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def connect(server: RunningServer, body: bytes, length: int | None = None) -> socket.socket:
-    """A raw connection that has sent a chat request."""
+def connect(
+    server: RunningServer,
+    body: bytes,
+    length: int | None = None,
+    path: str = "/v1/chat/completions",
+) -> socket.socket:
+    """A raw connection that has sent a request, of a chat unless another path is named."""
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=10)
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body) if length is None else length}\r\n\r\n"
     )
     connection.sendall(head.encode() + body)

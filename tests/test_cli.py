@@ -15,7 +15,7 @@ from vlm_serve.cli import _model, build_parser, collect, main, read_config_file
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
 from vlm_serve.models.registry import FAMILIES
-from vlm_serve.options import Option, check_environment, options_of
+from vlm_serve.options import Option, check_environment, from_environment, options_of
 from vlm_serve.server.config import ServerConfig
 
 ALL: tuple[Option, ...] = (*options_of(ServerConfig), *options_of(EngineConfig))
@@ -190,11 +190,32 @@ def test_the_model_may_be_a_flag(command: str) -> None:
         _model(build_parser().parse_args([command, "a", "--model", "b"]), {})
 
 
+KUBERNETES = {
+    "VLM_SERVE_SERVICE_HOST": "10.0.0.1",
+    "VLM_SERVE_SERVICE_PORT_HTTP": "8000",
+    "VLM_SERVE_PORT": "tcp://10.0.0.1:8000",
+    "VLM_SERVE_PORT_8000_TCP_ADDR": "10.0.0.1",
+    "VLM_SERVE_WEB_SERVICE_HOST": "10.0.0.2",
+    "VLM_SERVE_WEB_PORT": "udp://10.0.0.2:53",
+    "VLM_SERVE_WEB_PORT_53_UDP": "udp://10.0.0.2:53",
+}
+"""What it sets in a pod beside services called vlm-serve and vlm-serve-web."""
+
+
+def test_variables_of_kubernetes_are_no_options() -> None:
+    options = options_of(ServerConfig)
+    check_environment(options, KUBERNETES)
+    assert from_environment(options, KUBERNETES) == {}
+    assert from_environment(options, {"VLM_SERVE_PORT": "81"}) == {"port": 81}
+    with pytest.raises(ConfigError, match="port"):
+        from_environment(options, {"VLM_SERVE_PORT": "tcp"})
+
+
 def test_a_mistyped_variable_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for fine in ("VLM_SERVE_SERVICE_HOST", "VLM_SERVE_PORT_8000_TCP_ADDR"):  # Kubernetes' own
-        monkeypatch.setenv(fine, "10.0.0.1")
+    for fine, value in KUBERNETES.items():
+        monkeypatch.setenv(fine, value)
     monkeypatch.setenv("VLM_SERVE_MAX_NUM_SQS", "3")
     for arguments in (["serve"], ["plan"], ["chat", "hi"], ["run-batch", "-i", "a", "-o", "b"]):
         assert main(arguments) == 2

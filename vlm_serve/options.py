@@ -16,8 +16,8 @@ from vlm_serve.errors import ConfigError
 ENV_PREFIX = "VLM_SERVE_"
 OTHER_VARIABLES = ("VLM_SERVE_MODEL", "VLM_SERVE_NATIVE_ARCH", "VLM_SERVE_NATIVE_SANITIZE")
 """Those that are no options of a config."""
-_SERVICE = re.compile(r"VLM_SERVE_(SERVICE_(HOST|PORT).*|PORT_\d+_(TCP|UDP).*)")
-"""What Kubernetes sets beside a service called vlm-serve."""
+_SERVICE = re.compile(r"VLM_SERVE_(.+_)?(SERVICE_(HOST|PORT)(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_.*)?)")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://\S+")
 
 Kind = Literal["int", "float", "bool", "size", "text", "list"]
 
@@ -215,15 +215,28 @@ def format_size(count: int) -> str:
 def from_environment(options: Iterable[Option], environment: Mapping[str, str]) -> dict[str, Any]:
     """The options that `VLM_SERVE_*` variables set. Raises ConfigError that names the option."""
     return {
-        item.name: item.parse(environment[item.env]) for item in options if item.env in environment
+        item.name: item.parse(environment[item.env])
+        for item in options
+        if item.env in environment and not is_service_link(item.env, environment[item.env])
     }
+
+
+def is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes has set a variable, which it does in every pod for each service there is:
+    one called vlm-serve gives VLM_SERVE_SERVICE_HOST and, as if it were an option of this program,
+    VLM_SERVE_PORT=tcp://10.0.0.1:80. (A pod's `enableServiceLinks: false` turns that off.)"""
+    if name.endswith("_PORT") and _SERVICE_URL.fullmatch(value):
+        return True
+    return _SERVICE.fullmatch(name) is not None
 
 
 def check_environment(options: Iterable[Option], environment: Mapping[str, str]) -> None:
     """Raises ConfigError for a `VLM_SERVE_*` variable that sets nothing: it is mistyped."""
     known = {*(item.env for item in options), *OTHER_VARIABLES}
     for name in environment:
-        if name.startswith(ENV_PREFIX) and name not in known and not _SERVICE.fullmatch(name):
+        if not name.startswith(ENV_PREFIX) or name in known:
+            continue
+        if not is_service_link(name, environment[name]):
             raise ConfigError(f"there is no variable {name}{did_you_mean(name, known)}")
 
 

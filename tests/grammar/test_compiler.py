@@ -39,8 +39,12 @@ def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
 
 
 def test_one_that_takes_too_long_is_ended_and_the_next_one_runs(compiler: GrammarCompiler) -> None:
+    compiler.warm()
+    assert compiler._process is not None
+    before = compiler._process._process
     with pytest.raises(InvalidRequestError, match="longer than 0.3 s|more than 512 MiB"):
         compiler.compile(SLOW)
+    assert compiler._process._process is before, "it would take seconds to start again"
     form = StructuredOutputs(regex="ab")
     assert compiler.find(form) is None
     compiled = compiler.compile(form).compiled

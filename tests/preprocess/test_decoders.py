@@ -23,7 +23,7 @@ from hostile_files import many_scans
 from PIL import Image
 
 from vlm_serve.errors import EngineClosedError, MediaError
-from vlm_serve.preprocess.decoders import Decoders
+from vlm_serve.preprocess.decoders import HEAVY_NICENESS, LIGHT_FILE_BYTES, Decoders
 from vlm_serve.preprocess.jpeg_scans import count_scans
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_image import decode_image
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def decoders() -> Iterator[Decoders]:
-    made = Decoders(2)
+    made = Decoders(2, 1)
     yield made
     made.close()
 
@@ -101,9 +101,7 @@ def test_videos_are_as_they_are_decoded_here(decoders: Decoders, videos: Path) -
         next(iter(video.frames(indices)))
     with decoders.video(data, None, LIMITS, None, Stop()):
         pass
-    # One process, whatever was left unread.
-    assert pixels_of(decoders, small()).shape == (30, 40, 3)
-    assert len(decoders.pids) == 1
+    assert decoders.pids == [], "whatever was left unread"
 
 
 def test_what_a_worker_refuses_costs_no_process(decoders: Decoders) -> None:
@@ -161,9 +159,10 @@ def test_a_decode_ends_at_its_deadline(decoders: Decoders) -> None:
     with pytest.raises(MediaError, match=r"longer than 0\.01 seconds") as caught:
         pixels_of(decoders, large(), replace(LIMITS, max_image_decode_seconds=0.01))
     assert caught.value.param == "where"
-    after = decoders.pids
-    assert len(after) == 2, "another one starts at once, and one to spare"
-    assert not {*before} & {*after}
+    assert decoders.pids == before
+    with pytest.raises(MediaError, match="longer than 1e-05 seconds"):
+        pixels_of(decoders, small(), replace(LIMITS, max_image_decode_seconds=1e-5))
+    assert decoders.pids == [], "it was still at it"
     assert pixels_of(decoders, small()).shape == (30, 40, 3)
 
 
@@ -175,7 +174,6 @@ def test_a_video_is_refused_at_its_deadline(decoders: Decoders, videos: Path) ->
         decoders.video(data, None, limits, None, Stop()),
     ):
         pass
-    assert len(decoders.pids) == 1  # it says so itself
 
 
 def test_a_decode_ends_with_its_client(decoders: Decoders, videos: Path) -> None:
@@ -187,10 +185,11 @@ def test_a_decode_ends_with_its_client(decoders: Decoders, videos: Path) -> None
     ):
         frames = iter(video.frames(range(250)))
         next(frames)
-        before = decoders.pids
+        (process,) = decoders.pids
         stop.set()
         list(frames)
-    assert decoders.pids not in (before, [])
+    assert decoders.pids == []
+    wait_until(lambda: not _runs(process))
     with pytest.raises(StoppedError):
         pixels_of(decoders, small(), stop=stop)
 
@@ -214,8 +213,8 @@ def test_waiting_for_a_process_ends_with_the_client(decoders: Decoders) -> None:
     assert ended.is_set()
 
 
-def test_large_images_leave_a_process_to_small_ones(decoders: Decoders) -> None:
-    """Two places and three large images: the second and third wait, a small one does not."""
+def test_heavy_images_hold_up_no_light_one(decoders: Decoders) -> None:
+    """One place for heavy ones and three of them: the others wait, a light one does not."""
     order: list[str] = []
 
     def decode(name: str, data: bytes) -> None:
@@ -223,15 +222,48 @@ def test_large_images_leave_a_process_to_small_ones(decoders: Decoders) -> None:
         order.append(name)
 
     with decoders.image(large(), LIMITS, None, Stop()):
-        waiting = [threading.Thread(target=decode, args=("large", large())) for _ in range(2)]
+        waiting = [threading.Thread(target=decode, args=("heavy", large())) for _ in range(2)]
         for thread in waiting:
             thread.start()
-        wait_until(lambda: len(decoders._waiting) == 2)
-        decode("small", small())
-        assert order == ["small"]
+        wait_until(lambda: decoders.heavy.waiting == 2)
+        decode("light", small())
+        assert order == ["light"]
     for thread in waiting:
         thread.join()
-    assert order == ["small", "large", "large"]
+    assert order == ["light", "heavy", "heavy"]
+
+
+def test_what_is_heavy_is_known_before_it_is_decoded(decoders: Decoders) -> None:
+    """By the file's length, by its pixels times its scans; light ones share a process that stays,
+    at the priority of the server, heavy ones have one each, at a lower one."""
+    many_bytes = small() + bytes(LIGHT_FILE_BYTES)
+    scans = encode(Image.new("RGB", (800, 800)), "JPEG", progressive=True)
+    last = scans[scans.rindex(b"\xff\xda") : -2]
+    for data, heavy in (
+        (small(), False),
+        (many_bytes, True),
+        (scans, True),
+        (scans[:-2] + last * 9 + scans[-2:], True),
+        (encode(Image.new("L", (2048, 2048)), "PNG"), False),
+        (encode(Image.new("L", (2049, 2048)), "PNG"), True),
+    ):
+        with decoders.image(data, LIMITS, None, Stop()):
+            assert (decoders.heavy.busy, decoders.light.busy) == (heavy, not heavy)
+            niceness = {os.getpriority(os.PRIO_PROCESS, pid) for pid in decoders.pids}
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert niceness == ({own, min(own + HEAVY_NICENESS, 19)} if heavy else {own})
+    assert len(decoders.pids) == 1
+
+
+def test_a_light_image_that_takes_much_memory_is_heavy(
+    decoders: Decoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = encode(Image.new("RGBA", (2000, 2000), (1, 2, 3, 4)), "PNG")
+    for most, heavy in ((16 << 20, True), (256 << 20, False)):
+        monkeypatch.setattr("vlm_serve.preprocess.decoders.LIGHT_DECODE_BYTES", most)
+        with decoders.image(data, LIMITS, None, Stop()) as pixels:
+            assert (pixels == decode_image(data, LIMITS)).all()
+            assert decoders.heavy.busy == heavy
 
 
 def test_a_process_that_dies_is_replaced(decoders: Decoders) -> None:
@@ -240,28 +272,37 @@ def test_a_process_that_dies_is_replaced(decoders: Decoders) -> None:
     os.kill(idle, signal.SIGKILL)
     wait_until(lambda: decoders.pids == [])
     assert pixels_of(decoders, small()).shape == (30, 40, 3)
+    (light,) = decoders.pids
 
     def kill_when_busy() -> None:
-        wait_until(lambda: decoders._busy > 0 and not decoders._idle and decoders.pids != [])
-        os.kill(decoders.pids[0], signal.SIGKILL)
+        wait_until(lambda: len(decoders.pids) == 2)
+        (heavy,) = {*decoders.pids} - {light}
+        os.kill(heavy, signal.SIGKILL)
 
     thread = threading.Thread(target=kill_when_busy)
     thread.start()
     with pytest.raises(MediaError, match="memory"):
-        for _ in range(100):
-            pixels_of(decoders, large())
+        pixels_of(decoders, large())
     thread.join()
     assert pixels_of(decoders, small()).shape == (30, 40, 3)
 
 
+def test_what_forks_them_is_replaced_when_it_dies(decoders: Decoders) -> None:
+    pixels_of(decoders, small())
+    process = decoders._nursery._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert pixels_of(decoders, large()).shape == (6000, 8000, 3)
+    assert len(decoders.pids) == 1, "the light one knows nothing of it"
+
+
 def test_closing_ends_what_runs() -> None:
-    decoders = Decoders(2)
+    decoders = Decoders()
     pixels_of(decoders, small())
     pids = decoders.pids
     decoders.close()
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    wait_until(lambda: not any(map(_runs, pids)))
     with pytest.raises(EngineClosedError):
         pixels_of(decoders, small())
     decoders.close()
@@ -274,7 +315,7 @@ from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.stopping import Stop
 import threading
 
-decoders = Decoders(1)
+decoders = Decoders(1, 1)
 data = open(sys.argv[1], "rb").read()
 
 def decode():

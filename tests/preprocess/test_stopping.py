@@ -40,6 +40,17 @@ def test_a_stop_wakes_who_waits() -> None:
         stop.check()
 
 
+def test_it_counts_what_its_stages_take() -> None:
+    stop = Stop()
+    for _ in range(2):
+        with stop.timed("wait"):
+            time.sleep(0.02)
+    with pytest.raises(ZeroDivisionError), stop.timed("work"):
+        1 / 0  # noqa: B018
+    assert list(stop.seconds) == ["wait", "work"]
+    assert stop.seconds["wait"] >= 0.04
+
+
 def start(work: Callable[[], Any]) -> Future[Any]:
     """Runs it on a thread."""
     future: Future[Any] = Future()

@@ -88,6 +88,20 @@ def test_slow_fetches_hold_up_no_text(server: RunningServer, host: SilentHost, l
     wait_for(lambda: server.service.num_open == 0)
 
 
+def test_shortening_a_conversation_ends_with_its_client(
+    server: RunningServer, host: SilentHost
+) -> None:
+    """It loads media itself, as often as it tries."""
+    part = {"type": "input_image", "image_url": host.url, "detail": "auto"}
+    body = {"input": [{"role": "user", "content": [part]}], "truncation": "auto"}
+    with connect(server, json.dumps(body).encode(), path="/v1/responses") as client:
+        peer = host.accept()
+        client.close()
+        with peer:
+            assert peer.recv(10) == b""
+    wait_for(lambda: server.service.num_open == 0)
+
+
 def test_a_decode_ends_with_its_client(server: RunningServer) -> None:
     """The process that decodes is gone as soon as its client is."""
     buffer = io.BytesIO()
@@ -101,9 +115,9 @@ def test_a_decode_ends_with_its_client(server: RunningServer) -> None:
     before = set(decoders.pids)
     assert before
     with connect(server, json.dumps(asking(url)).encode()):
-        wait_for(lambda: decoders._busy_large > 0)
-    wait_for(lambda: server.service.num_open == 0 and not decoders._busy)
-    assert not before <= set(decoders.pids)
+        wait_for(lambda: decoders.heavy.busy > 0 and set(decoders.pids) > before)
+    wait_for(lambda: server.service.num_open == 0 and not decoders.heavy.busy)
+    assert set(decoders.pids) == before
     assert server.post("/v1/chat/completions", asking(small_url)).status_code == 200
 
 

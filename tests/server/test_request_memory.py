@@ -21,7 +21,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.json_body import MAX_COST, parse_json
+from vlm_serve.server.json_body import count_json, parse_json
 from vlm_serve.server.request_memory import (
     BodyCost,
     RequestMemory,
@@ -156,8 +156,8 @@ def test_one_request_at_a_time_is_beyond_the_budget() -> None:
 @pytest.mark.parametrize("before", [(1 << 18) - 1, 1 << 18, 5])
 def test_a_wide_character_is_found_wherever_pieces_begin(before: int) -> None:
     text = b"a" * before + b"\\u00e9" + b"," * 7
-    assert BodyCost.of(text) == BodyCost(len(text), wide=True, values=8)
-    assert not BodyCost.of(text.replace(b"\\", b"/")).wide
+    assert count_json(text) == BodyCost(len(text), wide=True, values=8)
+    assert not count_json(text.replace(b"\\", b"/")).wide
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -262,8 +262,9 @@ def test_what_is_counted_is_what_json_becomes(name: str) -> None:
         after, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most - before + len(body) <= BodyCost.of(body).to_parse(MAX_COST) * 1.05
-    assert after - before <= BodyCost.of(body).when_parsed(value, MAX_COST) * 1.05
+    cost = count_json(body)
+    assert most - before + len(body) <= cost.to_parse() * 1.05
+    assert after - before <= cost.when_parsed(value) * 1.05
 
 
 def test_a_prompt_is_counted_with_its_pixels(checkpoint: Path) -> None:

@@ -89,6 +89,7 @@ def test_metrics_of_the_engine(fake: RunningServer) -> None:
     assert found["state_rows free"] == 7
     assert found["state_snapshots_saved_total media"] == 3
     assert found["cache_evictions_total kv"] == 1
+    assert (found["held_bytes kv"], found["held_bytes grammars"]) == (6, 0)
     names = ("audits", "mismatches", "near_ties", "dropped")
     assert [found[f"cache_audit_{name}_total"] for name in names] == [9, 1, 2, 3]
 
@@ -168,7 +169,10 @@ def test_the_access_log_has_one_line_per_request(
     assert fields["cached_tokens"] == "3"
     assert fields["finish_reason"] == "stop"
     assert fields["cache_reason"] == "cold"
-    assert float(fields["ttft_ms"]) <= float(fields["total_ms"])
+    prepare, first, total = (float(fields[name]) for name in ("prepare_ms", "ttft_ms", "total_ms"))
+    assert prepare <= first <= total
+    stages = dict(stage.split(":") for stage in fields["stages_ms"].split(","))
+    assert float(stages["draft"]) <= prepare
 
 
 def test_the_openapi_document_is_closed(fake: RunningServer) -> None:

@@ -224,6 +224,19 @@ class Engine:
         self._media.cache.flush()
         return self._loop.tiers.flush()
 
+    def _held_bytes(self) -> dict[str, int]:
+        usage, memory = self._cache.usage, self.memory
+        rows = sum(usage.rows.values()) - usage.rows["free"]
+        return {
+            "kv": (usage.blocks - usage.free_blocks) * memory.block_bytes,
+            "state": rows * memory.snapshot_bytes,
+            "experts": usage.expert_bytes,
+            "prompt_logprobs": usage.logprob_bytes,
+            "embeddings": self._media.cache.used,
+            "media_index": self.preprocessor.raw_index.num_bytes,
+            "grammars": self.grammars.num_bytes,
+        }
+
     def _stats(self) -> dict[str, Any]:
         return {
             "num_running": self.num_running,
@@ -239,5 +252,6 @@ class Engine:
             "cache": self._cache.stats.as_dict(),
             "audit": dataclasses.asdict(self._auditor.counts),
             "usage": dataclasses.asdict(self._cache.usage),
+            "held_bytes": self._held_bytes(),
             "tiers": self._loop.tiers.stats(),
         }

@@ -95,6 +95,12 @@ class GrammarCompiler:
 
         return Grammar(compiled, after, xgrammar.GrammarMatcher)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the grammars that are kept."""
+        with self._cache_lock:
+            return sum(each.memory_size_bytes for each in self._cached.values())
+
     def close(self) -> None:
         """Ends the compiling process. May be called more than once."""
         with self._lock:

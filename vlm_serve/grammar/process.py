@@ -17,6 +17,8 @@ from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeErr
 from vlm_serve.grammar.worker import MAX_MESSAGE_BYTES, send
 
 START_SECONDS = 120.0
+GRACE_SECONDS = 10.0
+"""It ends a grammar at its deadline itself; this much later it is ended."""
 
 
 class CompileProcess:
@@ -43,12 +45,12 @@ class CompileProcess:
         """
         with self._lock:
             self._make_ready()
-            deadline = time.monotonic() + self._seconds
-            answer = self._exchange(task, self._seconds)
+            task = task | {"seconds": self._seconds}
+            answer = self._exchange(task, self._seconds + GRACE_SECONDS)
             if answer is None and not self._closed:
                 self._start()  # the next one finds it running
-        if answer is None:
-            late = time.monotonic() >= deadline
+        if answer is None or "late" in answer:
+            late = answer is not None and answer["late"]
             what = f"took longer than {self._seconds:g} s" if late else "took too much memory"
             raise InvalidRequestError(f"compiling the grammar {what}", code="grammar_limit")
         if "error" in answer:

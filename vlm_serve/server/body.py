@@ -12,8 +12,14 @@ from starlette.requests import ClientDisconnect
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.errors import BodyTooLargeError, MediaTypeError
-from vlm_serve.server.json_body import SMALL_BYTES, max_cost, parse_json, validate
-from vlm_serve.server.request_memory import BodyCost, current_share
+from vlm_serve.server.json_body import (
+    SMALL_BYTES,
+    count_json,
+    max_cost,
+    parse_counted,
+    validate,
+)
+from vlm_serve.server.request_memory import current_share
 from vlm_serve.server.service import Service
 from vlm_serve.server.streaming import until_disconnected
 
@@ -67,17 +73,18 @@ async def read_request(
         raise InvalidRequestError("the client went away before its body was complete") from None
     limit = max_cost(service.engine.max_model_len)
     small = len(body) <= SMALL_BYTES
-    cost = BodyCost.of(body) if small else await service.parsing(partial(BodyCost.of, body))
+    counted = partial(count_json, body, limit)
+    cost = counted() if small else await service.parsing(counted)
     share = current_share()
     if share is not None:
-        needed = cost.to_parse(limit)
+        needed = cost.to_parse()
         if not share.fits(needed):
             await until_disconnected(request, share.cover(needed))
         await share.cover(needed)
 
     def read() -> tuple[T, int]:
-        value = parse_json(body, limit)
-        return use(validate(value, model)), cost.when_parsed(value, limit)
+        value = parse_counted(body)
+        return use(validate(value, model)), cost.when_parsed(value)
 
     if small:
         made, kept = read()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vlm_serve.preprocess.decoders import PROCESS_BYTES, default_size
+from vlm_serve.grammar.worker import MAX_MESSAGE_BYTES, MEMORY_BYTES
+from vlm_serve.preprocess.decoders import (
+    LIGHT_DECODE_BYTES,
+    LIGHT_FILE_BYTES,
+    PROCESS_BYTES,
+    default_places,
+)
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.connection import READ_BYTES
@@ -31,8 +37,12 @@ def parts(config: ServerConfig, max_model_len: int) -> Iterator[tuple[str, int]]
     media = MediaLimits()
     # A decoder has a medium's bytes in shared memory of its own.
     yield "media that are fetched or decoded", 2 * media.max_fetched_bytes
+    light, heavy = default_places()
+    yield "light decoders", light * (LIGHT_DECODE_BYTES + 2 * LIGHT_FILE_BYTES + PROCESS_BYTES)
     each = media.max_decode_bytes + 2 * media.max_image_bytes + PROCESS_BYTES
-    yield "decoding processes", default_size() * each
+    yield "heavy decoders", heavy * each
+    # What the process says is there up to six times on its way: bytes, text, values, grammar.
+    yield "compiling a grammar", MEMORY_BYTES + 6 * MAX_MESSAGE_BYTES
 
 
 def total(config: ServerConfig, max_model_len: int) -> int:

@@ -14,6 +14,7 @@ from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.state import THINK_END, Grammar
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.errors import RequestTimeoutError, told_as
 from vlm_serve.server.output_parser import THINK_START
@@ -55,15 +56,21 @@ class Generation:
     """A request that has been submitted.
 
     Attributes:
+        stages: seconds that its preparation took, by stage.
+        submitted_time: at which the engine got it.
         usage, cache_report: as of the last delta.
         prompt_logprobs: of the prompt's tokens from `prompt_logprobs_start` on, if asked for.
         finish_reason: of the last choice that ended; "abort" while there is none.
         unfinished: choices that have not ended.
     """
 
-    def __init__(self, service: Service, task: Task, prompt: Prompt) -> None:
+    def __init__(
+        self, service: Service, task: Task, prompt: Prompt, stages: Mapping[str, float]
+    ) -> None:
         self.task = task
         self.prompt = prompt
+        self.stages = stages
+        self.submitted_time = time.monotonic()
         self.usage = Usage(prompt_tokens=len(prompt))
         self.cache_report: CacheReport | None = None
         self.prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
@@ -119,21 +126,21 @@ async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
         RequestTimeoutError: the deadline has passed (here or from `Generation.deltas`).
         VlmServeError: what preparation and `Engine.submit` raise.
     """
-    loop = asyncio.get_running_loop()
+    loop, stop = asyncio.get_running_loop(), Stop()
     with service.admitted():
         limit = service.config.request_timeout
         deadline = None if limit is None else task.arrival - time.monotonic() + loop.time() + limit
         try:
             async with asyncio.timeout_at(deadline):
                 with told_as(task.names):
-                    prompt = await service.prepared(task.prepare)
+                    prompt = await service.prepared(task.prepare, stop)
                     grammar = await _grammar(service, task, prompt)
                 share = current_share()
                 if share is not None:
                     await share.cover(share.size + _bytes_of(prompt))
         except TimeoutError:
             raise _too_late(limit) from None
-        generation = Generation(service, task, prompt)
+        generation = Generation(service, task, prompt, stop.seconds)
         mailbox, queue = service.mailbox, generation.queue
         with told_as(task.names):
             engine_id = service.submit(
@@ -188,12 +195,15 @@ def _account(service: Service, generation: Generation) -> None:
     if first is not None:
         service.metrics.time_to_first_token.observe(first - arrival)
     _access.info(
-        "request_id=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d ttft_ms=%s "
+        "request_id=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d prepare_ms=%.1f "
+        "stages_ms=%s ttft_ms=%s "
         "total_ms=%.1f finish_reason=%s cache_reason=%s",
         generation.task.request_id,
         usage.prompt_tokens,
         usage.cached_tokens,
         usage.completion_tokens,
+        (generation.submitted_time - arrival) * 1000,
+        ",".join(f"{name}:{1000 * value:.1f}" for name, value in generation.stages.items()),
         f"{(first - arrival) * 1000:.1f}" if first is not None else "-",
         (now - arrival) * 1000,
         reason,

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.server.request_memory import BodyCost
 
 MAX_JSON_DEPTH = 64
 MAX_ERRORS_NAMED = 5
@@ -50,7 +51,12 @@ def parse_json(body: bytes, limit: int = MAX_COST) -> Any:
 
     Raises InvalidRequestError.
     """
-    _check_cost(body, limit)
+    count_json(body, limit)
+    return parse_counted(body)
+
+
+def parse_counted(body: bytes) -> Any:
+    """Parses a body that `count_json` has let pass. Raises InvalidRequestError."""
     try:
         return from_json(body.removeprefix(_BYTE_ORDER_MARK), allow_inf_nan=False)
     except ValueError as error:
@@ -59,14 +65,20 @@ def parse_json(body: bytes, limit: int = MAX_COST) -> Any:
         ) from None
 
 
-def _check_cost(body: bytes, limit: int) -> None:
-    cost, at, inside, brackets = 0, 0, False, bytearray()
+def count_json(body: bytes, limit: int = MAX_COST) -> BodyCost:
+    """What a body holds, in pieces between which other threads can run. `limit`: see `parse_json`.
+
+    Raises InvalidRequestError for one that costs more or is nested too deep.
+    """
+    cost, values, wide = 0, 1, False
+    at, inside, brackets = 0, False, bytearray()
     while at < len(body):
         piece = body[at : at + _PIECE_BYTES]
         at += len(piece)
         if at < len(body) and (len(piece) - len(piece.rstrip(b"\\"))) % 2:
             piece = piece[:-1]  # the escape that it begins belongs to the next piece
             at -= 1
+        wide = wide or not piece.isascii() or b"\\u" in piece
         plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         if inside:
             plain = b'"' + plain
@@ -79,13 +91,16 @@ def _check_cost(body: bytes, limit: int) -> None:
                 plain = plain.partition(b'"')[0]
             found = plain.translate(_BRACES, _NOT_BRACKETS)
             brackets += found
-            cost += plain.count(b",") + _KEY_COST * plain.count(b":") + _BRACKET_COST * len(found)
+            commas, colons = plain.count(b","), plain.count(b":")
+            cost += commas + _KEY_COST * colons + _BRACKET_COST * len(found)
+            values += commas + colons + found.count(b"[")
         if cost > limit:
             raise InvalidRequestError(
                 f"the body has more than {limit} JSON values (a list or object counts 4, a key 8)",
                 code="too_many_values",
             )
     _check_depth(bytes(brackets))
+    return BodyCost(len(body), wide, values)
 
 
 def _check_depth(brackets: bytes) -> None:

@@ -191,6 +191,12 @@ class EngineStats(Collector):
         for state, count in usage["rows"].items():
             rows.add_metric([self._model_name, state], count)
         yield rows
+        held = GaugeMetricFamily(
+            PREFIX + "held_bytes", "Memory by what keeps it", labels=["model_name", "kind"]
+        )
+        for kind, size in self._stats["held_bytes"].items():
+            held.add_metric([self._model_name, kind], size)
+        yield held
         yield from self._audits(self._stats["audit"])
 
     def _drafts(self, drafts: Mapping[str, Any]) -> Iterator[Metric]:

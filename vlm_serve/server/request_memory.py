@@ -25,7 +25,6 @@ WIDEST_BODY_FACTOR = 1 + 3 * WIDEST_CHARACTER
 FIRST_BYTES = 1 << 18
 """Counted for the start of a body of unknown length."""
 SMALL_PART, LARGE_PART = 1 / 64, 3 / 4
-_PIECE_BYTES = 1 << 18
 
 
 @dataclass(slots=True)
@@ -217,33 +216,22 @@ class BodyCost:
     Attributes:
         size: of itself.
         wide: one of its characters may be, of which a text takes four bytes for each of its own.
-        values: at least as many as it has; a comma in a text counts, too.
+        values: as many as it has, or a few more.
     """
 
     size: int
     wide: bool
     values: int
 
-    @classmethod
-    def of(cls, body: bytes) -> BodyCost:
-        """Counts in pieces, between which other threads can run."""
-        wide, values = False, 1
-        for at in range(0, len(body), _PIECE_BYTES):
-            piece = body[at : at + _PIECE_BYTES]
-            wide = wide or not piece.isascii() or b"\\u" in body[max(0, at - 1) : at + len(piece)]
-            values += sum(piece.count(sign) for sign in (b",", b"[", b"{", b":"))
-        return cls(len(body), wide, values)
-
-    def to_parse(self, limit: int) -> int:
-        """Most bytes while it is parsed, up to `limit` values: itself, its text, its strings, its
-        values."""
+    def to_parse(self) -> int:
+        """Most bytes while it is parsed: itself, its text, its strings, its values."""
         factor = WIDEST_BODY_FACTOR if self.wide else BODY_FACTOR
-        return self.size * factor + min(limit, self.values) * VALUE_BYTES
+        return self.size * factor + self.values * VALUE_BYTES
 
-    def when_parsed(self, value: Any, limit: int) -> int:
+    def when_parsed(self, value: Any) -> int:
         """Most bytes that are left of it: its strings and values."""
         strings = _string_bytes(value) if self.wide else self.size
-        return strings + min(limit, self.values) * VALUE_BYTES
+        return strings + self.values * VALUE_BYTES
 
 
 def _string_bytes(value: Any) -> int:

@@ -45,8 +45,9 @@ LARGE_REQUEST_BYTES = 1 << 16
 """What a request holds beyond which it is prepared on other threads than short questions."""
 _WAITING_THREADS = 16
 
-Preparation = Prompt | Draft | Callable[[], Prompt]
-"""A prompt; or a draft whose media are to be loaded; or work that loads media itself."""
+Preparation = Prompt | Draft | Callable[[Stop], Prompt]
+"""A prompt; or a draft whose media are to be loaded; or work that loads media itself, until it is
+stopped."""
 
 
 def large_threads(preprocess_threads: int) -> int:
@@ -245,24 +246,32 @@ class Service:
         finally:
             pending.clear()
 
-    async def prepared(self, work: Callable[[], Preparation]) -> Prompt:
+    async def prepared(self, work: Callable[[], Preparation], stop: Stop | None = None) -> Prompt:
         """The prompt that some work makes on a preparation thread. While media are fetched and
         decoded no such thread is held; who stops waiting ends that wherever it is.
 
         Raises what preparation raises.
         """
-        draft = await self.in_pool(work)
+        stop = stop or Stop()
+        with stop.timed("draft"):
+            draft = await self.in_pool(work)
         if isinstance(draft, Prompt):
             return draft
         if not isinstance(draft, Draft):
-            return await asyncio.get_running_loop().run_in_executor(self._waiting, draft)
-        preprocessor, stop = self.engine.preprocessor, Stop()
+            try:
+                with stop.timed("media"):
+                    return await self._in(self._waiting, partial(draft, stop))
+            finally:
+                stop.set()
+        preprocessor = self.engine.preprocessor
         loading = preprocessor.start_loading(draft, stop)
         try:
-            media = await asyncio.gather(*map(asyncio.wrap_future, loading))
+            with stop.timed("media"):
+                media = await asyncio.gather(*map(asyncio.wrap_future, loading))
         finally:
             stop.set()
-        return await self.in_pool(partial(preprocessor.finish, draft, media))
+        with stop.timed("finish"):
+            return await self.in_pool(partial(preprocessor.finish, draft, media))
 
     def _became_idle(self) -> None:
         self._all_done.set()

@@ -15,6 +15,7 @@ from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.draft import Draft
 from vlm_serve.preprocess.messages import Conversation
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.api.fields import AnswerRequest
 from vlm_serve.server.api.media_sources import check_media_sources
@@ -104,9 +105,12 @@ def prepare(service: Service, given: ChatInput, cache_salt: str) -> Preparation:
     }
     if given.answer_tokens is not None:
         room = service.engine.max_model_len - max(given.answer_tokens, 1)
-        prompt_of = partial(preprocessor.prepare, **options)
-        fitting = partial(prepare_what_fits, conversation, prompt_of, room)
-        return fitting if conversation.media else fitting()
+
+        def fitting(stop: Stop) -> Prompt:
+            prompt_of = partial(preprocessor.prepare, **options, stop=stop)
+            return prepare_what_fits(conversation, prompt_of, room)
+
+        return fitting if conversation.media else fitting(Stop())
     draft: Draft = preprocessor.begin(conversation, **options)
     if draft.media:
         return draft

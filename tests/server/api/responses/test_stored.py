@@ -114,6 +114,32 @@ def test_a_tools_answer_goes_to_its_call(server: RunningServer, client: openai.O
     assert kinds == ["message", "message", "function_call", "function_call_output"]
 
 
+def test_a_call_that_was_cut_holds_up_no_conversation(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
+    """What the model had written of it is no call; with an output, it is one without arguments."""
+    server.engine.answer = CALL
+    tool: Any = {"type": "function", **CITY_TOOL["function"]}
+    tokens = server.engine.preprocessor.tokenizer.encode_plain(CALL[: CALL.index("ris")])
+    first = ask(client, tools=[tool], max_output_tokens=len(tokens))
+    call = first.output[1]
+    assert (call.status, call.arguments[-1:]) == ("incomplete", "a")
+    server.engine.answer = "Once more."
+    assert ask(client, "Go on", previous_response_id=first.id).output_text == "Once more."
+    user, assistant, last = sent(server)
+    assert (user["role"], assistant["role"], last["content"]) == ("user", "assistant", "Go on")
+    assert assistant["content"].strip() == "Let me look."
+    assert not assistant.get("tool_calls")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "It was cut."}
+    ask(client, [output], previous_response_id=first.id)
+    assistant, result = sent(server)[1:]
+    (made,) = assistant["tool_calls"]
+    assert (made["id"], made["function"]["arguments"]) == (result["tool_call_id"], {})
+    whole = call.model_dump() | {"status": "completed"}
+    with pytest.raises(openai.BadRequestError, match="must be a JSON object"):
+        ask(client, [{"role": "user", "content": "hi"}, whole])
+
+
 def test_one_conversation_can_go_on_twice(server: RunningServer, client: openai.OpenAI) -> None:
     first = ask(client)
     for text in ("left", "right"):

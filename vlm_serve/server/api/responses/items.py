@@ -25,7 +25,10 @@ def read_input(
     conversation = Conversation()
     if instructions:
         conversation.add_turn("system", instructions, "instructions")
-    answer = _Answer(conversation)
+    items = given if isinstance(given, list) else []
+    answer = _Answer(
+        conversation, {item.get("call_id") for item in (*past, *items) if _is_output(item)}
+    )
     for index, item in enumerate(past):
         _read_item(answer, item, f"previous_response_id[{index}]")
     if isinstance(given, str):
@@ -41,10 +44,15 @@ def read_input(
 
 
 class _Answer:
-    """Gathers the items of one answer (reasoning, text, calls), which are one message."""
+    """Gathers the items of one answer (reasoning, text, calls), which are one message.
 
-    def __init__(self, conversation: Conversation) -> None:
+    Args:
+        answered: ids of calls that have an output.
+    """
+
+    def __init__(self, conversation: Conversation, answered: set[Any]) -> None:
         self.conversation = conversation
+        self.answered = answered
         self.text: str | None = None
         self.reasoning: str | None = None
         self.calls: list[dict[str, Any]] = []
@@ -60,6 +68,11 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
     conversation = answer.conversation
     if kind == "function_call":
         function = {name: text_of(item, name, where) for name in ("name", "arguments")}
+        if item.get("status") == "incomplete" and not _is_complete(function["arguments"]):
+            # The token limit has cut it. Nobody can have run it, unless its output says so.
+            if item.get("call_id") not in answer.answered:
+                return
+            function["arguments"] = "{}"
         call = {"id": text_of(item, "call_id", where), "type": "function"}
         answer.calls.append(call | {"function": read_tool_call(function, where)})
     elif kind == "reasoning":
@@ -80,6 +93,18 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
         answer.end()
         content = _content(item.get("content"), f"{where}.content", conversation)
         conversation.add_turn(item.get("role"), content, where)
+
+
+def _is_output(item: Mapping[str, Any]) -> bool:
+    return item.get("type") == "function_call_output" and isinstance(item.get("call_id"), str)
+
+
+def _is_complete(arguments: str) -> bool:
+    try:
+        read_tool_call({"name": "", "arguments": arguments}, "")
+    except InvalidRequestError:
+        return False
+    return True
 
 
 def _content(content: Any, where: str, conversation: Conversation) -> str | list[dict[str, Any]]:
