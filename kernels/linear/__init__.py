@@ -3,6 +3,7 @@ format, its layout in memory and its arithmetic.
 
     dense.py      float32, bfloat16 and float16 weights in our own packed layout, compiled CPU code
     torch_dense.py the same weights multiplied by torch: GPUs, and CPUs without a compiler
+    torch_quantised.py codes of 4 or 8 bits multiplied by torch
 """
 
 from __future__ import annotations
