@@ -74,7 +74,7 @@ class StoredIntegers:
         rows = slice(first, first + piece.codes.shape[0])
         self.codes[rows] = paired(piece.codes, self.group) if self.bits == 4 else piece.codes
         self.scales[rows] = piece.scales
-        if self.zeros is not None:
+        if self.zeros is not None and piece.zeros is not None:
             self.zeros[rows] = piece.zeros
 
     def plain(self, rows: slice) -> torch.Tensor:
