@@ -10,7 +10,7 @@ from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config, read_json
-from vlm_serve.models.quantization.scheme import QuantScheme
+from vlm_serve.models.quantization.scheme import METHODS, QuantScheme
 from vlm_serve.models.spec import ModelSpec
 
 
@@ -24,6 +24,7 @@ class Served:
         state: whether layers keep a state, so that hits need snapshots.
         experts: whether layers have routed experts.
         compiled: whether compiled code runs whole steps on a CPU.
+        quantised: what `quant_method` its checkpoints may have.
     """
 
     module: str
@@ -31,6 +32,7 @@ class Served:
     state: bool = True
     experts: bool = False
     compiled: bool = True
+    quantised: tuple[str, ...] = METHODS
 
 
 _QWEN3_5 = "vlm_serve.models.families.qwen3_5"

@@ -53,7 +53,8 @@ class Float8(Format):
         codes = integers(tensors, part.name, part.shape, _CODES)
         suffix = next((each for each in _SUFFIXES if names.of_weight(each) in tensors), None)
         if suffix is None:
-            raise CheckpointError(f"the checkpoint has no {names.of_weight(_SUFFIXES[0])}")
+            suffix = _SUFFIXES[0] if self.block else _SUFFIXES[1]
+            raise CheckpointError(f"the checkpoint has no {names.of_weight(suffix)}")
         name = names.of_weight(suffix)
         outer = tuple(codes.shape[: 0 if part.index is None else 1])
         if codes.ndim != len(outer) + 2:

@@ -46,9 +46,8 @@ class Packed(Format):
         return names.weight if self.plain else names.of_weight("packed")
 
     def holds(self, tensors: Tensors, names: Names) -> bool:
-        if self.plain:
-            return names.of_weight("scale") in tensors
-        return self.mark(names) in tensors
+        mark = self.mark(names)
+        return mark in tensors and not (self.plain and tensors.stored(mark).is_floating_point())
 
     def open(self, tensors: Tensors, part: Part) -> OpenedPacked:
         names, (rows, depth) = whole_weight(part), part.sizes

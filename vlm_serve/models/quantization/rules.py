@@ -30,7 +30,7 @@ class Rule:
 
     def fits(self, module: str) -> bool:
         """Whether it is about a module."""
-        if self.names and not self.names.isdisjoint(_runs(_PREFIX.sub("", module))):
+        if self.names and not self.names.isdisjoint(_runs(plain_name(module))):
             return True
         return any(each.match(module) for each in self.expressions)
 
@@ -42,7 +42,7 @@ def rule(entries: Iterable[str], format_: Format | None) -> Rule:
         CheckpointError: an entry is neither.
     """
     entries = list(entries)
-    names = frozenset(_PREFIX.sub("", each) or each for each in entries if _NAME.fullmatch(each))
+    names = frozenset(plain_name(each) or each for each in entries if _NAME.fullmatch(each))
     odd = [each for each in entries if not _NAME.fullmatch(each)]
     return Rule(format_, names, tuple(expression(rf"(?:{each})(?:\.|$)") for each in odd))
 
@@ -55,6 +55,11 @@ def expression(text: str) -> re.Pattern[str]:
         raise CheckpointError(
             f"{text!r} in quantization_config is no regular expression: {error}"
         ) from None
+
+
+def plain_name(name: str) -> str:
+    """A name without what differs with who wrote the file."""
+    return _PREFIX.sub("", name)
 
 
 def _runs(module: str) -> Iterator[str]:

@@ -80,8 +80,7 @@ class QuantScheme:
                 )
         return None
 
-    @property
-    def words(self) -> str:
+    def __str__(self) -> str:
         """What tables say of it."""
         return f"{self.method}; {self.activations}"
 
