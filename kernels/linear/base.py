@@ -187,6 +187,10 @@ class Linear(ABC):
     def record(self) -> ctypes.Structure | None:
         """How compiled steps find the weight, which lives as long as this; None if they cannot."""
 
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether compiled code multiplies it with activations of a type."""
+        return dtype != torch.bfloat16 or self.dtype == torch.bfloat16
+
     @property
     @abstractmethod
     def nbytes(self) -> int:
