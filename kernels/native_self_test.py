@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from vlm_serve.kernels.native_build import BuildError
 
-FLOAT32 = "6a8377fd64321ce9"
+FLOAT32 = "b54fc601dcf1ce8b"
 """The digest of float32 results."""
 
 

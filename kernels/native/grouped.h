@@ -12,8 +12,8 @@
 // over ascending k, then joined) where there are zero points. The groups' sums times their scales
 // are a chain of fused multiply-adds over ascending k in turn.
 //
-// If activations are quantised, a group's sum is one of integers, sum(code * x) - zero * sum(x), to
-// the bit, and its factor the product of both scales.
+// If activations are quantised, groups are those of a row (`row_group`), a group's sum is one of
+// integers, sum(code * x) - zero * sum(x), to the bit, and its factor the product of both scales.
 #pragma once
 
 #include <utility>

@@ -27,11 +27,12 @@ struct HalfByteWords {
     }
 };
 
-// Groups `begin` to `end` of a panel for ROWS rows.
+// Groups `begin` to `end` of the rows and a panel for ROWS rows.
 template <typename Kind, int ROWS>
 void integer_tile(const Weight& weight, int64_t index, const char* words, const float* x,
                   int64_t begin, int64_t end, float* sums) {
-    const int64_t size = weight.group, all_groups = weight.depth / size;
+    const int64_t size = row_group(weight), all_groups = weight.depth / size;
+    const int64_t shared = weight.group / size;
     const float *scales = x + weight.depth / 4 * ROWS, *x_sums = scales + all_groups * ROWS;
     const float middle = middle_of(weight.type);
     words += begin * size / (4 * Kind::COUNT) * PANEL * 4;
@@ -56,7 +57,7 @@ void integer_tile(const Weight& weight, int64_t index, const char* words, const 
                 }
             }
         }
-        const GroupScales of(weight, index, group, middle);
+        const GroupScales of(weight, index, group / shared, middle);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r) {
             const Floats scale = spread(scales[group * ROWS + r]);
@@ -86,8 +87,8 @@ IntegerTile integer_tile_of(int64_t rows) {
 template <typename Kind>
 void multiply_by_fours(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const char* words = (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
-    const int64_t count = weight.depth / weight.group;
-    const int64_t some = x.groups() == 1 ? count : std::max<int64_t>(1, CACHED_K / weight.group);
+    const int64_t count = weight.depth / row_group(weight);
+    const int64_t some = x.groups() == 1 ? count : CACHED_K / row_group(weight);
     for (int64_t begin = 0; begin < count; begin += some)
         for (int64_t i = 0; i < x.groups(); ++i)
             integer_tile_of<Kind>(x.size(i))(weight, index, words, x.group(i), begin,

@@ -91,7 +91,7 @@ void Operand::add_up(const T* const* from, int64_t rows, const Weight& weight, f
 template <typename T>
 void Operand::quantise(const T* const* from, int64_t rows, const Weight& weight, float* to) const {
     constexpr float LEAST = 1e-30f;
-    const int64_t group = weight.group, count = weight.depth / group;
+    const int64_t group = row_group(weight), count = weight.depth / group;
     float *scales = to + weight.depth / 4 * rows, *sums = scales + count * rows;
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t g = 0; g < count; ++g) {

@@ -12,7 +12,7 @@ namespace vlm {
 //
 // Beside codes (grouped.h) the values of a k have a factor, a power of two; where there are zero
 // points, the sums of every group of k lie behind them. Rows that are quantised are words of four
-// k each, `[K / 4, rows]`, and behind those scales and sums, `[K / group, rows]` each.
+// k each, `[K / 4, rows]`, and behind those scales and sums, `[K / row_group, rows]` each.
 class Operand {
   public:
     // `at(r)` is where row r of T lies. A single row of float is not copied if it need not be.
@@ -22,7 +22,8 @@ class Operand {
         rows_ = rows;
         pairs_ = in_pairs<T>(type);
         groups_ = (rows + MOST_ROWS - 1) / MOST_ROWS;
-        const int64_t sums = is_codes(type) ? depth / weight.group : 0;
+        const int64_t group = weight.dynamic ? row_group(weight) : weight.group;
+        const int64_t sums = is_codes(type) ? depth / group : 0;
         const int64_t values = pairs_ ? (depth + 1) / 2 : padded(depth, type);
         words_ = weight.dynamic ? depth / 4 + 2 * sums : values + (weight.zeros ? sums : 0);
         if (rows == 1 && sizeof(T) == 4 && words_ == depth && !is_codes(type)) {
@@ -31,10 +32,10 @@ class Operand {
         }
         float* to = room_.of(rows * words_ + LANES);
         place_ = to;
-        for (int64_t group = 0; group < groups_; ++group) {
+        for (int64_t i = 0; i < groups_; ++i) {
             const T* from[MOST_ROWS];
-            const int64_t own = size(group);
-            for (int64_t r = 0; r < own; ++r) from[r] = at(first(group) + r);
+            const int64_t own = size(i);
+            for (int64_t r = 0; r < own; ++r) from[r] = at(first(i) + r);
             if (weight.dynamic)
                 quantise(from, own, weight, to);
             else

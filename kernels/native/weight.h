@@ -42,6 +42,10 @@ struct Weight {
 
 inline int64_t panels_of(const Weight& weight) { return (weight.columns + PANEL - 1) / PANEL; }
 
+// How many k of a row share a scale if it is quantised: fewer than those of a weight may, since
+// activations have values that are much larger than their neighbours.
+inline int64_t row_group(const Weight& weight) { return weight.group % 32 ? 16 : 32; }
+
 inline bool is_codes(int64_t type) { return type >= INT8; }
 
 // Bytes of a k in a panel.

@@ -116,7 +116,7 @@ def test_quantised_activations_meet_codes_in_whole_numbers(
     codes: IntegerCodes, dtype: torch.dtype
 ) -> None:
     """Bit by bit: groups of integers, then one fused multiply-add for each of them."""
-    group = min(codes.group, 128)
+    group = min(codes.group, 32)
     x = activations(13, dtype)
     whole, x_scales = quantised(x, group)
     times = codes.group // group
