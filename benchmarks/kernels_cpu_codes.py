@@ -21,10 +21,10 @@ from kernels_before import timed
 from machine import add_isa_argument, describe, run_as
 
 from vlm_serve.kernels.linear import Linear, dense
-from vlm_serve.kernels.linear.codes import Float8Codes
+from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.float8 import PackedFloat8
 from vlm_serve.kernels.linear.integers import PackedIntegers
-from vlm_serve.kernels.linear.quantising import GROUPS, quantise
+from vlm_serve.kernels.linear.quantising import GROUPS
 
 TOUCHED = 64 << 20
 FEW = 8
@@ -39,12 +39,15 @@ class Kind:
     dynamic: bool = False
 
     def make(self, columns: int, depth: int) -> Linear:
-        plain = torch.randn(columns, depth)
         if self.bits == 16:
-            return dense(plain.bfloat16(), compiled=True)
+            return dense(torch.randn(columns, depth).bfloat16(), compiled=True)
         if self.bits:
-            codes = quantise(plain, self.bits, GROUPS[self.bits][0])
-            return PackedIntegers.of([codes], columns, depth, dynamic=self.dynamic)
+            group = GROUPS[self.bits][0]
+            codes = torch.randint(1 << self.bits, (columns, depth), dtype=torch.uint8)
+            own = torch.full((columns, depth // group), 0.01, dtype=torch.bfloat16)
+            integers = IntegerCodes(codes, own, None, self.bits, group)
+            return PackedIntegers.of([integers], columns, depth, dynamic=self.dynamic)
+        plain = torch.randn(columns, depth)
         scales = torch.ones(-(-columns // 128), depth // 128)
         piece = Float8Codes(plain.to(torch.float8_e4m3fn), scales.bfloat16(), (128, 128))
         return PackedFloat8.of([piece], columns, depth)
