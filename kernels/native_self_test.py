@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from vlm_serve.kernels.native_build import BuildError
 
-FLOAT32 = "acdefb60b8f95292"
+FLOAT32 = "73b2da6702dd92d2"
 """The digest of float32 results."""
 
 

@@ -74,6 +74,20 @@ inline Signed nearest(Floats x) {
 #endif
 }
 
+// A register's lanes from as many bytes.
+inline Words from_bytes(const void* from) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+    uint32_t bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    const uint8x8_t eight = vreinterpret_u8_u32(vdup_n_u32(bytes));
+    return (Words)vmovl_u16(vget_low_u16(vmovl_u8(eight)));
+#endif
+}
+
 inline Floats from_float16(const void* from) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
