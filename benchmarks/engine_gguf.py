@@ -50,3 +50,20 @@ def convert(
         lines = done.stderr.strip().splitlines()
         raise ConversionError(lines[-1] if lines else f"no file after exit {done.returncode}")
     return target
+
+
+def quantise(source: Path, plain: Path, kind: str) -> Path:
+    """A GGUF file in another of llama.cpp's types, such as Q4_K_M, beside the one that is given.
+
+    Raises:
+        ConversionError: `llama-quantize` is not in the tree's `build/bin`, or fails.
+    """
+    target, tool = plain.with_name(f"{kind}.gguf"), source / "build/bin/llama-quantize"
+    if not tool.is_file():
+        raise ConversionError(f"no llama-quantize in {tool.parent}")
+    command = [str(tool), str(plain), str(target), kind]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or not target.is_file():
+        lines = done.stderr.strip().splitlines()
+        raise ConversionError(lines[-1] if lines else f"no file after exit {done.returncode}")
+    return target
