@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from quantised_weights import FORMATS
 
 FAMILIES = {
     "qwen3_5": "Qwen3_5",
@@ -25,7 +26,8 @@ class CheckpointSpec:
     a text-only one (Qwen3-Next always is, Qwen3-VL never). Only Qwen3-VL has `deepstack_features`;
     it has no Gated DeltaNet layers and no shared experts. Experts are in every `sparse_step`-th
     layer behind the first `dense_layers`, but in all layers of Qwen3.5. Raises ValueError for sizes
-    that do not fit together.
+    that do not fit together. `quantization` is one of `quantised_weights.FORMATS`, of which some
+    have a scale for `group_size` values.
     """
 
     family: str = "qwen3_5"
@@ -65,6 +67,8 @@ class CheckpointSpec:
     rope_theta: float = 10000.0
     tied_embeddings: bool = False
     dtype: str = "float32"
+    quantization: str = ""
+    group_size: int = 32
     shards: int = 1
     seed: int = 0
 
@@ -117,6 +121,8 @@ def _validate(spec: CheckpointSpec) -> None:
         raise ValueError("num_position_embeddings must be a square")
     if spec.num_experts and not 0 < spec.experts_per_token <= spec.num_experts:
         raise ValueError("experts_per_token must be between 1 and num_experts")
+    if spec.quantization and spec.quantization not in FORMATS:
+        raise ValueError(f"quantization must be one of {', '.join(FORMATS)}")
     if spec.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}")
 

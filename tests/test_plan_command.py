@@ -156,3 +156,18 @@ def test_drafts_cost_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["plan", "--model", model, "--speculative", "suffix"]) == 0
     text = capsys.readouterr().out
     assert "draft updates" in text and "draft texts" in text
+
+
+def test_formats_of_a_quantised_checkpoint(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    spec = CheckpointSpec(num_experts=4, dtype="bfloat16", quantization="mixed")
+    path = str(make_checkpoint(tmp_path, spec))
+    assert main(["plan", path, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert set(plan["weights"]["formats"]) >= {"int4 in groups of 32"}
+    assert sum(plan["weights"]["formats"].values()) == plan["weights"]["projections"]
+    assert plan["quantization"].startswith("compressed-tensors; the checkpoint's activations")
+    assert main(["plan", path]) == 0
+    text = capsys.readouterr().out
+    assert "FP8 with a scale per channel" in text and "\nquantised  " in text

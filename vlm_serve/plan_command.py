@@ -124,7 +124,9 @@ def _as_json(plan: Plan) -> dict[str, Any]:
             "projections": weights.projections,
             "table": weights.table,
             "table_in_file": weights.mapped,
+            "formats": dict(weights.formats),
         },
+        "quantization": str(plan.model.quantization) if plan.model.quantization else None,
         "types": arithmetic.types.names(),
         "compute_reason": arithmetic.reason,
         "numerics": arithmetic.numerics,
@@ -146,6 +148,7 @@ def render(plan: Plan) -> str:
     memory = plan.memory
     facts = [
         ("weights", str(plan.weights)),
+        *([("quantised", str(scheme))] if (scheme := plan.model.quantization) else []),
         *plan.arithmetic.rows(),
         (
             "cache memory",

@@ -4,6 +4,7 @@ format, its layout in memory and its arithmetic.
     dense.py      float32, bfloat16 and float16 weights in our own packed layout, compiled CPU code
     torch_dense.py the same weights multiplied by torch: GPUs, and CPUs without a compiler
     torch_quantised.py codes of 4 or 8 bits multiplied by torch
+    joined.py     weights of several formats beside each other
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from vlm_serve.kernels.linear.base import (
     stacked,
 )
 from vlm_serve.kernels.linear.dense import PackedDense
+from vlm_serve.kernels.linear.joined import Joined
+from vlm_serve.kernels.linear.runs import runs
 from vlm_serve.kernels.linear.torch_dense import TorchDense
+from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 
 __all__ = ["Activation", "Linear", "Part", "Shard", "Source", "WeightRecord", "dense", "load"]
 
@@ -32,7 +36,8 @@ def load(
     bias: list[Part] | None = None,
     shard: Shard | None = None,
 ) -> Linear:
-    """Several tensors of one input below each other, as one projection.
+    """Several tensors of one input below each other, as one projection. Neighbours that are stored
+    alike become one weight; if there are several, they stay beside each other.
 
     Args:
         source: where they come from, and for which device and kernels.
@@ -43,11 +48,20 @@ def load(
     Raises:
         CheckpointError: as from the source.
     """
-    kind = PackedDense if source.compiled else TorchDense
-    columns, depth = shape(parts, shard)
-    pieces = (piece for part in parts for piece in part.pieces(source, shard))
     offsets = stacked(source, bias or [], shard)
-    return kind.of(pieces, columns, depth, source.dtype, offsets, source.device)
+    found, first = [], 0
+    for run in runs(source, parts, shard):
+        columns, depth = shape(run.parts, shard)
+        own = None if offsets is None else offsets[first : first + columns]
+        if run.kind is None:
+            kind = PackedDense if source.compiled else TorchDense
+            dense_pieces = (piece for part in run.parts for piece in part.pieces(source, shard))
+            weight: Linear = kind.of(dense_pieces, columns, depth, source.dtype, own, source.device)
+        else:
+            weight = TorchQuantised.of(run.pieces(), columns, depth, own, source.device)
+        found.append(weight)
+        first += columns
+    return found[0] if len(found) == 1 else Joined(found)
 
 
 def dense(

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.native_layout import struct
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -35,6 +36,13 @@ class Source(Protocol):
 
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """A tensor of the checkpoint, read-only."""
+        ...
+
+    def codes(self, part: Part, shard: Shard | None) -> Iterator[Codes] | None:
+        """The rows of a part as codes, piece after piece, all of one kind; None if they are dense.
+
+        A shard or a range of rows that cuts the blocks of scales makes the blocks smaller, exactly.
+        """
         ...
 
 
@@ -178,6 +186,10 @@ class Linear(ABC):
     @abstractmethod
     def record(self) -> ctypes.Structure | None:
         """How compiled steps find the weight, which lives as long as this; None if they cannot."""
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether compiled code multiplies it with activations of a type."""
+        return dtype != torch.bfloat16 or self.dtype == torch.bfloat16
 
     @property
     @abstractmethod

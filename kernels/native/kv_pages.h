@@ -35,14 +35,13 @@ struct code8 {
 };
 
 VLM_INLINE Vec load(const code8* from) {
-    return made(
-        [=](int lane) { return __builtin_convertvector((Signed)from_bytes(from + lane), Floats); });
+    return made([=](int lane) { return __builtin_convertvector(from_bytes(from + lane), Floats); });
 }
 
 // Without arithmetic on subnormal numbers, which some processors take long for.
 VLM_INLINE Vec load(const float8* from) {
     return made([=](int lane) {
-        const Words code = from_bytes(from + lane), size = code & 0x7fu;
+        const Words code = (Words)from_bytes(from + lane), size = code & 0x7fu;
         const Floats tiny = __builtin_convertvector((Signed)size, Floats) * 0x1p-9f;
         const Floats normal = (Floats)((size << 20) + 0x3c000000u);
         const Floats value = size < 8u ? tiny : size == 0x7fu ? spread(NAN) : normal;
@@ -63,8 +62,7 @@ VLM_INLINE void store(float8* to, const Vec& v) {
         const Words tiny = (Words)(size + 16384.0f) - 0x46800000u;
         Words code = size < 0x1p-6f ? tiny : normal;
         code = x != x ? code * 0 + 0x7fu : code;
-        code |= sign;
-        for (int i = 0; i < WIDTH; ++i) to[lane + i].bits = (uint8_t)code[i];
+        to_bytes(to + lane, (Signed)(code | sign));
     });
 }
 
@@ -98,7 +96,7 @@ inline void quantise_row(const float* x, int64_t dim, code8* codes, f16* scale, 
         use_each(load(x + d) * inverse, [&](int lane, Floats own) {
             Signed code = nearest(own) + middle;
             code = code < 0 ? code * 0 : code > 255 ? code * 0 + 255 : code;
-            for (int i = 0; i < WIDTH; ++i) codes[d + lane + i].bits = (uint8_t)code[i];
+            to_bytes(codes + d + lane, code);
         });
 }
 

@@ -104,7 +104,7 @@ void products(Digest& digest, int64_t type) {
     const std::vector<W> packed = draw.many<W>(panels * PANEL * DEEP, 0.1f);
     const std::vector<float> bias = draw.many<float>(panels * PANEL, 1.0f);
     const std::vector<X> x = draw.many<X>(MOST * DEEP, 1.0f);
-    const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type};
+    const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type, nullptr, nullptr, 0, 0, 0};
     own_workplace().reserve(DEEP);
     std::vector<float> out(MOST * COLUMNS);
     for (int64_t count : {(int64_t)1, (int64_t)5, MOST}) {
@@ -114,6 +114,37 @@ void products(Digest& digest, int64_t type) {
                 std::memcpy(out.data() + row * COLUMNS + column, sums, wide * sizeof(float));
             });
         digest.add(out.data(), count * COLUMNS);
+    }
+}
+
+// Rows times a weight of codes, with and without zero points. Any words are such a weight.
+template <typename X>
+void coded_products(Digest& digest, int64_t type, int64_t dynamic) {
+    constexpr int64_t DEEP = 384, GROUP = 48, COLUMNS = 72, MOST = 50;
+    Draw draw{6};
+    const int64_t panels = (COLUMNS + PANEL - 1) / PANEL, groups = panels * (DEEP / GROUP) * PANEL;
+    std::vector<uint32_t> words(panels * panel_bytes(DEEP, type) / 4);
+    for (uint32_t& word : words) {
+        draw.one(1.0f);
+        word = draw.state ^ draw.state >> 16;
+    }
+    const std::vector<f16> scales = draw.many<f16>(groups, 0.1f);
+    const std::vector<X> x = draw.many<X>(MOST * DEEP, 1.0f);
+    std::vector<uint8_t> zeros(groups);
+    for (uint8_t& zero : zeros) zero = (uint8_t)(draw.one(7.5f) + 8.0f);
+    own_workplace().reserve(DEEP);
+    std::vector<float> out(MOST * COLUMNS);
+    for (const uint8_t* zero : {(const uint8_t*)nullptr, (const uint8_t*)zeros.data()}) {
+        const Weight weight{words.data(),  nullptr, COLUMNS, DEEP,    type,
+                            scales.data(), zero,    GROUP,   FLOAT16, dynamic};
+        for (int64_t count : {(int64_t)1, (int64_t)5, MOST}) {
+            project<X>(
+                weight, count, 1, [&](int64_t r) { return x.data() + r * DEEP; },
+                [&](int64_t row, int64_t column, int64_t wide, const float* sums) {
+                    std::memcpy(out.data() + row * COLUMNS + column, sums, wide * sizeof(float));
+                });
+            digest.add(out.data(), count * COLUMNS);
+        }
     }
 }
 
@@ -218,6 +249,11 @@ void self_test(uint64_t* digests) {
     products<float, float>(digest, FLOAT32);
     products<float, bf16>(digest, BFLOAT16);
     products<float, f16>(digest, FLOAT16);
+    coded_products<float>(digest, INT8, 0);
+    coded_products<float>(digest, INT4, 0);
+    coded_products<float>(digest, FLOAT8, 0);
+    coded_products<bf16>(digest, INT8, 1);
+    coded_products<float>(digest, INT4, 1);
     recurrences<float>(digest);
     recurrences<bf16>(digest);
     convolutions(digest);
@@ -225,6 +261,7 @@ void self_test(uint64_t* digests) {
         attentions<float>(digest, form);
     digests[0] = digest.value;
     digests[1] = 0;
+    digests[2] = INTEGER_DOTS;
     if (!PAIR_PRODUCTS) return;
     // On top of the others, since whoever multiplies pairs computes the rest in float32.
     products<bf16, bf16>(digest, BFLOAT16);
@@ -237,7 +274,7 @@ void self_test(uint64_t* digests) {
 }  // namespace vlm
 
 // Two digests: of float32 arithmetic, and of that and products of bfloat16 pairs, 0 where there are
-// none. Returns what `guarded` does.
+// none. Then whether sums of products of bytes are one instruction. Returns what `guarded` does.
 extern "C" int64_t vlm_self_test(uint64_t* digests) {
     return vlm::guarded([=] { vlm::self_test(digests); });
 }

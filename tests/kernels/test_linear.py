@@ -183,6 +183,9 @@ class Tensors:
         assert self._tensors[name].shape == tuple(shape)
         return self._tensors[name]
 
+    def codes(self, part: Part, shard: Shard | None) -> None:
+        return None
+
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

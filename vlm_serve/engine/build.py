@@ -134,6 +134,7 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
             compute=types.compute,
             device=device,
             compiled=compiled,
+            quantised=loaded.quantised,
         ),
         memory=memory,
         preprocessor=preprocessor,

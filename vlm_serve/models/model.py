@@ -80,6 +80,7 @@ class Model:
         dtype: of activations and of everything else.
         device: where it runs.
         compiled: whether compiled CPU code multiplies.
+        quantised: names of the weights that the checkpoint holds as codes.
     """
 
     def __init__(self, spec: ModelSpec, weights: Weights, identity: bytes) -> None:
@@ -99,6 +100,7 @@ class Model:
             self._vision = VisionTower(
                 spec.vision, weights, weights.vision_prefix(), weights.compute_dtype
             )
+        self.quantised = frozenset(weights.quantised)
         self._caches: CacheTensors | None = None
         self._bound: tuple[Any, ...] = ()
         self._compiled_step: CompiledStep | None = None
@@ -244,7 +246,13 @@ def load_model(
         BuildError: compiled code is wanted and cannot be had.
     """
     directory = resolve_checkpoint(path)
+    spec = read_spec(directory)
     weights = Weights(
-        directory, dtype, torch.device(device), compute_dtype=compute_dtype, compiled=compiled
+        directory,
+        dtype,
+        torch.device(device),
+        compute_dtype=compute_dtype,
+        compiled=compiled,
+        scheme=spec.quantization,
     )
-    return Model(read_spec(directory), weights, fingerprint(directory))
+    return Model(spec, weights, fingerprint(directory))

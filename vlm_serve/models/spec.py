@@ -12,6 +12,7 @@ import torch
 from vlm_serve.errors import ConfigError
 from vlm_serve.models.cache_layout import CacheLayout
 from vlm_serve.models.parts.base import FeedForward, Mixer, Norm, Routing
+from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.preprocess.family import Family
 
 
@@ -69,6 +70,7 @@ class ModelSpec:
         family: what its tokenizer and its chat template agree on.
         input_norm, post_norm: names of a layer's norms in the checkpoint.
         generation: the content of generation_config.json: defaults of sampling.
+        quantization: how its weights are quantised; None if none are.
     """
 
     hidden_size: int
@@ -84,6 +86,7 @@ class ModelSpec:
     input_norm: str = "input_layernorm"
     post_norm: str = "post_attention_layernorm"
     generation: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    quantization: QuantScheme | None = None
 
     @cached_property
     def routing(self) -> Routing | None:

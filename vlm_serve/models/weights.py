@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.kernels.linear import Linear, Part, load
+from vlm_serve.kernels.linear import Linear, Part, Shard, load
+from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.models.files import weight_files
+from vlm_serve.models.quantization.base import Format, Names, pieces
+from vlm_serve.models.quantization.scheme import QuantScheme
 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 _VISION_PREFIXES = ("model.visual.", "visual.")
@@ -33,6 +36,10 @@ class Weights:
         device: where everything is to live.
         compute_dtype: of everything else, and of activations; `dtype` if it is not given.
         compiled: whether compiled CPU code multiplies.
+        scheme: what its config says about quantised weights.
+
+    Attributes:
+        quantised: names of the weights that were read as codes, as if they were dense.
 
     Raises:
         CheckpointError: from every method: a file is missing or broken, a tensor is missing or has
@@ -47,8 +54,11 @@ class Weights:
         *,
         compute_dtype: torch.dtype | None = None,
         compiled: bool = False,
+        scheme: QuantScheme | None = None,
     ) -> None:
         self.dtype = dtype
+        self.quantised: set[str] = set()
+        self._scheme = scheme
         self.compute_dtype = compute_dtype or dtype
         self.device = device
         self.compiled = compiled
@@ -79,7 +89,7 @@ class Weights:
     def head_name(self) -> str:
         """Name of the output projection of a model without tied embeddings."""
         for name in _HEAD_NAMES:
-            if name in self._files:
+            if name in self._files or self._format(name) is not None:
                 return name
         raise CheckpointError("the checkpoint has no lm_head.weight and does not tie embeddings")
 
@@ -93,11 +103,38 @@ class Weights:
             return None
         return tuple(file.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
+    def stored(self, name: str) -> torch.Tensor:
+        """A tensor as it lies in its file, whatever its shape and type."""
+        if name not in self._files:
+            raise CheckpointError(self._missing(name))
+        tensor: torch.Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def _missing(self, name: str) -> str:
+        names = Names(name)
+        packed = names.beside("qweight"), names.of_weight("packed")
+        found = next((each for each in packed if each in self._files), None)
+        if found is None or self._scheme is not None:
+            return f"the checkpoint has no {name}"
+        return f"{found} is quantised, but config.json has no quantization_config"
+
+    def _format(self, weight: str) -> Format | None:
+        return None if self._scheme is None else self._scheme.found(weight, self)
+
+    def codes(self, part: Part, shard: Shard | None) -> Iterator[Codes] | None:
+        """The codes of a part's rows, None if it is dense; checks all but the codes at once."""
+        format_ = self._format(part.name)
+        if format_ is None:
+            return None
+        opened = format_.open(self, part)
+        if part.name not in self.quantised:
+            self.quantised.add(part.name)
+            self._tell(format_.nbytes(*part.sizes))
+        return pieces(opened, part, shard)
+
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """A tensor as it lies in its file, read-only memory that is paged in when touched."""
-        if name not in self._files:
-            raise CheckpointError(f"the checkpoint has no {name}")
-        tensor: torch.Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        tensor = self.stored(name)
         if tuple(tensor.shape) != tuple(shape):
             raise CheckpointError(
                 f"{name} has shape {list(tensor.shape)}, the config implies {list(shape)}"
@@ -129,6 +166,9 @@ class Weights:
     def stacked(self, parts: Sequence[Part], count: int) -> torch.Tensor:
         """`[count, rows, K]` in the type of projections, for kernels that take all experts in one
         tensor."""
+        coded = next((part.name for part in parts if self._format(part.name) is not None), None)
+        if coded is not None:
+            raise CheckpointError(f"{coded} is quantised: such experts are served on CPUs only")
         whole = torch.cat([piece for part in parts for piece in part.pieces(self, None)])
         return whole.to(self.device).view(count, -1, whole.shape[1])
 

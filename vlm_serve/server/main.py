@@ -85,6 +85,8 @@ def startup_rows(
     yield "context", f"{engine.max_model_len} tokens"
     yield "device", options.device
     yield "weights", str(engine.weights)
+    if engine.spec.quantization is not None:
+        yield "quantised", str(engine.spec.quantization)
     yield from engine.arithmetic.rows()
     if options.device == "cpu":
         made = "torch and compiled" if options.compiled_kernels else "torch"
