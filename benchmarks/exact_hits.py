@@ -2,7 +2,7 @@
 about pictures where the model takes some, and of next turns over decoded answers.
 
     python benchmarks/exact_hits.py [--family qwen3_vl ...] [--pairs 200] [--speculative]
-        [--isa avx2]
+        [--quantization int8|int4] [--quantized-activations none|int8] [--isa avx2]
 
 A small random checkpoint of each family (all, if none is named) with weights in float32 and
 bfloat16; every pair in random company. With --speculative both sides draft, as many tokens as they
@@ -44,11 +44,11 @@ KINDS: dict[str, Callable[..., Iterable[Pair]]] = {
 }
 
 
-def pairs(path: Path, dtype: str, kind: str, count: int, speculative: bool) -> list[Pair]:
+def pairs(path: Path, config: EngineConfig, kind: str, count: int, speculative: bool) -> list[Pair]:
     """`count` pairs of a kind on a checkpoint, with weights and activations as the engine chooses
     them for such weights."""
-    config = EngineConfig(
-        dtype=dtype,
+    config = replace(
+        config,
         block_size=16,
         cache_memory="64MiB",
         prefix_cache_decode_state_interval=16 if kind == TURNS else 0,
@@ -68,19 +68,26 @@ def main() -> int:
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--speculative", action="store_true", help="with suffix drafts")
+    parser.add_argument("--quantization", choices=("int8", "int4"))
+    parser.add_argument("--quantized-activations", choices=("auto", "none", "int8"), default="auto")
     add_isa_argument(parser)
     given = parser.parse_args()
     run_as(given.isa)
     print(describe(torch.get_num_threads()))
     print("| checkpoint, weights | hits of | same bits | same tokens |\n|---|---|---|---|")
+    config = EngineConfig(
+        quantization=given.quantization, quantized_activations=given.quantized_activations
+    )
     different = 0
     for family in given.family:
         spec = replace(next(iter(FAMILIES[family].values())), dtype="bfloat16")
-        different += print_rows(family, spec, given.pairs, given.speculative)
+        different += print_rows(family, spec, config, given.pairs, given.speculative)
     return 1 if different else 0
 
 
-def print_rows(name: str, spec: CheckpointSpec, count: int, speculative: bool) -> int:
+def print_rows(
+    name: str, spec: CheckpointSpec, config: EngineConfig, count: int, speculative: bool
+) -> int:
     """All kinds of pairs on one checkpoint; returns how many differ."""
     different = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +96,7 @@ def print_rows(name: str, spec: CheckpointSpec, count: int, speculative: bool) -
             for kind in KINDS:
                 if kind == PICTURES and not spec.vision_depth:
                     continue
-                made = pairs(path, dtype, kind, count, speculative)
+                made = pairs(path, replace(config, dtype=dtype), kind, count, speculative)
                 bits, tokens = sum(p.same_bits for p in made), sum(p.same_tokens for p in made)
                 different += len(made) - bits
                 cells = f"{bits} of {len(made)} | {tokens} of {len(made)}"

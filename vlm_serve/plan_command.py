@@ -72,7 +72,7 @@ def make(model: str, tensor_parallel: int, config: EngineConfig) -> Plan:
     layout = spec.cache_layout(tensor_parallel)
     device = _device(config.device)
     backend = find_backend(config, device, build=False)
-    arithmetic = decide(config, spec.dtype, backend)
+    arithmetic = decide(config, spec.dtype, backend, spec.quantization)
     # The memory of a GPU that is not here is unknown: this machine's stands in for it.
     here = device if torch.cuda.is_available() else torch.device("cpu")
     cache_memory = config.cache_memory_bytes or default_cache_memory(here)
@@ -88,6 +88,7 @@ def make(model: str, tensor_parallel: int, config: EngineConfig) -> Plan:
             device=device,
             compiled=backend.compiled,
             tensor_parallel=tensor_parallel,
+            bits=arithmetic.bits,
         ),
         memory=memory,
         rows=tuple(

@@ -4,10 +4,17 @@ format, its layout in memory and its arithmetic.
     dense.py      float32, bfloat16 and float16 weights in our own packed layout, compiled CPU code
     torch_dense.py the same weights multiplied by torch: GPUs, and CPUs without a compiler
     torch_quantised.py codes of 4 or 8 bits multiplied by torch
+    integers.py   codes of 4 or 8 bits, and
+    float8.py     e4m3 codes, in our own packed layout, compiled CPU code
     joined.py     weights of several formats beside each other
+    quantising.py plain weights as codes
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import cast
 
 import torch
 
@@ -21,8 +28,12 @@ from vlm_serve.kernels.linear.base import (
     shape,
     stacked,
 )
+from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.dense import PackedDense
+from vlm_serve.kernels.linear.float8 import PackedFloat8
+from vlm_serve.kernels.linear.integers import PackedIntegers
 from vlm_serve.kernels.linear.joined import Joined
+from vlm_serve.kernels.linear.packed_codes import packable
 from vlm_serve.kernels.linear.runs import runs
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
@@ -58,10 +69,30 @@ def load(
             dense_pieces = (piece for part in run.parts for piece in part.pieces(source, shard))
             weight: Linear = kind.of(dense_pieces, columns, depth, source.dtype, own, source.device)
         else:
-            weight = TorchQuantised.of(run.pieces(), columns, depth, own, source.device)
+            weight = _of_codes(source, run.pieces(), columns, depth, own)
         found.append(weight)
         first += columns
     return found[0] if len(found) == 1 else Joined(found)
+
+
+def _of_codes(
+    source: Source,
+    pieces: Iterator[Codes],
+    columns: int,
+    depth: int,
+    bias: torch.Tensor | None,
+) -> Linear:
+    """By compiled code, if there is some and it knows such groups; else by torch."""
+    head = next(pieces)
+    integer = isinstance(head, IntegerCodes)
+    group = head.group if isinstance(head, IntegerCodes) else min(head.block[1], depth)
+    pieces = chain([head], pieces)
+    if not source.compiled or not packable(group, depth):
+        return TorchQuantised.of(pieces, columns, depth, bias, source.device)
+    if integer:
+        integers = cast("Iterator[IntegerCodes]", pieces)
+        return PackedIntegers.of(integers, columns, depth, bias, dynamic=source.dynamic)
+    return PackedFloat8.of(cast("Iterator[Float8Codes]", pieces), columns, depth, bias)
 
 
 def dense(

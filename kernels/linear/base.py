@@ -28,11 +28,14 @@ class Source(Protocol):
         dtype: the weights' type in memory.
         device: where they are to live.
         compiled: whether compiled CPU code multiplies by them.
+        dynamic: whether activations beside integer codes are quantised to int8, per row and group
+            of k.
     """
 
     dtype: torch.dtype
     device: torch.device
     compiled: bool
+    dynamic: bool
 
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """A tensor of the checkpoint, read-only."""
@@ -76,6 +79,8 @@ class Part:
         rows: which ones, in their order; all if there are none.
         index: in the first dimension, of a tensor that holds several weights.
         transposed: whether the tensor has the weight's columns as rows.
+        least_bits: the fewest that its values may get where a plain weight is quantised while it
+            is loaded; 16: it stays as it is.
     """
 
     name: str
@@ -83,6 +88,7 @@ class Part:
     rows: tuple[range, ...] = ()
     index: int | None = None
     transposed: bool = False
+    least_bits: int = 16
 
     @property
     def sizes(self) -> tuple[int, int]:

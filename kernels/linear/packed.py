@@ -1,5 +1,5 @@
-"""What packed weights have in common, whatever their values are: they are multiplied by compiled CPU
-code, as their record says.
+"""What packed weights have in common, whatever their values are: they are multiplied by
+compiled CPU code, as their record says.
 
 One layout and one arithmetic serve one row and thousands: a row's bits depend on the row and the
 weight alone.

@@ -61,6 +61,11 @@ class PackedCodes(Packed):
         return True
 
 
+def packable(group: int, depth: int) -> bool:
+    """Whether compiled code knows groups like these, or parts of them."""
+    return _part_of(group, depth) is not None
+
+
 def packed_group(group: int, depth: int) -> int:
     """How many k share a scale in memory: the file's group, or the largest part of it that compiled
     code knows, whose scales are then repeated.
@@ -68,12 +73,16 @@ def packed_group(group: int, depth: int) -> int:
     Raises:
         KernelArgumentError: there is none.
     """
-    for size in range(MOST_GROUP, 0, -LEAST_GROUP):
-        if group % size == 0 and depth % size == 0:
-            return size
-    raise KernelArgumentError(
-        "group", f"{group} of {depth}, expected a multiple of {LEAST_GROUP} in both"
-    )
+    size = _part_of(group, depth)
+    if size is None:
+        problem = f"{group} of {depth}, expected a multiple of {LEAST_GROUP} in both"
+        raise KernelArgumentError("group", problem)
+    return size
+
+
+def _part_of(group: int, depth: int) -> int | None:
+    sizes = range(MOST_GROUP, 0, -LEAST_GROUP)
+    return next((size for size in sizes if group % size == 0 and depth % size == 0), None)
 
 
 def panels(columns: int, rows: int, dtype: torch.dtype, fill: int = 0) -> torch.Tensor:

@@ -94,6 +94,25 @@ def test_hits_behind_pictures_have_the_bits_of_a_cold_run(tmp_path: Path, family
     assert all(pair.same_bits and pair.same_tokens for pair in pairs)
 
 
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("activations", ["none", "int8"])
+@pytest.mark.parametrize("spec", ["dense", "moe"])
+def test_hits_in_quantised_models_have_the_bits_of_a_cold_run(
+    tmp_path: Path, quantization: str, activations: str, spec: str
+) -> None:
+    config = replace(
+        _config(False, "bfloat16"),
+        quantization=quantization,
+        quantized_activations=activations,
+        prefix_cache_decode_state_interval=16,
+    )
+    with Pipeline(make_checkpoint(tmp_path, SPECS[spec]), config) as pipe:
+        pairs = list(random_pairs(pipe, 20, seed=7))
+        pairs += [pair for pair, _ in next_turn_pairs(pipe, 10, seed=8)]
+    assert all(pair.same_bits and pair.same_tokens for pair in pairs)
+
+
 def test_hits_give_the_tokens_of_a_cold_run(checkpoint: Path) -> None:
     with Pipeline(checkpoint, _config(False, "float32")) as pipe:
         pairs = list(random_pairs(pipe, 40, seed=2))

@@ -177,7 +177,7 @@ class Tensors:
 
     def __init__(self, dtype: torch.dtype, compiled: bool, **tensors: torch.Tensor) -> None:
         self.dtype, self.device, self.compiled = dtype, torch.device("cpu"), compiled
-        self._tensors = tensors
+        self._tensors, self.dynamic = tensors, False
 
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         assert self._tensors[name].shape == tuple(shape)

@@ -23,6 +23,7 @@ class Source:
 
     def __init__(self, compiled: bool, **parts: torch.Tensor | Sequence[Codes]) -> None:
         self.dtype, self.device, self.compiled = torch.float32, torch.device("cpu"), compiled
+        self.dynamic = False
         self._parts = parts
 
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:

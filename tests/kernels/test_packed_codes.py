@@ -148,8 +148,8 @@ def test_a_row_alone_has_the_bits_it_has_among_many(
         for start in (0, 400 - rows):
             part = slice(start, start + rows)
             torch.set_num_threads(1 + rows % 3)
-            own = weight(x[part]), weight(x[part], activation="silu")
-            own = *own, weight(x[part], plus=other[part])
+            few = x[part]
+            own = weight(few), weight(few, activation="silu"), weight(few, plus=other[part])
             torch.set_num_threads(threads)
             for some, all_rows in zip(own, whole, strict=True):
                 assert torch.equal(some, all_rows[part]), (rows, start)

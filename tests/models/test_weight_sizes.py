@@ -99,9 +99,15 @@ def test_sizes_of_quantised_weights(tmp_path: Path, kind: str) -> None:
 def test_dense_tensors_of_a_quantised_checkpoint_are_counted_as_such(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, dataclasses.replace(QUANTISED, quantization="gptq"))
     spec = read_spec(path)
-    types = {"weights": torch.bfloat16, "compute": torch.float32}
     found, dense = (
-        weight_bytes(spec, **types, device=torch.device("cpu"), compiled=True, quantised=quantised)
+        weight_bytes(
+            spec,
+            weights=torch.bfloat16,
+            compute=torch.float32,
+            device=torch.device("cpu"),
+            compiled=True,
+            quantised=quantised,
+        )
         for quantised in (None, ())
     )
     assert not dense.formats and dense.projections > 1.5 * found.projections

@@ -66,13 +66,21 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
     device = _device(config.device)
     with_graphs = graphs_wanted(config.cuda_graphs, device)
     backend = find_backend(config, device)
-    arithmetic = decide(config, spec.dtype, backend)
+    arithmetic = decide(config, spec.dtype, backend, spec.quantization)
     types, compiled = arithmetic.types, backend.compiled
     config = with_block_size(config, model)
     assert config.block_size is not None
     if device.type == "cpu":
         retain_freed_memory()
-    loaded = load_model(path, types.weights, device, compute_dtype=types.compute, compiled=compiled)
+    loaded = load_model(
+        path,
+        types.weights,
+        device,
+        compute_dtype=types.compute,
+        compiled=compiled,
+        bits=arithmetic.bits,
+        dynamic=arithmetic.dynamic,
+    )
     cache_memory = config.cache_memory_bytes or default_cache_memory(device)
     memory = plan_memory(layout, config, types, cache_memory)
     max_model_len = longest_context(config, spec, memory)
@@ -125,6 +133,7 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
             threads=torch.get_num_threads(),
             cuda_graphs=graphs is not None,
             compiled_kernels=compiled,
+            quantized_activations="int8" if arithmetic.dynamic else "none",
         ),
         spec=spec,
         arithmetic=arithmetic,
@@ -135,6 +144,7 @@ def build(model: str, config: EngineConfig, *, poison: bool = False) -> EnginePa
             device=device,
             compiled=compiled,
             quantised=loaded.quantised,
+            bits=arithmetic.bits,
         ),
         memory=memory,
         preprocessor=preprocessor,

@@ -55,7 +55,7 @@ class Decoder:
         hidden, norm = spec.hidden_size, spec.norm
         table, shape = f"{prefix}embed_tokens.weight", (spec.vocab_size, hidden)
         self.embedding = source.embedding(table, shape)
-        self.head: Linear = source.linear(Part(head or table, shape))
+        self.head: Linear = source.linear(Part(head or table, shape, least_bits=8))
         self.layers = tuple(
             Layer(
                 input_norm=load_norm(source, f"{name}.{spec.input_norm}", hidden, norm),
@@ -228,6 +228,8 @@ def load_model(
     *,
     compute_dtype: torch.dtype | None = None,
     compiled: bool = False,
+    bits: int | None = None,
+    dynamic: bool = False,
 ) -> Model:
     """Load a checkpoint.
 
@@ -239,6 +241,8 @@ def load_model(
         compute_dtype: of activations; `dtype` if it is not given. Only compiled code takes another
             one: float32 with any dtype.
         compiled: whether compiled CPU code is to compute what it can.
+        bits: 8 or 4: to what plain weights are quantised, where their parts allow.
+        dynamic: whether compiled code quantises activations beside integer codes as well.
 
     Raises:
         ModelNotFoundError: no such checkpoint.
@@ -254,5 +258,7 @@ def load_model(
         compute_dtype=compute_dtype,
         compiled=compiled,
         scheme=spec.quantization,
+        bits=bits,
+        dynamic=dynamic,
     )
     return Model(spec, weights, fingerprint(directory))

@@ -12,10 +12,11 @@ import torch
 
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.linear.base import shape
-from vlm_serve.kernels.linear.dense import PANEL
+from vlm_serve.kernels.linear.packed import PANEL
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.models.model import Decoder
 from vlm_serve.models.quantization.base import Format
+from vlm_serve.models.quantization.loading import OnLoad, loading_format
 from vlm_serve.models.quantization.rules import plain_name
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.spec import ModelSpec
@@ -74,7 +75,7 @@ class Shapes:
         compute: torch.dtype | None = None,
         device: torch.device | None = None,
         compiled: bool = False,
-        format_of: Callable[[Part], Format | None] = lambda part: None,
+        format_of: Callable[[Part], Format | OnLoad | None] = lambda part: None,
     ) -> None:
         self.device = device or torch.device("cpu")
         self.of_tensors: dict[str, Sequence[int]] = {}
@@ -111,7 +112,9 @@ class Shapes:
         self.table += prod(shape) * self._weights.itemsize
         return _empty(shape, self._weights)
 
-    def _add(self, format_: Format | None, columns: int, depth: int, *, biased: bool) -> None:
+    def _add(
+        self, format_: Format | OnLoad | None, columns: int, depth: int, *, biased: bool
+    ) -> None:
         """Counts one weight."""
         width, biases = self._weights.itemsize, columns if biased else 0
         padded = -(-columns // PANEL) * PANEL if self._compiled else columns
@@ -144,6 +147,7 @@ def weight_bytes(
     compiled: bool,
     tensor_parallel: int = 1,
     quantised: Collection[str] | None = None,
+    bits: int | None = None,
 ) -> WeightBytes:
     """The sizes, to within one percent of what a loaded model has.
 
@@ -156,8 +160,9 @@ def weight_bytes(
         tensor_parallel: ranks that share the language model's projections; the rest is on each.
         quantised: names of the weights that are; without them, what the config says and published
             checkpoints do decides.
+        bits: to which plain weights are quantised while they are loaded.
     """
-    known = _Formats(spec.quantization, quantised)
+    known = _Formats(spec.quantization, quantised, bits)
     text, vision = (Shapes(weights, compute, device, compiled, known) for _ in range(2))
     prefix = "model.language_model." if spec.vision is not None else "model."
     Decoder(spec, text, prefix, None if spec.tied_embeddings else "lm_head.weight")
@@ -182,11 +187,15 @@ def weight_bytes(
 class _Formats:
     """The formats of parts."""
 
-    def __init__(self, scheme: QuantScheme | None, quantised: Collection[str] | None) -> None:
-        self._scheme = scheme
+    def __init__(
+        self, scheme: QuantScheme | None, quantised: Collection[str] | None, bits: int | None
+    ) -> None:
+        self._scheme, self._bits = scheme, bits
         self._quantised = None if quantised is None else set(map(plain_name, quantised))
 
-    def __call__(self, part: Part) -> Format | None:
+    def __call__(self, part: Part) -> Format | OnLoad | None:
+        if self._bits is not None:
+            return loading_format(self._bits, part, part.sizes[1])
         scheme = self._scheme
         if scheme is None or self._quantised is None:
             return None if scheme is None else scheme.expected(part.name)

@@ -13,9 +13,12 @@ from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Linear, Part, Shard, load
+from vlm_serve.kernels.linear.base import shape
 from vlm_serve.kernels.linear.codes import Codes
+from vlm_serve.kernels.linear.quantising import quantised
 from vlm_serve.models.files import weight_files
 from vlm_serve.models.quantization.base import Format, Names, pieces
+from vlm_serve.models.quantization.loading import loading_format
 from vlm_serve.models.quantization.scheme import QuantScheme
 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
@@ -37,6 +40,8 @@ class Weights:
         compute_dtype: of everything else, and of activations; `dtype` if it is not given.
         compiled: whether compiled CPU code multiplies.
         scheme: what its config says about quantised weights.
+        bits: to which plain weights are quantised, where their parts allow; None: they are not.
+        dynamic: whether activations beside integer codes are quantised as well.
 
     Attributes:
         quantised: names of the weights that were read as codes, as if they were dense.
@@ -55,8 +60,12 @@ class Weights:
         compute_dtype: torch.dtype | None = None,
         compiled: bool = False,
         scheme: QuantScheme | None = None,
+        bits: int | None = None,
+        dynamic: bool = False,
     ) -> None:
         self.dtype = dtype
+        self.dynamic = dynamic
+        self._bits = bits
         self.quantised: set[str] = set()
         self._scheme = scheme
         self.compute_dtype = compute_dtype or dtype
@@ -125,12 +134,20 @@ class Weights:
         """The codes of a part's rows, None if it is dense; checks all but the codes at once."""
         format_ = self._format(part.name)
         if format_ is None:
-            return None
+            return self._made_codes(part, shard)
         opened = format_.open(self, part)
         if part.name not in self.quantised:
             self.quantised.add(part.name)
             self._tell(format_.nbytes(*part.sizes))
         return pieces(opened, part, shard)
+
+    def _made_codes(self, part: Part, shard: Shard | None) -> Iterator[Codes] | None:
+        """Of a plain weight, if it is to be quantised."""
+        depth = shape([part], shard)[1]
+        kind = None if self._bits is None else loading_format(self._bits, part, depth)
+        if kind is None:
+            return None
+        return quantised(part.pieces(self, shard), kind.bits, kind.group)
 
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """A tensor as it lies in its file, read-only memory that is paged in when touched."""

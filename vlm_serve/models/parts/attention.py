@@ -60,7 +60,7 @@ class Attention(Mixer):
 
     def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedAttention:
         name, dim = f"{layer}.{self.name}", self.head_dim
-        out = Part(f"{name}.o_proj.weight", (hidden, self.queries))
+        out = Part(f"{name}.o_proj.weight", (hidden, self.queries), least_bits=4)
         return LoadedAttention(
             sizes=self,
             in_proj=source.linear(
@@ -77,14 +77,17 @@ class Attention(Mixer):
 
     def _input(self, name: str, tail: tuple[int, ...]) -> list[Part]:
         """Query, key, value and gate rows: all queries first, all gates last."""
-        keys = [Part(name.format(kind), (self.keys, *tail)) for kind in "kv"]
+        keys = [Part(name.format(kind), (self.keys, *tail), least_bits=4) for kind in "kv"]
         if not self.gated:
-            return [Part(name.format("q"), (self.queries, *tail)), *keys]
+            return [Part(name.format("q"), (self.queries, *tail), least_bits=4), *keys]
         dim, both = self.head_dim, (2 * self.queries, *tail)
         starts = range(0, both[0], 2 * dim)
         queries = tuple(range(start, start + dim) for start in starts)
         gates = tuple(range(start + dim, start + 2 * dim) for start in starts)
-        return [Part(name.format("q"), both, queries), *keys, Part(name.format("q"), both, gates)]
+        first, last = (
+            Part(name.format("q"), both, rows, least_bits=4) for rows in (queries, gates)
+        )
+        return [first, *keys, last]
 
 
 @dataclass(frozen=True, slots=True)

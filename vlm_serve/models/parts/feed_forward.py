@@ -32,7 +32,7 @@ class Mlp(FeedForward):
     def load(self, source: Loader, layer: str, hidden: int) -> LoadedMlp:
         name = f"{layer}.{self.name}"
         gate, up, down = (
-            source.linear(Part(f"{name}.{part}_proj.weight", shape))
+            source.linear(Part(f"{name}.{part}_proj.weight", shape, least_bits=4))
             for part, shape in (
                 ("gate", (self.size, hidden)),
                 ("up", (self.size, hidden)),
@@ -108,17 +108,21 @@ class Experts(FeedForward):
             )
         return (
             [
-                Part(f"{name}.{expert}.{part}_proj.weight", (size, hidden))
+                Part(f"{name}.{expert}.{part}_proj.weight", (size, hidden), least_bits=4)
                 for expert in range(count)
                 for part in ("gate", "up")
             ],
-            [Part(f"{name}.{expert}.down_proj.weight", (hidden, size)) for expert in range(count)],
+            [
+                Part(f"{name}.{expert}.down_proj.weight", (hidden, size), least_bits=4)
+                for expert in range(count)
+            ],
         )
 
     def _stored(self, source: Loader, name: str, shape: tuple[int, int, int]) -> Part:
         """All experts' weights. As transformers has it, a shape that fits is never transposed."""
         turned = self.transposed and source.shape_of(name) != shape
-        return Part(name, (shape[0], shape[2], shape[1]) if turned else shape, transposed=turned)
+        stored = (shape[0], shape[2], shape[1]) if turned else shape
+        return Part(name, stored, transposed=turned, least_bits=4)
 
 
 def _apart(source: Loader, parts: list[Part]) -> tuple[Linear, ...]:

@@ -84,7 +84,7 @@ class GatedDelta(Mixer):
             neg_decay=-source.tensor(f"{name}.A_log", (heads,)).float().exp(),
             dt_bias=source.tensor(f"{name}.dt_bias", (heads,)).float(),
             norm=source.tensor(f"{name}.norm.weight", (self.value_dim,)),
-            out_proj=source.linear(Part(f"{name}.out_proj.weight", (hidden, values))),
+            out_proj=source.linear(Part(f"{name}.out_proj.weight", (hidden, values), least_bits=4)),
             eps=norm.eps,
         )
 
@@ -92,17 +92,20 @@ class GatedDelta(Mixer):
         """Rows of query, key, value, z, b and a, in this order, each of all heads."""
         heads, values = self.value_heads, self.values
         if not self.interleaved:
-            for kind, count in ("qkv", self.channels), ("z", values), ("b", heads), ("a", heads):
-                yield Part(name.format(kind), (count, hidden))
+            yield Part(name.format("qkv"), (self.channels, hidden), least_bits=4)
+            yield Part(name.format("z"), (values, hidden), least_bits=4)
+            for kind in "ba":
+                yield Part(name.format(kind), (heads, hidden))
             return
         shared, own = heads // self.key_heads, values // self.key_heads
-        for kind, widths in ("qkvz", (self.key_dim, self.key_dim, own, own)), ("ba", (shared,) * 2):
+        wide = self.key_dim, self.key_dim, own, own
+        for kind, widths, bits in ("qkvz", wide, 4), ("ba", (shared,) * 2, 16):
             group, first = sum(widths), 0
             count = self.key_heads * group
             for width in widths:
                 starts = range(first, count, group)
                 rows = tuple(range(start, start + width) for start in starts)
-                yield Part(name.format(kind), (count, hidden), rows)
+                yield Part(name.format(kind), (count, hidden), rows, least_bits=bits)
                 first += width
 
 
