@@ -12,6 +12,8 @@ from engine_gguf import convert, quantise
 from engine_peers import Completions, find_llama, llama, ours
 from machine import ROOT
 
+from vlm_serve.kernels.linear.quantising import GROUPS, SCALES
+
 # Found once engine_cases has said where.
 from checkpoint_spec import BENCHMARK_SPEC, CheckpointSpec  # isort: skip
 
@@ -32,8 +34,10 @@ SPEC = replace(
 PEERS = {"bfloat16": ("BF16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
 """Each of our formats, and what llama.cpp has of that width."""
 
-_BYTES = {"bfloat16": 2.0, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}
-"""Of a weight: its code and its share of a float32 scale of 128."""
+_BYTES = {"bfloat16": 2.0} | {
+    f"int{bits}": bits / 8 + SCALES.itemsize / GROUPS[bits][0] for bits in GROUPS
+}
+"""Of a weight: its code and its share of a scale."""
 
 
 def bytes_per_token(spec: CheckpointSpec, kind: str, context: int) -> int:
