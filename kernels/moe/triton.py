@@ -209,6 +209,10 @@ def routed_experts(
         raise KernelArgumentError("gate_up", "packed weights are for the CPU path")
     top_k = ids.shape[1]
     tile = _tile(x.dtype, tokens * top_k, experts, deterministic)
+    coded = isinstance(gate_up, Stored)
+    if coded and tile["ROWS"] > 16:
+        # Codes on their way to values take registers too.
+        tile["COLUMNS"] = 32
     plan = _group(ids, experts, tile["ROWS"])
     shared: dict[str, Any] = {
         **plan,
@@ -231,7 +235,6 @@ def routed_experts(
     }
     stages = 1 if x.dtype == torch.float32 else 3
     grid = (triton.cdiv(width, tile["COLUMNS"]), tiles)
-    coded = isinstance(gate_up, Stored)
     kernel = gate_up_codes_kernel if coded else _gate_up_kernel
     launch(kernel, grid, arguments, num_warps=4, num_stages=stages)
     parts = torch.empty(tokens * top_k, hidden, dtype=x.dtype, device=x.device)
