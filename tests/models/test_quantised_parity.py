@@ -64,10 +64,13 @@ def random_tokens(count: int) -> list[int]:
     return random.Random(count).choices(range(400), k=count)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_logits(checkpoints: Maker, name: str) -> None:
+def test_logits(checkpoints: Maker, name: str, compiled: bool) -> None:
     path, plain = checkpoints(name)
-    model, tokens = load_model(path, torch.float32, "cpu"), random_tokens(40)
+    dense = torch.bfloat16 if compiled else torch.float32
+    model = load_model(path, dense, "cpu", compute_dtype=torch.float32, compiled=compiled)
+    tokens = random_tokens(40)
     assert model.quantised
     expected = oracle.logits(plain, {"input_ids": torch.tensor([tokens])})
     got = Driver(model).prefill(text_sequence(tokens))

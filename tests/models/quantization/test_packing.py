@@ -148,6 +148,11 @@ def plain(codes: Codes) -> torch.Tensor:
     return wide * codes.scales.float().repeat_interleave(group, 1)
 
 
+def float8(codes: Codes) -> Float8Codes:
+    assert isinstance(codes, Float8Codes)
+    return codes
+
+
 def read(format_: Format, tensors: Tensors, part: Part, shard: Shard | None) -> torch.Tensor:
     opened = format_.open(Checkpoint(tensors), part)
     return torch.cat([plain(piece) for piece in pieces(opened, part, shard)])
@@ -209,6 +214,8 @@ def test_float8_blocks_and_channels(block: tuple[int, int] | None, transposed: b
     part = Part("e.gate_up_proj", shape, ranges, index=1, transposed=transposed)
     expected = torch.cat([weight[3:70], weight[128:200]])
     assert torch.equal(read(Float8(block), tensors, part, None), expected)
+    opened = Float8(block).open(Checkpoint(tensors), part)
+    assert len({piece.block for piece in map(float8, pieces(opened, part, None))}) == 1
     for rank in range(4):
         half = slice(75 * rank, 75 * rank + 75)
         got = read(Float8(block), tensors, part, Shard(rank, 4, 1))

@@ -65,12 +65,18 @@ class Opened(ABC):
     """The tensors of one `[N, K]` weight, found sound."""
 
     @abstractmethod
-    def piece(self, rows: range, columns: range) -> Codes:
-        """A part of it. Raises CheckpointError for codes that are no numbers."""
+    def piece(self, rows: range, columns: range, unit: int) -> Codes:
+        """A part of it. Raises CheckpointError for codes that are no numbers.
+
+        Args:
+            rows: from a multiple of `unit` on.
+            columns: a cut through what shares a scale makes that as small as it needs, exactly.
+            unit: a divisor of the whole's; rows that may share a scale.
+        """
 
     @property
     def unit(self) -> int:
-        """Rows that pieces are best made of multiples of."""
+        """Rows that share a scale."""
         return 1
 
 
@@ -109,11 +115,12 @@ def pieces(opened: Opened, part: Part, shard: Shard | None) -> Iterator[Codes]:
     columns = range(part.sizes[1])
     if shard is not None and shard.axis == 1:
         columns = shard.of(len(columns))
-    step = max(1, PIECE_BYTES // len(columns))
-    step = max(1, step // opened.unit) * opened.unit
-    for rows in part.ranges(shard):
+    ranges = part.ranges(shard)
+    unit = math.gcd(opened.unit, *(rows.start for rows in ranges))
+    step = max(1, PIECE_BYTES // (len(columns) * unit)) * unit
+    for rows in ranges:
         for start in range(rows.start, rows.stop, step):
-            yield opened.piece(range(start, min(start + step, rows.stop)), columns)
+            yield opened.piece(range(start, min(start + step, rows.stop)), columns, unit)
 
 
 class OpenedIntegers(Opened):
@@ -136,8 +143,7 @@ class OpenedIntegers(Opened):
     def unpacked(self, rows: range, columns: range) -> torch.Tensor:
         """uint8 `[n, k]` codes."""
 
-    def piece(self, rows: range, columns: range) -> IntegerCodes:
-        """A cut through groups makes the groups as small as it needs, exactly."""
+    def piece(self, rows: range, columns: range, unit: int) -> IntegerCodes:
         group = math.gcd(self._group, columns.start, len(columns))
         chosen = torch.arange(columns.start, columns.stop, group) // self._group
         part = slice(rows.start, rows.stop)

@@ -97,14 +97,12 @@ class OpenedFloat8(Opened):
     def unit(self) -> int:
         return self._block[0]
 
-    def piece(self, rows: range, columns: range) -> Float8Codes:
-        """A cut through blocks makes the blocks as small as it needs, exactly."""
+    def piece(self, rows: range, columns: range, unit: int) -> Float8Codes:
         whole = len(columns) == self._codes.shape[1]
-        high = math.gcd(self._block[0], rows.start)
         wide = self._block[1] if whole else math.gcd(self._block[1], columns.start)
-        down = torch.arange(rows.start, rows.stop, high) // self._block[0]
+        down = torch.arange(rows.start, rows.stop, unit) // self._block[0]
         across = torch.arange(columns.start, columns.stop, wide) // self._block[1]
         codes = self._codes[rows.start : rows.stop, columns.start : columns.stop].contiguous()
         if bool(((codes.view(torch.uint8) & _NAN) == _NAN).any()):
             raise CheckpointError(f"{self._name} holds values that are NaN")
-        return Float8Codes(codes, self._factors[down][:, across], (high, min(wide, len(columns))))
+        return Float8Codes(codes, self._factors[down][:, across], (unit, min(wide, len(columns))))
