@@ -4,7 +4,7 @@
         [--minutes 20] [--threads 2] [--folder FOLDER] [--llama-source FOLDER] [--isa avx2]
 
 A random model of 1.2B weights; llama.cpp gets the same weights through its own converter and
-`llama-quantize` (build that target as `engine_cpu.py` says for `llama-server`). Each of our formats
+`llama-quantize` (built as `engine_cpu.py` says, with that as a second target). Each of our formats
 is a run of its own: it, ours in bfloat16, and llama.cpp's of that width take turns, part by part,
 all of them over HTTP with token ids. A ratio is the median over rounds of (their time / our time).
 Decode is the time of some tokens less that of one. "same image" asks another question about a
