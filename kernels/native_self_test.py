@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from vlm_serve.kernels.native_build import BuildError
 
-FLOAT32 = "b54fc601dcf1ce8b"
+FLOAT32 = "fd4a0ba8f7e919e1"
 """The digest of float32 results."""
 
 

@@ -91,6 +91,11 @@ class StoredIntegers:
         return wide.flatten(1)
 
     @property
+    def depth(self) -> int:
+        """K."""
+        return self.codes.shape[1] * 8 // self.bits
+
+    @property
     def nbytes(self) -> int:
         """What they take in memory."""
         zeros = 0 if self.zeros is None else self.zeros.nbytes
@@ -146,6 +151,11 @@ class StoredFloat8:
         """float32 `[n, K]`: what the codes of these rows stand for."""
         codes, scales = self.codes[rows].float(), self.scales[rows].float()
         return codes.mul_(scales.repeat_interleave(self.block, 1)[:, : codes.shape[1]])
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.codes.shape[1]
 
     @property
     def nbytes(self) -> int:

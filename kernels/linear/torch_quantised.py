@@ -1,4 +1,5 @@
-"""Quantised weights multiplied by torch: CPUs without a compiler.
+"""Quantised weights multiplied by torch: CPUs without a compiler. GPUs multiply by the same codes
+with Triton (`codes_triton.py`).
 
 The codes stay as they are in memory. A call expands a chunk of rows at a time to float32 and
 multiplies in float32, whatever the activations are, so that nothing but sums is rounded.
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 
+from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.elementwise import silu
 from vlm_serve.kernels.linear.base import CHUNK_BYTES, Activation, Linear
 from vlm_serve.kernels.linear.codes import Codes
@@ -49,8 +51,6 @@ class TorchQuantised(Linear):
         self.columns, self.depth = columns, depth
         self.dtype = weight.codes.dtype
         self._weight, self._bias = weight, bias
-        # Not fewer rows than a call pads to: a chunk of one row would take a path of its own.
-        self._step = max(MIN_COLUMNS, CHUNK_BYTES // (4 * max(1, depth)))
 
     @classmethod
     def of(
@@ -79,15 +79,11 @@ class TorchQuantised(Linear):
         plus: torch.Tensor | None = None,
         deterministic: bool = False,
     ) -> torch.Tensor:
-        """`deterministic` pads as TorchDense does, and for its reasons."""
+        """On a CPU `deterministic` pads as TorchDense does, and for its reasons."""
         self._check(x, activation, times, plus)
-        rows, wide = x.shape[0], x.float()
-        if deterministic and rows % MIN_ROWS:
-            wide = with_rows(wide, -(-rows // MIN_ROWS) * MIN_ROWS)
-        out = torch.cat(
-            [self._chunk(wide, first) for first in range(0, self.columns, self._step)], 1
-        )
-        out = out[:rows] if self._bias is None else out[:rows] + self._bias
+        follows = activation is not None or times is not None or plus is not None
+        kind = torch.float32 if follows else x.dtype
+        out = _product(x.device, x, self._weight, self._bias, kind, deterministic=deterministic)
         if activation is not None:
             out = _ACTIVATIONS[activation](out)
         if times is not None:
@@ -107,9 +103,30 @@ class TorchQuantised(Linear):
     def nbytes(self) -> int:
         return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
-    def _chunk(self, x: torch.Tensor, first: int) -> torch.Tensor:
-        """float32 products of float32 x with the rows of a chunk."""
-        last = min(first + self._step, self.columns)
-        plain = self._weight.plain(slice(first, last))
-        plain = plain if last - first > 1 else with_rows(plain, MIN_COLUMNS)
-        return F.linear(x, plain)[:, : last - first]
+
+def _expanded(
+    x: torch.Tensor,
+    weight: Stored,
+    bias: torch.Tensor | None,
+    out: torch.dtype,
+    *,
+    deterministic: bool,
+) -> torch.Tensor:
+    """Products of x `[T, K]`, plus the bias, in the type `out`."""
+    (rows, depth), columns = x.shape, weight.codes.shape[0]
+    wide = x.float()
+    if deterministic and rows % MIN_ROWS:
+        wide = with_rows(wide, -(-rows // MIN_ROWS) * MIN_ROWS)
+    # Not fewer columns than a call pads to: a chunk of one would take a path of its own.
+    step = max(MIN_COLUMNS, CHUNK_BYTES // (4 * max(1, depth)))
+    parts = []
+    for first in range(0, columns, step):
+        plain = weight.plain(slice(first, first + step))
+        count = plain.shape[0]
+        plain = plain if count > 1 else with_rows(plain, MIN_COLUMNS)
+        parts.append(F.linear(wide, plain)[:rows, :count])
+    result = torch.cat(parts, 1)
+    return (result if bias is None else result + bias).to(out)
+
+
+_product = Op(_expanded, triton="vlm_serve.kernels.linear.codes_triton:product")

@@ -16,6 +16,8 @@ from vlm_serve.kernels.linear import Linear, Part, Shard, load
 from vlm_serve.kernels.linear.base import shape
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.quantising import quantised
+from vlm_serve.kernels.linear.runs import runs
+from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.models.files import weight_files
 from vlm_serve.models.quantization.base import Format, Names, pieces
 from vlm_serve.models.quantization.loading import loading_format
@@ -180,12 +182,19 @@ class Weights:
         """Rows of several tensors below each other, as one projection."""
         return load(self, list(parts), bias)
 
-    def stacked(self, parts: Sequence[Part], count: int) -> torch.Tensor:
-        """`[count, rows, K]` in the type of projections, for kernels that take all experts in one
-        tensor."""
-        coded = next((part.name for part in parts if self._format(part.name) is not None), None)
-        if coded is not None:
-            raise CheckpointError(f"{coded} is quantised: such experts are served on CPUs only")
+    def stacked(self, parts: Sequence[Part], count: int) -> torch.Tensor | Stored:
+        """`[count, rows, K]` in the type of projections, or the codes of as many rows, for kernels
+        that take all experts in one tensor."""
+        first, *others = runs(self, parts, None)
+        if others:
+            name = others[0].parts[0].name
+            raise CheckpointError(
+                f"{name} is stored otherwise than {parts[0].name}: such experts are served on CPUs "
+                "only"
+            )
+        if first.kind is not None:
+            columns, depth = shape(parts, None)
+            return stored(first.pieces(), columns, depth, self.device)
         whole = torch.cat([piece for part in parts for piece in part.pieces(self, None)])
         return whole.to(self.device).view(count, -1, whole.shape[1])
 

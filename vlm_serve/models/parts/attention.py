@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.kernels.elementwise import times_sigmoid
+from vlm_serve.kernels.kv_quant.compiled import pages_record
 from vlm_serve.kernels.kv_write import write_kv
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, VerifyMeta
@@ -151,16 +152,10 @@ class LoadedAttention(LoadedMixer):
         program.check_whole(head_dim=sizes.head_dim)
         if sizes.head_dim > MOST_DIM:
             raise UnsupportedError(f"head_dim is {sizes.head_dim}, more than {MOST_DIM}")
-        if k.dtype != program.dtype:
+        pages = pages_record(cache, program.dtype)
+        if pages is None:
             raise UnsupportedError(f"KV pages in {k.dtype} beside activations in {program.dtype}")
         shape = {"heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
-        pages = {
-            "block_size": k.shape[1],
-            "block_stride": k.stride(0),
-            "token_stride": k.stride(1),
-            "k_pages": k.data_ptr(),
-            "v_pages": cache.v.data_ptr(),
-        }
         wide = program.view("wide", self.in_proj.columns)
         mixed = program.view("mixed", sizes.queries)
         program.product(self.in_proj, program.normed, wide)
@@ -173,10 +168,11 @@ class LoadedAttention(LoadedMixer):
             q_norm=program.factors(self.q_norm),
             k_norm=program.factors(self.k_norm),
             eps=self.eps,
+            pages=pages,
             **shape,
-            **pages,
         )
-        program.emit("Attend", q=wide, out=mixed, scale=sizes.head_dim**-0.5, **shape, **pages)
+        scale = sizes.head_dim**-0.5
+        program.emit("Attend", q=wide, out=mixed, pages=pages, scale=scale, **shape)
         if sizes.gated:
             gate = wide.at(sizes.queries + 2 * sizes.keys)
             program.emit("Sigmoid", x=mixed, gate=gate, width=sizes.queries)

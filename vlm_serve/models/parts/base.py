@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.program import Program
@@ -73,8 +74,8 @@ class Loader(Protocol):
         """In the type of activations."""
         ...
 
-    def stacked(self, parts: Sequence[Part], count: int) -> torch.Tensor:
-        """`[count, rows, K]` in the type of projections."""
+    def stacked(self, parts: Sequence[Part], count: int) -> torch.Tensor | Stored:
+        """`[count, rows, K]` in the type of projections, or as many rows of codes."""
         ...
 
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import route, routed_experts
 from vlm_serve.models.parts.base import FeedForward, LoadedFeedForward, Loader, Routing, Step
 from vlm_serve.models.program import Program, UnsupportedError
@@ -136,8 +137,8 @@ class LoadedExperts(LoadedFeedForward):
 
     routing: Routing
     router: Linear
-    gate_up: torch.Tensor | Sequence[Linear]
-    down: torch.Tensor | Sequence[Linear]
+    gate_up: torch.Tensor | Stored | Sequence[Linear]
+    down: torch.Tensor | Stored | Sequence[Linear]
     shared: LoadedMlp | None
 
     def apply(
@@ -154,9 +155,10 @@ class LoadedExperts(LoadedFeedForward):
         return residual + out, ids
 
     def lower(self, program: Program) -> None:
-        if isinstance(self.gate_up, torch.Tensor) or isinstance(self.down, torch.Tensor):
+        gate_up, down = self.gate_up, self.down
+        if isinstance(gate_up, torch.Tensor | Stored) or isinstance(down, torch.Tensor | Stored):
             raise UnsupportedError("experts in one tensor")
-        program.check_whole(moe_intermediate_size=self.down[0].depth)
+        program.check_whole(moe_intermediate_size=down[0].depth)
         scores = program.view("scores", self.router.columns, torch.float32)
         program.product(self.router, program.normed, scores, "SCORES")
         shared: dict[str, object] = {}
@@ -170,9 +172,9 @@ class LoadedExperts(LoadedFeedForward):
             out=program.residual,
             experts=self.routing.num_experts,
             top_k=self.routing.top_k,
-            hidden=self.down[0].columns,
+            hidden=down[0].columns,
             index=program.next_expert_layer(self.routing.top_k),
-            gate_up=program.weights(self.gate_up),
-            down=program.weights(self.down),
+            gate_up=program.weights(gate_up),
+            down=program.weights(down),
             **shared,
         )

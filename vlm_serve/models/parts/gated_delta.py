@@ -25,6 +25,7 @@ from vlm_serve.kernels.gated_delta import (
     recurrent_gated_delta,
     verify_gated_delta,
 )
+from vlm_serve.kernels.gated_delta.compiled import STATE_TYPES
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.native_layout import constant, struct
@@ -204,7 +205,7 @@ class LoadedGatedDelta(LoadedMixer):
             raise UnsupportedError(f"convolutions of {sizes.taps} taps")
         if shared > _MOST_SHARED:
             raise UnsupportedError(f"{shared} value heads for a key head")
-        if cache.recurrent.dtype != torch.float32:
+        if cache.recurrent.dtype not in STATE_TYPES:
             raise UnsupportedError(f"states in {cache.recurrent.dtype}")
         wide = program.view("wide", self.in_proj.columns)
         mixed = program.view("mixed", sizes.values)
@@ -220,6 +221,7 @@ class LoadedGatedDelta(LoadedMixer):
             taps=sizes.taps,
             tail_stride=cache.conv.stride(0),
             state_stride=cache.recurrent.stride(0),
+            state_type=STATE_TYPES[cache.recurrent.dtype],
             conv=program.vector(self.conv.T),
             neg_decay=program.vector(self.neg_decay),
             dt_bias=program.vector(self.dt_bias),
