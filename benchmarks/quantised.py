@@ -1,7 +1,8 @@
 """Quantised weights on a CPU beside bfloat16 and llama.cpp's, in turns.
 
     python benchmarks/quantised.py [--peers] [--quantization bfloat16 int8 int4] [--rounds 5]
-        [--minutes 20] [--threads 2] [--folder FOLDER] [--llama-source FOLDER] [--isa avx2]
+        [--prompt-tokens 512 4096] [--minutes 20] [--threads 2] [--folder FOLDER]
+        [--llama-source FOLDER] [--isa avx2]
 
 A random model of 1.2B weights; llama.cpp gets the same weights through its own converter and
 `llama-quantize` (built as `engine_cpu.py` says, with that as a second target). Each of our formats
@@ -34,7 +35,6 @@ from engine_server import Unavailable
 from machine import add_isa_argument, describe, run_as
 from quantised_sides import PEERS, SPEC, Models, bytes_per_token
 
-LENGTHS = (512, 4096)
 IMAGE = "same image, another question"
 FIRST = DECODE[1]
 GOAL, FIRST_GOAL = 1.1, 1.3
@@ -43,24 +43,26 @@ OF_BOUND = {"int8": 0.88, "int4": 0.8}
 
 @dataclass
 class QuantisedWork(Work):
-    """Prompts of two lengths instead of one."""
+    """Prompts of several lengths instead of one; the longest one comes twice."""
+
+    lengths: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> dict[str, int]:
-        lengths = {f"{PREFILL}, {length}": length for length in LENGTHS}
+        lengths = {f"{PREFILL}, {length}": length for length in self.lengths}
         return {row: batch * self.steps for batch, row in DECODE.items()} | lengths
 
     def parts(self) -> list[Callable[[Side], dict[str, float]]]:
         return [
             *(self._decode_of(batch) for batch in DECODE),
-            *(self._prefill_of(length) for length in LENGTHS),
+            *(self._prefill_of(length) for length in self.lengths),
         ]
 
     def _prefill_of(self, length: int) -> Callable[[Side], dict[str, float]]:
         def prefill(side: Side) -> dict[str, float]:
             prompts = [self.prompt(length)]
             seconds = {f"{PREFILL}, {length}": side.complete(prompts, 1)}
-            if length == LENGTHS[-1]:
+            if length == self.prefill:
                 seconds[AGAIN] = side.complete(prompts, 1)
             return seconds
 
@@ -104,7 +106,7 @@ def compare(
                 tell=lambda number, name, seconds: _tell(kind, number, name, seconds),
             )
         if not media:
-            _print_bytes(kind, results, own, list(sides))
+            _print_bytes(kind, results, own)
         rows = [IMAGE] if media else [*work.tokens, AGAIN]
         goals &= _print_table(results, rows, work.tokens, own, list(sides))
     return goals
@@ -115,9 +117,9 @@ def _sides(
 ) -> dict[str, Side]:
     sides = {}
     for each in dict.fromkeys((kind, "bfloat16")):
-        started = models.own(each, arguments.threads, LENGTHS[-1])
+        started = models.own(each, arguments.threads, max(arguments.prompt_tokens))
         sides[f"ours, {each}"] = stack.enter_context(started)
-    length = LENGTHS[-1] + arguments.decode_tokens + 64
+    length = max(arguments.prompt_tokens) + arguments.decode_tokens + 64
     for each in PEERS[kind] if arguments.peers else ():
         try:
             peer = models.peer(each, arguments.threads, length, tower=tower)
@@ -133,7 +135,7 @@ def _tell(kind: str, number: int, name: str, seconds: dict[str, float]) -> None:
     print(f"{kind}, {when}, {name}: {cells}", flush=True)
 
 
-def _print_bytes(kind: str, results: Results, own: str, sides: list[str]) -> None:
+def _print_bytes(kind: str, results: Results, own: str) -> None:
     context = DECODE_PROMPT + 1
     plain, mine = (bytes_per_token(SPEC, each, context) for each in ("bfloat16", kind))
     print(f"\n{kind}: {mine / 1e6:.0f} MB per token, bfloat16 {plain / 1e6:.0f}", end="")
@@ -180,6 +182,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", action="store_true", help="measure llama.cpp as well")
     parser.add_argument("--quantization", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt-tokens", nargs="+", type=int, default=[512, 4096])
     parser.add_argument("--decode-tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
@@ -199,8 +202,11 @@ def main() -> int:
     end, reached = begin + 60 * arguments.minutes, True
     with tempfile.TemporaryDirectory() as temporary:
         models = Models(arguments.folder or Path(temporary), arguments.llama_source)
-        drawn = work_for(models.checkpoint, LENGTHS[-1], arguments.decode_tokens)
-        work = QuantisedWork(drawn.prefill, drawn.steps, drawn.vocabulary, drawn.ending)
+        lengths = tuple(arguments.prompt_tokens)
+        drawn = work_for(models.checkpoint, max(lengths), arguments.decode_tokens)
+        work = QuantisedWork(
+            drawn.prefill, drawn.steps, drawn.vocabulary, drawn.ending, lengths=lengths
+        )
         for index, kind in enumerate(arguments.quantization):
             now = time.monotonic()
             share = (end - now) / (len(arguments.quantization) - index)

@@ -77,9 +77,9 @@ class Models:
     def __init__(self, folder: Path, source: str | None) -> None:
         self._folder, self._source = folder, source
         self.checkpoint = folder / "checkpoint"
-        if not (self.checkpoint / "model.safetensors").is_file():
+        if not self.checkpoint.is_dir():
             print("writing the checkpoint", flush=True)
-            make_checkpoint(self.checkpoint, SPEC)
+            make_checkpoint(folder / "checkpoint.part", SPEC).replace(self.checkpoint)
 
     @contextmanager
     def own(self, kind: str, threads: int, batched_tokens: int) -> Iterator[Side]:
