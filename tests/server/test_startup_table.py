@@ -76,7 +76,7 @@ def test_weights_types_and_arithmetic_are_said() -> None:
 def test_what_a_checkpoint_says_of_its_activations_is_said() -> None:
     fields = {"quant_method": "fp8", "activation_scheme": "static"}
     found = rows(scheme=QuantScheme.of({"quantization_config": fields}), device="cpu", threads=2)
-    said = "fp8; the checkpoint's activations (static input_scale) are not quantised"
+    said = "fp8; made for quantised activations (static input_scale), which is not followed"
     assert found["quantised"] == said
     assert "quantised" not in rows(device="cpu", threads=2)
 

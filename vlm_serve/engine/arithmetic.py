@@ -154,7 +154,7 @@ def decide(
             param="quantization",
         )
     bits = None if config.quantization is None else int(config.quantization.removeprefix("int"))
-    integers = bits is not None or (stored is not None and stored.method != "fp8")
+    integers = bits is not None or (stored is not None and stored.integers)
     dynamic = _dynamic(config, backend, quantised=integers)
     numerics = _numerics(compute, backend, config.deterministic)
     numerics += "" if bits is None else f", weights in {config.quantization}"

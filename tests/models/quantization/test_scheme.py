@@ -150,14 +150,17 @@ def test_the_config_may_be_with_the_language_model_or_have_an_older_name(kind: s
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (FP8, "fp8; the checkpoint's activations (dynamic, in FP8) are not quantised"),
+        (FP8, "fp8; made for quantised activations (dynamic, in FP8), which is not followed"),
         (
             FP8 | {"activation_scheme": "static"},
-            "fp8; the checkpoint's activations (static input_scale) are not quantised",
+            "fp8; made for quantised activations (static input_scale), which is not followed",
         ),
-        (GPTQ, "gptq; weights alone are quantised"),
-        (MIXED, "compressed-tensors; the checkpoint's activations (dynamic, in FP8) are not"),
-        (PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "(8-bit keys and values) are not"),
+        (GPTQ, "gptq; made for activations as they are"),
+        (MIXED, "compressed-tensors; made for quantised activations (dynamic, in FP8), which"),
+        (
+            PACKED | {"kv_cache_scheme": {"num_bits": 8}},
+            "(8-bit keys and values), which is not followed",
+        ),
     ],
 )
 def test_what_is_said_about_activations(fields: Any, said: str) -> None:
@@ -226,6 +229,14 @@ def group(**changes: Any) -> dict[str, Any]:
 def test_what_is_not_supported_is_named(fields: Any, complaint: str) -> None:
     with pytest.raises(CheckpointError, match=complaint):
         scheme(fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "integers"), [("fp8", False), ("fp8-channel", False), ("awq", True), ("mixed", True)]
+)
+def test_whether_weights_are_integers(kind: str, integers: bool) -> None:
+    """Beside those, and no others, activations may become integers."""
+    assert scheme(FORMATS[kind].config([], 32)).integers is integers
 
 
 class Held:

@@ -80,6 +80,12 @@ class QuantScheme:
                 )
         return None
 
+    @property
+    def integers(self) -> bool:
+        """Whether some weights are integers."""
+        formats = [self.default, *(each.format for each in self.rules)]
+        return any(each is not None and not isinstance(each, Float8) for each in formats)
+
     def __str__(self) -> str:
         """What tables say of it."""
         return f"{self.method}; {self.activations}"
@@ -166,10 +172,10 @@ def _compressed(fields: Fields) -> QuantScheme:
 
 
 def _activations(wanted: str | None) -> str:
-    """What the checkpoint wants, beside what is done."""
+    """What the checkpoint wants, in words."""
     if wanted is None:
-        return "weights alone are quantised"
-    return f"the checkpoint's activations ({wanted}) are not quantised"
+        return "made for activations as they are"
+    return f"made for quantised activations ({wanted}), which is not followed"
 
 
 _METHODS: dict[str, Callable[[Fields], QuantScheme]] = {
