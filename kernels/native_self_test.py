@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from vlm_serve.kernels.native_build import BuildError
 
-FLOAT32 = "fd4a0ba8f7e919e1"
+FLOAT32 = "45facc28807ea10b"
 """The digest of float32 results."""
 
 
