@@ -83,11 +83,15 @@ $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
 	touch $@
 
 # torchvision is an oracle of the preprocessing tests. It names a CUDA build of torch as its dependency,
-# so it is installed without dependencies, beside whichever build of torch is there.
+# so it is installed without dependencies, beside whichever build of torch is there. AutoGPTQ and AutoAWQ
+# are oracles of packed weights: of theirs, only modules of plain torch are imported. They are no longer
+# maintained; where one cannot be installed its tests are skipped.
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "Installing what its tests need as well: a few minutes, once."
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	$(PIP) install --quiet --no-deps torchvision==0.28.0
+	-BUILD_CUDA_EXT=0 $(PIP) install --quiet --no-deps --no-build-isolation auto-gptq==0.7.1
+	-$(PIP) install --quiet --no-deps --no-build-isolation autoawq==0.2.9
 	touch $@
 
 $(LMMS)/installed: $(VENV)/installed-dev tests/server/lmms/requirements.txt

@@ -29,7 +29,8 @@ OUTPUT = Path(__file__).with_name("aot.md")
 Row = tuple[str, str, Usage]
 NOTES = (
     "Spills. Models run in bfloat16, and no bfloat16 kernel above spills more than one register "
-    "(the tiles in `prefill_tile` were chosen for that). float32 inputs are the parity mode: on "
+    "(the tiles in `prefill_tile` were chosen for that), except float8 experts in small batches on "
+    "sm_90 and sm_100, up to three. float32 inputs are the parity mode: on "
     "NVIDIA each of their products is three products of split operands "
     "(`Target.dot_precision`), and what does not fit in 255 registers is spilled, most in the "
     "gated-delta scan on sm_90. Fewer columns and more warps reduced it on sm_80 and removed it "

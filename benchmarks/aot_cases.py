@@ -15,6 +15,9 @@ from vlm_serve.kernels.gated_delta import (
     verify_gated_delta,
 )
 from vlm_serve.kernels.kv_write import copy_kv_rows, write_kv
+from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
+from vlm_serve.kernels.linear.stored_codes import Stored, StoredFloat8, StoredIntegers
+from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.moe import route, routed_experts
 from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
@@ -43,6 +46,7 @@ def cases(models: Sequence[str]) -> Iterator[Case]:
         yield from _elementwise(shapes)
         yield from _state_ops(shapes)
         yield from _attention(shapes)
+        yield from _quantised(shapes)
         if shapes.experts:
             yield from _experts(shapes)
 
@@ -114,6 +118,45 @@ def _experts(shapes: Shapes) -> Iterator[Case]:
         weights = _half(tokens, shapes.top_k)
         x = _half(tokens, shapes.hidden)
         yield "moe", partial(routed_experts, x, weights, ids, gate_up, down)
+
+
+def _quantised(shapes: Shapes) -> Iterator[Case]:
+    """A decode step, a small batch of them and a prefill, in every format, and experts."""
+    pairs = [(torch.bfloat16, tokens) for tokens in (1, BATCH, TOKENS)] + [(torch.float32, TOKENS)]
+    hidden = shapes.hidden
+    for name, of_size in CODES.items():
+        weight = TorchQuantised(of_size(2 * hidden, hidden), 2 * hidden, hidden, None)
+        for dtype, tokens in pairs:
+            label = f"linear {name}" if dtype == torch.bfloat16 else f"linear {name} fp32"
+            yield label, partial(weight, torch.empty(tokens, hidden, dtype=dtype))
+        if not shapes.experts:
+            continue
+        count, width = shapes.experts, shapes.expert_width
+        gate_up, down = of_size(count * 2 * width, hidden), of_size(count * hidden, width)
+        for tokens in (BATCH, 512, 4096):
+            ids = torch.zeros(tokens, shapes.top_k, dtype=torch.int64)
+            x, weights = _half(tokens, hidden), _half(tokens, shapes.top_k)
+            yield f"moe {name}", partial(routed_experts, x, weights, ids, gate_up, down)
+
+
+def _integers(bits: int, columns: int, depth: int) -> Stored:
+    """With zero points, which take a few registers more."""
+    byte, half = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float16)
+    kind = IntegerCodes(byte, half, byte, bits, 128)
+    return StoredIntegers.empty(kind, columns, depth, torch.device("cpu"))
+
+
+def _float8(columns: int, depth: int) -> Stored:
+    codes = torch.empty(0, dtype=torch.float8_e4m3fn)
+    kind = Float8Codes(codes, _half(0), (128, 128))
+    return StoredFloat8.empty(kind, columns, depth, torch.device("cpu"))
+
+
+CODES: dict[str, Callable[[int, int], Stored]] = {
+    "int4": partial(_integers, 4),
+    "int8": partial(_integers, 8),
+    "float8": _float8,
+}
 
 
 def _updates(shapes: Shapes, entries: int) -> Updates:

@@ -43,10 +43,29 @@ def convert(
     target = folder / f"{'tower-' if tower else ''}{dtype}.gguf"
     # Without the layers that predict further tokens: the benchmark's checkpoint has none.
     part = "--mmproj" if tower else "--no-nextn"
-    flags = ["--outfile", str(target), "--outtype", OUT_TYPES[dtype], part]
-    command = [sys.executable, "-c", _PROGRAM, str(source), str(checkpoint), *flags]
+    # What is cut off halfway does not look like a result.
+    partial = target.with_suffix(".part")
+    flags = ["--outfile", str(partial), "--outtype", OUT_TYPES[dtype], part]
+    _run([sys.executable, "-c", _PROGRAM, str(source), str(checkpoint), *flags], partial)
+    return partial.replace(target)
+
+
+def quantise(source: Path, plain: Path, kind: str) -> Path:
+    """A GGUF file in another of llama.cpp's types, such as Q4_K_M, beside the one that is given.
+
+    Raises:
+        ConversionError: `llama-quantize` is not in the tree's `build/bin`, or fails.
+    """
+    target, tool = plain.with_name(f"{kind}.gguf"), source / "build/bin/llama-quantize"
+    if not tool.is_file():
+        raise ConversionError(f"no llama-quantize in {tool.parent}")
+    part = target.with_suffix(".part")
+    _run([str(tool), str(plain), str(part), kind], part)
+    return part.replace(target)
+
+
+def _run(command: list[str], target: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode or not target.is_file():
         lines = done.stderr.strip().splitlines()
         raise ConversionError(lines[-1] if lines else f"no file after exit {done.returncode}")
-    return target

@@ -17,11 +17,11 @@ VLLM_PLACES = ("venv-vllm", ".venv-vllm", "../venv-vllm", "~/venv-vllm", "~/.ven
 """Virtual environments that are looked at for a vLLM, from this project's root."""
 
 
-class Vllm:
-    """vLLM, driven through /v1/completions with token ids."""
+class Completions:
+    """A server of the OpenAI protocol, driven through /v1/completions with token ids."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
+    def __init__(self, server: Server, name: str) -> None:
+        self.server, self._name = server, name
 
     def complete(self, prompts: list[list[int]], count: int) -> float:
         answer, seconds = self.server.post(
@@ -34,7 +34,7 @@ class Vllm:
                 "ignore_eos": True,
             },
         )
-        _check("vLLM", answer["usage"]["completion_tokens"], count * len(prompts))
+        _check(self._name, answer["usage"]["completion_tokens"], count * len(prompts))
         return seconds
 
 
@@ -83,7 +83,7 @@ def find_vllm(given: str | None) -> str:
 @contextmanager
 def vllm(
     python: str, checkpoint: Path, *, length: int, threads: int, batched_tokens: int, block: int
-) -> Iterator[Vllm]:
+) -> Iterator[Completions]:
     """vLLM on the checkpoint in bfloat16, prefix cache on. Raises Unavailable."""
     port = free_port()
     flags: dict[str, object] = {
@@ -109,7 +109,7 @@ def vllm(
     }
     module = [python, "-m", "vllm.entrypoints.openai.api_server", *switches]
     with running([*module, *words(flags)], port, environment) as server:
-        yield Vllm(server)
+        yield Completions(server, "vLLM")
 
 
 def find_llama(source: str | None) -> tuple[Path, str]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from engine_cases import Side, transformers
 from engine_child import child
 from engine_gguf import ConversionError, convert
-from engine_peers import LlamaCpp, Vllm, find_llama, find_vllm, llama, ours, vllm
+from engine_peers import Completions, LlamaCpp, find_llama, find_vllm, llama, ours, vllm
 from engine_server import Server, Unavailable
 from machine import ROOT
 
@@ -94,7 +94,7 @@ class Peers:
         )
 
     @contextmanager
-    def _start_vllm(self) -> Iterator[Vllm]:
+    def _start_vllm(self) -> Iterator[Completions]:
         with vllm(
             find_vllm(self._arguments.vllm_python),
             self._checkpoint,

@@ -2,6 +2,7 @@
 about pictures where the model takes some, and of next turns over decoded answers.
 
     python benchmarks/exact_hits.py [--family qwen3_vl ...] [--pairs 200] [--speculative mtp]
+        [--quantization int8|int4] [--quantized-activations none|int8]
         [--tensor-parallel-size 2] [--isa avx2]
 
 A small random checkpoint of each family (all, if none is named) with weights in float32 and
@@ -44,22 +45,18 @@ KINDS: dict[str, Callable[..., Iterable[Pair]]] = {
 }
 
 
-def pairs(
-    path: Path, dtype: str, kind: str, count: int, speculative: str, ranks: int
-) -> list[Pair]:
+def pairs(path: Path, config: EngineConfig, kind: str, count: int) -> list[Pair]:
     """`count` pairs of a kind on a checkpoint, with weights and activations as the engine chooses
     them for such weights."""
-    config = EngineConfig(
-        dtype=dtype,
+    config = replace(
+        config,
         block_size=16,
         cache_memory="64MiB",
         prefix_cache_decode_state_interval=16 if kind == TURNS else 0,
-        speculative=speculative,
-        tensor_parallel_size=ranks,
     )
     with Pipeline(path, config) as pipe:
         assert pipe.engine.config.compiled_kernels, "there are no compiled kernels here"
-        drafts = speculative != "off"
+        drafts = config.speculative != "off"
         if drafts:
             draft_freely(pipe.engine)
         return list(KINDS[kind](pipe, count, num_tokens=40 if drafts else 4))
@@ -79,20 +76,28 @@ def main() -> int:
         help="with drafts: suffix, or mtp and mtp,suffix of a family that has such a layer",
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument("--quantization", choices=("int8", "int4"))
+    parser.add_argument("--quantized-activations", choices=("auto", "none", "int8"), default="auto")
     add_isa_argument(parser)
     given = parser.parse_args()
     run_as(given.isa)
     print(describe(torch.get_num_threads()))
     print("| checkpoint, weights | hits of | same bits | same tokens |\n|---|---|---|---|")
+    config = EngineConfig(
+        quantization=given.quantization,
+        quantized_activations=given.quantized_activations,
+        speculative=given.speculative,
+        tensor_parallel_size=given.tensor_parallel_size,
+    )
     different = 0
     for family in given.family:
-        mtp, ranks = "mtp" in given.speculative, given.tensor_parallel_size
-        spec = replace(next(iter(FAMILIES[family].values())), dtype="bfloat16", mtp=mtp)
-        different += print_rows(family, spec, given.pairs, given.speculative, ranks)
+        spec = replace(next(iter(FAMILIES[family].values())), dtype="bfloat16")
+        spec = replace(spec, mtp="mtp" in given.speculative)
+        different += print_rows(family, spec, config, given.pairs)
     return 1 if different else 0
 
 
-def print_rows(name: str, spec: CheckpointSpec, count: int, speculative: str, ranks: int) -> int:
+def print_rows(name: str, spec: CheckpointSpec, config: EngineConfig, count: int) -> int:
     """All kinds of pairs on one checkpoint; returns how many differ."""
     different = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +106,7 @@ def print_rows(name: str, spec: CheckpointSpec, count: int, speculative: str, ra
             for kind in KINDS:
                 if kind == PICTURES and not spec.vision_depth:
                     continue
-                made = pairs(path, dtype, kind, count, speculative, ranks)
+                made = pairs(path, replace(config, dtype=dtype), kind, count)
                 bits, tokens = sum(p.same_bits for p in made), sum(p.same_tokens for p in made)
                 different += len(made) - bits
                 cells = f"{bits} of {len(made)} | {tokens} of {len(made)}"

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from quantised_weights import FORMATS
 
 FAMILIES = {
     "qwen3_5": "Qwen3_5",
@@ -29,8 +30,9 @@ class CheckpointSpec:
     layer behind the first `dense_layers`, but in all layers of Qwen3.5, which alone may have an
     `mtp` layer for drafts. MiniCPM-V sees pictures in up to `max_slices` slices of about
     `slice_resolution` squared pixels, at most `max_video_frames` of a video, merges patches behind
-    layer `window_layer` of its tower and has no experts. Raises ValueError for sizes that do not
-    fit together.
+    layer `window_layer` of its tower and has no experts. `quantization` is one of
+    `quantised_weights.FORMATS`, of which some have a scale for `group_size` values. Raises
+    ValueError for sizes that do not fit together.
     """
 
     family: str = "qwen3_5"
@@ -76,6 +78,8 @@ class CheckpointSpec:
     tied_embeddings: bool = False
     mtp: bool = False
     dtype: str = "float32"
+    quantization: str = ""
+    group_size: int = 32
     shards: int = 1
     seed: int = 0
 
@@ -141,6 +145,8 @@ def _validate(spec: CheckpointSpec) -> None:
         raise ValueError("num_position_embeddings must be a square")
     if spec.num_experts and not 0 < spec.experts_per_token <= spec.num_experts:
         raise ValueError("experts_per_token must be between 1 and num_experts")
+    if spec.quantization and spec.quantization not in FORMATS:
+        raise ValueError(f"quantization must be one of {', '.join(FORMATS)}")
     if spec.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}")
 

@@ -5,6 +5,7 @@
     python examples/make_checkpoint.py /tmp/tiny-vl --family qwen3_vl
     python examples/make_checkpoint.py /tmp/tiny-next --family qwen3_next
     python examples/make_checkpoint.py /tmp/tiny-minicpm --family minicpmv4_6
+    python examples/make_checkpoint.py /tmp/tiny-fp8 --dtype bfloat16 --quantization fp8
 
 The weights are drawn so that the model is lively: every layer contributes about as much as the
 embedding, decays span short and long memories, and greedy output depends on the whole prompt.
@@ -18,6 +19,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from checkpoint_config import full_config, text_config
 from checkpoint_minicpm import NAMED_TOKENS, token_ids, write_processors
 from checkpoint_parts import (
@@ -34,6 +36,7 @@ from checkpoint_parts import (
     write_tokenizer_files,
 )
 from checkpoint_spec import BENCHMARK_SPECS, DTYPES, FAMILIES, SMALL_SPECS, CheckpointSpec
+from quantised_weights import FORMATS, quantise_weights, quantization_config
 from random_weights import draw, entries
 from safetensors.torch import save_file
 
@@ -72,8 +75,14 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
     elif spec.vision_depth:
         write_processor_files(path, _media_shape(spec))
         config = full_config(spec, config) | media_token_ids(tokenizer)
+    weights = _weights(spec)
+    if spec.quantization:
+        kind, group = spec.quantization, spec.group_size
+        config["quantization_config"] = quantization_config(weights, kind, group)
+        transposed = spec.family == "qwen3_vl"
+        weights = quantise_weights(weights, kind, group, transposed=transposed)
     write_json(path / "config.json", config)
-    _write_weights(path, spec)
+    _write_weights(path, weights, spec.shards)
     return path
 
 
@@ -95,19 +104,22 @@ def _media_shape(spec: CheckpointSpec) -> MediaShape:
     )
 
 
-def _write_weights(path: Path, spec: CheckpointSpec) -> None:
+def _weights(spec: CheckpointSpec) -> dict[str, torch.Tensor]:
     dtype = DTYPES[spec.dtype]
-    weights = {
+    return {
         name: draw(name, shape, rule, spec.seed).to(dtype) for name, shape, rule in entries(spec)
     }
-    if spec.shards == 1:
+
+
+def _write_weights(path: Path, weights: dict[str, torch.Tensor], shards: int) -> None:
+    if shards == 1:
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         return
     names = list(weights)
     index: dict[str, str] = {}
-    for shard in range(spec.shards):
-        file = f"model-{shard + 1:05d}-of-{spec.shards:05d}.safetensors"
-        part = names[shard :: spec.shards]
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[shard::shards]
         save_file({name: weights[name] for name in part}, path / file, metadata={"format": "pt"})
         index |= dict.fromkeys(part, file)
     total = sum(tensor.nbytes for tensor in weights.values())
@@ -127,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="start from the benchmarks' 49M-parameter model",
     )
     fields = dataclasses.fields(CheckpointSpec)
-    choices = {"dtype": list(DTYPES), "family": list(FAMILIES)}
+    choices = {"dtype": list(DTYPES), "family": list(FAMILIES), "quantization": list(FORMATS)}
     for field in fields:
         flag, default = "--" + field.name.replace("_", "-"), field.default
         if isinstance(default, bool):
@@ -143,11 +155,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = {f.name: values[f.name] for f in fields if values[f.name] is not None}
     try:
         spec = dataclasses.replace(base, **given)
+        make_checkpoint(values["path"], spec)
     except ValueError as error:
         parser.error(str(error))
-    make_checkpoint(values["path"], spec)
     num_weights = sum(math.prod(shape) for _, shape, _ in entries(spec))
-    print(f"{values['path']}: {num_weights / 1e6:.2f}M weights, {spec.dtype}")
+    stored = f"{spec.quantization} and {spec.dtype}" if spec.quantization else spec.dtype
+    print(f"{values['path']}: {num_weights / 1e6:.2f}M weights, {stored}")
 
 
 if __name__ == "__main__":

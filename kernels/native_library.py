@@ -100,7 +100,10 @@ def foreseen() -> Digests:
     if how.path().exists():
         return digests()
     macros = native_build.instructions(how, time.monotonic() + native_build.TIME_LIMIT_S)
-    return Digests(FLOAT32, UNMEASURED if "__AVX512BF16__" in macros else None)
+    pairs = UNMEASURED if "__AVX512BF16__" in macros else None
+    dots = {"__AVX512VNNI__", "__ARM_FEATURE_DOTPROD", "__ARM_FEATURE_MATMUL_INT8"} & macros
+    ymm = "__AVXVNNI__" in macros and "__AVX512F__" not in macros
+    return Digests(FLOAT32, pairs, bool(dots) or ymm)
 
 
 def call(name: str, *arguments: Argument) -> None:

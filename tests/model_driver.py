@@ -59,6 +59,7 @@ class Driver:
         scratch_rows: further rows, that no sequence gets.
         deterministic: see ForwardBatch.
         state: type of the recurrent states.
+        kv: type of the pages, that of activations if not given; uint8 for int8 codes with scales.
         most_drafts: tokens of a slice of drafts.
         ranks: how many share the model.
     """
@@ -73,6 +74,7 @@ class Driver:
         scratch_rows: int = 0,
         deterministic: bool = False,
         state: torch.dtype = torch.float32,
+        kv: torch.dtype | None = None,
         most_drafts: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -85,7 +87,7 @@ class Driver:
             num_rows + scratch_rows,
             block_size,
             {
-                "kv": model.dtype,
+                "kv": kv or model.dtype,
                 "conv": model.dtype,
                 "recurrent": state,
                 "hidden": model.dtype,
@@ -93,12 +95,13 @@ class Driver:
                 "update_changes": torch.float32,
                 "update_decays": torch.float32,
                 "update_inputs": model.dtype,
+                **({"kv_scales": torch.float16} if kv == torch.uint8 else {}),
             },
             num_updates=num_rows * most_drafts,
         )
         self._most_drafts = most_drafts
         for pool in self.caches.tensors.values():
-            pool.fill_(float("nan"))
+            pool.fill_(255 if pool.dtype == torch.uint8 else float("nan"))
         self._free_blocks = random.Random(0).sample(range(num_blocks), num_blocks)
         self._free_rows = random.Random(1).sample(range(num_rows), num_rows)
 

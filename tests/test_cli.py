@@ -57,6 +57,7 @@ def test_models_lists_what_can_be_served(capsys: pytest.CaptureFixture[str]) -> 
         "state": False,
         "experts": True,
         "compiled_step": True,
+        "quantised": ["fp8", "gptq", "awq", "compressed-tensors"],
     }
     assert listed["qwen3_next"]["media"] == []
 

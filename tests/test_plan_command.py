@@ -180,3 +180,18 @@ def test_the_layer_that_drafts_is_in_the_plan(
     price = re.search(r"prompts cost (\d+\.\d)% more", capsys.readouterr().out)
     assert price is not None and 3 < float(price[1]) < 9
     assert main(["plan", "--model", str(DATA / "qwen3.5-4b.json"), "--speculative", "mtp"]) == 2
+
+
+def test_formats_of_a_quantised_checkpoint(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    spec = CheckpointSpec(num_experts=4, dtype="bfloat16", quantization="mixed")
+    path = str(make_checkpoint(tmp_path, spec))
+    assert main(["plan", path, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert set(plan["weights"]["formats"]) >= {"int4 in groups of 32"}
+    assert sum(plan["weights"]["formats"].values()) == plan["weights"]["projections"]
+    assert plan["quantization"].startswith("compressed-tensors; the checkpoint's activations")
+    assert main(["plan", path]) == 0
+    text = capsys.readouterr().out
+    assert "FP8 with a scale per channel" in text and "\nquantised  " in text

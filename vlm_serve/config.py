@@ -61,6 +61,23 @@ class EngineConfig:
         kind="text",
         choices=_DTYPES,
     )
+    quantization: str | None = option(
+        None,
+        "quantise a plain checkpoint's projections and experts while it is loaded; the head gets 8 "
+        "bits at least",
+        group=_MODEL,
+        kind="text",
+        choices=("int8", "int4"),
+        default_text="as the checkpoint has them",
+    )
+    quantized_activations: str = option(
+        "auto",
+        "quantise activations beside int8 and int4 weights, per row and group; auto: int8 with "
+        "compiled kernels where the processor sums products of bytes, else none",
+        group=_MODEL,
+        kind="text",
+        choices=("auto", "none", "int8"),
+    )
     max_model_len: int | None = option(
         None,
         "longest prompt plus answer, in tokens",

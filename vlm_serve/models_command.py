@@ -6,7 +6,7 @@ import json
 
 from vlm_serve.models.registry import FAMILIES, Served
 
-_COLUMNS = ("model type", "media", "state", "experts", "compiled step")
+_COLUMNS = ("model type", "media", "state", "experts", "compiled step", "quantised")
 
 
 def run(*, as_json: bool) -> None:
@@ -21,6 +21,7 @@ def _row(served: Served) -> dict[str, object]:
         "state": served.state,
         "experts": served.experts,
         "compiled_step": served.compiled,
+        "quantised": served.quantised,
     }
 
 
@@ -41,4 +42,5 @@ def _cells(served: Served) -> tuple[str, ...]:
         "KV and snapshots" if served.state else "KV",
         "routed" if served.experts else "-",
         "yes" if served.compiled else "no",
+        ", ".join(served.quantised),
     )

@@ -71,7 +71,7 @@ def make(model: str, config: EngineConfig) -> Plan:
     layout = spec.cache_layout(ranks, mtp=mtp)
     device = _device(config.device)
     backend = find_backend(config, device, build=False)
-    arithmetic = decide(config, spec.dtype, backend)
+    arithmetic = decide(config, spec.dtype, backend, spec.quantization)
     # The memory of a GPU that is not here is unknown: this machine's stands in for it.
     here = device if torch.cuda.is_available() else torch.device("cpu")
     cache_memory = config.cache_memory_bytes or default_cache_memory(here, ranks)
@@ -88,6 +88,7 @@ def make(model: str, config: EngineConfig) -> Plan:
             compiled=backend.compiled,
             tensor_parallel=ranks,
             drafts=mtp,
+            bits=arithmetic.bits,
         ),
         memory=memory,
         rows=tuple(
@@ -124,7 +125,9 @@ def _as_json(plan: Plan) -> dict[str, Any]:
             "projections": weights.projections,
             "table": weights.table,
             "table_in_file": weights.mapped,
+            "formats": dict(weights.formats),
         },
+        "quantization": str(plan.model.quantization) if plan.model.quantization else None,
         "types": arithmetic.types.names(),
         "compute_reason": arithmetic.reason,
         "numerics": arithmetic.numerics,
@@ -147,6 +150,7 @@ def render(plan: Plan) -> str:
     facts = [
         *_ranks(plan),
         ("weights", str(plan.weights)),
+        *([("quantised", str(scheme))] if (scheme := plan.model.quantization) else []),
         *plan.arithmetic.rows(),
         (
             "cache memory",

@@ -13,6 +13,7 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -70,11 +71,11 @@ def filled(pipe: Pipeline, cases: Iterable[SchemaCase]) -> Iterator[tuple[Schema
             yield case, json.loads(output.text) if output.finish_reason == "stop" else None
 
 
-def evaluate_schemas(model: str, count: int, seed: int) -> None:
+def evaluate_schemas(model: str, count: int, seed: int, config: EngineConfig) -> None:
     """Print how often JSON of a schema ends, and how often its fields are right."""
     ended: dict[str, list[bool]] = defaultdict(list)
     right: dict[str, list[bool]] = defaultdict(list)
-    with Pipeline(model) as pipe:
+    with Pipeline(model, config) as pipe:
         for case, found in filled(pipe, schema_cases(count, seed)):
             ended[case.kind].append(found is not None)
             right[case.kind] += fields_right(case, found)
@@ -87,12 +88,22 @@ def fields_right(case: SchemaCase, found: Any) -> list[bool]:
     return [(found or {}).get(name) == value for name, value in case.known.items()]
 
 
-def evaluate(model: str, images: int, videos: int, seed: int, *, compare: bool, show: int) -> None:
+def evaluate(
+    model: str,
+    images: int,
+    videos: int,
+    seed: int,
+    config: EngineConfig,
+    *,
+    compare: bool,
+    show: int,
+) -> None:
     """Print the accuracy of one model."""
-    uncached = Pipeline(model, EngineConfig(enable_prefix_caching=False)) if compare else None
+    cold = replace(config, enable_prefix_caching=False)
+    uncached = Pipeline(model, cold) if compare else None
     different = 0
     print(f"{model}")
-    with Pipeline(model) as pipe:
+    with Pipeline(model, config) as pipe:
         for title, cases in (
             ("images", partial(image_cases, images, seed)),
             ("videos", partial(video_cases, videos, seed)),
@@ -155,10 +166,16 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="also uncached, and transformers")
     parser.add_argument("--drafts", type=int, default=0, help="questions to ask with drafts")
     parser.add_argument("--show", type=int, default=0, help="how many wrong answers to print")
+    parser.add_argument("--quantization", choices=("int8", "int4"))
+    parser.add_argument("--quantized-activations", choices=("auto", "none", "int8"), default="auto")
     args = parser.parse_args()
+    config = EngineConfig(
+        quantization=args.quantization, quantized_activations=args.quantized_activations
+    )
+    given = args.images, args.videos, args.seed, config
     for model in args.models:
-        evaluate(model, args.images, args.videos, args.seed, compare=args.compare, show=args.show)
-        evaluate_schemas(model, args.schemas, args.seed)
+        evaluate(model, *given, compare=args.compare, show=args.show)
+        evaluate_schemas(model, args.schemas, args.seed, config)
         if args.drafts:
             print_drafts(directory(model), args.drafts, args.seed)
 

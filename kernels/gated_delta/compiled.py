@@ -11,9 +11,12 @@ import ctypes
 import torch
 
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
-from vlm_serve.kernels.native_layout import struct
+from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import DTYPES, LANES, bits, packed
+
+STATE_TYPES = {torch.float32: constant("FLOAT32"), torch.bfloat16: constant("BFLOAT16")}
+"""Of the pools that hold states; they are rounded after every token."""
 
 _Delta = struct("Delta")
 _Gates = struct("Gates")
@@ -57,7 +60,7 @@ def gated_delta(
 ) -> torch.Tensor | None:
     """Prefill and decode alike: a decode token is a slice of one."""
     whole = q.shape[2] % LANES == 0 and v.shape[2] % LANES == 0
-    if not whole or q.dtype not in DTYPES or state.dtype != torch.float32:
+    if not whole or q.dtype not in DTYPES or state.dtype not in STATE_TYPES:
         return None
     out = torch.empty(v.shape, dtype=v.dtype)
     g, beta = g.contiguous(), beta.float().contiguous()
@@ -74,6 +77,7 @@ def gated_delta(
         v_stride=v.stride(0),
         v_head=v.stride(1),
         state_row_stride=state.stride(0),
+        state_type=STATE_TYPES[state.dtype],
         q=q.data_ptr(),
         k=k.data_ptr(),
         v=v.data_ptr(),

@@ -3,9 +3,18 @@ format, its layout in memory and its arithmetic.
 
     dense.py      float32, bfloat16 and float16 weights in our own packed layout, compiled CPU code
     torch_dense.py the same weights multiplied by torch: GPUs, and CPUs without a compiler
+    torch_quantised.py codes of 4 or 8 bits multiplied by torch
+    integers.py   codes of 4 or 8 bits, and
+    float8.py     e4m3 codes, in our own packed layout, compiled CPU code
+    joined.py     weights of several formats beside each other
+    quantising.py plain weights as codes
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import cast
 
 import torch
 
@@ -19,8 +28,15 @@ from vlm_serve.kernels.linear.base import (
     shape,
     stacked,
 )
+from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.dense import PackedDense
+from vlm_serve.kernels.linear.float8 import PackedFloat8
+from vlm_serve.kernels.linear.integers import PackedIntegers
+from vlm_serve.kernels.linear.joined import Joined
+from vlm_serve.kernels.linear.packed_codes import packable
+from vlm_serve.kernels.linear.runs import runs
 from vlm_serve.kernels.linear.torch_dense import TorchDense
+from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 
 __all__ = ["Activation", "Linear", "Part", "Shard", "Source", "WeightRecord", "dense", "load"]
 
@@ -31,7 +47,8 @@ def load(
     bias: list[Part] | None = None,
     shard: Shard | None = None,
 ) -> Linear:
-    """Several tensors of one input below each other, as one projection.
+    """Several tensors of one input below each other, as one projection. Neighbours that are stored
+    alike become one weight; if there are several, they stay beside each other.
 
     Args:
         source: where they come from, and for which device and kernels.
@@ -42,11 +59,40 @@ def load(
     Raises:
         CheckpointError: as from the source.
     """
-    kind = PackedDense if source.compiled else TorchDense
-    columns, depth = shape(parts, shard)
-    pieces = (piece for part in parts for piece in part.pieces(source, shard))
     offsets = stacked(source, bias or [], shard)
-    return kind.of(pieces, columns, depth, source.dtype, offsets, source.device)
+    found, first = [], 0
+    for run in runs(source, parts, shard):
+        columns, depth = shape(run.parts, shard)
+        own = None if offsets is None else offsets[first : first + columns]
+        if run.kind is None:
+            kind = PackedDense if source.compiled else TorchDense
+            dense_pieces = (piece for part in run.parts for piece in part.pieces(source, shard))
+            weight: Linear = kind.of(dense_pieces, columns, depth, source.dtype, own, source.device)
+        else:
+            weight = _of_codes(source, run.pieces(), columns, depth, own)
+        found.append(weight)
+        first += columns
+    return found[0] if len(found) == 1 else Joined(found)
+
+
+def _of_codes(
+    source: Source,
+    pieces: Iterator[Codes],
+    columns: int,
+    depth: int,
+    bias: torch.Tensor | None,
+) -> Linear:
+    """By compiled code, if there is some and it knows such groups; else by torch."""
+    head = next(pieces)
+    integer = isinstance(head, IntegerCodes)
+    group = head.group if isinstance(head, IntegerCodes) else min(head.block[1], depth)
+    pieces = chain([head], pieces)
+    if not source.compiled or not packable(group, depth):
+        return TorchQuantised.of(pieces, columns, depth, bias, source.device)
+    if integer:
+        integers = cast("Iterator[IntegerCodes]", pieces)
+        return PackedIntegers.of(integers, columns, depth, bias, dynamic=source.dynamic)
+    return PackedFloat8.of(cast("Iterator[Float8Codes]", pieces), columns, depth, bias)
 
 
 def dense(

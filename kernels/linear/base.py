@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.native_layout import struct
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -27,14 +28,24 @@ class Source(Protocol):
         dtype: the weights' type in memory.
         device: where they are to live.
         compiled: whether compiled CPU code multiplies by them.
+        dynamic: whether activations beside integer codes are quantised to int8, per row and group
+            of k.
     """
 
     dtype: torch.dtype
     device: torch.device
     compiled: bool
+    dynamic: bool
 
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """A tensor of the checkpoint, read-only."""
+        ...
+
+    def codes(self, part: Part, shard: Shard | None) -> Iterator[Codes] | None:
+        """The rows of a part as codes, piece after piece, all of one kind; None if they are dense.
+
+        A shard or a range of rows that cuts the blocks of scales makes the blocks smaller, exactly.
+        """
         ...
 
 
@@ -68,6 +79,8 @@ class Part:
         rows: which ones, in their order; all if there are none.
         index: in the first dimension, of a tensor that holds several weights.
         transposed: whether the tensor has the weight's columns as rows.
+        least_bits: the fewest that its values may get where a plain weight is quantised while it
+            is loaded; 16: it stays as it is.
     """
 
     name: str
@@ -75,6 +88,7 @@ class Part:
     rows: tuple[range, ...] = ()
     index: int | None = None
     transposed: bool = False
+    least_bits: int = 16
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -186,6 +200,10 @@ class Linear(ABC):
     @abstractmethod
     def record(self) -> ctypes.Structure | None:
         """How compiled steps find the weight, which lives as long as this; None if they cannot."""
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether compiled code multiplies it with activations of a type."""
+        return dtype != torch.bfloat16 or self.dtype == torch.bfloat16
 
     @property
     @abstractmethod

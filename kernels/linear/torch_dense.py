@@ -84,12 +84,12 @@ class TorchDense(Linear):
         rows, weight, bias = x.shape[0], self._weight, self._bias
         if rows % MIN_ROWS:
             padded = -(-rows // MIN_ROWS) * MIN_ROWS
-            x = _with_rows(x, padded)
-            times = None if times is None else _with_rows(times, padded)
-            plus = None if plus is None else _with_rows(plus, padded)
+            x = with_rows(x, padded)
+            times = None if times is None else with_rows(times, padded)
+            plus = None if plus is None else with_rows(plus, padded)
         if self.columns == 1 and not weight.is_mkldnn:
-            weight = _with_rows(weight, MIN_COLUMNS)
-            bias = None if bias is None else _with_rows(bias, MIN_COLUMNS)
+            weight = with_rows(weight, MIN_COLUMNS)
+            bias = None if bias is None else with_rows(bias, MIN_COLUMNS)
         out = self._product(x, weight, bias, activation, times, plus)
         return out[:rows, : self.columns]
 
@@ -144,7 +144,7 @@ class TorchDense(Linear):
         return out
 
 
-def _with_rows(part: torch.Tensor, rows: int) -> torch.Tensor:
+def with_rows(part: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])
 
 

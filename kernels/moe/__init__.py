@@ -13,6 +13,7 @@ import torch
 from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.linear import Linear
+from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import torch_cpu
 
 _TRITON = "vlm_serve.kernels.moe.triton"
@@ -45,8 +46,8 @@ def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor | Sequence[Linear],
-    down: torch.Tensor | Sequence[Linear],
+    gate_up: torch.Tensor | Stored | Sequence[Linear],
+    down: torch.Tensor | Stored | Sequence[Linear],
     *,
     deterministic: bool = False,
 ) -> torch.Tensor:
@@ -57,9 +58,10 @@ def routed_experts(
         x: `[T, H]`, float32, bfloat16 or float16.
         weights: `[T, k]`, the dtype of x.
         ids: int64 `[T, k]`, distinct within a token, 0..E-1.
-        gate_up: `[E, 2I, H]`, gate rows first, the dtype of x; or on a CPU gate and up of expert 0,
-            of expert 1, ...
-        down: `[E, H, I]`, the dtype of x; or on a CPU one projection per expert.
+        gate_up: `[E, 2I, H]`, gate rows first, the dtype of x; or quantised, `[E * 2I, H]`; or on a
+            CPU gate and up of expert 0, of expert 1, ...
+        down: `[E, H, I]`, the dtype of x; or quantised, `[E * H, I]`; or on a CPU one projection
+            per expert.
         deterministic: a token's bits do not depend on the other tokens; of projections only.
 
     Returns:
@@ -78,9 +80,18 @@ def routed_experts(
 
 def _check_experts(
     x: torch.Tensor,
-    gate_up: torch.Tensor | Sequence[Linear],
-    down: torch.Tensor | Sequence[Linear],
+    gate_up: torch.Tensor | Stored | Sequence[Linear],
+    down: torch.Tensor | Stored | Sequence[Linear],
 ) -> None:
+    if isinstance(gate_up, Stored):
+        if not isinstance(down, Stored):
+            raise KernelArgumentError("down", "quantised in one piece if and only if gate_up is")
+        hidden, experts = x.shape[1], down.codes.shape[0] / x.shape[1]
+        if gate_up.depth != hidden or gate_up.codes.shape[0] != 2 * experts * down.depth:
+            raise KernelArgumentError("gate_up", f"does not fit {hidden} channels and down")
+        return
+    if isinstance(down, Stored):
+        raise KernelArgumentError("down", "quantised in one piece if and only if gate_up is")
     if isinstance(gate_up, torch.Tensor):
         if not isinstance(down, torch.Tensor):
             raise KernelArgumentError("down", "one tensor if and only if gate_up is")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from vlm_serve.kernels.elementwise import silu
 from vlm_serve.kernels.linear import Linear
+from vlm_serve.kernels.linear.stored_codes import Stored
 
 
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,8 +22,8 @@ def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor | Sequence[Linear],
-    down: torch.Tensor | Sequence[Linear],
+    gate_up: torch.Tensor | Stored | Sequence[Linear],
+    down: torch.Tensor | Stored | Sequence[Linear],
     *,
     deterministic: bool,
 ) -> torch.Tensor:
@@ -45,11 +46,19 @@ def routed_experts(
 
 def _expert(
     x: torch.Tensor,
-    gate_up: torch.Tensor | Sequence[Linear],
-    down: torch.Tensor | Sequence[Linear],
+    gate_up: torch.Tensor | Stored | Sequence[Linear],
+    down: torch.Tensor | Stored | Sequence[Linear],
     expert: int,
     deterministic: bool,
 ) -> torch.Tensor:
+    if isinstance(gate_up, Stored):
+        assert isinstance(down, Stored), "both stacked or both apart"
+        rows, wide = 2 * down.depth, x.float()
+        own = slice(expert * rows, (expert + 1) * rows)
+        gate, up = F.linear(wide, gate_up.plain(own)).chunk(2, dim=-1)
+        own = slice(expert * x.shape[1], (expert + 1) * x.shape[1])
+        return F.linear(silu(gate) * up, down.plain(own))
+    assert not isinstance(down, Stored), "both stacked or both apart"
     if isinstance(gate_up, torch.Tensor):
         assert isinstance(down, torch.Tensor), "both stacked or both apart"
         gate, up = F.linear(x, gate_up[expert]).chunk(2, dim=-1)

@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.linear.codes_triton import code_arguments
+from vlm_serve.kernels.linear.stored_codes import Stored
+from vlm_serve.kernels.moe.codes_triton import down_codes_kernel, gate_up_codes_kernel
 from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch, power_of_two
 
 
@@ -191,18 +194,25 @@ def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | Stored,
+    down: torch.Tensor | Stored,
     *,
     deterministic: bool,
 ) -> torch.Tensor:
     """Parts are rounded to the dtype of x, then summed in float32 in the router's order."""
-    if not isinstance(gate_up, torch.Tensor):
-        raise KernelArgumentError("gate_up", "packed weights are for the CPU path")
     tokens, hidden = x.shape
-    experts, width = gate_up.shape[0], down.shape[2]
+    if isinstance(gate_up, Stored) and isinstance(down, Stored):
+        experts, width = down.codes.shape[0] // hidden, down.depth
+    elif isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+        experts, width = gate_up.shape[0], down.shape[2]
+    else:
+        raise KernelArgumentError("gate_up", "packed weights are for the CPU path")
     top_k = ids.shape[1]
     tile = _tile(x.dtype, tokens * top_k, experts, deterministic)
+    coded = isinstance(gate_up, Stored)
+    if coded and tile["ROWS"] > 16:
+        # Codes on their way to values take registers too.
+        tile["COLUMNS"] = 32
     plan = _group(ids, experts, tile["ROWS"])
     shared: dict[str, Any] = {
         **plan,
@@ -210,40 +220,49 @@ def routed_experts(
         "WIDTH": width,
         "DOT": dot_dtype(x.dtype),
         "PRECISION": current_target().dot_precision,
-        **tile,
+        "ROWS": tile["ROWS"],
+        "COLUMNS": tile["COLUMNS"],
     }
     tiles = plan["tile_expert"].shape[0]
     inner = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
     arguments = {
         **shared,
+        **_weight("gate_up", gate_up, x, tile),
         "x": x,
-        "gate_up": gate_up,
         "out": inner,
         "x_stride": x.stride(0),
-        "expert_stride": gate_up.stride(0),
-        "row_stride": gate_up.stride(1),
         "TOP_K": top_k,
     }
     stages = 1 if x.dtype == torch.float32 else 3
     grid = (triton.cdiv(width, tile["COLUMNS"]), tiles)
-    launch(_gate_up_kernel, grid, arguments, num_warps=4, num_stages=stages)
+    kernel = gate_up_codes_kernel if coded else _gate_up_kernel
+    launch(kernel, grid, arguments, num_warps=4, num_stages=stages)
     parts = torch.empty(tokens * top_k, hidden, dtype=x.dtype, device=x.device)
     arguments = {
         **shared,
+        **_weight("down", down, x, tile),
         "x": inner,
         "weights": weights.contiguous(),
-        "down": down,
         "out": parts,
-        "expert_stride": down.stride(0),
-        "row_stride": down.stride(1),
     }
     grid = (triton.cdiv(hidden, tile["COLUMNS"]), tiles)
-    launch(_down_kernel, grid, arguments, num_warps=4, num_stages=stages)
+    kernel = down_codes_kernel if coded else _down_kernel
+    launch(kernel, grid, arguments, num_warps=4, num_stages=stages)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     block = min(1024, power_of_two(hidden))
     arguments = {"parts": parts, "out": out, "HIDDEN": hidden, "TOP_K": top_k, "TILE": block}
     launch(_sum_kernel, (tokens, triton.cdiv(hidden, block)), arguments)
     return out
+
+
+def _weight(
+    name: str, weight: torch.Tensor | Stored, x: torch.Tensor, tile: dict[str, int]
+) -> dict[str, Any]:
+    """All experts' weights as arguments of their kernel."""
+    if isinstance(weight, torch.Tensor):
+        strides = {"expert_stride": weight.stride(0), "row_stride": weight.stride(1)}
+        return {name: weight, **strides, "DEPTH": tile["DEPTH"]}
+    return code_arguments(weight, x, current_target())
 
 
 def _tile(dtype: torch.dtype, pairs: int, experts: int, deterministic: bool) -> dict[str, int]:

@@ -51,22 +51,43 @@ void AttentionPlan::make(const Attention& job) {
     partials.of(partial_count * partial_size(job.head_dim));
 }
 
-int64_t attention_room(int64_t head_dim) { return QueryTile<float>::room(head_dim); }
+// As QueryTile takes it apart.
+int64_t attention_room(int64_t head_dim) {
+    return 3 * head_dim * QUERIES + TILE_KEYS * QUERIES + 2 * TILE_KEYS * head_dim;
+}
 
 Room& own_attention_room() {
     static thread_local Room own;
     return own;
 }
 
-template <typename T>
-void attend(const Attention& job, AttentionPlan& plan) {
-    QueryTile<T> tile(job, own_attention_room().of(attention_room(job.head_dim)));
+template <typename T, typename P>
+void attend_over(const Attention& job, AttentionPlan& plan) {
+    QueryTile<T, P> tile(job, own_attention_room().of(attention_room(job.head_dim)));
     float* partials = plan.partials.of(0);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < plan.count; ++i) tile.run(plan.items[i], partials);
     if (plan.join_count == 0) return;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < plan.join_count; ++i) tile.join(plan.joins[i], partials);
+}
+
+template <typename T>
+void attend(const Attention& job, AttentionPlan& plan) {
+    constexpr bool wide = sizeof(T) == 4;
+    switch (job.pages.form) {
+        case KV_FLOAT8:
+            return attend_over<T, float8>(job, plan);
+        case KV_INT8:
+            return attend_over<T, code8>(job, plan);
+        case KV_BFLOAT16:
+            return attend_over<T, bf16>(job, plan);
+        // Products of bfloat16 have no exact place for these.
+        case KV_FLOAT16:
+            return attend_over<T, std::conditional_t<wide, f16, bf16>>(job, plan);
+        default:
+            return attend_over<T, T>(job, plan);
+    }
 }
 
 template void attend<float>(const Attention&, AttentionPlan&);

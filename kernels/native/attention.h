@@ -12,7 +12,7 @@
 
 #include "functions.h"
 #include "guard.h"
-#include "registers.h"
+#include "kv_pages.h"
 #include "room.h"
 
 namespace vlm {
@@ -24,11 +24,12 @@ constexpr int64_t QUERIES = QUERY_VECS * LANES;
 
 struct Attention {
     int64_t sequences, threads, heads, kv_heads, head_dim, q_stride, q_head;
-    int64_t block_size, kv_block_stride, kv_token_stride, kv_head_stride, first_key;
+    Pages pages;
+    int64_t first_key;
     double scale;
     const int64_t *offsets, *starts;
     const int32_t** tables;  // [sequences], a sequence's blocks in their order
-    const void *q, *k, *v;
+    const void* q;
     void* out;  // [N, heads, head_dim], contiguous
 };
 

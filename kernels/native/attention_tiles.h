@@ -8,14 +8,33 @@ namespace vlm {
 
 // Where the keys of a tile lie: the last key instead of those from `end` on.
 struct Places {
-    int64_t at[TILE_KEYS];
+    int64_t at[TILE_KEYS], scale_at[TILE_KEYS];
 
-    void find(const Attention& job, const int32_t* blocks, int64_t first, int64_t end) {
+    void find(const Pages& pages, int64_t first_key, const int32_t* blocks, int64_t first,
+              int64_t end) {
         for (int64_t j = 0; j < TILE_KEYS; ++j) {
-            const int64_t key = job.first_key + std::min(first + j, end - 1);
-            at[j] = blocks[key / job.block_size] * job.kv_block_stride +
-                    key % job.block_size * job.kv_token_stride;
+            const int64_t key = first_key + std::min(first + j, end - 1);
+            const int64_t block = blocks[key / pages.block_size], token = key % pages.block_size;
+            at[j] = block * pages.block_stride + token * pages.token_stride;
+            scale_at[j] = block * pages.scale_block_stride + token * pages.scale_token_stride;
         }
+    }
+};
+
+// What scores of keys, and weights of values, are multiplied with, and what comes off their codes.
+struct Scales {
+    float scale[TILE_KEYS], zero[TILE_KEYS];
+
+    void find(const Places& places, const void* scales, const void* zeros, int64_t head) {
+        take(places, (const f16*)scales + head, scale);
+        take(places, (const f16*)zeros + head, zero);
+    }
+
+  private:
+    static void take(const Places& places, const f16* from, float* to) {
+        f16 halves[TILE_KEYS];
+        for (int64_t j = 0; j < TILE_KEYS; ++j) halves[j] = from[places.scale_at[j]];
+        for (int64_t j = 0; j < TILE_KEYS; j += LANES) store(to + j, load(halves + j));
     }
 };
 

@@ -5,6 +5,7 @@
 #include "gated_delta.h"
 #include "guard.h"
 #include "packed.h"
+#include "product.h"
 
 namespace vlm {
 
@@ -12,10 +13,10 @@ struct Delta {
     Packed packed;
     int64_t key_heads, value_heads, key_dim, value_dim;
     int64_t q_stride, q_head, k_stride, k_head, v_stride, v_head;  // of tokens and heads
-    int64_t state_row_stride;
+    int64_t state_row_stride, state_type;
     const void *q, *k, *v;
     const float *g, *beta;  // [N, value_heads], contiguous
-    float* states;
+    void* states;
     void* out;  // [N, value_heads, value_dim], contiguous
 };
 
@@ -25,9 +26,9 @@ Room& own_delta_room() {
 }
 
 // Tokens begin .. begin + n - 1 of one head; the state after them goes to `row` unless it is null.
-template <typename T>
-void delta_tile(const Delta& job, int64_t head, int64_t begin, int64_t n, HeadState& state,
-                float* scratch, float* row) {
+template <typename T, typename S>
+void delta_tile(const Delta& job, int64_t head, int64_t begin, int64_t n, HeadState<S>& state,
+                float* scratch, S* row) {
     const int64_t Dk = job.key_dim, Dv = job.value_dim;
     const int64_t key_head = head * job.key_heads / job.value_heads;
     float *qk = scratch, *v = qk + TOKEN_TILE * 2 * Dk, *gates = v + TOKEN_TILE * Dv;
@@ -51,18 +52,18 @@ void delta_tile(const Delta& job, int64_t head, int64_t begin, int64_t n, HeadSt
                   load(v + t * Dv + d));
 }
 
-template <typename T>
+template <typename T, typename S>
 void delta_head(const Delta& job, int64_t sequence, int64_t head) {
     const Packed& packed = job.packed;
     const int64_t size = job.key_dim * job.value_dim;
     float* memory = own_delta_room().of(delta_room(job.key_dim, job.value_dim, 1));
     auto row = [&](int64_t index) {
-        return index < 0 ? nullptr : job.states + index * job.state_row_stride + head * size;
+        return index < 0 ? nullptr : (S*)job.states + index * job.state_row_stride + head * size;
     };
-    HeadState state(job.key_dim, job.value_dim, memory);
+    HeadState<S> state(job.key_dim, job.value_dim, memory);
     state.begin(row(packed.src_rows[sequence]));
     for_tiles(packed, sequence, [&](int64_t begin, int64_t n, int64_t index) {
-        delta_tile<T>(job, head, begin, n, state, memory + size, row(index));
+        delta_tile<T, S>(job, head, begin, n, state, memory + size, row(index));
     });
     state.finish(row(packed.dst_rows[sequence]));
 }
@@ -73,8 +74,10 @@ void delta_packed(const Delta& job) {
     on_all_threads(job.packed.threads,
                    [&] { own_delta_room().of(delta_room(job.key_dim, job.value_dim, 1)); });
 #pragma omp parallel for schedule(dynamic, 1) num_threads((int)job.packed.threads)
-    for (int64_t i = 0; i < pieces; ++i)
-        delta_head<T>(job, i / job.value_heads, i % job.value_heads);
+    for (int64_t i = 0; i < pieces; ++i) {
+        const auto head = job.state_type == BFLOAT16 ? delta_head<T, bf16> : delta_head<T, float>;
+        head(job, i / job.value_heads, i % job.value_heads);
+    }
 }
 
 // Write strength and log decay, [tokens, heads] each, from b and a side by side.

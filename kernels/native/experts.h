@@ -80,8 +80,7 @@ void for_experts(const Assignment& assignment, const Weight* weights, int64_t ea
         for (int64_t begin = 0; begin < count; begin += most) {
             const int64_t rows = std::min(most, count - begin);
             const int64_t* places = assignment.places.data() + assignment.first[expert] + begin;
-            own.operand.take<T>(rows, weight.depth, weight.type,
-                                [&](int64_t r) { return at(places[r]); });
+            own.operand.take<T>(rows, weight, [&](int64_t r) { return at(places[r]); });
             for (int64_t p = piece * each; p < std::min(panels, (piece + 1) * each); ++p)
                 panel(expert, p, places, own);
         }

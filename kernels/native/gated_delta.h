@@ -2,6 +2,8 @@
 // ops of single layers share. See kernels/gated_delta and kernels/causal_conv for the mathematics.
 #pragma once
 
+#include <type_traits>
+
 #include "functions.h"
 #include "guard.h"
 #include "packed.h"
@@ -28,22 +30,49 @@ inline void normalise(float* x, int64_t n, int64_t stride, int64_t dim, float fa
     }
 }
 
+// A register of a state, which is kept in float32 or bfloat16. Only what `as_stored` gives is
+// written.
+VLM_INLINE Floats read_state(const float* at) { return read<Floats>(at); }
+VLM_INLINE Floats read_state(const bf16* at) {
+    return (Floats)(__builtin_convertvector(read<Halves>(at), Words) << 16);
+}
+VLM_INLINE void write_state(float* at, Floats s) { std::memcpy(at, &s, sizeof s); }
+VLM_INLINE void write_state(bf16* at, Floats s) {
+    const Halves halves = __builtin_convertvector((Words)s >> 16, Halves);
+    std::memcpy(at, &halves, sizeof halves);
+}
+template <typename S>
+VLM_INLINE Floats as_stored(Floats s) {
+    if constexpr (sizeof(S) == sizeof(float)) return s;
+    return (Floats)(rounded_bits(s) & 0xffff0000u);
+}
+
 // Part of a head's state: `key_dim` rows of some vectors, `stride` apart.
+template <typename E>
 struct StatePart {
-    float* at;
+    E* at;
     int64_t stride;
+
+    VLM_INLINE Floats read(int64_t d, int i) const {
+        return read_state(at + d * stride + i * WIDTH);
+    }
+    VLM_INLINE void write(int64_t d, int i, Floats s) const {
+        write_state(at + d * stride + i * WIDTH, s);
+    }
 };
 
 // COLUMNS vectors of a head's state through some tokens. With the decay outside, key and query read
 // the old state together, and the read of one token shares its pass with the update of the last:
 //   o = decay S'q + (k.q) change,  change = beta (v - decay S'k),  S = decay S + k change'
-// `from` may be null for the zero state; `own` is worked on, and the last token's state goes to
-// `to`. `qk` is [n, 2, key_dim] with queries first, `gates` [n, 4] holds decay, beta and k.q. Every
-// token's change goes to `changes` unless that is null.
-template <int COLUMNS>
-void recurrence(StatePart from, StatePart own, StatePart to, int64_t key_dim, int64_t tokens,
-                const float* qk, const float* gates, float* v, int64_t v_stride, float* changes,
-                int64_t change_stride) {
+// The state begins as `from`, unless it is in `own` already or `from` is null for the zero state;
+// `own` is worked on, and the last token's state goes to `to` unless that is null. S is the type of
+// the pool: after every token the state is what that would hold. `qk` is [n, 2, key_dim] with
+// queries first, `gates` [n, 4] holds decay, beta and k.q. Every token's change goes to `changes`
+// unless that is null.
+template <int COLUMNS, typename S, typename E>
+void recurrence(StatePart<S> from, bool inside, StatePart<E> own, StatePart<S> to, int64_t key_dim,
+                int64_t tokens, const float* qk, const float* gates, float* v, int64_t v_stride,
+                float* changes, int64_t change_stride) {
     constexpr int N = COLUMNS * VLM_PARTS;
     Floats from_key[N], from_query[N], change[N];
     auto clear = [&] {
@@ -51,18 +80,24 @@ void recurrence(StatePart from, StatePart own, StatePart to, int64_t key_dim, in
         for (int i = 0; i < N; ++i) from_key[i] = from_query[i] = Floats{};
     };
     clear();
-    const bool copy = from.at != own.at;
-    for (int64_t d = 0; d < key_dim; ++d) {
-        const Floats k = spread(qk[key_dim + d]), q = spread(qk[d]);
+    auto meet = [&](bool copy, const auto& old) {
+        for (int64_t d = 0; d < key_dim; ++d) {
+            const Floats k = spread(qk[key_dim + d]), q = spread(qk[d]);
 #pragma GCC unroll 8
-        for (int i = 0; i < N; ++i) {
-            const Floats s =
-                from.at ? read<Floats>(from.at + d * from.stride + i * WIDTH) : Floats{};
-            if (copy) std::memcpy(own.at + d * own.stride + i * WIDTH, &s, sizeof s);
-            from_key[i] = fused(k, s, from_key[i]);
-            from_query[i] = fused(q, s, from_query[i]);
+            for (int i = 0; i < N; ++i) {
+                const Floats s = old(d, i);
+                if (copy) own.write(d, i, s);
+                from_key[i] = fused(k, s, from_key[i]);
+                from_query[i] = fused(q, s, from_query[i]);
+            }
         }
-    }
+    };
+    if (inside)
+        meet(false, [&](int64_t d, int i) { return own.read(d, i); });
+    else if (from.at)
+        meet((void*)from.at != (void*)own.at, [&](int64_t d, int i) { return from.read(d, i); });
+    else
+        meet(true, [](int64_t, int) { return Floats{}; });
     for (int64_t t = 0; t < tokens; ++t) {
         const Floats decay = spread(gates[4 * t]), beta = spread(gates[4 * t + 1]);
         const Floats overlap = spread(gates[4 * t + 2]);
@@ -77,13 +112,15 @@ void recurrence(StatePart from, StatePart own, StatePart to, int64_t key_dim, in
         }
         const float* keys = qk + (2 * t + 1) * key_dim;
         if (t + 1 == tokens) {
-            for (int64_t d = 0; d < key_dim; ++d)
+            auto end = [&](const auto& part) {
+                for (int64_t d = 0; d < key_dim; ++d)
 #pragma GCC unroll 8
-                for (int i = 0; i < N; ++i) {
-                    const Floats old = read<Floats>(own.at + d * own.stride + i * WIDTH);
-                    const Floats s = fused(spread(keys[d]), change[i], decay * old);
-                    std::memcpy(to.at + d * to.stride + i * WIDTH, &s, sizeof s);
-                }
+                    for (int i = 0; i < N; ++i) {
+                        const Floats s = fused(spread(keys[d]), change[i], decay * own.read(d, i));
+                        part.write(d, i, as_stored<S>(s));
+                    }
+            };
+            to.at ? end(to) : end(own);
             return;
         }
         const float* next = qk + (2 * t + 2) * key_dim;
@@ -92,9 +129,8 @@ void recurrence(StatePart from, StatePart own, StatePart to, int64_t key_dim, in
             const Floats k = spread(keys[d]), q = spread(next[d]), n = spread(next[key_dim + d]);
 #pragma GCC unroll 8
             for (int i = 0; i < N; ++i) {
-                float* at = own.at + d * own.stride + i * WIDTH;
-                const Floats s = fused(k, change[i], decay * read<Floats>(at));
-                std::memcpy(at, &s, sizeof s);
+                const Floats s = as_stored<S>(fused(k, change[i], decay * own.read(d, i)));
+                own.write(d, i, s);
                 from_key[i] = fused(n, s, from_key[i]);
                 from_query[i] = fused(q, s, from_query[i]);
             }
@@ -103,7 +139,9 @@ void recurrence(StatePart from, StatePart own, StatePart to, int64_t key_dim, in
 }
 
 // A head's state on its way through a sequence, in parts with memory of their own: rows of the
-// whole state lie at a distance at which they would push each other out of the cache.
+// whole state lie at a distance at which they would push each other out of the cache. The pool's
+// rows are of S.
+template <typename S>
 class HeadState {
   public:
     HeadState() = default;
@@ -111,25 +149,29 @@ class HeadState {
         : key_dim_(key_dim), value_dim_(value_dim), memory_(memory) {}
 
     // Starts from a row of the pool, null for the zero state.
-    void begin(float* row) { from_ = row, inside_ = false; }
+    void begin(S* row) { from_ = row, inside_ = false; }
 
     // `n` tokens, 1 to TOKEN_TILE; the state after them is written to `row` unless that is null.
-    void advance(int64_t n, const float* qk, const float* gates, float* v, int64_t v_stride,
-                 float* row, float* changes = nullptr, int64_t change_stride = 0) {
+    void advance(int64_t n, const float* qk, const float* gates, float* v, int64_t v_stride, S* row,
+                 float* changes = nullptr, int64_t change_stride = 0) {
         // A single token's state is read where it lies, in wider parts.
         const bool apart = n == 1 && row && from_ && !inside_;
         for (int64_t c = 0; c < value_dim_;) {
             const int64_t left = (value_dim_ - c) / LANES;
             const int64_t vecs = apart && left >= 4 ? 4 : left >= DELTA_VECS ? DELTA_VECS : 1;
-            StatePart own{memory_ + c * key_dim_, vecs * LANES};
-            const StatePart from = inside_ ? own : part(from_, c);
-            if (apart) own = from;
-            const StatePart to = row ? part(row, c) : own;
-            const auto run = vecs == 4            ? recurrence<4>
-                             : vecs == DELTA_VECS ? recurrence<DELTA_VECS>
-                                                  : recurrence<1>;
-            run(from, own, to, key_dim_, n, qk, gates, v + c, v_stride,
-                changes ? changes + c : nullptr, change_stride);
+            const StatePart<S> from = part(from_, c), to = part(row, c);
+            auto run = [&](const auto& own) {
+                using E = std::remove_pointer_t<decltype(own.at)>;
+                const auto pass = vecs == 4            ? recurrence<4, S, E>
+                                  : vecs == DELTA_VECS ? recurrence<DELTA_VECS, S, E>
+                                                       : recurrence<1, S, E>;
+                pass(from, inside_, own, to, key_dim_, n, qk, gates, v + c, v_stride,
+                     changes ? changes + c : nullptr, change_stride);
+            };
+            if (apart)
+                run(from);
+            else
+                run(StatePart<float>{memory_ + c * key_dim_, vecs * LANES});
             c += vecs * LANES;
         }
         from_ = row;
@@ -137,17 +179,18 @@ class HeadState {
     }
 
     // Copies the last state to `row` if it went elsewhere.
-    void finish(float* row) const {
-        const int64_t bytes = key_dim_ * value_dim_ * sizeof(float);
+    void finish(S* row) const {
+        const int64_t bytes = key_dim_ * value_dim_ * sizeof(S);
         if (!from_) std::memset(row, 0, bytes);
         if (from_ && from_ != row) std::memcpy(row, from_, bytes);
     }
 
   private:
-    StatePart part(float* row, int64_t c) const { return {row ? row + c : nullptr, value_dim_}; }
+    StatePart<S> part(S* row, int64_t c) const { return {row ? row + c : nullptr, value_dim_}; }
 
     int64_t key_dim_ = 0, value_dim_ = 0;
-    float *memory_ = nullptr, *from_ = nullptr;
+    float* memory_ = nullptr;
+    S* from_ = nullptr;
     bool inside_ = false;
 };
 
@@ -161,17 +204,18 @@ struct Updates {
 };
 
 // `count` tokens' updates of a head's state in place, as `recurrence` makes them.
-inline void fold(float* state, int64_t key_dim, int64_t value_dim, int64_t count, const float* keys,
-                 const float* changes, const float* decays, const Updates& strides) {
+template <typename S>
+void fold(S* state, int64_t key_dim, int64_t value_dim, int64_t count, const float* keys,
+          const float* changes, const float* decays, const Updates& strides) {
     for (int64_t d = 0; d < key_dim; ++d)
         for (int64_t c = 0; c < value_dim; c += WIDTH) {
-            float* at = state + d * value_dim + c;
-            Floats s = read<Floats>(at);
+            S* at = state + d * value_dim + c;
+            Floats s = read_state(at);
             for (int64_t t = 0; t < count; ++t)
-                s = fused(spread(keys[t * strides.key_stride + d]),
-                          read<Floats>(changes + t * strides.change_stride + c),
-                          spread(decays[t * strides.decay_stride]) * s);
-            std::memcpy(at, &s, sizeof s);
+                s = as_stored<S>(fused(spread(keys[t * strides.key_stride + d]),
+                                       read<Floats>(changes + t * strides.change_stride + c),
+                                       spread(decays[t * strides.decay_stride]) * s));
+            write_state(at, s);
         }
 }
 

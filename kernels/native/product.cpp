@@ -1,7 +1,8 @@
 // The kernels of product.h: a tile of rows times a panel, sums in registers.
 #include "product.h"
 
-#include "transpose.h"
+#include "grouped.h"
+#include "singles.h"
 
 namespace vlm {
 
@@ -23,35 +24,6 @@ inline Words spread_word(const float* word) {
 
 // What a panel holds: how many bytes of a step (a k or a pair of k), and how such a step is added
 // to the sums of ROWS rows. `x` are the step's values, next to each other.
-struct Singles {
-    static constexpr int64_t BYTES = 4 * PANEL, STEP = 1;
-    template <int ROWS>
-    static inline void add(const char* step, const float* x, Floats (*total)[REGISTERS]) {
-        // Few registers keep the rows' factors, many the panel's.
-        if constexpr (MOST_ROWS < REGISTERS) {
-            Floats factor[ROWS];
-#pragma GCC unroll 12
-            for (int r = 0; r < ROWS; ++r) factor[r] = spread(x[r]);
-#pragma GCC unroll 8
-            for (int j = 0; j < REGISTERS; ++j) {
-                const Floats w = read<Floats>(step + j * sizeof(Floats));
-#pragma GCC unroll 12
-                for (int r = 0; r < ROWS; ++r) total[r][j] = fused(factor[r], w, total[r][j]);
-            }
-        } else {
-            Floats w[REGISTERS];
-#pragma GCC unroll 8
-            for (int j = 0; j < REGISTERS; ++j) w[j] = read<Floats>(step + j * sizeof(Floats));
-#pragma GCC unroll 12
-            for (int r = 0; r < ROWS; ++r) {
-                const Floats factor = spread(x[r]);
-#pragma GCC unroll 8
-                for (int j = 0; j < REGISTERS; ++j) total[r][j] = fused(factor, w[j], total[r][j]);
-            }
-        }
-    }
-};
-
 struct HalfSingles {
     static constexpr int64_t BYTES = 2 * PANEL, STEP = 1;
     template <int ROWS>
@@ -191,11 +163,22 @@ void accumulate(const void* panel, int64_t type, const Operand& x, int64_t begin
     }
 }
 
-void multiply(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+namespace {
+
+void multiply_dense(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const char* panel = (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
     const int64_t size = x.groups() == 1 ? weight.depth : x.pairs() ? 2 * DEPTH : DEPTH;
     for (int64_t begin = 0; begin < weight.depth; begin += size)
         accumulate(panel, weight.type, x, begin, std::min(begin + size, weight.depth), sums);
+}
+
+}  // namespace
+
+void multiply(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+    if (is_codes(weight.type))
+        multiply_codes(weight, index, x, sums);
+    else
+        multiply_dense(weight, index, x, sums);
     if (!weight.bias) return;
     const int64_t column = index * PANEL, count = std::min<int64_t>(PANEL, weight.columns - column);
     float bias[PANEL] = {};
@@ -203,52 +186,6 @@ void multiply(const Weight& weight, int64_t index, const Operand& x, float* sums
     for (int64_t r = 0; r < x.rows(); ++r)
         for (int j = 0; j < PANEL; j += LANES)
             store(sums + r * PANEL + j, load(sums + r * PANEL + j) + load(bias + j));
-}
-
-// Many rows by way of squares in registers, whose stores write over the lanes that have no row.
-void Operand::pack(const float* const* from, int64_t rows, int64_t depth, float* to) const {
-    int64_t k = 0;
-    if (WIDTH == 16 && rows > 4)
-        for (; k + WIDTH <= depth; k += WIDTH) {
-            Words square[WIDTH] = {};
-            for (int64_t r = 0; r < rows; ++r) square[r] = read<Words>(from[r] + k);
-            transpose(square);
-            for (int i = 0; i < WIDTH; ++i)
-                std::memcpy(to + (k + i) * rows, &square[i], sizeof square[i]);
-        }
-    if (rows == 3) {
-        const float *a = from[0], *b = from[1], *c = from[2];
-        for (; k < depth; ++k) to[3 * k] = a[k], to[3 * k + 1] = b[k], to[3 * k + 2] = c[k];
-    }
-    for (; k < depth; ++k)
-        for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = from[r][k];
-    for (; k < words_; ++k)
-        for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = 0.0f;
-}
-
-void Operand::pack(const bf16* const* from, int64_t rows, int64_t depth, float* to) const {
-    if (!pairs_) {
-        for (int64_t k = 0; k < words_; ++k)
-            for (int64_t r = 0; r < rows; ++r)
-                to[k * rows + r] = k < depth ? load_one(from[r] + k) : 0.0f;
-        return;
-    }
-    int64_t k = 0;
-    if (WIDTH == 16 && rows > 1)
-        for (; 2 * (k + WIDTH) <= depth; k += WIDTH) {
-            Words square[WIDTH] = {};
-            for (int64_t r = 0; r < rows; ++r) square[r] = read<Words>(from[r] + 2 * k);
-            transpose(square);
-            for (int i = 0; i < WIDTH; ++i)
-                std::memcpy(to + (k + i) * rows, &square[i], sizeof square[i]);
-        }
-    for (; k < words_; ++k)
-        for (int64_t r = 0; r < rows; ++r) {
-            const uint32_t low = from[r][2 * k].bits;
-            const uint32_t high = 2 * k + 1 < depth ? from[r][2 * k + 1].bits : 0;
-            const uint32_t pair = low | high << 16;
-            std::memcpy(to + k * rows + r, &pair, sizeof pair);
-        }
 }
 
 Workplace& own_workplace() {

@@ -1,16 +1,21 @@
 // A tile of queries on its way over the keys of its sequence; see attention.h.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_tiles.h"
 
 namespace vlm {
 
-// A tile of queries on its way over the keys, in the memory of a thread.
-template <typename T>
+// A tile of queries of T on its way over keys in pages of P, in the memory of a thread.
+template <typename T, typename P>
 class QueryTile {
   public:
     static constexpr bool PAIRS = PAIRED<T>;
-    static constexpr bool DIRECT = sizeof(T) == 4 || PAIRS;  // keys are read where they lie
+    // Keys are read where they lie.
+    static constexpr bool DIRECT = std::is_same_v<T, P> && (sizeof(T) == 4 || PAIRS);
+    static constexpr bool SCALED = std::is_same_v<P, code8>;
+    using Operand = std::conditional_t<PAIRS, bf16, float>;
 
     QueryTile(const Attention& job, float* memory)
         : job_(job), dim_(job.head_dim), shared_(job.heads / job.kv_heads) {
@@ -19,10 +24,6 @@ class QueryTile {
         wide_ = scores_ + TILE_KEYS * QUERIES;
         running_.mixed = wide_ + 2 * TILE_KEYS * dim_;
         part_.mixed = running_.mixed + dim_ * QUERIES;
-    }
-
-    static int64_t room(int64_t dim) {
-        return 3 * dim * QUERIES + TILE_KEYS * QUERIES + 2 * TILE_KEYS * dim;
     }
 
     void run(const AttentionItem& item, float* partials) {
@@ -73,8 +74,9 @@ class QueryTile {
         first_ = item.tile * QUERIES;
         rows_ = std::min(QUERIES, all_rows - first_);
         blocks_ = job_.tables[item.sequence];
-        keys_ = (const T*)job_.k + item.kv_head * job_.kv_head_stride;
-        values_ = (const T*)job_.v + item.kv_head * job_.kv_head_stride;
+        head_ = item.kv_head;
+        keys_ = (const P*)job_.pages.k + head_ * job_.pages.head_stride;
+        values_ = (const P*)job_.pages.v + head_ * job_.pages.head_stride;
         std::memset(queries_, 0, words() * QUERIES * sizeof(float));
         float visible[QUERIES] = {};
         for (int64_t r = 0; r < rows_; ++r) {
@@ -103,10 +105,10 @@ class QueryTile {
         part_.begin(dim_);
         const int64_t end = std::min(first + PART_KEYS, most_);
         Places places[2];
-        places[0].find(job_, blocks_, first, most_);
+        places[0].find(job_.pages, job_.first_key, blocks_, first, most_);
         for (int turn = 0; first < end; first += TILE_KEYS, turn ^= 1) {
             const int64_t next = first + TILE_KEYS;
-            if (next < end) places[turn ^ 1].find(job_, blocks_, next, most_);
+            if (next < end) places[turn ^ 1].find(job_.pages, job_.first_key, blocks_, next, most_);
             for (int64_t j = 0; j < TILE_KEYS && next < end; ++j) {
                 fetch(keys_ + places[turn ^ 1].at[j], dim_);
                 fetch(values_ + places[turn ^ 1].at[j], dim_);
@@ -118,42 +120,72 @@ class QueryTile {
     template <int C>
     void tile(const Places& places, int64_t first) {
         const float *keys[TILE_KEYS], *values[TILE_KEYS];
+        if constexpr (SCALED) {
+            const Pages& pages = job_.pages;
+            const int64_t head = head_ * pages.scale_head_stride;
+            key_scales_.find(places, pages.k_scales, pages.k_zeros, head);
+            value_scales_.find(places, pages.v_scales, pages.v_zeros, head);
+        }
         point(places, keys, values);
         for (int64_t j = 0; j < TILE_KEYS; j += ROWS)
             score<PAIRS, C * VLM_PARTS>(keys + j, queries_, words(), scores_ + j * QUERIES);
+        if constexpr (SCALED)
+            for (int64_t j = 0; j < TILE_KEYS; ++j)
+                for (int c = 0; c < C; ++c) {
+                    float* at = scores_ + j * QUERIES + c * LANES;
+                    store(at, load(at) * key_scales_.scale[j]);
+                }
         weigh<C>(first);
         for (int64_t d = 0; d < dim_; d += ROWS)
             mix<PAIRS, C * VLM_PARTS>(values, d, scores_, PAIRS ? TILE_KEYS / 2 : TILE_KEYS,
                                       part_.mixed + d * QUERIES);
     }
 
-    // Where the products find keys and values: in their pages, or widened; values in pairs of keys
+    // Where the products find keys and values: in their pages, or expanded; values in pairs of keys
     // where products are.
     void point(const Places& places, const float** keys, const float** values) {
         float *wide = wide_, *wide_values = wide_ + TILE_KEYS * dim_;
+        Operand* pair = (Operand*)(wide_values + TILE_KEYS / 2 * dim_);
         for (int64_t j = 0; j < TILE_KEYS; ++j) {
-            const T *k = keys_ + places.at[j], *v = values_ + places.at[j];
-            if constexpr (DIRECT) {
-                keys[j] = (const float*)k;
-            } else {
-                for (int64_t d = 0; d < dim_; d += LANES) store(wide + j * dim_ + d, load(k + d));
-                keys[j] = wide + j * dim_;
-            }
+            Operand* own = (Operand*)(wide + j * dim_);
+            keys[j] = (const float*)expanded(keys_ + places.at[j], key_scales_.zero + j, own);
             if constexpr (PAIRS) {
                 if (j % 2) continue;
-                zip(v, values_ + places.at[j + 1], wide_values + j / 2 * dim_);
+                const float* zeros = value_scales_.zero + j;
+                zip(expanded(values_ + places.at[j], zeros, pair),
+                    expanded(values_ + places.at[j + 1], zeros + 1, pair + dim_),
+                    wide_values + j / 2 * dim_);
                 values[j / 2] = wide_values + j / 2 * dim_;
-            } else if constexpr (DIRECT) {
-                values[j] = (const float*)v;
             } else {
-                for (int64_t d = 0; d < dim_; d += LANES)
-                    store(wide_values + j * dim_ + d, load(v + d));
-                values[j] = wide_values + j * dim_;
+                float* to = wide_values + j * dim_;
+                values[j] = expanded(values_ + places.at[j], value_scales_.zero + j, to);
             }
         }
     }
 
-    void zip(const T* even, const T* odd, float* to) const {
+    // A row of a page as products take it: itself, or in `room`.
+    const Operand* expanded(const P* row, const float* zero_point, Operand* room) const {
+        if constexpr (DIRECT) return row;
+        if constexpr (!DIRECT)
+            for (int64_t d = 0; d < dim_; d += LANES) {
+                Vec values = load(row + d);
+                if constexpr (SCALED) values = values - all(*zero_point);
+                store_exact(room + d, values);
+            }
+        return room;
+    }
+
+    static void store_exact(float* to, const Vec& values) { store(to, values); }
+
+    // Numbers that bfloat16 has.
+    static void store_exact(bf16* to, const Vec& values) {
+        use_each(values, [=](int lane, Floats x) {
+            const Halves halves = __builtin_convertvector((Words)x >> 16, Halves);
+            std::memcpy(to + lane, &halves, sizeof halves);
+        });
+    }
+
+    void zip(const bf16* even, const bf16* odd, float* to) const {
         typedef uint16_t Whole __attribute__((vector_size(4 * WIDTH)));
         Whole first, second;
         for (int i = 0; i < 2 * WIDTH; ++i) {
@@ -195,7 +227,7 @@ class QueryTile {
             for (int64_t j = 0; j < TILE_KEYS; ++j) {
                 const Vec weight = power_of_2(fma(load(own + j * QUERIES), scale, -base));
                 total = total + weight;
-                keep(own, j, weight);
+                keep(own, j, SCALED ? weight * value_scales_.scale[j] : weight);
             }
             fade[c] = power_of_2(part_.peak[c] - base);
             part_.total[c] = fma(part_.total[c], fade[c], total);
@@ -212,7 +244,7 @@ class QueryTile {
 
     static bool differs(const Vec& a, const Vec& b) { return std::memcmp(&a, &b, sizeof a) != 0; }
 
-    // A key's weights; in pairs, an even key waits in the low half for the odd one.
+    // The weights of a key's values; in pairs, an even key waits in the low half for the odd one.
     static void keep(float* own, int64_t j, const Vec& weight) {
         if constexpr (PAIRS) {
             float* at = own + j / 2 * QUERIES;
@@ -242,9 +274,10 @@ class QueryTile {
     }
 
     const Attention& job_;
-    int64_t dim_, shared_, first_ = 0, rows_ = 0, least_ = 0, most_ = 0;
+    int64_t dim_, shared_, head_ = 0, first_ = 0, rows_ = 0, least_ = 0, most_ = 0;
     const int32_t* blocks_ = nullptr;
-    const T *keys_ = nullptr, *values_ = nullptr;
+    const P *keys_ = nullptr, *values_ = nullptr;
+    Scales key_scales_, value_scales_;
     float *queries_, *scores_, *wide_;
     Vec visible_[QUERY_VECS];
     Running running_, part_;

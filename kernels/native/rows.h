@@ -37,8 +37,8 @@ inline void rotations(const int64_t* positions, int64_t stride, const float* inv
 }
 
 // Zero-centred norm over one head, then the rotation of its first 2 * half dims.
-template <typename T>
-inline void norm_and_rotate(const T* x, T* out, const float* factors, const float* cos,
+template <typename X, typename T>
+inline void norm_and_rotate(const X* x, T* out, const float* factors, const float* cos,
                             const float* sin, int64_t dim, int64_t half, float eps) {
     float wide[MOST_DIM];
     norm_row(x, wide, dim, factors, eps);

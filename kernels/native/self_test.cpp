@@ -104,7 +104,7 @@ void products(Digest& digest, int64_t type) {
     const std::vector<W> packed = draw.many<W>(panels * PANEL * DEEP, 0.1f);
     const std::vector<float> bias = draw.many<float>(panels * PANEL, 1.0f);
     const std::vector<X> x = draw.many<X>(MOST * DEEP, 1.0f);
-    const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type};
+    const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type, nullptr, nullptr, 0, 0, 0};
     own_workplace().reserve(DEEP);
     std::vector<float> out(MOST * COLUMNS);
     for (int64_t count : {(int64_t)1, (int64_t)5, MOST}) {
@@ -117,13 +117,46 @@ void products(Digest& digest, int64_t type) {
     }
 }
 
+// Rows times a weight of codes, with and without zero points. Any words are such a weight.
+template <typename X>
+void coded_products(Digest& digest, int64_t type, int64_t dynamic) {
+    constexpr int64_t DEEP = 384, GROUP = 48, COLUMNS = 72, MOST = 50;
+    Draw draw{6};
+    const int64_t panels = (COLUMNS + PANEL - 1) / PANEL, groups = panels * (DEEP / GROUP) * PANEL;
+    std::vector<uint32_t> words(panels * panel_bytes(DEEP, type) / 4);
+    for (uint32_t& word : words) {
+        draw.one(1.0f);
+        word = draw.state ^ draw.state >> 16;
+    }
+    const std::vector<f16> scales = draw.many<f16>(groups, 0.1f);
+    const std::vector<X> x = draw.many<X>(MOST * DEEP, 1.0f);
+    std::vector<uint8_t> zeros(groups);
+    for (uint8_t& zero : zeros) zero = (uint8_t)(draw.one(7.5f) + 8.0f);
+    own_workplace().reserve(DEEP);
+    std::vector<float> out(MOST * COLUMNS);
+    for (const uint8_t* zero : {(const uint8_t*)nullptr, (const uint8_t*)zeros.data()}) {
+        const Weight weight{words.data(),  nullptr, COLUMNS, DEEP,    type,
+                            scales.data(), zero,    GROUP,   FLOAT16, dynamic};
+        for (int64_t count : {(int64_t)1, (int64_t)5, MOST}) {
+            project<X>(
+                weight, count, 1, [&](int64_t r) { return x.data() + r * DEEP; },
+                [&](int64_t row, int64_t column, int64_t wide, const float* sums) {
+                    std::memcpy(out.data() + row * COLUMNS + column, sums, wide * sizeof(float));
+                });
+            digest.add(out.data(), count * COLUMNS);
+        }
+    }
+}
+
+// States of S.
+template <typename S>
 void recurrences(Digest& digest) {
-    constexpr int64_t KEY = 32, VALUE = 48, TOKENS = 20, KEPT = 3;
+    constexpr int64_t KEY = 32, VALUE = 48, TOKENS = 20;
     Draw draw{4};
     std::vector<float> qk = draw.many<float>(TOKENS * 2 * KEY, 1.0f),
-                       v = draw.many<float>(TOKENS * VALUE, 1.0f),
-                       state = draw.many<float>(KEY * VALUE, 0.3f), gates(TOKENS * 4),
-                       memory(KEY * VALUE + 2 * LANES * KEY), last(KEY * VALUE);
+                       v = draw.many<float>(TOKENS * VALUE, 1.0f), gates(TOKENS * 4),
+                       memory(KEY * VALUE + 2 * LANES * KEY);
+    std::vector<S> state = draw.many<S>(KEY * VALUE, 0.3f), last(KEY * VALUE);
     for (int64_t t = 0; t < TOKENS; ++t) {
         const Vec a = draw.lanes(4.0f), bias = draw.lanes(1.0f);  // in this order everywhere
         const Vec decay = log_decay(a, bias, all(-0.5f));
@@ -131,12 +164,16 @@ void recurrences(Digest& digest) {
         gates[4 * t + 1] = sigmoid(draw.one(3.0f));
     }
     prepare(qk.data(), TOKENS, KEY, gates.data());
-    HeadState head(KEY, VALUE, memory.data());
+    HeadState<S> head(KEY, VALUE, memory.data());
     head.begin(state.data());
     head.advance(TOKENS, qk.data(), gates.data(), v.data(), VALUE, last.data());
     digest.add(v.data(), TOKENS * VALUE);
-    digest.add(last.data(), KEY * VALUE);
+    digest.add(last.data(), KEY * VALUE * sizeof(S) / 4);
+}
 
+void convolutions(Digest& digest) {
+    constexpr int64_t TOKENS = 20, KEPT = 3;
+    Draw draw{6};
     const std::vector<float> taps = draw.many<float>((KEPT + 1) * LANES, 1.0f),
                              x = draw.many<float>(TOKENS * LANES, 1.0f);
     Vec window[KEPT] = {draw.lanes(1.0f), draw.lanes(1.0f), draw.lanes(1.0f)};
@@ -148,13 +185,35 @@ void recurrences(Digest& digest) {
 // Queries at the end of a cache whose keys fill one part and begin another: the parts of a tile
 // apart, as threads would share them, and one after the other.
 template <typename T>
-void attentions(Digest& digest) {
+void attentions(Digest& digest, int64_t form) {
     constexpr int64_t OWN_HEADS = 4, KV_HEADS = 2, DIM = 32, BLOCK = 16, BLOCKS = 36, TOKENS = 11;
+    constexpr int64_t ROWS_OF_ALL = BLOCKS * BLOCK * KV_HEADS;
     Draw draw{5};
-    const int64_t size = BLOCKS * BLOCK * KV_HEADS * DIM;
-    const std::vector<T> k = draw.many<T>(size, 1.0f), v = draw.many<T>(size, 1.0f),
-                         q = draw.many<T>(TOKENS * OWN_HEADS * DIM, 3.0f);
+    std::vector<float> k(ROWS_OF_ALL * DIM), v(k.size());  // room for every form
+    std::vector<f16> scales(4 * ROWS_OF_ALL);
+    Pages pages{};
+    pages.form = form;
+    pages.block_size = BLOCK;
+    pages.block_stride = BLOCK * KV_HEADS * DIM;
+    pages.token_stride = KV_HEADS * DIM;
+    pages.head_stride = DIM;
+    pages.scale_block_stride = BLOCK * KV_HEADS;
+    pages.scale_token_stride = KV_HEADS;
+    pages.scale_head_stride = 1;
+    pages.k = k.data();
+    pages.v = v.data();
+    pages.k_scales = scales.data();
+    pages.k_zeros = scales.data() + ROWS_OF_ALL;
+    pages.v_scales = scales.data() + 2 * ROWS_OF_ALL;
+    pages.v_zeros = scales.data() + 3 * ROWS_OF_ALL;
+    for (bool value : {false, true})
+        for (int64_t row = 0; row < ROWS_OF_ALL; ++row)
+            put_row(pages, value, row / KV_HEADS, row % KV_HEADS,
+                    draw.many<float>(DIM, 1.0f).data(), DIM);
+    const std::vector<T> q = draw.many<T>(TOKENS * OWN_HEADS * DIM, 3.0f);
     std::vector<T> out(q.size());
+    digest.add(k.data(), (int64_t)k.size());
+    digest.add(scales.data(), (int64_t)scales.size() / 2);
     std::vector<int32_t> blocks(BLOCKS);
     for (int64_t i = 0; i < BLOCKS; ++i) blocks[i] = (int32_t)(i * 5 % BLOCKS);
     const int64_t offsets[] = {0, TOKENS}, starts[] = {BLOCKS * BLOCK - TOKENS};
@@ -169,17 +228,12 @@ void attentions(Digest& digest) {
         job.head_dim = DIM;
         job.q_stride = OWN_HEADS * DIM;
         job.q_head = DIM;
-        job.block_size = BLOCK;
-        job.kv_block_stride = BLOCK * KV_HEADS * DIM;
-        job.kv_token_stride = KV_HEADS * DIM;
-        job.kv_head_stride = DIM;
+        job.pages = pages;
         job.scale = 0.17677669;
         job.offsets = offsets;
         job.starts = starts;
         job.tables = tables;
         job.q = q.data();
-        job.k = k.data();
-        job.v = v.data();
         job.out = out.data();
         AttentionPlan plan;
         plan.make(job);
@@ -195,14 +249,23 @@ void self_test(uint64_t* digests) {
     products<float, float>(digest, FLOAT32);
     products<float, bf16>(digest, BFLOAT16);
     products<float, f16>(digest, FLOAT16);
-    recurrences(digest);
-    attentions<float>(digest);
+    coded_products<float>(digest, INT8, 0);
+    coded_products<float>(digest, INT4, 0);
+    coded_products<float>(digest, FLOAT8, 0);
+    coded_products<bf16>(digest, INT8, 1);
+    coded_products<float>(digest, INT4, 1);
+    recurrences<float>(digest);
+    recurrences<bf16>(digest);
+    convolutions(digest);
+    for (int64_t form : {KV_FLOAT32, KV_BFLOAT16, KV_FLOAT16, KV_FLOAT8, KV_INT8})
+        attentions<float>(digest, form);
     digests[0] = digest.value;
     digests[1] = 0;
+    digests[2] = INTEGER_DOTS;
     if (!PAIR_PRODUCTS) return;
     // On top of the others, since whoever multiplies pairs computes the rest in float32.
     products<bf16, bf16>(digest, BFLOAT16);
-    attentions<bf16>(digest);
+    for (int64_t form : {KV_BFLOAT16, KV_FLOAT8, KV_INT8}) attentions<bf16>(digest, form);
     digests[1] = digest.value;
 }
 
@@ -211,7 +274,7 @@ void self_test(uint64_t* digests) {
 }  // namespace vlm
 
 // Two digests: of float32 arithmetic, and of that and products of bfloat16 pairs, 0 where there are
-// none. Returns what `guarded` does.
+// none. Then whether sums of products of bytes are one instruction. Returns what `guarded` does.
 extern "C" int64_t vlm_self_test(uint64_t* digests) {
     return vlm::guarded([=] { vlm::self_test(digests); });
 }

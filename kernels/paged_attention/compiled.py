@@ -8,10 +8,11 @@ from typing import cast
 
 import torch
 
+from vlm_serve.kernels.kv_quant.compiled import pages_record
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.native_library import call
-from vlm_serve.kernels.native_records import DTYPES, LANES, bits, offsets, tables
+from vlm_serve.kernels.native_records import LANES, bits, offsets, tables
 
 _Attention = struct("Attention")
 
@@ -24,10 +25,9 @@ def attention(
     scale: float,
     deterministic: bool = False,
 ) -> torch.Tensor | None:
-    """Prefill and decode alike: a decode token is a slice of one. Pages are in the dtype of the
-    queries."""
-    same = q.dtype == kv.k.dtype and kv.k.stride() == kv.v.stride()
-    if not (same and q.dtype in DTYPES and q.shape[2] % LANES == 0):
+    """Prefill and decode alike: a decode token is a slice of one."""
+    pages = pages_record(kv, q.dtype)
+    if pages is None or q.shape[2] % LANES:
         return None
     out = torch.empty(q.shape, dtype=q.dtype)
     if "compiled attention" not in meta.plans:
@@ -42,17 +42,12 @@ def attention(
         head_dim=q.shape[2],
         q_stride=q.stride(0),
         q_head=q.stride(1),
-        block_size=kv.k.shape[1],
-        kv_block_stride=kv.k.stride(0),
-        kv_token_stride=kv.k.stride(1),
-        kv_head_stride=kv.k.stride(2),
+        pages=pages,
         scale=scale,
         offsets=addresses[0],
         starts=addresses[1],
         tables=addresses[2],
         q=q.data_ptr(),
-        k=kv.k.data_ptr(),
-        v=kv.v.data_ptr(),
         out=out.data_ptr(),
     )
     call("vlm_attention", ctypes.byref(job), bits(q))

@@ -15,6 +15,7 @@ from vlm_serve.engine.step_paths import find_backend
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.kernels.native_self_test import Digests
+from vlm_serve.models.quantization.scheme import QuantScheme
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TORCH = Backend(CPU)
@@ -108,10 +109,10 @@ def numerics(backend: Backend, **options: Any) -> str:
 def test_numerics_name_digest_and_torch() -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     of_torch = f"torch {torch.__version__} {capability}"
-    assert numerics(PAIRS) == f"version 3, cpu-compiled bfloat16-pairs bbbb, {of_torch}"
-    assert numerics(PLAIN) == f"version 3, cpu-compiled float32 aaaa, {of_torch}"
-    assert numerics(TORCH) == f"version 3, {of_torch}"
-    assert numerics(TORCH, deterministic=True) == f"version 3, {of_torch}, deterministic"
+    assert numerics(PAIRS) == f"version 4, cpu-compiled bfloat16-pairs bbbb, {of_torch}"
+    assert numerics(PLAIN) == f"version 4, cpu-compiled float32 aaaa, {of_torch}"
+    assert numerics(TORCH) == f"version 4, {of_torch}"
+    assert numerics(TORCH, deterministic=True) == f"version 4, {of_torch}, deterministic"
     assert "triton" in numerics(Backend(GPU))
     asked = {"compute_dtype": "bfloat16"}
     assert f"cpu-compiled bfloat16 aaaa, {of_torch}" in numerics(PLAIN, **asked)
@@ -136,3 +137,41 @@ def test_a_library_that_may_not_be_used_leaves_torch(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="^compiled_kernels: the library failed its self-test"):
         find_backend(EngineConfig(compiled_kernels=True), CPU)
     assert find_backend(EngineConfig(compiled_kernels=False), CPU) == TORCH
+
+
+DOTS = Backend(CPU, Digests("aaaa", "bbbb", integer_dots=True))
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "dynamic"),
+    [
+        (DOTS, {"quantization": "int4"}, True),
+        (DOTS, {"quantization": "int8", "quantized_activations": "none"}, False),
+        (DOTS, {}, False),
+        (PAIRS, {"quantization": "int8"}, False),
+        (PAIRS, {"quantization": "int8", "quantized_activations": "int8"}, True),
+        (TORCH, {"quantization": "int8"}, False),
+    ],
+)
+def test_quantising_has_a_name(backend: Backend, options: dict[str, Any], dynamic: bool) -> None:
+    arithmetic = decide(EngineConfig(**options), torch.bfloat16, backend)
+    assert arithmetic.dynamic is dynamic
+    assert arithmetic.bits == {"int8": 8, "int4": 4, None: None}[options.get("quantization")]
+    assert ("int8 activations" in arithmetic.numerics) is dynamic
+    rows = dict(arithmetic.rows())
+    assert ("int8 per row and group" in rows["compute"]) is dynamic
+    if arithmetic.bits is not None:
+        assert f"weights in int{arithmetic.bits}" in arithmetic.numerics
+        assert f"projections int{arithmetic.bits}" in rows["types"]
+
+
+def test_quantised_activations_need_compiled_kernels() -> None:
+    config = EngineConfig(quantization="int8", quantized_activations="int8")
+    with pytest.raises(ConfigError, match="^quantized_activations must be auto or none"):
+        decide(config, torch.bfloat16, TORCH)
+
+
+def test_what_is_quantised_is_not_quantised_again() -> None:
+    stored = QuantScheme.of({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}})
+    with pytest.raises(ConfigError, match="^quantization is int4, but the checkpoint is"):
+        decide(EngineConfig(quantization="int4"), torch.bfloat16, DOTS, stored)

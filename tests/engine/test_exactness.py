@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint_spec import CheckpointSpec
@@ -63,12 +64,52 @@ def test_next_turns_over_decoded_answers_have_the_bits_of_a_cold_run(
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_dtype": "int8", "dtype": "float32"},
+        {"kv_cache_dtype": "fp8", "state_dtype": "bfloat16", "dtype": "bfloat16"},
+    ],
+)
+def test_rounded_pages_and_states_give_hits_the_bits_of_a_cold_run(
+    checkpoint: Path, options: dict[str, Any]
+) -> None:
+    """Whoever wrote them, a prompt or an answer, has rounded them alike."""
+    config = EngineConfig(
+        block_size=16, cache_memory="64MiB", prefix_cache_decode_state_interval=16, **options
+    )
+    with Pipeline(checkpoint, config) as pipe:
+        pairs = list(random_pairs(pipe, 25, seed=7))
+        pairs += [pair for pair, _ in next_turn_pairs(pipe, 25, seed=8)]
+    assert all(pair.same_bits and pair.same_tokens for pair in pairs)
+
+
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("family", ["dense", "vl"])
 def test_hits_behind_pictures_have_the_bits_of_a_cold_run(tmp_path: Path, family: str) -> None:
     """Features of the vision tower included, whoever was encoded beside them."""
     path = make_checkpoint(tmp_path, FAMILIES[family])
     with Pipeline(path, _config(False, "float32")) as pipe:
         pairs = list(picture_pairs(pipe, 25, seed=6))
+    assert all(pair.same_bits and pair.same_tokens for pair in pairs)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("activations", ["none", "int8"])
+@pytest.mark.parametrize("spec", ["dense", "moe"])
+def test_hits_in_quantised_models_have_the_bits_of_a_cold_run(
+    tmp_path: Path, quantization: str, activations: str, spec: str
+) -> None:
+    config = replace(
+        _config(False, "bfloat16"),
+        quantization=quantization,
+        quantized_activations=activations,
+        prefix_cache_decode_state_interval=16,
+    )
+    with Pipeline(make_checkpoint(tmp_path, SPECS[spec]), config) as pipe:
+        pairs = list(random_pairs(pipe, 20, seed=7))
+        pairs += [pair for pair, _ in next_turn_pairs(pipe, 10, seed=8)]
     assert all(pair.same_bits and pair.same_tokens for pair in pairs)
 
 

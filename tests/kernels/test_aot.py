@@ -21,6 +21,7 @@ KERNELS = (
     "verify_kernel",
     "gated_delta: scan",
     "on bfloat16: decode",
+    "linear int4: linear_kernel",
 )
 
 

@@ -10,6 +10,7 @@ from kernel_case import modeling, poisoned_layer, randn, same
 from triton_case import assert_near, prefill_case
 
 from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.dispatch import compiled_kernels
 from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
 from vlm_serve.kernels.gated_delta.chunks_cpu import unit_lower_inverse
 from vlm_serve.kernels.gated_delta.reference import gated_delta_reference
@@ -113,6 +114,34 @@ def test_random_batches_equal_the_reference(seed: int, state_dtype: torch.dtype)
             written.add(row)
     untouched = [row for row in range(rows) if row not in written]
     assert same(state[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_compiled_prefills_round_states_after_every_token(dims: tuple[int, int]) -> None:
+    """In bfloat16, as decode steps do, whose state they then have."""
+    tokens, heads = 150, (2, 4)
+    inputs = make(tokens, heads, dims)
+    state = poisoned_layer(3, heads[1], *dims, dtype=torch.bfloat16)
+    state[1] = state[2] = randn(heads[1], *dims)
+    by_ops = state.clone()
+    with compiled_kernels():
+        meta = PrefillMeta((0, 70), (0,), ((),), (1,), (1,), ((33, 70),), ((0, 0, 0),))
+        outs = [chunk_gated_delta(*part(inputs, 0, 70), state, meta)]
+        rest = PrefillMeta((0, tokens - 70), (70,), ((),), (1,), (1,), ((20, tokens - 70),))
+        outs.append(chunk_gated_delta(*part(inputs, 70, tokens), state, rest))
+        single = []
+        for t in range(tokens):
+            step = DecodeMeta(((),), (t + 1,), (2,), (2,), (-1,))
+            single.append(recurrent_gated_delta(*part(inputs, t, t + 1), state, step))
+            if t == 32:
+                assert torch.equal(state[0], state[2])
+    assert torch.equal(torch.cat(outs), torch.cat(single))
+    assert torch.equal(state[1], state[2])
+    with compiled_kernels(False):
+        for t in range(tokens):
+            step = DecodeMeta(((),), (t + 1,), (2,), (2,), (-1,))
+            recurrent_gated_delta(*part(inputs, t, t + 1), by_ops, step)
+    assert_near(state[2].float(), by_ops[2].float(), 5e-3)
 
 
 def random_cuts(rng: random.Random, length: int) -> tuple[int, ...]:

@@ -177,11 +177,14 @@ class Tensors:
 
     def __init__(self, dtype: torch.dtype, compiled: bool, **tensors: torch.Tensor) -> None:
         self.dtype, self.device, self.compiled = dtype, torch.device("cpu"), compiled
-        self._tensors = tensors
+        self._tensors, self.dynamic = tensors, False
 
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         assert self._tensors[name].shape == tuple(shape)
         return self._tensors[name]
+
+    def codes(self, part: Part, shard: Shard | None) -> None:
+        return None
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from quantised_codes import dequantised, float8, integers
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn, row_by_row
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import dense
+from vlm_serve.kernels.linear.codes import Codes
+from vlm_serve.kernels.linear.stored_codes import stored
 from vlm_serve.kernels.moe import route, routed_experts
 from vlm_serve.kernels.moe import triton as moe_triton
 from vlm_serve.kernels.moe.reference import routed_experts_reference
@@ -76,6 +81,42 @@ def test_experts(
         out = routed_experts(*case, deterministic=deterministic)
     assert out.dtype == dtype
     assert_near(out, routed_experts_reference(*(x.cpu() for x in case)), TOLERANCE[dtype])
+
+
+CODED: list[Callable[[int, int], Codes]] = [
+    lambda columns, depth: integers(columns, depth, 8, 24),
+    lambda columns, depth: integers(columns, depth, 4, 24, zeros=True, scales=torch.bfloat16),
+    lambda columns, depth: float8(columns, depth, (8, 32), torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("draw", CODED, ids=["int8", "int4", "float8"])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (70, 3), (0, 1)])
+def test_quantised_experts(
+    dtype: torch.dtype, draw: Callable[[int, int], Codes], tokens: int, top_k: int
+) -> None:
+    """On both paths, against dequantised weights."""
+    experts, hidden, width = 5, 72, 48
+    x, weights, ids, _, _ = experts_case(tokens, experts, top_k, hidden, width, dtype)
+    pieces = [draw(experts * 2 * width, hidden)], [draw(experts * hidden, width)]
+    rows = [piece.codes.shape[0] for (piece,) in pieces]
+    both = [
+        stored(each, n, d, DEVICE) for each, n, d in zip(pieces, rows, (hidden, width), strict=True)
+    ]
+    plain = [dequantised(piece) for (piece,) in pieces]
+    stacked = [plain[0].view(experts, -1, hidden), plain[1].view(experts, -1, width)]
+    expected = routed_experts_reference(x.cpu(), weights.cpu(), ids.cpu(), *stacked)
+    with kernels():
+        out = routed_experts(x, weights, ids, *both)
+    assert out.dtype == dtype
+    assert_near(out, expected, TOLERANCE[dtype])
+    if DEVICE.type == "cpu":
+        assert_near(routed_experts(x, weights, ids, *both), expected, TOLERANCE[dtype])
+    with pytest.raises(KernelArgumentError, match="gate_up: does not fit"):
+        routed_experts(x, weights, ids, both[1], both[1])
+    with pytest.raises(KernelArgumentError, match="down: quantised in one piece"):
+        routed_experts(x, weights, ids, both[0], stacked[1].to(dtype))
 
 
 def test_all_tokens_to_one_expert_and_unused_experts_hold_nan() -> None:

@@ -13,7 +13,7 @@ from vlm_serve.kernels.native_build import BuildError, recipe
 from vlm_serve.kernels.native_library import load
 from vlm_serve.kernels.native_self_test import Digests, run
 
-NEEDED = ("attention", "layout", "product", "self_test")
+NEEDED = ("attention", "grouped", "integers", "layout", "operand", "product", "self_test")
 
 
 def test_takes_no_time_and_repeats() -> None:
@@ -35,7 +35,7 @@ def test_other_registers_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, arc
             native_build.build(how, how.path())
     except BuildError as error:
         pytest.skip(str(error))
-    assert run(ctypes.CDLL(str(how.path()))) == Digests(native_self_test.FLOAT32, None)
+    assert run(ctypes.CDLL(str(how.path()))) == Digests(native_self_test.FLOAT32, None, False)
 
 
 def test_a_changed_function_changes_the_digest(

@@ -40,12 +40,15 @@ class Path_:
     compiled: bool
     compute: torch.dtype = torch.float32
     state: torch.dtype = torch.float32
+    kv: torch.dtype | None = None
 
 
 PATHS = {
     "compiled": Path_(True),
     "compiled bfloat16": Path_(True, torch.bfloat16),
-    "compiled kernels, states in bfloat16": Path_(True, state=torch.bfloat16),
+    "compiled, states in bfloat16": Path_(True, state=torch.bfloat16),
+    "compiled, pages of int8": Path_(True, kv=torch.uint8),
+    "compiled, pages of float8": Path_(True, torch.bfloat16, kv=torch.float8_e4m3fn),
     "torch": Path_(False),
     "torch, states in bfloat16": Path_(False, state=torch.bfloat16),
 }
@@ -72,8 +75,8 @@ def drivers(checkpoint: Path, path: Path_) -> tuple[Driver, Driver]:
         model = load_model(
             checkpoint, weights, "cpu", compute_dtype=path.compute, compiled=path.compiled
         )
-        driver = Driver(model, state=path.state, most_drafts=MOST)
-        if path.compiled and path.state == torch.float32:
+        driver = Driver(model, state=path.state, kv=path.kv, most_drafts=MOST)
+        if path.compiled:
             model.compile_steps(driver.caches)
         made.append(driver)
     return made[0], made[1]
@@ -82,7 +85,7 @@ def drivers(checkpoint: Path, path: Path_) -> tuple[Driver, Driver]:
 def same(path: Path_, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Compiled steps have one arithmetic; products of torch depend on the number of rows, and a
     state that is rounded after every token may round otherwise."""
-    if path.compiled and path.state == torch.float32:
+    if path.compiled:
         return torch.equal(ours, theirs)
     slack = 1e-4 if path.state == torch.float32 else 3e-2
     return torch.allclose(ours, theirs, rtol=slack, atol=slack * float(theirs.abs().max()))

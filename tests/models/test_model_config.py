@@ -142,7 +142,10 @@ def test_defaults_of_sampling_come_with_the_checkpoint(tmp_path: Path) -> None:
     [
         ({"model_type": "llama"}, "'llama' is not supported; supported are qwen3_5"),
         ({}, "None is not supported"),
-        (dense() | {"quantization_config": {"bits": 4}}, "quantised"),
+        (
+            dense() | {"quantization_config": {"bits": 4}},
+            "quant_method None in quantization_config",
+        ),
         (dense() | {"text_config": None}, "lacks text_config"),
         (dense() | {"text_config": 3}, "must be an object"),
         (dense(layer_types=["linear_attention"] * 3), "layer_types"),

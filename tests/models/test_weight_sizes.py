@@ -27,6 +27,8 @@ SPECS = {
     "features": dataclasses.replace(SPEC, family="qwen3_vl", num_experts=6, sparse_step=2),
     "per head": dataclasses.replace(SPEC, family="qwen3_next", num_experts=6, vision_depth=0),
 }
+# Columns in whole panels, as those of published models are.
+QUANTISED = dataclasses.replace(SPEC, hidden_size=128, num_experts=4, gdn_value_heads=8)
 KINDS = {
     "compiled": (torch.bfloat16, torch.float32, True),
     "widened": (torch.float32, torch.float32, True),
@@ -67,6 +69,49 @@ def test_sizes_are_those_of_a_loaded_model(tmp_path: Path, name: str, kind: str)
     assert measured == pytest.approx(total, rel=0.01)
     assert expected.mapped == (kind == "compiled")
     assert expected.in_memory == total - (expected.table if expected.mapped else 0)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8-fused", "gptq-mlp", "awq", "int8", "mixed"])
+def test_sizes_of_quantised_weights(tmp_path: Path, kind: str) -> None:
+    """From the config alone, and with what a loaded model knows of its checkpoint."""
+    path = make_checkpoint(tmp_path, dataclasses.replace(QUANTISED, quantization=kind))
+    model = load_model(path, torch.bfloat16, "cpu", compute_dtype=torch.float32, compiled=True)
+    expected, known = (
+        weight_bytes(
+            read_spec(path),
+            weights=torch.bfloat16,
+            compute=torch.float32,
+            device=torch.device("cpu"),
+            compiled=True,
+            quantised=quantised,
+        )
+        for quantised in (None, model.quantised)
+    )
+    assert expected == known
+    measured = sum(sizes(model))
+    assert measured == pytest.approx(known.in_memory + known.table, rel=0.02)
+    named = dict(known.formats)
+    assert sum(named.values()) == known.projections and named.pop("bfloat16") > 0
+    assert len(named) == (2 if kind == "mixed" else 1)
+    for name, size in named.items():
+        assert size > 0 and name in str(known)
+
+
+def test_dense_tensors_of_a_quantised_checkpoint_are_counted_as_such(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, dataclasses.replace(QUANTISED, quantization="gptq"))
+    spec = read_spec(path)
+    found, dense = (
+        weight_bytes(
+            spec,
+            weights=torch.bfloat16,
+            compute=torch.float32,
+            device=torch.device("cpu"),
+            compiled=True,
+            quantised=quantised,
+        )
+        for quantised in (None, ())
+    )
+    assert not dense.formats and dense.projections > 1.5 * found.projections
 
 
 def test_ranks_share_the_language_model(tmp_path: Path) -> None:

@@ -7,13 +7,17 @@
 
 #include <functional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#include "kv_pages.h"
 #include "vectors.h"
 
 namespace cases {
 
 using vlm::bf16;
+using vlm::code8;
+using vlm::float8;
 
 // SplitMix64, begun with a name.
 class Random {
@@ -67,6 +71,9 @@ class Digest {
         return (value.bits & 0x7fff) > 0x7f80 ? 0x7fc0 : value.bits;
     }
     static uint64_t bits_of(int64_t value) { return value; }
+    static uint64_t bits_of(vlm::f16 value) { return value.bits; }
+    static uint64_t bits_of(vlm::float8 value) { return value.bits; }
+    static uint64_t bits_of(vlm::code8 value) { return value.bits; }
 
     void add_word(uint64_t word) {
         value_ = (value_ ^ word) * 0x9e3779b97f4a7c15;
@@ -126,6 +133,29 @@ struct Table {
 
 // Where the slices' tokens begin in a call, and where the last one's end.
 std::vector<int64_t> offsets(const std::vector<Slice>& slices);
+
+// The form of pages of P.
+template <typename P>
+constexpr int64_t FORM = std::is_same_v<P, float>    ? vlm::KV_FLOAT32
+                         : std::is_same_v<P, bf16>   ? vlm::KV_BFLOAT16
+                         : std::is_same_v<P, float8> ? vlm::KV_FLOAT8
+                                                     : vlm::KV_INT8;
+
+// Keys or values of P that are numbers, and scales or zero points for them.
+template <typename P>
+std::vector<P> stored(Random& random, int64_t count, float scale = 1.0f) {
+    if constexpr (sizeof(P) > 1) return random.numbers<P>(count, scale);
+    std::vector<P> all(count);
+    if constexpr (sizeof(P) == 1)
+        for (P& each : all)  // all but float8's NaN
+            each.bits = (uint8_t)(random.below(127) + 128 * random.below(2));
+    return all;
+}
+inline std::vector<vlm::f16> scales(Random& random, int64_t count) {
+    std::vector<vlm::f16> all(count);
+    for (vlm::f16& each : all) each.bits = (uint16_t)(0x2000 + random.below(0x400));
+    return all;
+}
 
 void linear_cases();
 void attention_cases();

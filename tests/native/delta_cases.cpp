@@ -13,9 +13,11 @@ struct DeltaShape {
     int64_t values() const { return value_heads * value_dim; }
 };
 
-template <typename T>
+// States of S.
+template <typename T, typename S>
 static void delta(const DeltaShape& own) {
-    const std::string name = std::string("vlm_gated_delta/") + own.name;
+    const std::string kind = sizeof(S) == 2 ? "-states-of-bfloat16" : "";
+    const std::string name = std::string("vlm_gated_delta/") + own.name + kind;
     Random random(name);
     // Queries, keys and values side by side, as a projection leaves them, and 16 numbers of no use.
     const Table<T> wide(random, 3, SEQUENCE_TOKENS, 2 * own.keys() + own.values() + 16, 2.0f);
@@ -23,8 +25,8 @@ static void delta(const DeltaShape& own) {
     for (float& each : decay.values) each = -8.0f * each * each;
     for (float& each : beta.values) each = 0.5f + 0.5f * each;
     const int64_t row = own.values() * own.key_dim;
-    const std::vector<float> states = random.numbers(STATE_ROWS * row);
-    auto run = [&](const std::vector<Slice>& slices, int64_t threads, std::vector<float>& to) {
+    const std::vector<S> states = random.numbers<S>(STATE_ROWS * row);
+    auto run = [&](const std::vector<Slice>& slices, int64_t threads, std::vector<S>& to) {
         const Sequences sequences(slices);
         const std::vector<T> x = wide.of(slices);
         const std::vector<float> g = decay.of(slices), b = beta.of(slices);
@@ -41,6 +43,7 @@ static void delta(const DeltaShape& own) {
                              .v_stride = wide.width,
                              .v_head = own.value_dim,
                              .state_row_stride = row,
+                             .state_type = sizeof(S) == 2 ? vlm::BFLOAT16 : vlm::FLOAT32,
                              .q = &x[0],
                              .k = &x[own.keys()],
                              .v = &x[2 * own.keys()],
@@ -85,18 +88,24 @@ static void gates(int64_t tokens, int64_t heads) {
     });
 }
 
-template <typename T>
+template <typename T, typename S>
 static void deltas() {
-    delta<T>({"1x16-1x16", 1, 1, 16, 16});
-    delta<T>({"2x64-4x48", 2, 4, 64, 48});
-    delta<T>({"1x128-2x128", 1, 2, 128, 128});
+    delta<T, S>({"1x16-1x16", 1, 1, 16, 16});
+    delta<T, S>({"2x64-4x48", 2, 4, 64, 48});
+    delta<T, S>({"1x128-2x128", 1, 2, 128, 128});
+}
+
+template <typename T>
+static void all_deltas() {
+    deltas<T, float>();
+    deltas<T, bf16>();
     for (int64_t tokens : {1, 63, 200})
         for (int64_t heads : {1, 16, 19}) gates<T>(tokens, heads);
 }
 
 void delta_cases() {
-    deltas<float>();
-    deltas<bf16>();
+    all_deltas<float>();
+    all_deltas<bf16>();
 }
 
 }  // namespace cases

@@ -1,12 +1,16 @@
 // vlm_linear and vlm_pack.
 #include "cases.h"
+#include "grouped.cpp"
+#include "integers.cpp"
 #include "linear.cpp"
 #include "matrix.h"
+#include "operand.cpp"
 #include "product.cpp"
 
 namespace cases {
 
 static const char* TYPES[] = {"float32", "bfloat16", "float16"};
+static const char* CODES[] = {"int8", "int4", "float8"};
 static const char* USES[] = {"plain", "times", "plus", "silu", "gelu", "gelu_tanh"};
 
 // Values below 1 in magnitude; those of float16 also below its least normal number.
@@ -32,7 +36,12 @@ vlm::Weight Matrix::weight() const {
             .bias = bias_.empty() ? nullptr : bias_.data(),
             .columns = columns_,
             .depth = depth_,
-            .type = type_};
+            .type = type_,
+            .scales = nullptr,
+            .zeros = nullptr,
+            .group = 0,
+            .scale_type = 0,
+            .dynamic = 0};
 }
 
 std::vector<int64_t> Matrix::packed(int64_t threads, int64_t cut) const {
@@ -103,6 +112,64 @@ static void product(int64_t type, int64_t use, int64_t rows, int64_t columns, in
     }
 }
 
+// Any words are codes, and so are any bytes zero points.
+template <typename T>
+static void coded_product(int64_t type, int64_t scale_type, bool zeros, bool dynamic,
+                          int64_t rows) {
+    constexpr int64_t COLUMNS = 77, DEEP = 192, GROUP = 64;
+    const std::string name = std::string("vlm_linear/") + CODES[type - vlm::INT8] + "/" +
+                             TYPES[scale_type] + (zeros ? "/zeros" : "") +
+                             (dynamic ? "/dynamic/" : "/") + std::to_string(rows);
+    Random random(name);
+    const int64_t panels = (COLUMNS + vlm::PANEL - 1) / vlm::PANEL;
+    const int64_t count = panels * DEEP / GROUP * vlm::PANEL;
+    std::vector<uint32_t> words(panels * vlm::panel_bytes(DEEP, type) / 4);
+    for (uint32_t& word : words) word = random.below(1 << 16) << 16 | random.below(1 << 16);
+    std::vector<uint16_t> scales(2 * count);
+    for (int64_t i = 0; i < count; ++i)
+        put(random, scale_type, &scales[scale_type == vlm::FLOAT32 ? 2 * i : i]);
+    std::vector<uint8_t> zero(count);
+    for (uint8_t& each : zero) each = random.below(16);
+    const std::vector<T> x = random.numbers<T>(rows * DEEP, 2.0f);
+    auto run = [&](int64_t first, int64_t some, int64_t threads) {
+        std::vector<T> out(some * COLUMNS);
+        const vlm::Projection job{.weight = {.packed = words.data(),
+                                             .bias = nullptr,
+                                             .columns = COLUMNS,
+                                             .depth = DEEP,
+                                             .type = type,
+                                             .scales = scales.data(),
+                                             .zeros = zeros ? zero.data() : nullptr,
+                                             .group = GROUP,
+                                             .scale_type = scale_type,
+                                             .dynamic = dynamic},
+                                  .rows = some,
+                                  .x_stride = DEEP,
+                                  .other_stride = 0,
+                                  .use = vlm::PLAIN,
+                                  .threads = threads,
+                                  .x = &x[first * DEEP],
+                                  .other = nullptr,
+                                  .out = out.data()};
+        must(vlm_linear(&job, BITS<T>), "vlm_linear");
+        return out;
+    };
+    report(BITS<T>, name, [&](int64_t threads) { return Digest().add(run(0, rows, threads)); });
+    expect(alike(run(rows - 1, 1, 1), part(run(0, rows, 1), (rows - 1) * COLUMNS, COLUMNS)),
+           BITS<T>, name, "its last row alone");
+}
+
+template <typename T>
+static void coded_products() {
+    for (int64_t type : {vlm::INT8, vlm::INT4, vlm::FLOAT8})
+        for (int64_t scales : {vlm::FLOAT32, vlm::BFLOAT16, vlm::FLOAT16})
+            for (bool zeros : {false, true})
+                for (bool dynamic : {false, true})
+                    for (int64_t rows : {1, 5, 13, 100})
+                        if (type != vlm::FLOAT8 || !(zeros || dynamic))
+                            coded_product<T>(type, scales, zeros, dynamic, rows);
+}
+
 template <typename T>
 static void products() {
     for (int64_t type : {vlm::FLOAT32, vlm::BFLOAT16, vlm::FLOAT16}) {
@@ -129,6 +196,8 @@ void linear_cases() {
     packings();
     products<float>();
     products<bf16>();
+    coded_products<float>();
+    coded_products<bf16>();
 }
 
 }  // namespace cases

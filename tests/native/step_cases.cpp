@@ -7,9 +7,10 @@
 
 namespace cases {
 
-template <typename T>
-typename Tiny<T>::Result Tiny<T>::run(const vlm::Program& program, const std::vector<Slice>& slices,
-                                      int64_t threads, bool ids, const Drafts& drafts) const {
+template <typename T, typename P, typename S>
+typename Tiny<T, P, S>::Result Tiny<T, P, S>::run(const vlm::Program& program,
+                                                  const std::vector<Slice>& slices, int64_t threads,
+                                                  bool ids, const Drafts& drafts) const {
     const Sequences sequences(slices);
     const std::vector<T> x = x_.of(slices);
     const int64_t tokens = sequences.tokens(), count = (int64_t)slices.size();
@@ -64,12 +65,13 @@ typename Tiny<T>::Result Tiny<T>::run(const vlm::Program& program, const std::ve
 
 // The rest of two sequences as drafts: more than a tile of tokens, with the same logits, while
 // their rows stay as they are; then one more slice that folds a part of them, and the rest.
-template <typename T>
-static void drafted(const std::string& name, const Tiny<T>& model, const StepState<T>& state,
-                    const StepState<T>& whole, const std::vector<float>& logits) {
-    StepState<T> own = state;
+template <typename T, typename P, typename S>
+static void drafted(const std::string& name, const Tiny<T, P, S>& model,
+                    const StepState<T, P, S>& state, const StepState<T, P, S>& whole,
+                    const std::vector<float>& logits) {
+    StepState<T, P, S> own = state;
     model.run(FIRST, 1, own, false);
-    const StepState<T> before = own;
+    const StepState<T, P, S> before = own;
     const std::vector<Slice> rest{{1, 67, 83, 1, 1}, {0, 1, 4, 0, 0}};
     const std::vector<float> found = model.run(rest, 2, own, false, {{0, 90}, {0, 0}}).logits;
     for (size_t i = 0; i < rest.size(); ++i)
@@ -90,23 +92,24 @@ static void drafted(const std::string& name, const Tiny<T>& model, const StepSta
                BITS<T>, name, "row " + std::to_string(row) + " once its drafts are folded");
 }
 
-template <typename T>
+template <typename T, typename P = T, typename S = float>
 static void steps(const std::string& name, int64_t type, const Shape& shape) {
     Random random(name);
-    const StepState<T> state(random);
-    const Tiny<T> model(random, type, shape);
+    const StepState<T, P, S> state(random);
+    const Tiny<T, P, S> model(random, type, shape);
     const bool ids = shape.experts > 0;
     report(BITS<T>, name, [&](int64_t threads) {
-        StepState<T> own = state;
+        StepState<T, P, S> own = state;
         const auto result = model.run(WHOLE, threads, own, ids);
         return Digest()
             .add(result.logits)
             .add(result.expert_ids)
             .add(own.tails)
             .add(own.states)
-            .add(own.pages);
+            .add(own.pages)
+            .add(own.scales);
     });
-    StepState<T> company = state, alone = state, cut = state;
+    StepState<T, P, S> company = state, alone = state, cut = state;
     const std::vector<float> logits = model.run(WHOLE, 1, company, false).logits;
     for (size_t i = 0; i < WHOLE.size(); ++i)
         expect(alike(model.run({WHOLE[i]}, 2, alone, ids).logits, part(logits, i * VOCAB, VOCAB)),
@@ -119,7 +122,7 @@ static void steps(const std::string& name, int64_t type, const Shape& shape) {
             alike(part(second, i * VOCAB, VOCAB), part(logits, SECOND[i].sequence * VOCAB, VOCAB)),
             BITS<T>, name, "sequence " + std::to_string(SECOND[i].sequence) + " in two steps");
     expect(alike(cut, company), BITS<T>, name, "the state after two steps");
-    drafted<T>(name, model, state, company, logits);
+    drafted(name, model, state, company, logits);
 }
 
 template <typename T>
@@ -128,6 +131,11 @@ static void all_steps() {
     steps<T>("vlm_step/dense-bfloat16", vlm::BFLOAT16, {});
     steps<T>("vlm_step/experts-float32", vlm::FLOAT32, {.experts = 6});
     steps<T>("vlm_step/experts-bfloat16", vlm::BFLOAT16, {.experts = 6});
+    steps<T, float8>("vlm_step/pages-of-float8", vlm::BFLOAT16, {});
+    steps<T, code8>("vlm_step/pages-of-int8", vlm::BFLOAT16, {});
+    steps<T, code8, bf16>("vlm_step/pages-of-int8-and-states-of-bfloat16", vlm::FLOAT32,
+                          {.attends = {true, false, false}});
+    steps<T, T, bf16>("vlm_step/states-of-bfloat16", vlm::BFLOAT16, {});
     steps<T>("vlm_step/attention-alone", vlm::BFLOAT16, {.attends = {true, true, true}});
     steps<T>("vlm_step/features-of-media", vlm::BFLOAT16, {.features = true});
     steps<T>("vlm_step/states-and-routed-experts-alone", vlm::BFLOAT16,

@@ -18,6 +18,7 @@ constexpr int64_t KEY_HEADS = 2, VALUE_HEADS = 4, DELTA_DIM = 32, KERNEL = 4, IN
 constexpr int64_t TOP_K = 2, EXPERT_INNER = 48, BLOCK = 16, BLOCKS = 10;  // of a sequence
 constexpr int64_t CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DELTA_DIM;
 constexpr int64_t TAILS = CHANNELS * (KERNEL - 1), STATES = VALUE_HEADS * DELTA_DIM * DELTA_DIM;
+constexpr int64_t SCALES = BLOCK * KV_HEADS;  // of a page: of keys or values, or zero points
 constexpr int64_t PAGE = BLOCK * KV_HEADS * DIM, VALUES = VALUE_HEADS * DELTA_DIM;
 constexpr int64_t WIDEST =
     (CHANNELS + VALUES + 2 * VALUE_HEADS + 15) / 16 * 16;  // of projected rows
@@ -28,19 +29,22 @@ constexpr double EPS = 1e-6;
 constexpr int64_t KEYS = KEY_HEADS * DELTA_DIM, ENTRIES = 100;  // of updates
 
 // What a step changes: [rows, layers, ...] of tails and states, [blocks, layers, keys or values,
-// ...] of pages.
-template <typename T>
+// ...] of pages, and of their scales and zero points. Pages are of P, states of S.
+template <typename T, typename P, typename S>
 struct StepState {
-    std::vector<T> tails, pages;
-    std::vector<float> states;
+    std::vector<T> tails;
+    std::vector<P> pages;
+    std::vector<vlm::f16> scales;
+    std::vector<S> states;
     // Of drafted tokens: [entries, layers, ...].
     std::vector<float> keys, changes, decays;
     std::vector<T> inputs;
 
     explicit StepState(Random& random)
         : tails(random.numbers<T>(STATE_ROWS * LAYERS * TAILS)),
-          pages(random.numbers<T>(3 * BLOCKS * LAYERS * 2 * PAGE)),
-          states(random.numbers(STATE_ROWS * LAYERS * STATES)),
+          pages(stored<P>(random, 3 * BLOCKS * LAYERS * 2 * PAGE)),
+          scales(FORM<P> == vlm::KV_INT8 ? 3 * BLOCKS * LAYERS * 4 * SCALES : 0),
+          states(random.numbers<S>(STATE_ROWS * LAYERS * STATES)),
           keys(ENTRIES * LAYERS * KEYS),
           changes(ENTRIES * LAYERS * VALUES),
           decays(ENTRIES * LAYERS * VALUE_HEADS),
@@ -52,9 +56,10 @@ struct Drafts {
     std::vector<int64_t> updates, folded;
 };
 
-template <typename T>
-bool alike(const StepState<T>& a, const StepState<T>& b) {
-    return alike(a.tails, b.tails) && alike(a.pages, b.pages) && alike(a.states, b.states);
+template <typename T, typename P, typename S>
+bool alike(const StepState<T, P, S>& a, const StepState<T, P, S>& b) {
+    return alike(a.tails, b.tails) && alike(a.pages, b.pages) && alike(a.scales, b.scales) &&
+           alike(a.states, b.states);
 }
 
 // Operations of a program, and what they point to.
@@ -89,9 +94,11 @@ struct Layer {
 };
 
 // A model and the embeddings of three sequences' tokens.
-template <typename T>
+template <typename T, typename P, typename S>
 class Tiny {
   public:
+    using State = StepState<T, P, S>;
+
     Tiny(Random& random, int64_t type, const Shape& shape)
         : random_(random),
           type_(type),
@@ -114,7 +121,7 @@ class Tiny {
         std::vector<int64_t> expert_ids;  // of all tokens, if they were asked for
     };
 
-    Result run(const std::vector<Slice>& slices, int64_t threads, StepState<T>& state, bool ids,
+    Result run(const std::vector<Slice>& slices, int64_t threads, State& state, bool ids,
                const Drafts& drafts = {}) const {
         const Operations operations = all_of(state);
         std::vector<vlm::Op> ops = operations.ops();
@@ -180,7 +187,7 @@ class Tiny {
                 .router = matrix(shape_.experts + shape_.shared, HIDDEN)};
     }
 
-    Operations all_of(StepState<T>& state) const {
+    Operations all_of(State& state) const {
         Operations to;
         to.add(vlm::ROTATIONS,
                vlm::Rotations{
@@ -225,7 +232,7 @@ class Tiny {
                                     .reporting = reporting});
     }
 
-    void delta_net(Operations& to, int64_t index, StepState<T>& state) const {
+    void delta_net(Operations& to, int64_t index, State& state) const {
         to.add(vlm::DELTA_NET,
                vlm::DeltaNet{.x = wide(0),
                              .out = mixed(VALUES),
@@ -236,6 +243,7 @@ class Tiny {
                              .taps = KERNEL,
                              .tail_stride = LAYERS * TAILS,
                              .state_stride = LAYERS * STATES,
+                             .state_type = sizeof(S) == 2 ? vlm::BFLOAT16 : vlm::FLOAT32,
                              .conv = layers_[index].conv,
                              .neg_decay = layers_[index].neg_decay,
                              .dt_bias = layers_[index].dt_bias,
@@ -253,8 +261,28 @@ class Tiny {
                                          .inputs = &state.inputs[index * CHANNELS]}});
     }
 
-    void attention(Operations& to, int64_t index, StepState<T>& state) const {
-        T *keys = &state.pages[2 * index * PAGE], *values = keys + PAGE;
+    static vlm::Pages pages_of(int64_t index, State& state) {
+        P* keys = &state.pages[2 * index * PAGE];
+        vlm::f16* scales = state.scales.empty() ? nullptr : &state.scales[4 * index * SCALES];
+        auto part = [&](int64_t i) { return scales ? scales + i * SCALES : nullptr; };
+        return {.form = FORM<P>,
+                .block_size = BLOCK,
+                .block_stride = LAYERS * 2 * PAGE,
+                .token_stride = KV_HEADS * DIM,
+                .head_stride = DIM,
+                .scale_block_stride = LAYERS * 4 * SCALES,
+                .scale_token_stride = KV_HEADS,
+                .scale_head_stride = 1,
+                .k = keys,
+                .v = keys + PAGE,
+                .k_scales = part(0),
+                .k_zeros = part(1),
+                .v_scales = part(2),
+                .v_zeros = part(3)};
+    }
+
+    void attention(Operations& to, int64_t index, State& state) const {
+        const vlm::Pages pages = pages_of(index, state);
         to.add(vlm::HEADS, vlm::Heads{.x = wide(0),
                                       .cos = cos_,
                                       .sin = sin_,
@@ -262,13 +290,9 @@ class Tiny {
                                       .kv_heads = KV_HEADS,
                                       .head_dim = DIM,
                                       .half = HALF,
-                                      .block_size = BLOCK,
-                                      .block_stride = LAYERS * 2 * PAGE,
-                                      .token_stride = KV_HEADS * DIM,
+                                      .pages = pages,
                                       .q_norm = layers_[index].q_norm,
                                       .k_norm = layers_[index].k_norm,
-                                      .k_pages = keys,
-                                      .v_pages = values,
                                       .eps = EPS});
         const vlm::View out = mixed(HEADS * DIM);
         to.add(vlm::ATTEND, vlm::Attend{.q = wide(0),
@@ -276,12 +300,8 @@ class Tiny {
                                         .heads = HEADS,
                                         .kv_heads = KV_HEADS,
                                         .head_dim = DIM,
-                                        .block_size = BLOCK,
-                                        .block_stride = LAYERS * 2 * PAGE,
-                                        .token_stride = KV_HEADS * DIM,
+                                        .pages = pages,
                                         .first_key = 0,
-                                        .k_pages = keys,
-                                        .v_pages = values,
                                         .scale = 0.17677669529663687});
         to.add(vlm::SIGMOID,
                vlm::Sigmoid{

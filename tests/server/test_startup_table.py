@@ -11,6 +11,7 @@ import torch
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.memory import MemoryPlan
+from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.weight_sizes import WeightBytes
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.main import startup_rows
@@ -26,7 +27,9 @@ MEMORY = MemoryPlan(
 )
 
 
-def rows(server: ServerConfig | None = None, **options: Any) -> dict[str, str]:
+def rows(
+    server: ServerConfig | None = None, scheme: QuantScheme | None = None, **options: Any
+) -> dict[str, str]:
     config = EngineConfig(block_size=64, max_num_seqs=12, **options)
     backend = Backend(torch.device(config.device), problem="no compiler")
     engine: Any = SimpleNamespace(
@@ -36,6 +39,7 @@ def rows(server: ServerConfig | None = None, **options: Any) -> dict[str, str]:
         arithmetic=decide(config, torch.bfloat16, backend),
         weights=WeightBytes(projections=7 << 30, table=1 << 30, others=1 << 30, mapped=True),
         preprocessor=SimpleNamespace(tool_form="hermes"),
+        spec=SimpleNamespace(quantization=scheme),
     )
     return dict(startup_rows(engine, server or ServerConfig(), ("name",), "http://there"))
 
@@ -68,6 +72,14 @@ def test_weights_types_and_arithmetic_are_said() -> None:
     assert found["types"] == types
     assert found["compute"].startswith("float32: torch computes") and "no compiler" in str(found)
     assert f"torch {torch.__version__}" in found["numerics"]
+
+
+def test_what_a_checkpoint_says_of_its_activations_is_said() -> None:
+    fields = {"quant_method": "fp8", "activation_scheme": "static"}
+    found = rows(scheme=QuantScheme.of({"quantization_config": fields}), device="cpu", threads=2)
+    said = "fp8; made for quantised activations (static input_scale), which is not followed"
+    assert found["quantised"] == said
+    assert "quantised" not in rows(device="cpu", threads=2)
 
 
 def test_memory_for_stored_responses_is_said() -> None:

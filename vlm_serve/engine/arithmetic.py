@@ -15,6 +15,7 @@ import torch
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.native_self_test import Digests
+from vlm_serve.models.quantization.scheme import QuantScheme
 
 DTYPES = {
     "float32": torch.float32,
@@ -24,7 +25,7 @@ DTYPES = {
     "int8": torch.uint8,
 }
 """Option values and the types that are stored; int8 means unsigned codes with scales."""
-NUMERICS_VERSION = 3
+NUMERICS_VERSION = 4
 """Raised whenever a kernel's arithmetic changes: what older code computed is then not reused."""
 
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
@@ -96,16 +97,24 @@ class Arithmetic:
         types: of everything.
         reason: why `types.compute` is what it is.
         numerics: names all arithmetic: results of equal names have equal bits.
+        bits: to which plain weights are quantised while they are loaded; None: they are not.
+        dynamic: whether activations beside integer codes are quantised to int8.
     """
 
     types: Types
     reason: str
     numerics: str
+    bits: int | None = None
+    dynamic: bool = False
 
     def rows(self) -> list[tuple[str, str]]:
         """What `plan` and the start-up table print: a name and a text each."""
         names = self.types.names()
+        if self.bits is not None:
+            names["weights"] += f" (projections int{self.bits})"
         compute = names.pop("compute")
+        if self.dynamic:
+            compute += ", int8 per row and group beside integer weights"
         return [
             ("types", ", ".join(f"{name} {kind}" for name, kind in names.items())),
             ("compute", f"{compute}: {self.reason}"),
@@ -113,13 +122,19 @@ class Arithmetic:
         ]
 
 
-def decide(config: EngineConfig, checkpoint: torch.dtype, backend: Backend) -> Arithmetic:
+def decide(
+    config: EngineConfig,
+    checkpoint: torch.dtype,
+    backend: Backend,
+    stored: QuantScheme | None = None,
+) -> Arithmetic:
     """The types and the arithmetic of a model.
 
     Args:
         config: options; "auto" values are decided here.
         checkpoint: type of the checkpoint's weights.
         backend: what computes.
+        stored: how the checkpoint's own weights are quantised; None if they are not.
 
     Raises:
         ConfigError: a type for which nothing computes here; names the option.
@@ -134,7 +149,30 @@ def decide(config: EngineConfig, checkpoint: torch.dtype, backend: Backend) -> A
         conv=compute,
         vision=compute,
     )
-    return Arithmetic(types, reason, _numerics(compute, backend, config))
+    if stored is not None and config.quantization is not None:
+        raise ConfigError(
+            f"quantization is {config.quantization}, but the checkpoint is quantised already",
+            param="quantization",
+        )
+    bits = None if config.quantization is None else int(config.quantization.removeprefix("int"))
+    integers = bits is not None or (stored is not None and stored.integers)
+    dynamic = _dynamic(config, backend, quantised=integers)
+    numerics = _numerics(compute, backend, config)
+    numerics += "" if bits is None else f", weights in {config.quantization}"
+    numerics += ", int8 activations" if dynamic else ""
+    return Arithmetic(types, reason, numerics, bits, dynamic)
+
+
+def _dynamic(config: EngineConfig, backend: Backend, *, quantised: bool) -> bool:
+    """Whether activations are quantised."""
+    wanted = config.quantized_activations
+    if wanted == "int8" and not backend.compiled:
+        raise ConfigError(
+            "quantized_activations must be auto or none, got int8: there are no compiled kernels",
+            param="quantized_activations",
+        )
+    fast = backend.digests is not None and backend.digests.integer_dots
+    return quantised and (wanted == "int8" or (wanted == "auto" and fast))
 
 
 def name_of(dtype: torch.dtype) -> str:

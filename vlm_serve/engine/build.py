@@ -82,14 +82,14 @@ def build(
     device = _device(config.device)
     with_graphs = graphs_wanted(config.cuda_graphs, device, size) and not mtp
     backend = find_backend(config, device)
-    arithmetic = decide(config, spec.dtype, backend)
+    arithmetic = decide(config, spec.dtype, backend, spec.quantization)
     types, compiled = arithmetic.types, backend.compiled
     config = with_block_size(config, model)
     assert config.block_size is not None
     if device.type == "cpu":
         retain_freed_memory()
     owned = processes is None
-    what = Loading(path, spec, types, device, compiled, mtp)
+    what = Loading(path, spec, arithmetic, device, compiled, mtp)
     loaded, processes = load(what, config, processes)
     cache_memory = config.cache_memory_bytes or default_cache_memory(device, size)
     memory = plan_memory(layout, config, types, cache_memory)
@@ -141,6 +141,7 @@ def build(
             threads=torch.get_num_threads(),
             cuda_graphs=graphs is not None,
             compiled_kernels=compiled,
+            quantized_activations="int8" if arithmetic.dynamic else "none",
         ),
         spec=spec,
         arithmetic=arithmetic,
@@ -152,6 +153,8 @@ def build(
             compiled=compiled,
             tensor_parallel=size,
             drafts=mtp,
+            quantised=loaded.quantised,
+            bits=arithmetic.bits,
         ),
         memory=memory,
         preprocessor=preprocessor,

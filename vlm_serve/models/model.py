@@ -45,6 +45,7 @@ class Model:
         ranks: who share its language model; the vision tower is whole on each of them.
         drafts: whether its multi-token-prediction layer is loaded; forwards report hidden states
             then.
+        quantised: names of the weights that the checkpoint holds as codes.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Model:
         if spec.vision is not None:
             prefix = weights.vision_prefix(spec.vision.anchor)
             self._vision = spec.vision.load(weights, prefix, weights.compute_dtype)
+        self.quantised = frozenset(weights.quantised)
         self._caches: CacheTensors | None = None
         self._bound: tuple[Any, ...] = ()
         self._compiled_step: CompiledStep | None = None
@@ -253,6 +255,8 @@ def load_model(
     compiled: bool = False,
     ranks: Ranks = ALONE,
     drafts: bool = False,
+    bits: int | None = None,
+    dynamic: bool = False,
 ) -> Model:
     """Load a checkpoint.
 
@@ -266,6 +270,8 @@ def load_model(
         compiled: whether compiled CPU code is to compute what it can.
         ranks: who share the model: only this rank's part is read.
         drafts: whether to load its multi-token-prediction layer too; the spec has one.
+        bits: 8 or 4: to what plain weights are quantised, where their parts allow.
+        dynamic: whether compiled code quantises activations beside integer codes as well.
 
     Raises:
         ModelNotFoundError: no such checkpoint.
@@ -273,6 +279,7 @@ def load_model(
         BuildError: compiled code is wanted and cannot be had.
     """
     directory = resolve_checkpoint(path)
+    spec = read_spec(directory)
     weights = Weights(
         directory,
         dtype,
@@ -280,5 +287,8 @@ def load_model(
         compute_dtype=compute_dtype,
         compiled=compiled,
         ranks=ranks,
+        scheme=spec.quantization,
+        bits=bits,
+        dynamic=dynamic,
     )
-    return Model(read_spec(directory), weights, fingerprint(directory), drafts=drafts)
+    return Model(spec, weights, fingerprint(directory), drafts=drafts)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vlm_serve.kernels.linear import Linear, WeightRecord
+from vlm_serve.kernels.linear.joined import Joined
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_records import DTYPES, LANES
 from vlm_serve.kernels.ranks import ALONE, Ranks
@@ -113,7 +114,9 @@ class Program:
 
     def product(self, weight: Linear, x: View, out: View, use: str = "STORE") -> None:
         """A projection of all rows; `use` says where it goes."""
-        self.emit("Product", weight=self.weight(weight), x=x, out=out, use=constant(use))
+        for part in weight.parts if isinstance(weight, Joined) else (weight,):
+            self.emit("Product", weight=self.weight(part), x=x, out=out, use=constant(use))
+            out = out.at(part.columns)
 
     def add(self, weight: Linear, x: View) -> None:
         """Adds a projection to the residual; of all ranks, each with its part of x."""
@@ -140,6 +143,7 @@ class Program:
         self.check_whole(intermediate_size=gate.columns)
         hidden = self.view("hidden", gate.columns)
         weights = {"gate": self.weight(gate), "up": self.weight(up)}
+        _check_alike(*weights.values())
         self.emit("Gated", x=self.normed, out=hidden, **weights)
         return hidden
 
@@ -172,7 +176,7 @@ class Program:
         record = weight.record()
         if record is None:
             raise UnsupportedError("weights that torch multiplies by")
-        if self.dtype == torch.bfloat16 != weight.dtype:
+        if not weight.takes(self.dtype):
             raise UnsupportedError(f"bfloat16 activations beside weights in {weight.dtype}")
         self._alive.append(weight)
         self._deepest = max(self._deepest, weight.depth)
@@ -181,6 +185,7 @@ class Program:
     def weights(self, weights: Sequence[Linear]) -> int:
         """The address of several projections' records."""
         records = (WeightRecord * len(weights))(*map(self.weight, weights))
+        _check_alike(*records)
         self._alive.append(records)
         return ctypes.addressof(records)
 
@@ -214,6 +219,12 @@ class Program:
             top_k=self._top_k,
             ranks=None if self._ranks is None else ctypes.addressof(self._ranks),
         )
+
+
+def _check_alike(*records: Any) -> None:
+    """One operand serves them all."""
+    if len({(each.type, each.group, each.dynamic, bool(each.zeros)) for each in records}) > 1:
+        raise UnsupportedError("weights of several formats that share an operand")
 
 
 def _number(operation: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config, read_json
+from vlm_serve.models.quantization.scheme import METHODS, QuantScheme
 from vlm_serve.models.spec import ModelSpec
 
 
@@ -23,6 +24,7 @@ class Served:
         state: whether layers keep a state, so that hits need snapshots.
         experts: whether layers have routed experts.
         compiled: whether compiled code runs whole steps on a CPU.
+        quantised: what `quant_method` its checkpoints may have.
     """
 
     module: str
@@ -30,6 +32,7 @@ class Served:
     state: bool = True
     experts: bool = False
     compiled: bool = True
+    quantised: tuple[str, ...] = METHODS
 
 
 _QWEN3_5 = "vlm_serve.models.families.qwen3_5"
@@ -71,8 +74,7 @@ def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise CheckpointError(f"model_type {kind!r} is not supported; supported are {known}")
-    if raw.get("quantization_config"):
-        raise CheckpointError("quantised checkpoints are not supported")
+    scheme = QuantScheme.of(raw)
     # Imported late: it takes half a second, which those need not pay who read no config.
     from transformers import PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -88,4 +90,4 @@ def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
             f"out_hidden_size {spec.vision.out_hidden_size} of the vision tower is not the model's "
             f"hidden_size {spec.hidden_size}"
         )
-    return spec
+    return replace(spec, quantization=scheme)

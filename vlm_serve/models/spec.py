@@ -13,6 +13,7 @@ import torch
 from vlm_serve.errors import ConfigError
 from vlm_serve.models.cache_layout import CacheLayout, Pool
 from vlm_serve.models.parts.base import FeedForward, Loader, Mixer, Norm, Routing
+from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.preprocess.family import Family
 
 
@@ -84,6 +85,7 @@ class ModelSpec:
         input_norm, post_norm: names of a layer's norms in the checkpoint.
         mtp: the layer that drafts the token after next (`mtp.py`); None: there is none.
         generation: the content of generation_config.json: defaults of sampling.
+        quantization: how its weights are quantised; None if none are.
     """
 
     hidden_size: int
@@ -100,6 +102,7 @@ class ModelSpec:
     post_norm: str = "post_attention_layernorm"
     mtp: LayerSpec | None = None
     generation: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    quantization: QuantScheme | None = None
 
     @cached_property
     def routing(self) -> Routing | None:

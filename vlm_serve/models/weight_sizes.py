@@ -3,19 +3,24 @@ and what it asks for is counted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 
 import torch
 
 from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.linear.base import shape
-from vlm_serve.kernels.linear.dense import PANEL
+from vlm_serve.kernels.linear.packed import PANEL
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.models.decoder import Decoder, load_layer
 from vlm_serve.models.mtp import Predictor
+from vlm_serve.models.quantization.base import Format
+from vlm_serve.models.quantization.loading import OnLoad, loading_format
+from vlm_serve.models.quantization.rules import plain_name
+from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.options import format_size
 
@@ -29,12 +34,15 @@ class WeightBytes:
         table: the token embeddings.
         others: norms, convolutions, positions of the vision tower.
         mapped: whether the table stays in its file, of which only rows that are looked up are read.
+        formats: of projections in a quantised checkpoint, by the names of formats and of the type
+            of dense ones.
     """
 
     projections: int
     table: int
     others: int
     mapped: bool
+    formats: tuple[tuple[str, int], ...] = ()
 
     @property
     def in_memory(self) -> int:
@@ -43,14 +51,23 @@ class WeightBytes:
 
     def __str__(self) -> str:
         table = f", beside a table of {format_size(self.table)} in its file" if self.mapped else ""
-        return format_size(self.in_memory) + table
+        formats = ", ".join(f"{format_size(size)} {name}" for name, size in self.formats)
+        return format_size(self.in_memory) + (f" ({formats})" if formats else "") + table
 
 
 class Shapes:
     """A `Loader` of tensors without memory; adds up what they would take.
 
+    Args:
+        weights: type of dense projections and of the table.
+        compute: type of everything else.
+        device: where they are to live.
+        compiled: whether projections are packed for compiled CPU kernels.
+        format_of: the format of a part; None: dense.
+
     Attributes:
         of_tensors: every tensor that was asked for, by name.
+        formats: bytes of quantised projections, by the name of their format.
     """
 
     def __init__(
@@ -60,11 +77,14 @@ class Shapes:
         device: torch.device | None = None,
         compiled: bool = False,
         ranks: Ranks = ALONE,
+        format_of: Callable[[Part], Format | OnLoad | None] = lambda part: None,
     ) -> None:
         self.ranks = ranks
         self.device = device or torch.device("cpu")
         self.of_tensors: dict[str, Sequence[int]] = {}
         self.projections = self.table = self.others = 0
+        self.formats: dict[str, int] = {}
+        self._format_of = format_of
         self._weights, self._compute, self._compiled = weights, compute or weights, compiled
 
     def __contains__(self, name: str) -> bool:
@@ -77,13 +97,8 @@ class Shapes:
         self, *parts: Part, bias: list[Part] | None = None, shard: Shard | None = None
     ) -> Linear:
         columns, depth = self._ask(parts, shard)
-        width, biases = self._weights.itemsize, columns if bias else 0
-        if self._compiled:
-            panels = -(-columns // PANEL)
-            rows = depth + (depth % 2 if self._weights == torch.bfloat16 else 0)
-            self.projections += panels * PANEL * rows * width + 4 * biases
-        else:
-            self.projections += (columns * depth + biases) * width
+        for format_, run in groupby(parts, self._format_of):
+            self._add(format_, *shape(list(run), shard), biased=bias is not None)
         return TorchDense(torch.empty(columns, depth, dtype=self._weights, device="meta"), None)
 
     def tensor(self, name: str, shape: Sequence[int], rows: Sequence[range] = ()) -> torch.Tensor:
@@ -97,13 +112,30 @@ class Shapes:
         self, parts: Sequence[Part], count: int, shard: Shard | None = None
     ) -> torch.Tensor:
         columns, depth = self._ask(parts, shard)
-        self.projections += columns * depth * self._weights.itemsize
+        for format_, run in groupby(parts, self._format_of):
+            self._add(format_, *shape(list(run), shard), biased=False)
         return _empty((count, columns // count, depth), self._weights)
 
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         self.of_tensors[name] = shape
         self.table += prod(shape) * self._weights.itemsize
         return _empty(shape, self._weights)
+
+    def _add(
+        self, format_: Format | OnLoad | None, columns: int, depth: int, *, biased: bool
+    ) -> None:
+        """Counts one weight."""
+        width, biases = self._weights.itemsize, columns if biased else 0
+        padded = -(-columns // PANEL) * PANEL if self._compiled else columns
+        if format_ is not None:
+            size = format_.nbytes(padded, depth) + 4 * biases
+            self.formats[format_.label] = self.formats.get(format_.label, 0) + size
+        elif self._compiled:
+            rows = depth + (depth % 2 if self._weights == torch.bfloat16 else 0)
+            size = padded * rows * width + 4 * biases
+        else:
+            size = (columns * depth + biases) * width
+        self.projections += size
 
     def _ask(self, parts: Sequence[Part], shard: Shard | None) -> tuple[int, int]:
         self.of_tensors.update({part.name: part.shape for part in parts})
@@ -124,6 +156,8 @@ def weight_bytes(
     compiled: bool,
     tensor_parallel: int = 1,
     drafts: bool = False,
+    quantised: Collection[str] | None = None,
+    bits: int | None = None,
 ) -> WeightBytes:
     """The sizes, to within one percent of what a loaded model has.
 
@@ -136,22 +170,64 @@ def weight_bytes(
         tensor_parallel: ranks that share the language model; the vision tower is on each. The
             sizes are those of the last rank, which has the larger part of what cannot be halved.
         drafts: with the multi-token-prediction layer.
+        quantised: names of the weights that are; without them, what the config says and published
+            checkpoints do decides.
+        bits: to which plain weights are quantised while they are loaded.
     """
     ranks = Ranks(tensor_parallel - 1, tensor_parallel)
     mapped = device.type == "cpu" and weights == spec.dtype
     own = len(ranks.share(spec.vocab_size))
-    text, vision = (Shapes(weights, compute, device, compiled, ranks) for _ in range(2))
-    Decoder(spec, text, "", None)
+    known = _Formats(spec.quantization, quantised, bits)
+    text, vision = (Shapes(weights, compute, device, compiled, ranks, known) for _ in range(2))
+    prefix = "model.language_model." if spec.vision is not None else "model."
+    Decoder(spec, text, prefix, None if spec.tied_embeddings else "lm_head.weight")
     if drafts:
         Predictor(spec, text)
     if spec.vision is not None:
-        spec.vision.load(vision, "", compute)
+        spec.vision.load(vision, "model.visual.", compute)
+    projections = text.projections + vision.projections
+    coded = {
+        name: text.formats.get(name, 0) + vision.formats.get(name, 0)
+        for name in (*text.formats, *vision.formats)
+    }
+    if coded:
+        coded[_name(weights)] = projections - sum(coded.values())
     return WeightBytes(
-        projections=text.projections + vision.projections,
+        projections=projections,
         table=text.table if mapped else text.table * own // spec.vocab_size,
         others=text.others + vision.others,
         mapped=mapped,
+        formats=tuple(coded.items()),
     )
+
+
+class _Formats:
+    """The formats of parts."""
+
+    def __init__(
+        self, scheme: QuantScheme | None, quantised: Collection[str] | None, bits: int | None
+    ) -> None:
+        self._scheme, self._bits = scheme, bits
+        self._quantised = None if quantised is None else set(map(plain_name, quantised))
+
+    def __call__(self, part: Part) -> Format | OnLoad | None:
+        if self._bits is not None:
+            return loading_format(self._bits, part, part.sizes[1])
+        scheme = self._scheme
+        if scheme is None or self._quantised is None:
+            return None if scheme is None else scheme.expected(part.name)
+        names = [part.name]
+        if part.index is not None:
+            # Checkpoints may hold each expert by itself.
+            place, _, kind = part.name.rpartition(".")
+            own = "down" if kind == "down_proj" else "gate"
+            names.append(f"{place}.{part.index}.{own}_proj.weight")
+        held = not self._quantised.isdisjoint(map(plain_name, names))
+        return scheme.format_of(part.name) if held else None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def prompt_price(spec: ModelSpec) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,8 +13,16 @@ from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Linear, Part, Shard, load
+from vlm_serve.kernels.linear.base import shape
+from vlm_serve.kernels.linear.codes import Codes
+from vlm_serve.kernels.linear.quantising import quantised
+from vlm_serve.kernels.linear.runs import runs
+from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.models.files import weight_files
+from vlm_serve.models.quantization.base import Format, Names, pieces
+from vlm_serve.models.quantization.loading import loading_format
+from vlm_serve.models.quantization.scheme import QuantScheme
 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 _VISION_PREFIXES = ("model.visual.", "visual.", "model.", "")
@@ -35,6 +43,12 @@ class Weights:
         compute_dtype: of everything else, and of activations; `dtype` if it is not given.
         compiled: whether compiled CPU code multiplies.
         ranks: who share the model. What a rank has no part of is not read.
+        scheme: what its config says about quantised weights.
+        bits: to which plain weights are quantised, where their parts allow; None: they are not.
+        dynamic: whether activations beside integer codes are quantised as well.
+
+    Attributes:
+        quantised: names of the weights that were read as codes, as if they were dense.
 
     Raises:
         CheckpointError: from every method: a file is missing or broken, a tensor is missing or has
@@ -50,9 +64,16 @@ class Weights:
         compute_dtype: torch.dtype | None = None,
         compiled: bool = False,
         ranks: Ranks = ALONE,
+        scheme: QuantScheme | None = None,
+        bits: int | None = None,
+        dynamic: bool = False,
     ) -> None:
         self.ranks = ranks
         self.dtype = dtype
+        self.dynamic = dynamic
+        self._bits = bits
+        self.quantised: set[str] = set()
+        self._scheme = scheme
         self.compute_dtype = compute_dtype or dtype
         self.device = device
         self.compiled = compiled
@@ -83,7 +104,7 @@ class Weights:
     def head_name(self) -> str:
         """Name of the output projection of a model without tied embeddings."""
         for name in _HEAD_NAMES:
-            if name in self._files:
+            if name in self._files or self._format(name) is not None:
                 return name
         raise CheckpointError("the checkpoint has no lm_head.weight and does not tie embeddings")
 
@@ -97,11 +118,46 @@ class Weights:
             return None
         return tuple(file.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
+    def stored(self, name: str) -> torch.Tensor:
+        """A tensor as it lies in its file, whatever its shape and type."""
+        if name not in self._files:
+            raise CheckpointError(self._missing(name))
+        tensor: torch.Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def _missing(self, name: str) -> str:
+        names = Names(name)
+        packed = names.beside("qweight"), names.of_weight("packed")
+        found = next((each for each in packed if each in self._files), None)
+        if found is None or self._scheme is not None:
+            return f"the checkpoint has no {name}"
+        return f"{found} is quantised, but config.json has no quantization_config"
+
+    def _format(self, weight: str) -> Format | None:
+        return None if self._scheme is None else self._scheme.found(weight, self)
+
+    def codes(self, part: Part, shard: Shard | None) -> Iterator[Codes] | None:
+        """The codes of a part's rows, None if it is dense; checks all but the codes at once."""
+        format_ = self._format(part.name)
+        if format_ is None:
+            return self._made_codes(part, shard)
+        opened = format_.open(self, part)
+        if part.name not in self.quantised:
+            self.quantised.add(part.name)
+            self._tell(format_.nbytes(*part.sizes))
+        return pieces(opened, part, shard)
+
+    def _made_codes(self, part: Part, shard: Shard | None) -> Iterator[Codes] | None:
+        """Of a plain weight, if it is to be quantised."""
+        depth = shape([part], shard)[1]
+        kind = None if self._bits is None else loading_format(self._bits, part, depth)
+        if kind is None:
+            return None
+        return quantised(part.pieces(self, shard), kind.bits, kind.group)
+
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """A tensor as it lies in its file, read-only memory that is paged in when touched."""
-        if name not in self._files:
-            raise CheckpointError(f"the checkpoint has no {name}")
-        tensor: torch.Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        tensor = self.stored(name)
         if tuple(tensor.shape) != tuple(shape):
             raise CheckpointError(
                 f"{name} has shape {list(tensor.shape)}, the config implies {list(shape)}"
@@ -138,9 +194,19 @@ class Weights:
 
     def stacked(
         self, parts: Sequence[Part], count: int, shard: Shard | None = None
-    ) -> torch.Tensor:
-        """`[count, rows, K]` in the type of projections, for kernels that take all experts in one
-        tensor; or what a shard has."""
+    ) -> torch.Tensor | Stored:
+        """`[count, rows, K]` in the type of projections, or the codes of as many rows, for kernels
+        that take all experts in one tensor; or what a shard has."""
+        first, *others = runs(self, parts, shard)
+        if others:
+            name = others[0].parts[0].name
+            raise CheckpointError(
+                f"{name} is stored otherwise than {parts[0].name}: such experts are served on CPUs "
+                "only"
+            )
+        if first.kind is not None:
+            columns, depth = shape(parts, shard)
+            return stored(first.pieces(), columns, depth, self.device)
         whole = torch.cat([piece for part in parts for piece in part.pieces(self, shard)])
         return whole.to(self.device).view(count, -1, whole.shape[1])
 

@@ -103,6 +103,8 @@ def startup_rows(
     if options.tensor_parallel_size > 1:
         yield "ranks", _ranks(engine)
     yield "weights", str(engine.weights)
+    if engine.spec.quantization is not None:
+        yield "quantised", str(engine.spec.quantization)
     yield from engine.arithmetic.rows()
     if options.device == "cpu":
         made = "torch and compiled" if options.compiled_kernels else "torch"

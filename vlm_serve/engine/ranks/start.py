@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.arithmetic import Types
+from vlm_serve.engine.arithmetic import Arithmetic
 from vlm_serve.engine.ranks.process import START_SECONDS, RankProcesses
 from vlm_serve.engine.ranks.task import Meeting, RankTask
 from vlm_serve.engine.ranks.wire import GoneError
@@ -24,7 +24,7 @@ class Loading:
 
     path: Path
     spec: ModelSpec
-    types: Types
+    arithmetic: Arithmetic
     device: torch.device
     compiled: bool
     drafts: bool = False
@@ -45,7 +45,7 @@ def load(
         EngineError: a rank cannot be started, or fails. None is left behind then.
         CheckpointError, BuildError: as from `load_model`.
     """
-    types, size = what.types, config.tensor_parallel_size
+    types, size = what.arithmetic.types, config.tensor_parallel_size
     if size == 1:
         model = load_model(
             what.path,
@@ -54,6 +54,8 @@ def load(
             compute_dtype=types.compute,
             compiled=what.compiled,
             drafts=what.drafts,
+            bits=what.arithmetic.bits,
+            dynamic=what.arithmetic.dynamic,
         )
         return model, None
     devices = _devices(what.device, size)
@@ -62,7 +64,7 @@ def load(
     meeting = _meeting(what, config)
     threads = config.threads or max(1, torch.get_num_threads() // size)
     tasks = [
-        RankTask(rank, size, meeting, what.path, types, device, what.compiled, threads)
+        RankTask(rank, size, meeting, what.path, what.arithmetic, device, what.compiled, threads)
         for rank, device in enumerate(devices)
     ]
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from vlm_serve.engine.arithmetic import Types
+from vlm_serve.engine.arithmetic import Arithmetic, Types
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.step_paths import compile_steps
 from vlm_serve.kernels.host_memory import retain_freed_memory
@@ -54,7 +54,7 @@ class RankTask:
     size: int
     meeting: Meeting
     path: Path
-    types: Types
+    arithmetic: Arithmetic
     device: str
     compiled: bool
     threads: int
@@ -67,10 +67,12 @@ class RankTask:
             retain_freed_memory()
         return load_model(
             self.path,
-            self.types.weights,
+            self.arithmetic.types.weights,
             device,
-            compute_dtype=self.types.compute,
+            compute_dtype=self.arithmetic.types.compute,
             compiled=self.compiled,
+            bits=self.arithmetic.bits,
+            dynamic=self.arithmetic.dynamic,
             ranks=self.meeting.join(self.rank, self.size, device, self.threads),
         )
 

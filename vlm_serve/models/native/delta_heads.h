@@ -16,7 +16,8 @@ inline int64_t delta_heads_room(const DeltaNet& op) {
     return delta_room(op.key_dim, op.value_dim, shared) + channels * MOST_TAPS;
 }
 
-template <typename T>
+// Activations are of T, states of S.
+template <typename T, typename S>
 class DeltaHeads {
   public:
     DeltaHeads(const DeltaNet& op, int64_t head, Strided<T> x, Strided<T> out)
@@ -29,7 +30,7 @@ class DeltaHeads {
           out_(out) {
         float* memory = own_delta_room().of(delta_heads_room(op_));
         for (int64_t own = 0; own < shared_; ++own, memory += state_size())
-            states_[own] = HeadState(op_.key_dim, op_.value_dim, memory);
+            states_[own] = HeadState<S>(op_.key_dim, op_.value_dim, memory);
         qk_ = memory;
         v_ = qk_ + TOKEN_TILE * 2 * op_.key_dim;
         gates_ = v_ + TOKEN_TILE * shared_ * op_.value_dim;
@@ -52,7 +53,7 @@ class DeltaHeads {
     void verify(const Packed& packed, int64_t sequence, int64_t first, int64_t folded) {
         const int64_t row = packed.src_rows[sequence], begun = packed.offsets[sequence];
         for (int64_t own = 0; own < shared_; ++own) {
-            float* state = state_row(row, own);
+            S* state = state_row(row, own);
             if (folded)
                 fold(state, op_.key_dim, op_.value_dim, folded, keys(first), changes(first, own),
                      decays(first, own), op_.updates);
@@ -75,9 +76,9 @@ class DeltaHeads {
   private:
     int64_t state_size() const { return op_.key_dim * op_.value_dim; }
 
-    float* state_row(int64_t row, int64_t own) const {
+    S* state_row(int64_t row, int64_t own) const {
         if (row < 0) return nullptr;
-        return op_.states + row * op_.state_stride + (head_ * shared_ + own) * state_size();
+        return (S*)op_.states + row * op_.state_stride + (head_ * shared_ + own) * state_size();
     }
 
     Tails<T> tails(int64_t row) const {
@@ -190,7 +191,7 @@ class DeltaHeads {
     const DeltaNet& op_;
     int64_t head_, shared_, kept_, channels_;
     Strided<T> x_, out_;
-    HeadState states_[MOST_SHARED];
+    HeadState<S> states_[MOST_SHARED];
     float *qk_, *v_, *gates_, *windows_;
 };
 

@@ -7,20 +7,25 @@
 
 namespace vlm {
 
-template <typename T>
-void perform(const Run& run, const DeltaNet& op) {
+template <typename T, typename S>
+void run_delta(const Run& run, const DeltaNet& op) {
     const Step& step = run.step;
     const Packed packed{step.sequences, step.threads,  step.first_token,
                         step.src_rows,  step.dst_rows, step.snapshot_rows};
     const Strided<T> x = run.rows<T>(op.x), out = run.rows<T>(op.out);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < step.sequences * op.key_heads; ++i) {
-        DeltaHeads<T> heads(op, i % op.key_heads, x, out);
+        DeltaHeads<T, S> heads(op, i % op.key_heads, x, out);
         const int64_t sequence = i / op.key_heads;
         const int64_t first = step.updates ? step.updates[sequence] : -1;
         first < 0 ? heads.run(packed, sequence)
                   : heads.verify(packed, sequence, first, step.folded[sequence]);
     }
+}
+
+template <typename T>
+void perform(const Run& run, const DeltaNet& op) {
+    op.state_type == BFLOAT16 ? run_delta<T, bf16>(run, op) : run_delta<T, float>(run, op);
 }
 
 template <typename T>
@@ -39,10 +44,11 @@ void perform(const Run& run, const Heads& op) {
         }
         const int64_t slot = run.step.slots[t];
         if (slot < 0) continue;
-        const int64_t place = slot / op.block_size * op.block_stride +
-                              slot % op.block_size * op.token_stride + (head - op.heads) * dim;
-        norm_and_rotate(x, (T*)op.k_pages + place, op.k_norm, cos(t), sin(t), dim, op.half, eps);
-        std::memcpy((T*)op.v_pages + place, x + op.kv_heads * dim, dim * sizeof(T));
+        float row[MOST_DIM];
+        norm_and_rotate(x, row, op.k_norm, cos(t), sin(t), dim, op.half, eps);
+        put_row(op.pages, false, slot, head - op.heads, row, dim);
+        for (int64_t d = 0; d < dim; d += LANES) store(row + d, load(x + op.kv_heads * dim + d));
+        put_row(op.pages, true, slot, head - op.heads, row, dim);
     }
 }
 
@@ -56,18 +62,13 @@ Attention attention_job(const Run& run, const Attend& op) {
             .head_dim = op.head_dim,
             .q_stride = op.q.stride,
             .q_head = op.head_dim,
-            .block_size = op.block_size,
-            .kv_block_stride = op.block_stride,
-            .kv_token_stride = op.token_stride,
-            .kv_head_stride = op.head_dim,
+            .pages = op.pages,
             .first_key = op.first_key,
             .scale = op.scale,
             .offsets = step.first_token,
             .starts = step.start,
             .tables = step.tables,
             .q = run.rows<T>(op.q)(0),
-            .k = op.k_pages,
-            .v = op.v_pages,
             .out = run.rows<T>(op.out)(0)};
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "gated_delta.h"
+#include "kv_pages.h"
 #include "product.h"
 #include "ranks.h"
 
@@ -77,9 +78,10 @@ struct DeltaNet {
     View x, out;
     int64_t key_heads, value_heads, key_dim, value_dim, taps;
     int64_t tail_stride, state_stride;               // from row to row of the pools
+    int64_t state_type;                              // FLOAT32 or BFLOAT16
     const float *conv, *neg_decay, *dt_bias, *norm;  // conv is [taps, channels]
-    void* tails;    // first row of this layer, [channels, taps - 1]
-    float* states;  // first row of this layer, [value_heads, key_dim, value_dim]
+    void* tails;   // first row of this layer, [channels, taps - 1]
+    void* states;  // first row of this layer, [value_heads, key_dim, value_dim]
     double eps;
     Updates updates;  // those of this layer; none are kept or folded if there are no pools for them
 };
@@ -89,9 +91,8 @@ struct DeltaNet {
 struct Heads {
     View x, cos, sin;
     int64_t heads, kv_heads, head_dim, half;
-    int64_t block_size, block_stride, token_stride;
+    Pages pages;  // from the first block of this layer on
     const float *q_norm, *k_norm;
-    void *k_pages, *v_pages;  // first block of this layer, [block_size, kv_heads, head_dim]
     double eps;
 };
 
@@ -100,8 +101,8 @@ struct Heads {
 struct Attend {
     View q, out;
     int64_t heads, kv_heads, head_dim;
-    int64_t block_size, block_stride, token_stride, first_key;
-    const void *k_pages, *v_pages;
+    Pages pages;
+    int64_t first_key;
     double scale;
 };
 

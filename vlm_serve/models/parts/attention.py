@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vlm_serve.kernels.elementwise import times_sigmoid
+from vlm_serve.kernels.kv_quant.compiled import pages_record
 from vlm_serve.kernels.kv_write import write_kv
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, VerifyMeta
@@ -88,7 +89,7 @@ class Attention(Mixer):
             k_norm=load_norm(source, f"{name}.k_norm", dim, norm),
             out_proj=Output.load(
                 source,
-                Part(f"{name}.o_proj.weight", (hidden, self.queries)),
+                Part(f"{name}.o_proj.weight", (hidden, self.queries), least_bits=4),
                 Part(f"{name}.o_proj.bias", (hidden,)) if self.bias else None,
             ),
             eps=norm.eps,
@@ -98,13 +99,17 @@ class Attention(Mixer):
         """Query, key, value and gate rows of a rank: all queries first, all gates last."""
         dim, heads = self.head_dim, ranks.share(self.heads)
         rows = rows_of(ranks.share_or_copy(self.kv_heads), dim)
-        keys = [Part(name.format(kind), (self.keys, *tail), rows) for kind in "kv"]
+        keys = [Part(name.format(kind), (self.keys, *tail), rows, least_bits=4) for kind in "kv"]
         if not self.gated:
-            return [Part(name.format("q"), (self.queries, *tail), rows_of(heads, dim)), *keys]
+            own = rows_of(heads, dim)
+            return [Part(name.format("q"), (self.queries, *tail), own, least_bits=4), *keys]
         both, starts = (2 * self.queries, *tail), [2 * dim * head for head in heads]
         queries = tuple(range(start, start + dim) for start in starts)
         gates = tuple(range(start + dim, start + 2 * dim) for start in starts)
-        return [Part(name.format("q"), both, queries), *keys, Part(name.format("q"), both, gates)]
+        first, last = (
+            Part(name.format("q"), both, rows, least_bits=4) for rows in (queries, gates)
+        )
+        return [first, *keys, last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +176,10 @@ class LoadedAttention(LoadedMixer):
         program.check_whole(head_dim=sizes.head_dim)
         if sizes.head_dim > MOST_DIM:
             raise UnsupportedError(f"head_dim is {sizes.head_dim}, more than {MOST_DIM}")
-        if k.dtype != program.dtype:
+        pages = pages_record(cache, program.dtype)
+        if pages is None:
             raise UnsupportedError(f"KV pages in {k.dtype} beside activations in {program.dtype}")
         shape = {"heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
-        pages = {
-            "block_size": k.shape[1],
-            "block_stride": k.stride(0),
-            "token_stride": k.stride(1),
-            "k_pages": k.data_ptr(),
-            "v_pages": cache.v.data_ptr(),
-        }
         wide = program.view("wide", self.in_proj.columns)
         mixed = program.view("mixed", sizes.queries)
         program.product(self.in_proj, program.normed, wide)
@@ -193,17 +192,17 @@ class LoadedAttention(LoadedMixer):
             q_norm=program.factors(self.q_norm),
             k_norm=program.factors(self.k_norm),
             eps=self.eps,
+            pages=pages,
             **shape,
-            **pages,
         )
         program.emit(
             "Attend",
             q=wide,
             out=mixed,
-            scale=sizes.head_dim**-0.5,
+            pages=pages,
             first_key=program.first_key,
+            scale=sizes.head_dim**-0.5,
             **shape,
-            **pages,
         )
         if sizes.gated:
             gate = wide.at(sizes.queries + 2 * sizes.keys)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from vlm_serve.kernels.linear import Linear, Part, Shard
+from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
@@ -84,8 +85,9 @@ class Loader(Protocol):
 
     def stacked(
         self, parts: Sequence[Part], count: int, shard: Shard | None = None
-    ) -> torch.Tensor:
-        """`[count, rows, K]` in the type of projections; or what a shard has."""
+    ) -> torch.Tensor | Stored:
+        """`[count, rows, K]` in the type of projections, or as many rows of codes; or what a shard
+        has."""
         ...
 
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.linear import Linear, Part, Shard
+from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import route, routed_experts
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.parts.base import (
@@ -44,12 +45,13 @@ class Mlp(FeedForward):
 
     def load(self, source: Loader, layer: str, hidden: int) -> LoadedMlp:
         name, rows = f"{layer}.{self.name}", (source.ranks.share(self.size),)
+        wide = (self.size, hidden)
         gate, up = (
-            source.linear(Part(f"{name}.{part}_proj.weight", (self.size, hidden), rows))
+            source.linear(Part(f"{name}.{part}_proj.weight", wide, rows, least_bits=4))
             for part in ("gate", "up")
         )
-        down = Output.load(source, Part(f"{name}.down_proj.weight", (hidden, self.size)))
-        return LoadedMlp(gate, up, down)
+        down = Part(f"{name}.down_proj.weight", (hidden, self.size), least_bits=4)
+        return LoadedMlp(gate, up, Output.load(source, down))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +124,21 @@ class Experts(FeedForward):
             )
         return (
             [
-                Part(f"{name}.{expert}.{part}_proj.weight", (size, hidden), (own,))
+                Part(f"{name}.{expert}.{part}_proj.weight", (size, hidden), (own,), least_bits=4)
                 for expert in range(count)
                 for part in ("gate", "up")
             ],
-            [Part(f"{name}.{expert}.down_proj.weight", (hidden, size)) for expert in range(count)],
+            [
+                Part(f"{name}.{expert}.down_proj.weight", (hidden, size), least_bits=4)
+                for expert in range(count)
+            ],
         )
 
     def _stored(self, source: Loader, name: str, shape: tuple[int, int, int]) -> Part:
         """All experts' weights. As transformers has it, a shape that fits is never transposed."""
         turned = self.transposed and source.shape_of(name) != shape
-        return Part(name, (shape[0], shape[2], shape[1]) if turned else shape, transposed=turned)
+        stored = (shape[0], shape[2], shape[1]) if turned else shape
+        return Part(name, stored, transposed=turned, least_bits=4)
 
 
 def _apart(source: Loader, parts: list[Part], shard: Shard | None) -> tuple[Linear, ...]:
@@ -146,8 +152,8 @@ class LoadedExperts(LoadedFeedForward):
 
     routing: Routing
     router: Linear
-    gate_up: torch.Tensor | Sequence[Linear]
-    down: torch.Tensor | Sequence[Linear]
+    gate_up: torch.Tensor | Stored | Sequence[Linear]
+    down: torch.Tensor | Stored | Sequence[Linear]
     shared: LoadedMlp | None
     ranks: Ranks
 
@@ -178,9 +184,10 @@ class LoadedExperts(LoadedFeedForward):
         return times_sigmoid(down(hidden, deterministic=deterministic), gate)
 
     def lower(self, program: Program) -> None:
-        if isinstance(self.gate_up, torch.Tensor) or isinstance(self.down, torch.Tensor):
+        gate_up, down = self.gate_up, self.down
+        if isinstance(gate_up, torch.Tensor | Stored) or isinstance(down, torch.Tensor | Stored):
             raise UnsupportedError("experts in one tensor")
-        program.check_whole(moe_intermediate_size=self.down[0].depth)
+        program.check_whole(moe_intermediate_size=down[0].depth)
         scores = program.view("scores", self.router.columns, torch.float32)
         program.product(self.router, program.normed, scores, "SCORES")
         shared: dict[str, object] = {}
@@ -195,10 +202,10 @@ class LoadedExperts(LoadedFeedForward):
             apart=program.shared,
             experts=self.routing.num_experts,
             top_k=self.routing.top_k,
-            hidden=self.down[0].columns,
+            hidden=down[0].columns,
             index=program.next_expert_layer(self.routing.top_k),
-            gate_up=program.weights(self.gate_up),
-            down=program.weights(self.down),
+            gate_up=program.weights(gate_up),
+            down=program.weights(down),
             **shared,
         )
         program.reduce()

@@ -25,6 +25,7 @@ from vlm_serve.kernels.gated_delta import (
     recurrent_gated_delta,
     verify_gated_delta,
 )
+from vlm_serve.kernels.gated_delta.compiled import STATE_TYPES
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.native_layout import constant, struct
@@ -85,6 +86,7 @@ class GatedDelta(Mixer):
     def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedGatedDelta:
         name, heads, ranks = f"{layer}.{self.name}", self.value_heads, source.ranks
         own = ranks.share(heads)
+        out = Part(f"{name}.out_proj.weight", (hidden, self.values), least_bits=4)
         conv = source.tensor(
             f"{name}.conv1d.weight", (self.channels, 1, self.taps), self._mixed(ranks)
         )
@@ -95,7 +97,7 @@ class GatedDelta(Mixer):
             neg_decay=-source.tensor(f"{name}.A_log", (heads,), (own,)).float().exp(),
             dt_bias=source.tensor(f"{name}.dt_bias", (heads,), (own,)).float(),
             norm=source.tensor(f"{name}.norm.weight", (self.value_dim,)),
-            out_proj=Output.load(source, Part(f"{name}.out_proj.weight", (hidden, self.values))),
+            out_proj=Output.load(source, out),
             eps=norm.eps,
         )
 
@@ -115,22 +117,23 @@ class GatedDelta(Mixer):
         heads, values = self.value_heads, self.values
         if not self.interleaved:
             own = ranks.share(heads)
-            yield Part(name.format("qkv"), (self.channels, hidden), self._mixed(ranks))
-            yield Part(name.format("z"), (values, hidden), rows_of(own, self.value_dim))
+            yield Part(
+                name.format("qkv"), (self.channels, hidden), self._mixed(ranks), least_bits=4
+            )
+            rows = rows_of(own, self.value_dim)
+            yield Part(name.format("z"), (values, hidden), rows, least_bits=4)
             for kind in "ba":
                 yield Part(name.format(kind), (heads, hidden), (own,))
             return
-        shared, wide = heads // self.key_heads, values // self.key_heads
-        for kind, widths in (
-            ("qkvz", (self.key_dim, self.key_dim, wide, wide)),
-            ("ba", (shared, shared)),
-        ):
+        shared, each = heads // self.key_heads, values // self.key_heads
+        wide = self.key_dim, self.key_dim, each, each
+        for kind, widths, bits in ("qkvz", wide, 4), ("ba", (shared,) * 2, 16):
             group, first = sum(widths), 0
             count = self.key_heads * group
             for width in widths:
                 starts = [first + group * head for head in ranks.share(self.key_heads)]
                 rows = tuple(range(start, start + width) for start in starts)
-                yield Part(name.format(kind), (count, hidden), rows)
+                yield Part(name.format(kind), (count, hidden), rows, least_bits=bits)
                 first += width
 
 
@@ -230,7 +233,7 @@ class LoadedGatedDelta(LoadedMixer):
             raise UnsupportedError(f"convolutions of {sizes.taps} taps")
         if shared > _MOST_SHARED:
             raise UnsupportedError(f"{shared} value heads for a key head")
-        if cache.recurrent.dtype != torch.float32:
+        if cache.recurrent.dtype not in STATE_TYPES:
             raise UnsupportedError(f"states in {cache.recurrent.dtype}")
         wide = program.view("wide", self.in_proj.columns)
         mixed = program.view("mixed", sizes.values)
@@ -246,6 +249,7 @@ class LoadedGatedDelta(LoadedMixer):
             taps=sizes.taps,
             tail_stride=cache.conv.stride(0),
             state_stride=cache.recurrent.stride(0),
+            state_type=STATE_TYPES[cache.recurrent.dtype],
             conv=program.vector(self.conv.T),
             neg_decay=program.vector(self.neg_decay),
             dt_bias=program.vector(self.dt_bias),

@@ -1,0 +1,96 @@
+"""What quantising takes from every projection of a checkpoint: the error of its weight, and of its
+products with quantised activations, relative to the plain ones.
+
+    python benchmarks/quantised_error.py demo [--quantization int4]
+
+Rows are random, normally distributed, each with a few values twenty times as large as the rest, as
+residuals have them. `weight` is the norm of the difference of the weights over that of the plain
+one; `exact` and `dynamic` are the same of products.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+
+from vlm_serve.engine.build import find_checkpoint
+from vlm_serve.kernels.linear import Linear, Part, dense
+from vlm_serve.kernels.linear.integers import PackedIntegers
+from vlm_serve.kernels.linear.quantising import quantise
+from vlm_serve.models import read_spec
+from vlm_serve.models.model import Decoder
+from vlm_serve.models.quantization.loading import loading_format
+from vlm_serve.models.weights import Weights
+
+ROWS, LARGE = 64, 4
+
+
+class Watched(Weights):
+    """Notes which parts a model asks for."""
+
+    parts: list[Part]
+
+    def linear(self, *parts: Part, bias: list[Part] | None = None) -> Linear:
+        self.parts += parts
+        return super().linear(*parts, bias=bias)
+
+
+def parts_of(model: str) -> tuple[Watched, list[Part]]:
+    """A checkpoint and the parts of its language model's projections."""
+    path = find_checkpoint(model)
+    spec = read_spec(path)
+    weights = Watched(path, torch.float32, torch.device("cpu"))
+    weights.parts = []
+    head = None if spec.tied_embeddings else weights.head_name()
+    Decoder(spec, weights, weights.text_prefix, head)
+    return weights, weights.parts
+
+
+def rows_of(depth: int) -> torch.Tensor:
+    x = torch.randn(ROWS, depth)
+    x[:, torch.randperm(depth)[:LARGE]] *= 20
+    return x
+
+
+def errors(plain: torch.Tensor, bits: int, group: int) -> Iterator[float]:
+    """Of the weight, of exact and of dynamic products."""
+    codes = quantise(plain, bits, group)
+    steps = codes.codes.view(len(plain), -1, group).float() - (1 << (bits - 1))
+    yield relative((steps * codes.scales.float()[..., None]).flatten(1), plain)
+    x = rows_of(plain.shape[1])
+    expected = dense(plain, compiled=True)(x)
+    for dynamic in (False, True):
+        packed = PackedIntegers.of([codes], *plain.shape, dynamic=dynamic)
+        yield relative(packed(x), expected)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--quantization", choices=("int8", "int4"), default="int4")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    wanted = int(given.quantization.removeprefix("int"))
+    weights, parts = parts_of(given.model)
+    print("| weight | format | weight | exact | dynamic |\n|---|---|---|---|---|")
+    for part in parts:
+        form = loading_format(wanted, part, part.sizes[1])
+        name = part.name if part.index is None else f"{part.name}[{part.index}]"
+        if form is None:
+            print(f"| {name} | as it is | | | |")
+            continue
+        plain = torch.cat(list(part.pieces(weights, None)))
+        cells = " | ".join(f"{each:.4f}" for each in errors(plain, form.bits, form.group))
+        print(f"| {name} | {form.label}, groups of {form.group} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The model of `quantised.py`, what one decoded token reads of it, and the servers that run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from engine_cases import Side, make_checkpoint
+from engine_gguf import convert, quantise
+from engine_peers import Completions, find_llama, llama, ours
+from machine import ROOT
+
+from vlm_serve.kernels.linear.quantising import GROUPS, SCALES
+
+# Found once engine_cases has said where.
+from checkpoint_spec import BENCHMARK_SPEC, CheckpointSpec  # isort: skip
+
+SPEC = replace(
+    BENCHMARK_SPEC,
+    hidden_size=2048,
+    num_layers=20,
+    intermediate_size=6144,
+    vocab_size=16384,
+    gdn_key_heads=16,
+    gdn_value_heads=16,
+    attention_heads=8,
+    head_dim=256,
+    dtype="bfloat16",
+)
+"""1.17B weights of the language model, beside the benchmarks' small tower."""
+
+PEERS = {"bfloat16": ("BF16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
+"""Each of our formats, and what llama.cpp has of that width."""
+
+_BYTES = {"bfloat16": 2.0} | {
+    f"int{bits}": bits / 8 + SCALES.itemsize / GROUPS[bits][0] for bits in GROUPS
+}
+"""Of a weight: its code and its share of a scale."""
+
+
+def bytes_per_token(spec: CheckpointSpec, kind: str, context: int) -> int:
+    """What decoding one token reads, and writes of the state: projections, head, states and pages.
+
+    Args:
+        spec: a dense model of the Qwen3.5 family.
+        kind: "bfloat16", "int8" or "int4", whose head is int8.
+        context: tokens before it.
+    """
+    attending = spec.num_layers // spec.full_attention_interval
+    recurrent = spec.num_layers - attending
+    values = spec.gdn_value_heads * spec.gdn_value_dim
+    mixed = 2 * spec.gdn_key_heads * spec.gdn_key_dim + 2 * values
+    queries, keys = spec.attention_heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    weights = spec.hidden_size * (
+        recurrent * (mixed + values)
+        + attending * (3 * queries + 2 * keys)
+        + spec.num_layers * 3 * spec.intermediate_size
+    )
+    small = 2 * recurrent * spec.gdn_value_heads * spec.hidden_size  # a and b, in bfloat16
+    head = spec.vocab_size * spec.hidden_size
+    state = recurrent * values * spec.gdn_key_dim * 4
+    pages = attending * 2 * keys * 2 * context
+    head_bytes = _BYTES["int8" if kind == "int4" else kind]
+    return round(weights * _BYTES[kind] + 2 * small + head * head_bytes + 2 * state + pages)
+
+
+class Models:
+    """The checkpoint, and what llama.cpp's tools make of it, in a folder; what is there is used.
+
+    Args:
+        folder: for all of the files.
+        source: llama.cpp's source tree, or None for LLAMA_SOURCE.
+    """
+
+    def __init__(self, folder: Path, source: str | None) -> None:
+        self._folder, self._source = folder, source
+        self.checkpoint = folder / "checkpoint"
+        if not self.checkpoint.is_dir():
+            print("writing the checkpoint", flush=True)
+            make_checkpoint(folder / "checkpoint.part", SPEC).replace(self.checkpoint)
+
+    @contextmanager
+    def own(self, kind: str, threads: int, batched_tokens: int) -> Iterator[Side]:
+        """Our server. Raises Unavailable."""
+        switches = [] if kind == "bfloat16" else ["--quantization", kind]
+        with ours(
+            ROOT,
+            self.checkpoint,
+            "bfloat16",
+            *switches,
+            threads=threads,
+            batched_tokens=batched_tokens,
+        ) as server:
+            yield Completions(server, kind)
+
+    @contextmanager
+    def peer(self, kind: str, threads: int, length: int, *, tower: bool) -> Iterator[Side]:
+        """llama.cpp's. Raises Unavailable, ConversionError."""
+        tree, binary = find_llama(self._source)
+        model = self._file(tree, kind)
+        eyes = self._converted(tree, tower=True) if tower else None
+        with llama(binary, model, length=length, threads=threads, tower=eyes) as started:
+            yield started
+
+    def _converted(self, tree: Path, *, tower: bool = False) -> Path:
+        file = self._folder / f"{'tower-' if tower else ''}bfloat16.gguf"
+        if not file.is_file():
+            print(f"converting to {file.name}", flush=True)
+            convert(tree, self.checkpoint, "bfloat16", self._folder, tower=tower)
+        return file
+
+    def _file(self, tree: Path, kind: str) -> Path:
+        plain = self._converted(tree)
+        if kind == "BF16":
+            return plain
+        file = self._folder / f"{kind}.gguf"
+        if not file.is_file():
+            print(f"llama-quantize to {kind}", flush=True)
+            quantise(tree, plain, kind)
+        return file

@@ -1,0 +1,59 @@
+"""Pages of keys and values as compiled CPU code finds them (`native/kv_pages.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from vlm_serve.kernels.metadata import KVLayer
+from vlm_serve.kernels.native_layout import constant, struct
+
+_FORMS = {
+    torch.float32: constant("KV_FLOAT32"),
+    torch.bfloat16: constant("KV_BFLOAT16"),
+    torch.float16: constant("KV_FLOAT16"),
+    torch.float8_e4m3fn: constant("KV_FLOAT8"),
+    torch.uint8: constant("KV_INT8"),
+}
+# What bfloat16 has exactly: the operands of its products.
+_NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
+
+_Pages = struct("Pages")
+
+
+def pages_record(kv: KVLayer, compute: torch.dtype) -> ctypes.Structure | None:
+    """A layer's pages; None if activations of that type do not meet pages like these.
+
+    Args:
+        kv: keys and values of one layer, all of its dims next to each other.
+        compute: float32 meets pages of every type, bfloat16 those whose values it has.
+    """
+    known = tuple(_FORMS) if compute == torch.float32 else _NARROW
+    scales = (kv.k_scale, kv.k_zero, kv.v_scale, kv.v_zero)
+    strides = {each.stride() for each in scales if each is not None}
+    if (
+        compute not in (torch.float32, torch.bfloat16)
+        or kv.k.dtype not in known
+        or kv.k.stride() != kv.v.stride()
+        or kv.k.stride(3) != 1
+        or len(strides) > 1
+    ):
+        return None
+    record = _Pages(
+        form=_FORMS[kv.k.dtype],
+        block_size=kv.k.shape[1],
+        block_stride=kv.k.stride(0),
+        token_stride=kv.k.stride(1),
+        head_stride=kv.k.stride(2),
+        k=kv.k.data_ptr(),
+        v=kv.v.data_ptr(),
+    )
+    for name, each in zip(("k_scales", "k_zeros", "v_scales", "v_zeros"), scales, strict=True):
+        if each is not None:
+            setattr(record, name, each.data_ptr())
+    for block, token, head in strides:
+        record.scale_block_stride = block
+        record.scale_token_stride = token
+        record.scale_head_stride = head
+    return record

@@ -1,0 +1,211 @@
+"""Products with quantised weights on a GPU; codes as `stored_codes` keeps them.
+
+A group's codes, less their zero point, are whole numbers (or float8) that bfloat16 and float16 have
+exactly. So a group is one chain of products with the activations as they are, in float32, and is
+folded into the row's sum by one product with its scale; nothing else is rounded.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vlm_serve.kernels.kv_quant.triton import decode_float8
+from vlm_serve.kernels.linear.stored_codes import Stored, StoredFloat8
+from vlm_serve.kernels.triton_support import (
+    Target,
+    current_target,
+    dot_dtype,
+    launch,
+    power_of_two,
+)
+
+# What codes are.
+FLOAT8_NATIVE = tl.constexpr(1)
+FLOAT8_INTEGER = tl.constexpr(2)
+INT4 = tl.constexpr(4)
+INT8 = tl.constexpr(8)
+
+
+@triton.jit
+def grouped_product(
+    x,
+    x_rows,
+    real,
+    codes,
+    scales,
+    zeros,
+    columns,
+    inside,
+    code_stride,
+    scale_stride,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    FORM: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """float32 `[ROWS, COLUMNS]`: rows of x (their offsets, where `real`) times columns of a weight
+    (int64, where `inside`)."""
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    own = tl.arange(0, STEP)
+    # Codes of 4 bits: byte j of a group has those of j and of j + GROUP / 2.
+    SPAN: tl.constexpr = GROUP // 2 if FORM == INT4 else GROUP
+    WIDTH: tl.constexpr = DEPTH // 2 if FORM == INT4 else DEPTH
+    middle = 128.0 if FORM == INT8 else 8.0
+    for group in range(0, (DEPTH + GROUP - 1) // GROUP):
+        at_scale = columns * scale_stride + group
+        scale = tl.load(scales + at_scale, mask=inside, other=0.0).to(tl.float32)
+        zero = tl.zeros((COLUMNS,), tl.float32) + middle
+        if ZEROS:
+            zero = tl.load(zeros + at_scale, mask=inside, other=0).to(tl.float32)
+        part = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, SPAN, STEP):
+            # The last block of float8 may be cut off.
+            at = group * SPAN + start + own
+            known = (start + own < SPAN) & (at < WIDTH)
+            places = (columns * code_stride)[None, :] + at[:, None]
+            both = known[:, None] & inside[None, :]
+            stored = tl.load(codes + places, mask=both, other=0)
+            k = group * GROUP + start + own
+            wanted = real[:, None] & known[None, :]
+            rows = tl.load(x + x_rows[:, None] + k[None, :], mask=wanted, other=0.0).to(DOT)
+            if FORM == INT4:
+                low = ((stored & 15).to(tl.float32) - zero[None, :]).to(DOT)
+                part = tl.dot(rows, low, part, input_precision=PRECISION)
+                k = k + SPAN
+                rows = tl.load(x + x_rows[:, None] + k[None, :], mask=wanted, other=0.0).to(DOT)
+                high = ((stored >> 4).to(tl.float32) - zero[None, :]).to(DOT)
+                part = tl.dot(rows, high, part, input_precision=PRECISION)
+            elif FORM == INT8:
+                whole = (stored.to(tl.float32) - zero[None, :]).to(DOT)
+                part = tl.dot(rows, whole, part, input_precision=PRECISION)
+            elif FORM == FLOAT8_NATIVE:
+                value = stored.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(DOT)
+                part = tl.dot(rows, value, part, input_precision=PRECISION)
+            else:
+                part = tl.dot(rows, decode_float8(stored).to(DOT), part, input_precision=PRECISION)
+        total += part * scale[None, :]
+    return total
+
+
+@triton.jit
+def _linear_kernel(
+    x,
+    codes,
+    scales,
+    zeros,
+    bias,
+    out,
+    tokens,
+    x_stride,
+    code_stride,
+    scale_stride,
+    WIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    FORM: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    real = row < tokens
+    columns = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    inside = columns < WIDE
+    total = grouped_product(
+        x,
+        row.to(tl.int64) * x_stride,
+        real,
+        codes,
+        scales,
+        zeros,
+        columns,
+        inside,
+        code_stride,
+        scale_stride,
+        DEPTH,
+        GROUP,
+        FORM,
+        ZEROS,
+        ROWS,
+        COLUMNS,
+        STEP,
+        DOT,
+        PRECISION,
+    )
+    if BIAS:
+        total += tl.load(bias + columns, mask=inside, other=0.0)[None, :]
+    places = row.to(tl.int64)[:, None] * WIDE + columns[None, :]
+    mask = real[:, None] & inside[None, :]
+    tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+
+
+def product(
+    x: torch.Tensor,
+    weight: Stored,
+    bias: torch.Tensor | None,
+    out: torch.dtype,
+    *,
+    deterministic: bool,
+) -> torch.Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tokens, wide = x.shape[0], weight.codes.shape[0]
+    result = torch.empty(tokens, wide, dtype=out, device=x.device)
+    rows = 64 if deterministic or tokens > 32 else 32 if tokens > 16 else 16
+    tile = {"ROWS": rows, "COLUMNS": 32 if x.dtype == torch.float32 else 64}
+    arguments = {
+        "x": x,
+        **code_arguments(weight, x, current_target()),
+        "bias": result if bias is None else bias,
+        "out": result,
+        "tokens": tokens,
+        "x_stride": x.stride(0),
+        "WIDE": wide,
+        "DEPTH": x.shape[1],
+        "BIAS": bias is not None,
+        **tile,
+    }
+    grid = (triton.cdiv(wide, tile["COLUMNS"]), triton.cdiv(tokens, rows))
+    stages = 1 if x.dtype == torch.float32 else 3
+    launch(_linear_kernel, grid, arguments, num_warps=4, num_stages=stages)
+    return result
+
+
+def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str, Any]:
+    """A weight as the arguments of kernels that multiply by it; float8 travels as bytes."""
+    zeros = None if isinstance(weight, StoredFloat8) else weight.zeros
+    if isinstance(weight, StoredFloat8):
+        form = FLOAT8_NATIVE if target.native_float8 else FLOAT8_INTEGER
+        group, span = weight.block, weight.block
+    else:
+        form = INT4 if weight.bits == 4 else INT8
+        group, span = weight.group, weight.group * weight.bits // 8
+    return {
+        "codes": weight.codes.view(torch.uint8),
+        "scales": weight.scales,
+        # Without zero points any pointer takes their place; it is never read.
+        "zeros": weight.codes.view(torch.uint8) if zeros is None else zeros,
+        "code_stride": weight.codes.stride(0),
+        "scale_stride": weight.scales.stride(0),
+        "GROUP": group,
+        "FORM": int(form.value),
+        "ZEROS": zeros is not None,
+        # A dot has at least 16 products.
+        "STEP": min(32 if x.dtype == torch.float32 else 64, power_of_two(span, 16)),
+        "DOT": dot_dtype(x.dtype),
+        "PRECISION": target.dot_precision,
+    }

@@ -1,0 +1,83 @@
+"""int8 and int4 codes with scales, and with or without zero points, in groups of k; see
+`native/grouped.h` for their layout and arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.linear.codes import IntegerCodes
+from vlm_serve.kernels.linear.packed_codes import PackedCodes, packed_group, panels, put
+
+_KINDS = {8: "INT8", 4: "INT4"}
+
+
+class PackedIntegers(PackedCodes):
+    """A weight of integer codes, packed for compiled CPU code."""
+
+    @classmethod
+    def of(
+        cls,
+        pieces: Iterable[IntegerCodes],
+        columns: int,
+        depth: int,
+        bias: torch.Tensor | None = None,
+        *,
+        dynamic: bool = False,
+    ) -> PackedIntegers:
+        """Packs `[n, K]` pieces, one below the other, which share bits, group and type of scales.
+
+        Args:
+            pieces: the codes.
+            columns, depth: N and K of all of them.
+            bias: `[N]` or None.
+            dynamic: whether activations are quantised to int8, per row and group of k.
+
+        Raises:
+            KernelArgumentError: pieces that differ, or groups that compiled code does not know.
+        """
+        pieces = iter(pieces)
+        piece: IntegerCodes | None = next(pieces)
+        assert piece is not None
+        like, group = piece, packed_group(piece.group, depth)
+        words = panels(columns, depth * like.bits // 32, torch.int32)
+        scales = panels(columns, depth // group, like.scales.dtype)
+        zeros: torch.Tensor | None = None
+        first = 0
+        while piece is not None:
+            if (piece.bits, piece.group) != (like.bits, like.group):
+                raise KernelArgumentError("pieces", "bits or groups differ within a weight")
+            put(words, first, _words(piece))
+            put(scales, first, _repeated(piece.scales, piece.group // group))
+            if piece.zeros is not None and zeros is None:
+                zeros = panels(columns, depth // group, torch.uint8, 1 << (like.bits - 1))
+            if piece.zeros is not None and zeros is not None:
+                put(zeros, first, _repeated(piece.zeros, piece.group // group))
+            first += piece.codes.shape[0]
+            piece = next(pieces, None)
+        return cls(
+            words,
+            scales,
+            zeros,
+            kind=_KINDS[like.bits],
+            columns=columns,
+            depth=depth,
+            group=group,
+            bias=bias,
+            dynamic=dynamic,
+        )
+
+
+def _words(piece: IntegerCodes) -> torch.Tensor:
+    """int32 `[n, K * bits / 32]`."""
+    codes = piece.codes.contiguous()
+    if piece.bits == 4:
+        halves = codes.view(len(codes), -1, 2, 4)
+        codes = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+    return codes.view(torch.int32)
+
+
+def _repeated(values: torch.Tensor, times: int) -> torch.Tensor:
+    return values.repeat_interleave(times, 1) if times > 1 else values

@@ -1,0 +1,91 @@
+"""What packed weights have in common, whatever their values are: they are multiplied by
+compiled CPU code, as their record says.
+
+One layout and one arithmetic serve one row and thousands: a row's bits depend on the row and the
+weight alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.elementwise import compiled, torch_cpu
+from vlm_serve.kernels.linear.base import Activation, Linear
+from vlm_serve.kernels.native_layout import constant, struct
+from vlm_serve.kernels.native_library import call
+from vlm_serve.kernels.native_records import DTYPES, bits
+
+PANEL = constant("PANEL")
+"""Columns of a panel; the last one is filled up with zeros."""
+_PLAIN, _TIMES, _PLUS = constant("PLAIN"), constant("TIMES"), constant("PLUS")
+_ACTIVATIONS: dict[Activation, int] = {
+    "silu": constant("SILU"),
+    "gelu": constant("GELU"),
+    "gelu_tanh": constant("GELU_TANH"),
+}
+
+_Projection = struct("Projection")
+
+
+class Packed(Linear):
+    """A packed weight.
+
+    Args:
+        record: how compiled code finds it.
+        dtype: of its values, or of their codes.
+        tensors: all that the record points to.
+    """
+
+    def __init__(
+        self, record: ctypes.Structure, dtype: torch.dtype, *tensors: torch.Tensor | None
+    ) -> None:
+        self.columns, self.depth, self.dtype = record.columns, record.depth, dtype
+        self._record = record
+        self._tensors = [tensor for tensor in tensors if tensor is not None]
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        activation: Activation | None = None,
+        times: torch.Tensor | None = None,
+        plus: torch.Tensor | None = None,
+        deterministic: bool = False,
+    ) -> torch.Tensor:
+        self._check(x, activation, times, plus)
+        if x.dtype not in DTYPES or not self.takes(x.dtype):
+            raise KernelArgumentError("x", f"{x.dtype} beside a weight in {self.dtype}")
+        x = x if x.stride(1) == 1 else x.contiguous()
+        other = plus if times is None else times
+        if other is not None and (other.dtype != x.dtype or other.stride(1) != 1):
+            other = other.to(x.dtype).contiguous()
+        use = _TIMES if times is not None else _PLUS if plus is not None else _PLAIN
+        out = x.new_empty(x.shape[0], self.columns)
+        job = _Projection(
+            weight=self._record,
+            rows=x.shape[0],
+            x_stride=x.stride(0),
+            other_stride=0 if other is None else other.stride(0),
+            use=use if activation is None else _ACTIVATIONS[activation],
+            threads=torch.get_num_threads(),
+            x=x.data_ptr(),
+            other=None if other is None else other.data_ptr(),
+            out=out.data_ptr(),
+        )
+        call("vlm_linear", ctypes.byref(job), bits(x))
+        return out
+
+    def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
+        gate, other = self(x), up(x)
+        out = compiled.silu_times(gate, other)
+        return torch_cpu.silu_times(gate, other) if out is None else out
+
+    def record(self) -> ctypes.Structure:
+        return self._record
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors)

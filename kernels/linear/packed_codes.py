@@ -1,0 +1,105 @@
+"""Codes with scales in our own layout (`native/grouped.h`), multiplied by compiled CPU code."""
+
+from __future__ import annotations
+
+import torch
+
+from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.linear.base import WeightRecord
+from vlm_serve.kernels.linear.dense import TYPES
+from vlm_serve.kernels.linear.packed import PANEL, Packed
+from vlm_serve.kernels.native_layout import constant
+
+MOST_GROUP = constant("MOST_GROUP")
+LEAST_GROUP = constant("LEAST_GROUP")
+"""Groups of k are a multiple of this."""
+
+
+class PackedCodes(Packed):
+    """A packed weight of codes.
+
+    Args:
+        words: int32 `[panels, words of a column, 32]`.
+        scales: float32, bfloat16 or float16 `[panels, K / group, 32]`.
+        zeros: uint8 like scales, or None.
+        kind: the constant of compiled code for such codes.
+        columns, depth, group: N, K and how many k share a scale.
+        bias: float32 `[N]` or None.
+        dynamic: whether activations are quantised as well.
+    """
+
+    def __init__(
+        self,
+        words: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        *,
+        kind: str,
+        columns: int,
+        depth: int,
+        group: int,
+        bias: torch.Tensor | None,
+        dynamic: bool,
+    ) -> None:
+        bias = None if bias is None else bias.float().contiguous()
+        record = WeightRecord(
+            packed=words.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            columns=columns,
+            depth=depth,
+            type=constant(kind),
+            scales=scales.data_ptr(),
+            zeros=None if zeros is None else zeros.data_ptr(),
+            group=group,
+            scale_type=TYPES[scales.dtype],
+            dynamic=dynamic,
+        )
+        super().__init__(record, torch.uint8, words, scales, zeros, bias)
+        self.group = group
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return True
+
+
+def packable(group: int, depth: int) -> bool:
+    """Whether compiled code knows groups like these, or parts of them."""
+    return _part_of(group, depth) is not None
+
+
+def packed_group(group: int, depth: int) -> int:
+    """How many k share a scale in memory: the file's group, or the largest part of it that compiled
+    code knows, whose scales are then repeated.
+
+    Raises:
+        KernelArgumentError: there is none.
+    """
+    size = _part_of(group, depth)
+    if size is None:
+        problem = f"{group} of {depth}, expected a multiple of {LEAST_GROUP} in both"
+        raise KernelArgumentError("group", problem)
+    return size
+
+
+def _part_of(group: int, depth: int) -> int | None:
+    sizes = range(MOST_GROUP, 0, -LEAST_GROUP)
+    return next((size for size in sizes if group % size == 0 and depth % size == 0), None)
+
+
+def panels(columns: int, rows: int, dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
+    """`[panels, rows, 32]` for so many columns."""
+    return torch.full((-(-columns // PANEL), rows, PANEL), fill, dtype=dtype)
+
+
+def put(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
+    """Columns of `[panels, rows, 32]` from `first` on; values are `[columns, rows]`."""
+    while len(values):
+        panel, column = divmod(first, PANEL)
+        whole = len(values) // PANEL
+        if column == 0 and whole:
+            count = whole * PANEL
+            squares = values[:count].view(whole, PANEL, -1)
+            target[panel : panel + whole] = squares.transpose(1, 2)
+        else:
+            count = min(PANEL - column, len(values))
+            target[panel, :, column : column + count] = values[:count].T
+        first, values = first + count, values[count:]

@@ -1,0 +1,84 @@
+"""Parts of a projection that are stored alike, and so can be one weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import torch
+
+from vlm_serve.kernels.linear.base import Part, Shard, Source
+from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
+
+
+@dataclass(slots=True)
+class Run:
+    """Neighbouring parts.
+
+    Attributes:
+        kind: what their codes have in common; None of dense ones.
+        parts: in their order.
+    """
+
+    kind: Hashable | None
+    parts: list[Part] = field(default_factory=list)
+    _heads: list[Codes] = field(default_factory=list)
+    _tails: list[Iterator[Codes]] = field(default_factory=list)
+
+    def add(self, part: Part, head: Codes | None, tail: Iterator[Codes]) -> None:
+        """Another part, of whose codes the first piece has been read."""
+        self.parts.append(part)
+        if head is not None:
+            self._heads.append(head)
+            self._tails.append(tail)
+
+    def pieces(self) -> Iterator[Codes]:
+        """The codes of all parts, once: with zero points if any part has some, and in blocks of
+        as many rows as all of them allow."""
+        heads = self._heads
+        zeros = any(isinstance(each, IntegerCodes) and each.zeros is not None for each in heads)
+        high = math.gcd(*(each.block[0] for each in heads if isinstance(each, Float8Codes)))
+        while self._heads:
+            for piece in chain([self._heads.pop(0)], self._tails.pop(0)):
+                if isinstance(piece, IntegerCodes):
+                    yield _with_zeros(piece) if zeros else piece
+                else:
+                    yield _in_rows(piece, high)
+
+
+def runs(source: Source, parts: Sequence[Part], shard: Shard | None) -> list[Run]:
+    """Parts, neighbours of one kind together."""
+    found: list[Run] = []
+    for part in parts:
+        tail = source.codes(part, shard)
+        head = None if tail is None else next(tail)
+        kind = None if head is None else _kind(head)
+        if not found or found[-1].kind != kind:
+            found.append(Run(kind))
+        found[-1].add(part, head, iter(()) if tail is None else tail)
+    return found
+
+
+def _kind(codes: Codes) -> Hashable:
+    if isinstance(codes, IntegerCodes):
+        return IntegerCodes, codes.bits, codes.group, codes.scales.dtype
+    return Float8Codes, codes.block[1], codes.block[0] == 1, codes.scales.dtype
+
+
+def _with_zeros(piece: IntegerCodes) -> IntegerCodes:
+    if piece.zeros is not None:
+        return piece
+    middle = torch.full(piece.scales.shape, 1 << (piece.bits - 1), dtype=torch.uint8)
+    return replace(piece, zeros=middle)
+
+
+def _in_rows(piece: Float8Codes, high: int) -> Float8Codes:
+    """The same in blocks of so many rows, a divisor of what they have, or of all that do."""
+    high = math.gcd(high, piece.block[0])
+    if high == piece.block[0]:
+        return piece
+    rows = piece.codes.shape[0]
+    scales = piece.scales.repeat_interleave(piece.block[0] // high, 0)[: -(-rows // high)]
+    return replace(piece, scales=scales, block=(high, piece.block[1]))

@@ -1,0 +1,193 @@
+"""Quantised weights in memory where torch or Triton multiplies by them: the codes as they are.
+
+4-bit codes lie two to a byte, by halves of a group: byte j of a group of g holds code j in its low
+bits and code g / 2 + j in its high ones, so that both are neighbours of their own kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredIntegers:
+    """Codes of 4 or 8 bits.
+
+    Attributes:
+        codes: uint8 `[N, K]`, or `[N, K / 2]` of 4 bits.
+        scales: `[N, K / group]`, in the type they came in.
+        zeros: uint8 `[N, K / group]`; `2**(bits - 1)` everywhere if None.
+        bits, group: as in IntegerCodes.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bits: int
+    group: int
+
+    @classmethod
+    def empty(
+        cls, like: IntegerCodes, columns: int, depth: int, device: torch.device
+    ) -> StoredIntegers:
+        """Room for `[N, K]` codes like these.
+
+        Raises:
+            KernelArgumentError: a width or a group that is not known.
+        """
+        if like.bits not in (4, 8):
+            raise KernelArgumentError("bits", f"4 or 8 are known, got {like.bits}")
+        if like.group < 1 or depth % like.group:
+            raise KernelArgumentError("group", f"{like.group} does not divide {depth}")
+        if like.bits == 4 and like.group % 2:
+            raise KernelArgumentError("group", f"{like.group} codes of 4 bits fill no whole bytes")
+        groups = (columns, depth // like.group)
+        return cls(
+            torch.empty(columns, depth * like.bits // 8, dtype=torch.uint8, device=device),
+            torch.empty(groups, dtype=like.scales.dtype, device=device),
+            None if like.zeros is None else torch.empty(groups, dtype=torch.uint8, device=device),
+            like.bits,
+            like.group,
+        )
+
+    def put(self, first: int, piece: Codes) -> None:
+        """Fills rows from `first` on.
+
+        Raises:
+            KernelArgumentError: codes of another kind.
+        """
+        same = isinstance(piece, IntegerCodes) and (
+            piece.bits == self.bits
+            and piece.group == self.group
+            and (piece.zeros is None) == (self.zeros is None)
+            and piece.scales.dtype == self.scales.dtype
+        )
+        if not same:
+            raise KernelArgumentError("pieces", "all of one weight must be of one kind")
+        assert isinstance(piece, IntegerCodes)
+        rows = slice(first, first + piece.codes.shape[0])
+        self.codes[rows] = paired(piece.codes, self.group) if self.bits == 4 else piece.codes
+        self.scales[rows] = piece.scales
+        if self.zeros is not None and piece.zeros is not None:
+            self.zeros[rows] = piece.zeros
+
+    def plain(self, rows: slice) -> torch.Tensor:
+        """float32 `[n, K]`: what the codes of these rows stand for."""
+        codes = self.codes[rows].view(-1, *self.scales.shape[1:], self.group * self.bits // 8)
+        if self.bits == 4:
+            codes = torch.cat([codes & 15, codes >> 4], -1)
+        wide = codes.float()
+        if self.zeros is None:
+            wide -= 2 ** (self.bits - 1)
+        else:
+            wide -= self.zeros[rows].float().unsqueeze(-1)
+        wide *= self.scales[rows].float().unsqueeze(-1)
+        return wide.flatten(1)
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.codes.shape[1] * 8 // self.bits
+
+    @property
+    def nbytes(self) -> int:
+        """What they take in memory."""
+        zeros = 0 if self.zeros is None else self.zeros.nbytes
+        return self.codes.nbytes + self.scales.nbytes + zeros
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFloat8:
+    """Codes that are numbers themselves, with a scale per row and block of k: those of blocks of
+    several rows are repeated, since rows of several tensors may lie below each other.
+
+    Attributes:
+        codes: float8_e4m3fn `[N, K]`.
+        scales: `[N, ceil(K / block)]`, in the type they came in.
+        block: values of one scale.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    block: int
+
+    @classmethod
+    def empty(
+        cls, like: Float8Codes, columns: int, depth: int, device: torch.device
+    ) -> StoredFloat8:
+        """Room for `[N, K]` codes like these."""
+        block = min(like.block[1], depth)
+        return cls(
+            torch.empty(columns, depth, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(columns, -(-depth // block), dtype=like.scales.dtype, device=device),
+            block,
+        )
+
+    def put(self, first: int, piece: Codes) -> None:
+        """Fills rows from `first` on.
+
+        Raises:
+            KernelArgumentError: codes of another kind.
+        """
+        same = isinstance(piece, Float8Codes) and (
+            min(piece.block[1], self.codes.shape[1]) == self.block
+            and piece.scales.dtype == self.scales.dtype
+        )
+        if not same:
+            raise KernelArgumentError("pieces", "all of one weight must be of one kind")
+        assert isinstance(piece, Float8Codes)
+        count = piece.codes.shape[0]
+        rows = slice(first, first + count)
+        self.codes[rows] = piece.codes
+        self.scales[rows] = piece.scales.repeat_interleave(piece.block[0], 0)[:count]
+
+    def plain(self, rows: slice) -> torch.Tensor:
+        """float32 `[n, K]`: what the codes of these rows stand for."""
+        codes, scales = self.codes[rows].float(), self.scales[rows].float()
+        return codes.mul_(scales.repeat_interleave(self.block, 1)[:, : codes.shape[1]])
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.codes.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """What they take in memory."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+Stored = StoredIntegers | StoredFloat8
+
+
+def stored(pieces: Iterable[Codes], columns: int, depth: int, device: torch.device) -> Stored:
+    """`[n, K]` pieces one below the other.
+
+    Raises:
+        KernelArgumentError: there are none, or they are of several kinds, or one is not known.
+    """
+    kept: Stored | None = None
+    first = 0
+    for piece in pieces:
+        if kept is None:
+            if isinstance(piece, IntegerCodes):
+                kept = StoredIntegers.empty(piece, columns, depth, device)
+            else:
+                kept = StoredFloat8.empty(piece, columns, depth, device)
+        kept.put(first, piece)
+        first += piece.codes.shape[0]
+    if kept is None or first != columns:
+        raise KernelArgumentError("pieces", f"{first} rows, expected {columns}")
+    return kept
+
+
+def paired(codes: torch.Tensor, group: int) -> torch.Tensor:
+    """uint8 `[n, K]` codes of 4 bits as `[n, K / 2]` bytes."""
+    low, high = codes.reshape(codes.shape[0], -1, 2, group // 2).unbind(2)
+    return (low | (high << 4)).flatten(1)

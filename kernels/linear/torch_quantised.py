@@ -1,0 +1,132 @@
+"""Quantised weights multiplied by torch: CPUs without a compiler. GPUs multiply by the same codes
+with Triton (`codes_triton.py`).
+
+The codes stay as they are in memory. A call expands a chunk of rows at a time to float32 and
+multiplies in float32, whatever the activations are, so that nothing but sums is rounded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+
+from vlm_serve.kernels.dispatch import Op
+from vlm_serve.kernels.elementwise import silu
+from vlm_serve.kernels.linear.base import CHUNK_BYTES, Activation, Linear
+from vlm_serve.kernels.linear.codes import Codes
+from vlm_serve.kernels.linear.stored_codes import Stored, stored
+from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, MIN_ROWS, with_rows
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5)))
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+# An element's bits depend on the element alone, which those of torch's own do not.
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+class TorchQuantised(Linear):
+    """A quantised weight as torch multiplies by it.
+
+    Args:
+        weight: its codes.
+        columns, depth: N and K.
+        bias: float32 `[N]` or None.
+    """
+
+    def __init__(self, weight: Stored, columns: int, depth: int, bias: torch.Tensor | None) -> None:
+        self.columns, self.depth = columns, depth
+        self.dtype = weight.codes.dtype
+        self._weight, self._bias = weight, bias
+
+    @classmethod
+    def of(
+        cls,
+        pieces: Iterable[Codes],
+        columns: int,
+        depth: int,
+        bias: torch.Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> TorchQuantised:
+        """From pieces of `[n, K]` codes of one kind, one below the other.
+
+        Raises:
+            KernelArgumentError: pieces of several kinds, or of one that is not known.
+        """
+        device = device or torch.device("cpu")
+        bias = None if bias is None else bias.to(device, torch.float32)
+        return cls(stored(pieces, columns, depth, device), columns, depth, bias)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        activation: Activation | None = None,
+        times: torch.Tensor | None = None,
+        plus: torch.Tensor | None = None,
+        deterministic: bool = False,
+    ) -> torch.Tensor:
+        """On a CPU `deterministic` pads as TorchDense does, and for its reasons."""
+        self._check(x, activation, times, plus)
+        follows = activation is not None or times is not None or plus is not None
+        kind = torch.float32 if follows else x.dtype
+        out = _product(x.device, x, self._weight, self._bias, kind, deterministic=deterministic)
+        if activation is not None:
+            out = _ACTIVATIONS[activation](out)
+        if times is not None:
+            out = out * times
+        if plus is not None:
+            out = out + plus
+        return out.to(x.dtype)
+
+    def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
+        gate = self(x, deterministic=deterministic)
+        return silu(gate) * up(x, deterministic=deterministic)
+
+    def record(self) -> ctypes.Structure | None:
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+
+def _expanded(
+    x: torch.Tensor,
+    weight: Stored,
+    bias: torch.Tensor | None,
+    out: torch.dtype,
+    *,
+    deterministic: bool,
+) -> torch.Tensor:
+    """Products of x `[T, K]`, plus the bias, in the type `out`."""
+    (rows, depth), columns = x.shape, weight.codes.shape[0]
+    wide = x.float()
+    if deterministic and rows % MIN_ROWS:
+        wide = with_rows(wide, -(-rows // MIN_ROWS) * MIN_ROWS)
+    # Not fewer columns than a call pads to: a chunk of one would take a path of its own.
+    step = max(MIN_COLUMNS, CHUNK_BYTES // (4 * max(1, depth)))
+    parts = []
+    for first in range(0, columns, step):
+        plain = weight.plain(slice(first, first + step))
+        count = plain.shape[0]
+        plain = plain if count > 1 else with_rows(plain, MIN_COLUMNS)
+        parts.append(F.linear(wide, plain)[:rows, :count])
+    result = torch.cat(parts, 1)
+    return (result if bias is None else result + bias).to(out)
+
+
+_product = Op(_expanded, triton="vlm_serve.kernels.linear.codes_triton:product")

@@ -1,0 +1,209 @@
+// The kernels of grouped.h with activations as they are: a few rows meet codes that are widened in
+// registers, more of them a group of a panel that has been widened into the L1 cache.
+#include "grouped.h"
+
+#include "singles.h"
+
+namespace vlm {
+
+namespace {
+
+constexpr int64_t CODES_AHEAD = 4096;  // bytes between what is used and what is asked for
+
+// Bits of a word as a whole number above 2^23, less the middle's: the code less the middle, times
+// the value of its lowest bit, which the factors of an operand take back.
+template <uint32_t MASK>
+inline Floats number(Words word) {
+    constexpr uint32_t LOWEST = MASK & -MASK, MIDDLE = (MASK / LOWEST + 1) / 2 * LOWEST;
+    return (Floats)((word & MASK) | 0x4b000000u) - spread(0x1p23f + (float)MIDDLE);
+}
+
+// How many k a word has, and the values of each; `high` is the word's upper half.
+struct Int8Words {
+    static constexpr int COUNT = 4;
+    template <int K>
+    static VLM_INLINE Floats value(Words word, Words high) {
+        return number<K % 2 ? 0xff00u : 0xffu>(K / 2 ? high : word);
+    }
+};
+
+struct Int4Words {
+    static constexpr int COUNT = 8;
+    template <int K>
+    static VLM_INLINE Floats value(Words word, Words high) {
+        constexpr uint32_t LOWEST = (K % 2 ? 0xf00u : 0xfu) << (K / 4 * 4);
+        return number<LOWEST>(K / 2 % 2 ? high : word);
+    }
+};
+
+// The bits of a byte where those of float32 are, and 112 in the exponent: 2^-8 times the number,
+// which an operand's factors take back. Below the least normal one twice that less 2^-14 is, and
+// less.
+struct Float8Words {
+    static constexpr int COUNT = 4;
+    template <int K>
+    static VLM_INLINE Floats value(Words word, Words) {
+        const Words top = K < 3 ? word << (24 - 8 * K) : word;
+        const Floats normal = (Floats)(((top >> 4) & 0x07f00000u) | 0x38000000u);
+        const Floats size = lesser(normal, fused(normal, spread(2.0f), spread(-0x1p-14f)));
+        return (Floats)((Words)size | (top & 0x80000000u));
+    }
+};
+
+// Calls `use(k, values)` with a constant k and the values of all columns, for every k of a step.
+template <typename Kind, typename Use, int... K>
+VLM_INLINE void use_values(const char* step, const Use& use, std::integer_sequence<int, K...>) {
+    Words words[REGISTERS], high[REGISTERS];
+#pragma GCC unroll 8
+    for (int j = 0; j < REGISTERS; ++j) {
+        words[j] = read<Words>(step + j * sizeof(Words));
+        high[j] = words[j] >> 16;
+    }
+    auto all_columns = [&](auto k) {
+        Floats values[REGISTERS];
+#pragma GCC unroll 8
+        for (int j = 0; j < REGISTERS; ++j) values[j] = Kind::template value<k>(words[j], high[j]);
+        use(k, values);
+    };
+    (all_columns(std::integral_constant<int, K>()), ...);
+}
+
+template <typename Kind, typename Use>
+VLM_INLINE void use_values(const char* step, const Use& use) {
+    use_values<Kind>(step, use, std::make_integer_sequence<int, Kind::COUNT>());
+}
+
+template <typename Kind>
+constexpr int64_t panel_bytes_of_k(int64_t k) {
+    return k / Kind::COUNT * PANEL * 4;
+}
+
+// total = group's sum * scale + total
+struct Folding {
+    GroupScales scales;
+    float middle;
+    const float* x_sums;  // of ROWS rows, null if there are no zero points
+
+    Folding(const Weight& weight, int64_t index, int64_t group, const float* behind, int64_t rows)
+        : scales(weight, index, group, middle_of(weight.type)),
+          middle(middle_of(weight.type)),
+          x_sums(weight.zeros ? behind + group * rows : nullptr) {}
+
+    VLM_INLINE void add(int r, int j, Floats sum, bool fresh, float* sums) const {
+        float* to = sums + r * PANEL + j * WIDTH;
+        if (x_sums) sum = fused(middle - scales.zero[j], spread(x_sums[r]), sum);
+        const Floats total = fused(sum, scales.scale[j], fresh ? Floats{} : read<Floats>(to));
+        std::memcpy(to, &total, sizeof total);
+    }
+};
+
+// STREAMS groups side by side, so that there are chains enough to keep the processor busy.
+template <typename Kind, int ROWS, int STREAMS>
+void few_groups(const Weight& weight, int64_t index, const char* words, const float* x,
+                int64_t group, float* sums) {
+    constexpr int64_t STEP = PANEL * 4;
+    const int64_t size = weight.group, bytes = panel_bytes_of_k<Kind>(size);
+    Floats total[STREAMS][ROWS][REGISTERS] = {};
+    const char* from = words + group * bytes;
+    const float* own = x + group * size * ROWS;
+    for (int64_t step = 0; step < size / Kind::COUNT; ++step, from += STEP) {
+#pragma GCC unroll 4
+        for (int s = 0; s < STREAMS; ++s) {
+            __builtin_prefetch(from + s * bytes + CODES_AHEAD);
+            __builtin_prefetch(from + s * bytes + CODES_AHEAD + 64);
+            const float* factors = own + (s * size + step * Kind::COUNT) * ROWS;
+            use_values<Kind>(from + s * bytes, [&](int k, const Floats* values) {
+#pragma GCC unroll 12
+                for (int r = 0; r < ROWS; ++r) {
+                    const Floats factor = spread(factors[k * ROWS + r]);
+#pragma GCC unroll 8
+                    for (int j = 0; j < REGISTERS; ++j)
+                        total[s][r][j] = fused(factor, values[j], total[s][r][j]);
+                }
+            });
+        }
+    }
+#pragma GCC unroll 4
+    for (int s = 0; s < STREAMS; ++s) {
+        const Folding fold(weight, index, group + s, x + weight.depth * ROWS, ROWS);
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+            for (int j = 0; j < REGISTERS; ++j)
+                fold.add(r, j, total[s][r][j], group + s == 0, sums);
+    }
+}
+
+template <typename Kind, int ROWS>
+void few_rows(const Weight& weight, int64_t index, const char* words, const float* x, float* sums) {
+    constexpr int STREAMS = ROWS == 1 ? 2 : 1;
+    const int64_t count = weight.depth / weight.group;
+    int64_t group = 0;
+    for (; group + STREAMS <= count; group += STREAMS)
+        few_groups<Kind, ROWS, STREAMS>(weight, index, words, x, group, sums);
+    for (; group < count; ++group) few_groups<Kind, ROWS, 1>(weight, index, words, x, group, sums);
+}
+
+// A widened group.
+template <int ROWS>
+void wide_rows(const Weight& weight, int64_t index, const float* wide, const float* x,
+               int64_t group, float* sums) {
+    Floats total[ROWS][REGISTERS] = {};
+    const float* own = x + group * weight.group * ROWS;
+    for (int64_t k = 0; k < weight.group; ++k)
+        Singles::add<ROWS>((const char*)(wide + k * PANEL), own + k * ROWS, total);
+    const Folding fold(weight, index, group, x + weight.depth * ROWS, ROWS);
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+        for (int j = 0; j < REGISTERS; ++j) fold.add(r, j, total[r][j], group == 0, sums);
+}
+
+typedef void (*WideRows)(const Weight&, int64_t, const float*, const float*, int64_t, float*);
+
+inline WideRows wide_rows_of(int64_t rows) {
+    return by_rows<WideRows>(rows, [](auto count) { return wide_rows<count>; });
+}
+
+typedef void (*FewRows)(const Weight&, int64_t, const char*, const float*, float*);
+
+template <typename Kind>
+FewRows few_rows_of(int64_t rows) {
+    return by_rows<FewRows>(rows, [](auto count) { return few_rows<Kind, count>; });
+}
+
+template <typename Kind>
+void widen_codes(const char* from, int64_t count, float* to) {
+    for (int64_t k = 0; k < count; k += Kind::COUNT, from += PANEL * 4, to += Kind::COUNT * PANEL) {
+        __builtin_prefetch(from + CODES_AHEAD);
+        __builtin_prefetch(from + CODES_AHEAD + 64);
+        use_values<Kind>(from, [&](int i, const Floats* values) {
+            std::memcpy(to + i * PANEL, values, PANEL * sizeof(float));
+        });
+    }
+}
+
+template <typename Kind>
+void multiply_words(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+    const char* words = (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
+    if (x.groups() == 1) return few_rows_of<Kind>(x.rows())(weight, index, words, x.group(0), sums);
+    alignas(64) float wide[MOST_GROUP * PANEL];
+    const int64_t bytes = panel_bytes_of_k<Kind>(weight.group);
+    for (int64_t group = 0; group < weight.depth / weight.group; ++group) {
+        widen_codes<Kind>(words + group * bytes, weight.group, wide);
+        for (int64_t i = 0; i < x.groups(); ++i)
+            wide_rows_of(x.size(i))(weight, index, wide, x.group(i), group,
+                                    sums + x.first(i) * PANEL);
+    }
+}
+
+}  // namespace
+
+void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+    if (weight.dynamic) return multiply_integers(weight, index, x, sums);
+    if (weight.type == INT8) return multiply_words<Int8Words>(weight, index, x, sums);
+    if (weight.type == INT4) return multiply_words<Int4Words>(weight, index, x, sums);
+    multiply_words<Float8Words>(weight, index, x, sums);
+}
+
+}  // namespace vlm

@@ -1,0 +1,69 @@
+// Products with codes that share scales in groups of k.
+//
+// A panel holds words, `[K / 4, 32]` of bytes or `[K / 8, 32]` of four bits, and those of every
+// column lie next to each other. In a word of bytes the least significant one is the first k; one
+// of four bits has k 0 to 3 in the lower halves of its bytes and k 4 to 7 in the upper ones.
+// Integer codes are unsigned. Their value is (code - zero) * scale; without zero points zero is the
+// middle, 128 or 8. A byte of FLOAT8 is e4m3 without infinities; its value is that times the scale.
+// Scales and zero points of a panel are `[K / group, 32]`.
+//
+// Every group has a sum of its own, a chain of fused multiply-adds over ascending k, from zero on,
+// of x * (code - middle). One more adds (middle - zero) times the sum of the group's x (16 lanes
+// over ascending k, then joined) where there are zero points. The groups' sums times their scales
+// are a chain of fused multiply-adds over ascending k in turn.
+//
+// If activations are quantised, groups are those of a row (`row_group`), a group's sum is one of
+// integers, sum(code * x) - zero * sum(x), to the bit, and its factor the product of both scales.
+#pragma once
+
+#include <utility>
+
+#include "operand.h"
+
+namespace vlm {
+
+// sums[r][PANEL] = x[r] . panel `index`, without the bias.
+void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float* sums);
+void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* sums);
+
+// What `make` gives for a constant number of rows, of those that stay in registers.
+template <typename Function, typename Make, size_t... LESS>
+Function by_rows(int64_t rows, const Make& make, std::index_sequence<LESS...>) {
+    const Function all[] = {make(std::integral_constant<int, LESS + 1>())...};
+    return all[rows - 1];
+}
+
+template <typename Function, typename Make>
+Function by_rows(int64_t rows, const Make& make) {
+    return by_rows<Function>(rows, make, std::make_index_sequence<MOST_ROWS>());
+}
+
+// What gives the codes of a panel's group their values.
+struct GroupScales {
+    Floats scale[REGISTERS], zero[REGISTERS];
+
+    // `zero` is `otherwise` where there are no zero points.
+    GroupScales(const Weight& weight, int64_t index, int64_t group, float otherwise) {
+        const int64_t at = (index * (weight.depth / weight.group) + group) * PANEL;
+#pragma GCC unroll 8
+        for (int j = 0; j < REGISTERS; ++j) {
+            scale[j] = scale_at(weight, at + j * WIDTH);
+            zero[j] = weight.zeros ? zero_at(weight.zeros + at + j * WIDTH) : spread(otherwise);
+        }
+    }
+
+  private:
+    static Floats scale_at(const Weight& weight, int64_t at) {
+        if (weight.scale_type == FLOAT32) return read<Floats>((const float*)weight.scales + at);
+        const uint16_t* from = (const uint16_t*)weight.scales + at;
+        if (weight.scale_type == FLOAT16) return from_float16(from);
+        return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
+    }
+    static Floats zero_at(const uint8_t* from) {
+        return __builtin_convertvector(from_bytes(from), Floats);
+    }
+};
+
+inline float middle_of(int64_t type) { return type == INT8 ? 128.0f : type == INT4 ? 8.0f : 0.0f; }
+
+}  // namespace vlm

@@ -1,0 +1,133 @@
+// Keys and values as pages store them (kernels/kv_quant says how), and as products take them.
+//
+// An int8 code stands for scale * (code - zero). Products take code - zero, a whole number that
+// bfloat16 has exactly; a key's scale multiplies its scores, and a value's the weights of its key.
+#pragma once
+
+#include "vectors.h"
+
+namespace vlm {
+
+enum PageForm : int64_t {
+    KV_FLOAT32 = 0,
+    KV_BFLOAT16 = 1,
+    KV_FLOAT16 = 2,
+    KV_FLOAT8 = 3,
+    KV_INT8 = 4,
+};
+
+// One layer's pages: [blocks, block_size, kv_heads, head_dim] of keys and of values, a head's dims
+// next to each other. Strides are in elements.
+struct Pages {
+    int64_t form, block_size, block_stride, token_stride, head_stride;
+    int64_t scale_block_stride, scale_token_stride, scale_head_stride;  // of each of the last four
+    void *k, *v;
+    void *k_scales, *k_zeros, *v_scales, *v_zeros;  // of int8, float16
+};
+
+// float8_e4m3fn.
+struct float8 {
+    uint8_t bits;
+};
+
+struct code8 {
+    uint8_t bits;
+};
+
+VLM_INLINE Vec load(const code8* from) {
+    return made([=](int lane) { return __builtin_convertvector(from_bytes(from + lane), Floats); });
+}
+
+// Without arithmetic on subnormal numbers, which some processors take long for.
+VLM_INLINE Vec load(const float8* from) {
+    return made([=](int lane) {
+        const Words code = (Words)from_bytes(from + lane), size = code & 0x7fu;
+        const Floats tiny = __builtin_convertvector((Signed)size, Floats) * 0x1p-9f;
+        const Floats normal = (Floats)((size << 20) + 0x3c000000u);
+        const Floats value = size < 8u ? tiny : size == 0x7fu ? spread(NAN) : normal;
+        return (Floats)((Words)value | (code & 0x80u) << 24);
+    });
+}
+
+// To the nearest, ties to even; what is too large becomes the largest number.
+VLM_INLINE void store(float8* to, const Vec& v) {
+    use_each(v, [=](int lane, Floats x) {
+        const Words bits = (Words)x, sign = bits >> 24 & 0x80u;
+        Floats size = (Floats)(bits & 0x7fffffffu);
+        size = size > 448.0f ? spread(448.0f) : size;
+        const Words own = (Words)size;
+        // 20 of 23 bits go, and the exponent's bias from 127 to 7.
+        const Words normal = ((own + 0x7ffffu + (own >> 20 & 1)) >> 20) - 960;
+        // Below 2^-6 codes count multiples of 2^-9, the distance of numbers at 2^14.
+        const Words tiny = (Words)(size + 16384.0f) - 0x46800000u;
+        Words code = size < 0x1p-6f ? tiny : normal;
+        code = x != x ? code * 0 + 0x7fu : code;
+        to_bytes(to + lane, (Signed)(code | sign));
+    });
+}
+
+// The smallest float16 not below x, for 0 <= x <= 65504.
+inline f16 round_up_half(float x) {
+    f16 halves[LANES];
+    float wide[LANES];
+    store(halves, all(x));
+    store(wide, load(halves));
+    return {(uint16_t)(halves[0].bits + (wide[0] < x))};
+}
+
+// Codes of `dim` numbers, their scale and their zero point, bit for bit those of kv_quant.quantise.
+inline void quantise_row(const float* x, int64_t dim, code8* codes, f16* scale, f16* zero_point) {
+    Vec low = zero(), high = zero(), broken = zero();
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const Vec own = load(x + d);
+        low = where_less(own, low, own, low);
+        high = larger(own, high);
+        broken = where_nan(own, own, broken);
+    }
+    const float least = -largest(-low), spread_of = largest(high) - least + sum(broken);
+    *scale = round_up_half(spread_of / 255.0f);
+    f16 halves[LANES];
+    for (f16& half : halves) half = *scale;
+    const float wide = load(halves).a[0], inverse = wide > 0 ? 1.0f / wide : 0.0f;
+    const Signed middle = nearest(spread(-least * inverse));
+    store(halves, all((float)middle[0]));
+    *zero_point = halves[0];
+    for (int64_t d = 0; d < dim; d += LANES)
+        use_each(load(x + d) * inverse, [&](int lane, Floats own) {
+            Signed code = nearest(own) + middle;
+            code = code < 0 ? code * 0 : code > 255 ? code * 0 + 255 : code;
+            to_bytes(codes + d + lane, code);
+        });
+}
+
+template <typename P>
+inline void put_plain(void* pages, int64_t place, const float* x, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += LANES) store((P*)pages + place + d, load(x + d));
+}
+
+// A token's key (or value) of one head to its place.
+inline void put_row(const Pages& pages, bool value, int64_t slot, int64_t head, const float* x,
+                    int64_t dim) {
+    const int64_t block = slot / pages.block_size, token = slot % pages.block_size;
+    const int64_t place =
+        block * pages.block_stride + token * pages.token_stride + head * pages.head_stride;
+    const int64_t scale = block * pages.scale_block_stride + token * pages.scale_token_stride +
+                          head * pages.scale_head_stride;
+    void* to = value ? pages.v : pages.k;
+    switch (pages.form) {
+        case KV_FLOAT32:
+            return put_plain<float>(to, place, x, dim);
+        case KV_BFLOAT16:
+            return put_plain<bf16>(to, place, x, dim);
+        case KV_FLOAT16:
+            return put_plain<f16>(to, place, x, dim);
+        case KV_FLOAT8:
+            return put_plain<float8>(to, place, x, dim);
+        case KV_INT8:
+            f16* scales = (f16*)(value ? pages.v_scales : pages.k_scales) + scale;
+            f16* zeros = (f16*)(value ? pages.v_zeros : pages.k_zeros) + scale;
+            return quantise_row(x, dim, (code8*)to + place, scales, zeros);
+    }
+}
+
+}  // namespace vlm

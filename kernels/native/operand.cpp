@@ -1,0 +1,130 @@
+// How rows become an operand.
+#include "operand.h"
+
+#include "transpose.h"
+
+namespace vlm {
+
+namespace {
+
+// Of the k in a word of codes, by its place there; see grouped.h.
+constexpr float PLAIN_FACTORS[] = {1, 1, 1, 1, 1, 1, 1, 1};
+constexpr float INT8_FACTORS[] = {1, 0x1p-8f, 1, 0x1p-8f, 1, 0x1p-8f, 1, 0x1p-8f};
+constexpr float INT4_FACTORS[] = {1, 0x1p-8f, 1, 0x1p-8f, 0x1p-4f, 0x1p-12f, 0x1p-4f, 0x1p-12f};
+constexpr float FLOAT8_FACTORS[] = {256, 256, 256, 256, 256, 256, 256, 256};
+
+inline const float* factors_of(int64_t type) {
+    if (type == INT8) return INT8_FACTORS;
+    if (type == INT4) return INT4_FACTORS;
+    return type == FLOAT8 ? FLOAT8_FACTORS : PLAIN_FACTORS;
+}
+
+inline Floats widened(const float* from) { return read<Floats>(from); }
+
+inline Floats widened(const bf16* from) {
+    return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
+}
+
+// Pairs as they are, in words.
+void pack_pairs(const bf16* const* from, int64_t rows, int64_t depth, int64_t words, float* to) {
+    int64_t k = 0;
+    if (WIDTH == 16 && rows > 1)
+        for (; 2 * (k + WIDTH) <= depth; k += WIDTH) {
+            Words square[WIDTH] = {};
+            for (int64_t r = 0; r < rows; ++r) square[r] = read<Words>(from[r] + 2 * k);
+            transpose(square);
+            for (int i = 0; i < WIDTH; ++i)
+                std::memcpy(to + (k + i) * rows, &square[i], sizeof square[i]);
+        }
+    for (; k < words; ++k)
+        for (int64_t r = 0; r < rows; ++r) {
+            const uint32_t low = from[r][2 * k].bits;
+            const uint32_t high = 2 * k + 1 < depth ? from[r][2 * k + 1].bits : 0;
+            const uint32_t pair = low | high << 16;
+            std::memcpy(to + k * rows + r, &pair, sizeof pair);
+        }
+}
+
+}  // namespace
+
+// Many rows by way of squares in registers, whose stores write over the lanes that have no row.
+template <typename T>
+void Operand::pack(const T* const* from, int64_t rows, int64_t depth, int64_t padded, int64_t type,
+                   float* to) const {
+    if constexpr (sizeof(T) == 2)
+        if (pairs_) return pack_pairs(from, rows, depth, padded, to);
+    const float* factors = factors_of(type);
+    int64_t k = 0;
+    if (WIDTH == 16 && rows > 4)
+        for (; k + WIDTH <= depth; k += WIDTH) {
+            Words square[WIDTH] = {};
+            for (int64_t r = 0; r < rows; ++r) square[r] = (Words)widened(from[r] + k);
+            transpose(square);
+            for (int i = 0; i < WIDTH; ++i) {
+                const Floats own = (Floats)square[i] * factors[i % 8];
+                std::memcpy(to + (k + i) * rows, &own, sizeof own);
+            }
+        }
+    if (rows == 3)
+        for (; k < depth; ++k)
+            for (int64_t r = 0; r < 3; ++r) to[3 * k + r] = load_one(from[r] + k) * factors[k % 8];
+    for (; k < depth; ++k)
+        for (int64_t r = 0; r < rows; ++r)
+            to[k * rows + r] = load_one(from[r] + k) * factors[k % 8];
+    for (; k < padded; ++k)
+        for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = 0.0f;
+}
+
+template <typename T>
+void Operand::add_up(const T* const* from, int64_t rows, const Weight& weight, float* to) const {
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t g = 0; g < weight.depth / weight.group; ++g) {
+            const T* own = from[r] + g * weight.group;
+            Vec total = zero();
+            for (int64_t k = 0; k < weight.group; k += LANES) total = total + load(own + k);
+            to[g * rows + r] = sum(total);
+        }
+}
+
+// The largest magnitude of a group becomes 127. Numbers too small to divide by are zero, and a
+// number that is not finite makes the scale NaN.
+template <typename T>
+void Operand::quantise(const T* const* from, int64_t rows, const Weight& weight, float* to) const {
+    constexpr float LEAST = 1e-30f;
+    const int64_t group = row_group(weight), count = weight.depth / group;
+    float *scales = to + weight.depth / 4 * rows, *sums = scales + count * rows;
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t g = 0; g < count; ++g) {
+            const T* own = from[r] + g * group;
+            Vec most = zero(), nothing = zero(), total = zero();
+            for (int64_t k = 0; k < group; k += LANES) {
+                const Vec x = load(own + k);
+                most = larger(magnitude(x), most);
+                nothing = nothing + x * 0.0f;
+            }
+            const float top = largest(most), inverse = top > LEAST ? 127.0f / top : 0.0f;
+            for (int64_t k = 0; k < group; k += LANES) {
+                int8_t codes[LANES];
+                const Vec scaled = load(own + k) * inverse;
+                total = total +
+                        each([](Floats x) { return __builtin_convertvector(nearest(x), Floats); },
+                             scaled);
+                use_each(scaled, [&](int lane, Floats x) { to_bytes(codes + lane, nearest(x)); });
+                for (int64_t i = 0; i < LANES / 4; ++i)
+                    std::memcpy(to + ((g * group + k) / 4 + i) * rows + r, codes + 4 * i, 4);
+            }
+            scales[g * rows + r] = top > LEAST ? top / 127.0f + sum(nothing) : sum(nothing);
+            sums[g * rows + r] = sum(total);
+        }
+}
+
+#define VLM_OPERAND(T)                                                                       \
+    template void Operand::pack(const T* const*, int64_t, int64_t, int64_t, int64_t, float*) \
+        const;                                                                               \
+    template void Operand::quantise(const T* const*, int64_t, const Weight&, float*) const;  \
+    template void Operand::add_up(const T* const*, int64_t, const Weight&, float*) const;
+VLM_OPERAND(float)
+VLM_OPERAND(bf16)
+#undef VLM_OPERAND
+
+}  // namespace vlm

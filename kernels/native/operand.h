@@ -1,0 +1,75 @@
+// Rows as the products read them.
+#pragma once
+
+#include "room.h"
+#include "vectors.h"
+#include "weight.h"
+
+namespace vlm {
+
+// Rows in groups of equal size whose values of one k, or of one pair of k, lie next to each other.
+// Kept by a thread from product to product.
+//
+// Beside codes (grouped.h) the values of a k have a factor, a power of two; where there are zero
+// points, the sums of every group of k lie behind them. Rows that are quantised are words of four
+// k each, `[K / 4, rows]`, and behind those scales and sums, `[K / row_group, rows]` each.
+class Operand {
+  public:
+    // `at(r)` is where row r of T lies. A single row of float is not copied if it need not be.
+    template <typename T, typename At>
+    void take(int64_t rows, const Weight& weight, const At& at) {
+        const int64_t depth = weight.depth, type = weight.type;
+        rows_ = rows;
+        pairs_ = in_pairs<T>(type);
+        groups_ = (rows + MOST_ROWS - 1) / MOST_ROWS;
+        const int64_t group = weight.dynamic ? row_group(weight) : weight.group;
+        const int64_t sums = is_codes(type) ? depth / group : 0;
+        const int64_t values = pairs_ ? (depth + 1) / 2 : padded(depth, type);
+        words_ = weight.dynamic ? depth / 4 + 2 * sums : values + (weight.zeros ? sums : 0);
+        if (rows == 1 && sizeof(T) == 4 && words_ == depth && !is_codes(type)) {
+            place_ = (const float*)at(0);
+            return;
+        }
+        float* to = room_.of(rows * words_ + LANES);
+        place_ = to;
+        for (int64_t i = 0; i < groups_; ++i) {
+            const T* from[MOST_ROWS];
+            const int64_t own = size(i);
+            for (int64_t r = 0; r < own; ++r) from[r] = at(first(i) + r);
+            if (weight.dynamic)
+                quantise(from, own, weight, to);
+            else
+                pack(from, own, depth, values, type, to);
+            if (weight.zeros && !weight.dynamic) add_up(from, own, weight, to + depth * own);
+            to += own * words_;
+        }
+    }
+
+    // Has room for as many rows as `most_rows` says, so that `take` asks for none.
+    void reserve(int64_t depth) {
+        room_.of(most_rows(depth) * (depth + depth / LEAST_GROUP + 1) + LANES);
+    }
+
+    int64_t rows() const { return rows_; }
+    int64_t groups() const { return groups_; }
+    bool pairs() const { return pairs_; }
+    int64_t first(int64_t group) const { return group * rows_ / groups_; }
+    int64_t size(int64_t group) const { return first(group + 1) - first(group); }
+    const float* group(int64_t index) const { return place_ + first(index) * words_; }
+
+  private:
+    template <typename T>
+    void pack(const T* const* from, int64_t rows, int64_t depth, int64_t padded, int64_t type,
+              float* to) const;
+    template <typename T>
+    void quantise(const T* const* from, int64_t rows, const Weight& weight, float* to) const;
+    template <typename T>
+    void add_up(const T* const* from, int64_t rows, const Weight& weight, float* to) const;
+
+    Room room_;
+    const float* place_ = nullptr;
+    int64_t rows_ = 0, groups_ = 1, words_ = 0;
+    bool pairs_ = false;
+};
+
+}  // namespace vlm

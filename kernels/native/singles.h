@@ -1,0 +1,38 @@
+// Float32 values of a panel, as they are added to the sums of some rows.
+#pragma once
+
+#include "vectors.h"
+#include "weight.h"
+
+namespace vlm {
+
+struct Singles {
+    static constexpr int64_t BYTES = 4 * PANEL, STEP = 1;
+    template <int ROWS>
+    static inline void add(const char* step, const float* x, Floats (*total)[REGISTERS]) {
+        // Few registers keep the rows' factors, many the panel's.
+        if constexpr (MOST_ROWS < REGISTERS) {
+            Floats factor[ROWS];
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; ++r) factor[r] = spread(x[r]);
+#pragma GCC unroll 8
+            for (int j = 0; j < REGISTERS; ++j) {
+                const Floats w = read<Floats>(step + j * sizeof(Floats));
+#pragma GCC unroll 12
+                for (int r = 0; r < ROWS; ++r) total[r][j] = fused(factor[r], w, total[r][j]);
+            }
+        } else {
+            Floats w[REGISTERS];
+#pragma GCC unroll 8
+            for (int j = 0; j < REGISTERS; ++j) w[j] = read<Floats>(step + j * sizeof(Floats));
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; ++r) {
+                const Floats factor = spread(x[r]);
+#pragma GCC unroll 8
+                for (int j = 0; j < REGISTERS; ++j) total[r][j] = fused(factor, w[j], total[r][j]);
+            }
+        }
+    }
+};
+
+}  // namespace vlm

@@ -1,0 +1,83 @@
+// A packed weight.
+#pragma once
+
+#include <algorithm>
+
+#include "registers.h"
+
+namespace vlm {
+
+constexpr int PANEL = 32;  // columns of a panel
+constexpr int REGISTERS = PANEL / WIDTH;
+constexpr int64_t MOST_ROWS = WIDTH == 16 ? 12 : 3;  // rows whose sums stay in registers
+constexpr int64_t DEPTH = WIDTH == 16 ? 256 : 128;   // of a panel's part that stays in the L1 cache
+constexpr int64_t ROW_BLOCK = 192;          // rows that pass over a panel together, at most
+constexpr int64_t OPERAND_BYTES = 3 << 19;  // of their packed values, unless that is a few rows
+
+constexpr int64_t LEAST_GROUP = 16, MOST_GROUP = 128;
+
+enum Type : int64_t {
+    FLOAT32 = 0,
+    BFLOAT16 = 1,
+    FLOAT16 = 2,
+    // Codes; see grouped.h.
+    INT8 = 3,
+    INT4 = 4,
+    FLOAT8 = 5,
+};
+
+struct Weight {
+    const void* packed;
+    const float* bias;  // may be null
+    int64_t columns;    // N
+    int64_t depth;      // K
+    int64_t type;       // of the packed values
+    // Of codes only, by panel, group and column: scales and zero points, which may be null.
+    const void* scales;
+    const uint8_t* zeros;
+    int64_t group;       // k that share a scale: a multiple of 16, at most MOST_GROUP; divides K
+    int64_t scale_type;  // of the scales
+    int64_t dynamic;     // 1: activations are quantised too
+};
+
+inline int64_t panels_of(const Weight& weight) { return (weight.columns + PANEL - 1) / PANEL; }
+
+// How many k of a row share a scale if it is quantised: fewer than those of a weight may, since
+// activations have values that are much larger than their neighbours.
+inline int64_t row_group(const Weight& weight) { return weight.group % 32 ? 16 : 32; }
+
+inline bool is_codes(int64_t type) { return type >= INT8; }
+
+// Bytes of a k in a panel.
+inline int64_t panel_step(int64_t type) {
+    return type == FLOAT32  ? 4 * PANEL
+           : type == INT4   ? PANEL / 2
+           : is_codes(type) ? PANEL
+                            : 2 * PANEL;
+}
+
+// Of a value that is no code.
+inline int64_t bytes_of(int64_t type) { return type == FLOAT32 ? 4 : 2; }
+
+// K as a panel has it.
+inline int64_t padded(int64_t depth, int64_t type) {
+    return type == BFLOAT16 ? (depth + 1) / 2 * 2 : depth;
+}
+
+inline int64_t panel_bytes(int64_t depth, int64_t type) {
+    return padded(depth, type) * panel_step(type);
+}
+
+// Whether rows of T meet such a weight in products of pairs.
+template <typename T>
+inline bool in_pairs(int64_t type) {
+    return PAIR_PRODUCTS && sizeof(T) == 2 && type == BFLOAT16;
+}
+
+// Most rows of an operand of such a depth.
+inline int64_t most_rows(int64_t depth) {
+    const int64_t most = OPERAND_BYTES / (4 * depth) / MOST_ROWS * MOST_ROWS;
+    return std::max(2 * MOST_ROWS, std::min(most, ROW_BLOCK));
+}
+
+}  // namespace vlm

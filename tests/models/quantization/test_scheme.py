@@ -1,0 +1,267 @@
+"""Which tensor has which format: the words of published config.json files, and those that are
+refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from quantised_weights import FORMATS
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models.quantization.awq import Awq
+from vlm_serve.models.quantization.base import Format
+from vlm_serve.models.quantization.float8 import Float8
+from vlm_serve.models.quantization.gptq import Gptq
+from vlm_serve.models.quantization.packed import Packed
+from vlm_serve.models.quantization.scheme import QuantScheme
+
+LAYER = "model.language_model.layers.0."
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": [
+        "lm_head",
+        "model.language_model.embed_tokens",
+        "model.language_model.layers.0.linear_attn.conv1d",
+        "model.language_model.layers.0.linear_attn.in_proj_a",
+        "model.language_model.layers.0.linear_attn.in_proj_b",
+        "model.language_model.layers.0.mlp.gate",
+        "model.visual.blocks.0.attn.qkv",
+    ],
+}
+# The rules of the published Qwen3.5 GPTQ-Int4 checkpoints.
+GPTQ: dict[str, Any] = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "desc_act": False,
+    "dynamic": {
+        "lm_head": {},
+        "model.language_model.embed_tokens": {},
+        "-:.*attn.*": {},
+        "-:.*shared_expert.*": {},
+        "-:.*mtp.*": {},
+        "-:.*visual.*": {},
+    },
+}
+AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": ["visual", "linear_attn.in_proj_a"],
+}
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 128, "strategy": "group"}
+PACKED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4}},
+    "ignore": ["lm_head", "re:.*visual.*", "model.layers.0.linear_attn.in_proj_a"],
+}
+CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+MIXED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "format": "float-quantized",
+            "weights": CHANNEL,
+            "input_activations": CHANNEL | {"strategy": "token", "dynamic": True},
+        },
+        "group_1": {"targets": ["re:.*mlp.*"], "format": "pack-quantized", "weights": INT4},
+        "group_2": {
+            "targets": ["model.layers.0.mlp.down_proj"],
+            "format": "pack-quantized",
+            "weights": INT4 | {"num_bits": 8, "strategy": "channel", "group_size": None},
+        },
+    },
+    "ignore": [],
+}
+
+
+def scheme(fields: Any) -> QuantScheme:
+    found = QuantScheme.of({"quantization_config": fields})
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "module", "expected"),
+    [
+        (FP8, "mlp.gate_proj", Float8((128, 128))),
+        (FP8, "mlp.experts.3.down_proj", Float8((128, 128))),
+        (FP8, "linear_attn.in_proj_qkv", Float8((128, 128))),
+        (FP8, "linear_attn.in_proj_a", None),
+        (FP8, "mlp.gate", None),
+        (FP8 | {"weight_block_size": None}, "mlp.up_proj", Float8(None)),
+        (FP8 | {"modules_to_not_convert": ["self_attn"]}, "self_attn.q_proj", None),
+        (FP8 | {"modules_to_not_convert": [r".*\d+\.mlp"]}, "mlp.up_proj", None),
+        (FP8 | {"modules_to_not_convert": [], "ignored_layers": ["mlp"]}, "mlp.up_proj", None),
+        (GPTQ, "mlp.gate_proj", Gptq(4, 128, 1, True)),
+        (GPTQ, "mlp.experts.3.up_proj", Gptq(4, 128, 1, True)),
+        (GPTQ, "mlp.shared_expert.up_proj", None),
+        (GPTQ, "self_attn.q_proj", None),
+        (GPTQ, "linear_attn.out_proj", None),
+        (GPTQ | {"checkpoint_format": "gptq_v2"}, "mlp.up_proj", Gptq(4, 128, 0, True)),
+        (GPTQ | {"format": "gptq_v2"}, "mlp.up_proj", Gptq(4, 128, 0, True)),
+        (
+            GPTQ | {"dynamic": {r"+:.*\.0\.mlp\.up.*": {"bits": 8, "group_size": 32}}},
+            "mlp.up_proj",
+            Gptq(8, 32, 1, True),
+        ),
+        (AWQ, "mlp.gate_proj", Awq(128)),
+        (AWQ, "linear_attn.in_proj_a", None),
+        (PACKED, "mlp.gate_proj", Packed(4, 128, True)),
+        (PACKED, "linear_attn.in_proj_a", None),
+        (MIXED, "self_attn.q_proj", Float8(None)),
+        (MIXED, "mlp.gate_proj", Packed(4, 128, True)),
+        (MIXED, "mlp.down_proj", Packed(8, -1, True)),
+    ],
+)
+def test_formats_of_modules(fields: Any, module: str, expected: Format | None) -> None:
+    found = scheme(fields)
+    assert found.format_of(f"{LAYER}{module}.weight") == expected
+    assert found.expected(f"{LAYER}{module}.weight") == expected
+
+
+@pytest.mark.parametrize("fields", [FP8, GPTQ, AWQ, PACKED])
+@pytest.mark.parametrize("weight", ["model.visual.blocks.0.attn.qkv.weight", "lm_head.weight"])
+def test_what_is_usually_dense_is_expected_to_be(fields: Any, weight: str) -> None:
+    assert scheme(fields).expected(weight) is None
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_config_may_be_with_the_language_model_or_have_an_older_name(kind: str) -> None:
+    fields = FORMATS[kind].config(["lm_head"], 32)
+    expected = QuantScheme.of({"quantization_config": fields})
+    assert expected is not None and expected.expected("lm_head.weight") is None
+    assert QuantScheme.of({"text_config": {"quantization_config": fields}}) == expected
+    assert QuantScheme.of({"compression_config": fields}) == expected
+    assert QuantScheme.of({"quantization_config": None, "text_config": {}}) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (FP8, "fp8; made for quantised activations (dynamic, in FP8), which is not followed"),
+        (
+            FP8 | {"activation_scheme": "static"},
+            "fp8; made for quantised activations (static input_scale), which is not followed",
+        ),
+        (GPTQ, "gptq; made for activations as they are"),
+        (MIXED, "compressed-tensors; made for quantised activations (dynamic, in FP8), which"),
+        (
+            PACKED | {"kv_cache_scheme": {"num_bits": 8}},
+            "(8-bit keys and values), which is not followed",
+        ),
+    ],
+)
+def test_what_is_said_about_activations(fields: Any, said: str) -> None:
+    assert said in str(scheme(fields))
+
+
+def group(**changes: Any) -> dict[str, Any]:
+    """A config whose only group differs."""
+    return PACKED | {"config_groups": {"group_0": PACKED["config_groups"]["group_0"] | changes}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' in quantization_config is"),
+        (
+            {"quant_method": "modelopt"},
+            "not supported; supported are fp8, gptq, awq, compressed-tensors",
+        ),
+        ({"quant_method": ["fp8"]}, "quant_method .'fp8'. in quantization_config is not supported"),
+        ({"bits": 4}, "quant_method None"),
+        ("fp8", "quantization_config in config.json must be an object, not 'fp8'"),
+        (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2' in quantization_config is not supported, only 'e4m3'"),
+        (FP8 | {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
+        (FP8 | {"activation_scheme": "none"}, "activation_scheme 'none'"),
+        (FP8 | {"weight_block_size": [128]}, r"weight_block_size .* must be two sizes, not .128."),
+        (FP8 | {"weight_block_size": [128, 0]}, "weight_block_size"),
+        (FP8 | {"weight_block_size": "12"}, "weight_block_size"),
+        (FP8 | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert .* list of names"),
+        (FP8 | {"modules_to_not_convert": ["(["]}, "no regular expression"),
+        (GPTQ | {"bits": 3}, "bits 3 in quantization_config is not supported, only 4 or 8"),
+        (GPTQ | {"bits": True}, "bits True"),
+        (GPTQ | {"group_size": 100}, "group_size 100"),
+        (GPTQ | {"group_size": None}, "group_size None"),
+        (GPTQ | {"sym": "yes"}, "sym in quantization_config must be true or false, not 'yes'"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (GPTQ | {"dynamic": {"+:mlp": {"bits": 2}}}, "bits 2"),
+        (GPTQ | {"dynamic": {"+:mlp": 4}}, "dynamic .* must be an object"),
+        (GPTQ | {"dynamic": {"-:(": {}}}, "no regular expression"),
+        (GPTQ | {"dynamic": ["mlp"]}, "dynamic of quantization_config .* must be an object"),
+        (AWQ | {"bits": 8}, "bits 8"),
+        (AWQ | {"version": "gemv"}, "version 'gemv'"),
+        (AWQ | {"zero_point": False}, "zero_point False"),
+        (PACKED | {"config_groups": {}}, "no config_groups with targets"),
+        (
+            PACKED | {"format": "nvfp4-pack-quantized"},
+            "4-bit int weights as 'nvfp4-pack-quantized'",
+        ),
+        (
+            group(weights={"num_bits": 4, "type": "float"}, format="nvfp4-pack-quantized"),
+            "group_0 of quantization_config stores 4-bit float weights as 'nvfp4-pack-quantized', "
+            "which is not supported",
+        ),
+        (group(weights=INT4 | {"type": "float"}, format="mxfp4-pack-quantized"), "mxfp4"),
+        (group(weights=INT4 | {"num_bits": 2}), "num_bits 2 in weights of group_0"),
+        (group(weights=INT4 | {"group_size": 7}), "group_size 7 in weights of group_0"),
+        (group(weights=INT4 | {"strategy": "token"}), "strategy 'token' in weights of group_0"),
+        (group(weights=INT4 | {"actorder": "group"}), "actorder 'group'"),
+        (group(weights=CHANNEL | {"strategy": "group"}, format="float-quantized"), "for FP8"),
+        (group(weights=CHANNEL | {"strategy": "block"}, format="float-quantized"), "block_struct"),
+        (group(targets="Linear"), "targets in group_0 of quantization_config must be a list"),
+        (PACKED | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
+        (PACKED | {"ignore": ["re:("]}, "no regular expression"),
+    ],
+)
+def test_what_is_not_supported_is_named(fields: Any, complaint: str) -> None:
+    with pytest.raises(CheckpointError, match=complaint):
+        scheme(fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "integers"), [("fp8", False), ("fp8-channel", False), ("awq", True), ("mixed", True)]
+)
+def test_whether_weights_are_integers(kind: str, integers: bool) -> None:
+    """Beside those, and no others, activations may become integers."""
+    assert scheme(FORMATS[kind].config([], 32)).integers is integers
+
+
+class Held:
+    """A checkpoint of one tensor."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __contains__(self, name: str) -> bool:
+        return name == self._name
+
+    def shape_of(self, name: str) -> None:
+        return None
+
+    def stored(self, name: str) -> torch.Tensor:
+        return torch.zeros(4, 4)
+
+
+def test_a_dense_tensor_is_dense_whatever_the_config_says() -> None:
+    weight = f"{LAYER}mlp.up_proj.weight"
+    for fields in (FP8, GPTQ, AWQ, PACKED):
+        assert scheme(fields).found(weight, Held(weight)) is None
+
+
+def test_a_quantised_tensor_that_the_config_calls_dense_is_refused() -> None:
+    held = Held(f"{LAYER}self_attn.q_proj.qweight")
+    with pytest.raises(CheckpointError, match="q_proj.qweight is quantised, but quantization_conf"):
+        scheme(GPTQ).found(f"{LAYER}self_attn.q_proj.weight", held)

@@ -1,0 +1,53 @@
+"""Random quantised weights, and what they stand for."""
+
+from __future__ import annotations
+
+import torch
+
+from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=generator(seed)).to(dtype)
+
+
+def integers(
+    columns: int,
+    depth: int,
+    bits: int,
+    group: int,
+    *,
+    zeros: bool = False,
+    scales: torch.dtype = torch.float32,
+) -> IntegerCodes:
+    codes = torch.randint(2**bits, (columns, depth), generator=generator(1), dtype=torch.uint8)
+    shape = (columns, depth // group)
+    offsets = torch.randint(2**bits, shape, generator=generator(2), dtype=torch.uint8)
+    factors = torch.rand(shape, generator=generator(3)).to(scales) / 2**bits
+    return IntegerCodes(codes, factors, offsets if zeros else None, bits, group)
+
+
+def float8(
+    columns: int, depth: int, block: tuple[int, int], scales: torch.dtype = torch.float32
+) -> Float8Codes:
+    codes = (randn(columns, depth) * 60).to(torch.float8_e4m3fn)
+    shape = (-(-columns // block[0]), -(-depth // block[1]))
+    factors = torch.rand(shape, generator=generator(4)).to(scales) / 100
+    return Float8Codes(codes, factors, block)
+
+
+def dequantised(codes: Codes) -> torch.Tensor:
+    """float64, element by element."""
+    columns, depth = codes.codes.shape
+    rows, places = torch.arange(columns)[:, None], torch.arange(depth)[None, :]
+    wide = codes.codes.double()
+    if isinstance(codes, Float8Codes):
+        return wide * codes.scales.double()[rows // codes.block[0], places // codes.block[1]]
+    groups = places // codes.group
+    middle = 2.0 ** (codes.bits - 1)
+    zeros = middle if codes.zeros is None else codes.zeros.double()[rows, groups]
+    return (wide - zeros) * codes.scales.double()[rows, groups]

@@ -1,0 +1,108 @@
+"""FP8 weights: `X.weight` in float8_e4m3fn, and scales per block, per row or for all of it.
+
+Published files call the scales `weight_scale_inv` (blocks) or `weight_scale`, and multiply by both.
+Experts in one tensor `Y` keep theirs in `Y_scale_inv` or `Y_scale`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.kernels.linear import Part
+from vlm_serve.kernels.linear.codes import Float8Codes
+from vlm_serve.models.quantization.base import (
+    Format,
+    Names,
+    Opened,
+    Tensors,
+    integers,
+    scales,
+)
+
+_CODES = torch.float8_e4m3fn
+_NAN = 0x7F
+_SUFFIXES = ("scale_inv", "scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Float8(Format):
+    """`block`: rows and columns of one scale; None for one scale per row or one in all."""
+
+    block: tuple[int, int] | None
+
+    @property
+    def label(self) -> str:
+        if self.block is None:
+            return "FP8 with a scale per channel"
+        return f"FP8 in blocks of {self.block[0]}x{self.block[1]}"
+
+    def mark(self, names: Names) -> str:
+        return names.weight
+
+    def holds(self, tensors: Tensors, names: Names) -> bool:
+        return any(names.of_weight(suffix) in tensors for suffix in _SUFFIXES) or (
+            names.weight in tensors and tensors.stored(names.weight).dtype == _CODES
+        )
+
+    def open(self, tensors: Tensors, part: Part) -> OpenedFloat8:
+        names = Names(part.name)
+        codes = integers(tensors, part.name, part.shape, _CODES)
+        suffix = next((each for each in _SUFFIXES if names.of_weight(each) in tensors), None)
+        if suffix is None:
+            suffix = _SUFFIXES[0] if self.block else _SUFFIXES[1]
+            raise CheckpointError(f"the checkpoint has no {names.of_weight(suffix)}")
+        name = names.of_weight(suffix)
+        outer = tuple(codes.shape[: 0 if part.index is None else 1])
+        if codes.ndim != len(outer) + 2:
+            raise CheckpointError(f"{part.name} is FP8 and no matrix, which is not supported")
+        height, width = codes.shape[-2:]
+        block = self.block
+        if block is None:
+            # A row of a weight that is kept transposed is a column of its tensor.
+            channels = (1, width) if part.transposed else (height, 1)
+            shapes = [(*outer, *channels), (*outer, 1, 1), outer, (*outer, 1), (*outer, height)]
+            factors = scales(tensors, name, *shapes)
+            single = factors.numel() == math.prod(outer)
+            factors = factors.reshape(*outer, *((1, 1) if single else channels))
+            factors = factors.expand(*outer, *channels)
+            block = (height, 1) if part.transposed else (1, width)
+        else:
+            grid = (-(-height // block[0]), -(-width // block[1]))
+            factors = scales(tensors, name, (*outer, *grid))
+        if part.index is not None:
+            codes, factors = codes[part.index], factors[part.index]
+        if part.transposed:
+            codes, factors, block = codes.T, factors.T, (block[1], block[0])
+        return OpenedFloat8(part.name, codes, factors, block)
+
+    def nbytes(self, columns: int, depth: int) -> int:
+        """Scales are kept per row, so that rows of several tensors lie below each other."""
+        groups = 1 if self.block is None else -(-depth // self.block[1])
+        return columns * (depth + 2 * groups)
+
+
+class OpenedFloat8(Opened):
+    """`[N, K]` codes with a grid of scales."""
+
+    def __init__(
+        self, name: str, codes: torch.Tensor, factors: torch.Tensor, block: tuple[int, int]
+    ) -> None:
+        self._name, self._codes, self._factors, self._block = name, codes, factors, block
+
+    @property
+    def unit(self) -> int:
+        return self._block[0]
+
+    def piece(self, rows: range, columns: range, unit: int) -> Float8Codes:
+        whole = len(columns) == self._codes.shape[1]
+        wide = self._block[1] if whole else math.gcd(self._block[1], columns.start)
+        down = torch.arange(rows.start, rows.stop, unit) // self._block[0]
+        across = torch.arange(columns.start, columns.stop, wide) // self._block[1]
+        codes = self._codes[rows.start : rows.stop, columns.start : columns.stop].contiguous()
+        if bool(((codes.view(torch.uint8) & _NAN) == _NAN).any()):
+            raise CheckpointError(f"{self._name} holds values that are NaN")
+        return Float8Codes(codes, self._factors[down][:, across], (unit, min(wide, len(columns))))

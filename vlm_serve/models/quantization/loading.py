@@ -1,0 +1,39 @@
+"""Plain weights that are quantised while they are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlm_serve.kernels.linear import Part
+from vlm_serve.kernels.linear.quantising import group_of
+from vlm_serve.models.quantization.base import integer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OnLoad:
+    """Codes that no file holds: bits, and how many k share a scale."""
+
+    bits: int
+    group: int
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        return f"int{self.bits}"
+
+    def nbytes(self, columns: int, depth: int) -> int:
+        """What `[N, K]` takes in memory."""
+        return integer_bytes(columns, depth, self.bits, self.group, zeros=False)
+
+
+def loading_format(bits: int, part: Part, depth: int) -> OnLoad | None:
+    """What a part becomes with `--quantization`; None: it stays as it is.
+
+    Args:
+        bits: that are wanted, 4 or 8.
+        part: says what it may get at least.
+        depth: of the rows that are loaded.
+    """
+    bits = max(bits, part.least_bits)
+    group = group_of(bits, depth) if bits <= 8 else None
+    return None if group is None else OnLoad(bits, group)

@@ -1,0 +1,69 @@
+"""Which modules a line of a configuration means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models.quantization.base import Format
+
+_PREFIX = re.compile(r"^(model\.|language_model\.)+")
+"""What the same module's name begins with depends on who wrote the file."""
+_NAME = re.compile(r"[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The format of some modules; None for dense ones.
+
+    Attributes:
+        names: whole names, or consecutive words of them: `mlp.gate` is in `layers.0.mlp.gate` and
+            not in `layers.0.mlp.gate_proj`, and `visual` is in all modules below it.
+        expressions: that match a name from its beginning.
+    """
+
+    format: Format | None
+    names: frozenset[str] = frozenset()
+    expressions: tuple[re.Pattern[str], ...] = ()
+
+    def fits(self, module: str) -> bool:
+        """Whether it is about a module."""
+        if self.names and not self.names.isdisjoint(_runs(plain_name(module))):
+            return True
+        return any(each.match(module) for each in self.expressions)
+
+
+def rule(entries: Iterable[str], format_: Format | None) -> Rule:
+    """By names; what cannot be one is an expression.
+
+    Raises:
+        CheckpointError: an entry is neither.
+    """
+    entries = list(entries)
+    names = frozenset(plain_name(each) or each for each in entries if _NAME.fullmatch(each))
+    odd = [each for each in entries if not _NAME.fullmatch(each)]
+    return Rule(format_, names, tuple(expression(rf"(?:{each})(?:\.|$)") for each in odd))
+
+
+def expression(text: str) -> re.Pattern[str]:
+    """A regular expression of a configuration. Raises CheckpointError."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise CheckpointError(
+            f"{text!r} in quantization_config is no regular expression: {error}"
+        ) from None
+
+
+def plain_name(name: str) -> str:
+    """A name without what differs with who wrote the file."""
+    return _PREFIX.sub("", name)
+
+
+def _runs(module: str) -> Iterator[str]:
+    words = module.split(".")
+    for first in range(len(words)):
+        for last in range(first + 1, len(words) + 1):
+            yield ".".join(words[first:last])

@@ -1,0 +1,189 @@
+"""What a checkpoint's config.json says about quantised weights: which tensor has which format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models.quantization.awq import Awq
+from vlm_serve.models.quantization.base import GROUPS, Format, Names, Tensors
+from vlm_serve.models.quantization.compressed import groups_of
+from vlm_serve.models.quantization.fields import Fields
+from vlm_serve.models.quantization.float8 import Float8
+from vlm_serve.models.quantization.gptq import Gptq
+from vlm_serve.models.quantization.rules import Rule, expression, rule
+
+_PLACES = ("quantization_config", "compression_config")
+_USUALLY_DENSE = re.compile(
+    r"(.*\.)?(visual|embed_tokens|lm_head|conv1d|gate|shared_expert_gate|in_proj_(a|b|ba))(\..*)?"
+)
+"""Modules that published checkpoints leave as they are, whether their lists say so or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantScheme:
+    """How the weights of a checkpoint are quantised.
+
+    Attributes:
+        method: as config.json names it.
+        activations: what it says about them, in words.
+        rules: in their order; the first one that fits a module decides.
+        default: the format of modules that no rule fits.
+    """
+
+    method: str
+    activations: str
+    rules: tuple[Rule, ...]
+    default: Format | None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> QuantScheme | None:
+        """That of the content of a config.json; None if nothing is quantised.
+
+        Raises:
+            CheckpointError: a method, a format or a field's value that is not supported.
+        """
+        for section in (config, config.get("text_config")):
+            for place in _PLACES:
+                found = section.get(place) if isinstance(section, Mapping) else None
+                if found:
+                    return _read(found)
+        return None
+
+    def format_of(self, weight: str) -> Format | None:
+        """That of a weight, as config.json has it; None if it says that the weight is dense."""
+        module = Names(weight).module
+        return next((each.format for each in self.rules if each.fits(module)), self.default)
+
+    def expected(self, weight: str) -> Format | None:
+        """That which a weight most likely has, where its tensors cannot be looked at."""
+        return None if _USUALLY_DENSE.fullmatch(Names(weight).module) else self.format_of(weight)
+
+    def found(self, weight: str, tensors: Tensors) -> Format | None:
+        """That of a weight in a checkpoint; None if it lies there dense, whatever config.json says.
+
+        Raises:
+            CheckpointError: it lies there quantised, and config.json says that it is dense.
+        """
+        format_, names = self.format_of(weight), Names(weight)
+        if format_ is not None:
+            return format_ if format_.holds(tensors, names) else None
+        known = [each.format for each in self.rules if each.format is not None]
+        for other in [*known, *([self.default] if self.default else [])]:
+            if other.holds(tensors, names):
+                raise CheckpointError(
+                    f"{other.mark(names)} is quantised, but quantization_config leaves "
+                    f"{names.module} as it is"
+                )
+        return None
+
+    @property
+    def integers(self) -> bool:
+        """Whether some weights are integers."""
+        formats = [self.default, *(each.format for each in self.rules)]
+        return any(each is not None and not isinstance(each, Float8) for each in formats)
+
+    def __str__(self) -> str:
+        """What tables say of it."""
+        return f"{self.method}; {self.activations}"
+
+
+def _read(found: object) -> QuantScheme:
+    fields = Fields(found)
+    method = fields.raw.get("quant_method")
+    if method is None and "config_groups" in fields.raw:
+        method = "compressed-tensors"
+    if not isinstance(method, str) or method not in _METHODS:
+        raise CheckpointError(
+            f"quant_method {method!r} in quantization_config is not supported; supported are "
+            f"{', '.join(_METHODS)}"
+        )
+    return _METHODS[method](fields)
+
+
+def _float8(fields: Fields) -> QuantScheme:
+    fields.expect("fmt", "e4m3", "float8_e4m3fn")
+    fields.expect("scale_fmt", "float")
+    fields.expect("activation_scheme", "dynamic", "static")
+    size = fields.raw.get("weight_block_size")
+    block = None
+    if size is not None:
+        numbers = isinstance(size, Sequence) and len(size) == 2
+        if not numbers or not all(isinstance(each, int) and each > 0 for each in size):
+            raise CheckpointError(
+                f"weight_block_size in quantization_config must be two sizes, not {size!r}"
+            )
+        block = (int(size[0]), int(size[1]))
+    static = fields.raw.get("activation_scheme") == "static"
+    kept = fields.names("modules_to_not_convert") or fields.names("ignored_layers")
+    return QuantScheme(
+        method="fp8",
+        activations=_activations("static input_scale" if static else "dynamic, in FP8"),
+        rules=(rule(kept, None),),
+        default=Float8(block),
+    )
+
+
+def _gptq(fields: Fields) -> QuantScheme:
+    fields.expect("format", "gptq", "gptq_v2")
+    fields.expect("checkpoint_format", "gptq", "gptq_v2")
+    form = fields.raw.get("checkpoint_format") or fields.raw.get("format") or "gptq"
+    default = _gptq_format(fields, offset=0 if form == "gptq_v2" else 1)
+    rules = []
+    for pattern, changes in fields.section("dynamic").items():
+        text = pattern.removeprefix("+:").removeprefix("-:")
+        changed = None
+        if not pattern.startswith("-:"):
+            if not isinstance(changes, Mapping):
+                raise CheckpointError(
+                    f"dynamic {pattern!r} in quantization_config must be an object"
+                )
+            changed = _gptq_format(Fields({**fields.raw, **changes}), offset=default.offset)
+        rules.append(Rule(changed, expressions=(expression(text),)))
+    return QuantScheme("gptq", _activations(None), tuple(rules), default)
+
+
+def _gptq_format(fields: Fields, *, offset: int) -> Gptq:
+    return Gptq(
+        bits=fields.number("bits", 4, 8),
+        group=fields.number("group_size", -1, *GROUPS),
+        offset=offset,
+        symmetric=fields.switch("sym", default=True),
+    )
+
+
+def _awq(fields: Fields) -> QuantScheme:
+    fields.expect("version", "gemm", "GEMM")
+    fields.expect("zero_point", True)
+    fields.number("bits" if "bits" in fields.raw else "w_bit", 4)
+    group = fields.number(
+        "group_size" if "group_size" in fields.raw else "q_group_size", -1, *GROUPS
+    )
+    kept = fields.names("modules_to_not_convert")
+    return QuantScheme("awq", _activations(None), (rule(kept, None),), Awq(group))
+
+
+def _compressed(fields: Fields) -> QuantScheme:
+    rules, activations = groups_of(fields)
+    return QuantScheme("compressed-tensors", _activations(activations), rules, None)
+
+
+def _activations(wanted: str | None) -> str:
+    """What the checkpoint wants, in words."""
+    if wanted is None:
+        return "made for activations as they are"
+    return f"made for quantised activations ({wanted}), which is not followed"
+
+
+_METHODS: dict[str, Callable[[Fields], QuantScheme]] = {
+    "fp8": _float8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+}
+
+METHODS = tuple(_METHODS)
+"""What `quant_method` may be."""
