@@ -16,6 +16,7 @@ from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.ranks.base import Ranks, in_order
 
 _BOARD = constant("BOARD_BYTES")
+_Record = struct("Ranks")
 MOST_RANKS = constant("MOST_RANKS")
 _SPINS = 2000
 ENDED = (1 << 63) // constant("MOST_MEETINGS") - 1
@@ -73,7 +74,7 @@ class SharedRanks(Ranks):
         super().__init__(rank, memory.size)
         self._memory = memory
         self._bytes = torch.frombuffer(memory.memory, dtype=torch.uint8)
-        self._record = struct("Ranks")(
+        self._record = _Record(
             rank=rank,
             size=memory.size,
             slot_bytes=memory.slot_bytes,

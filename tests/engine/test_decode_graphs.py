@@ -281,7 +281,7 @@ def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
 
 def with_graphs(monkeypatch: pytest.MonkeyPatch, capture: Callable[[], object]) -> None:
     """Has engines built on the CPU as they are on a GPU, with another kind of capture."""
-    monkeypatch.setattr(building, "graphs_wanted", lambda option, device: True)
+    monkeypatch.setattr(building, "graphs_wanted", lambda option, device, ranks: True)
     monkeypatch.setattr(step_paths, "CudaCapture", capture)
 
 

@@ -139,7 +139,8 @@ class Tiny {
                                    .residual = RESIDUAL,
                                    .deepest = VALUES,
                                    .expert_layers = LAYERS,
-                                   .top_k = TOP_K};
+                                   .top_k = TOP_K,
+                                   .ranks = nullptr};
         return run(program, slices, threads, ids, drafts);
     }
 
@@ -332,7 +333,8 @@ class Tiny {
                                           .index = index,
                                           .gate_up = &gate_up_[2 * shape_.experts * index],
                                           .down = &down_[shape_.experts * index],
-                                          .shared_down = shape_.shared ? own.down : vlm::Weight{}});
+                                          .shared_down = shape_.shared ? own.down : vlm::Weight{},
+                                          .apart = 0});
     }
 
     static constexpr int32_t axes_[HALF] = {0, 1, 2, 0, 1, 2, 0, 0};
