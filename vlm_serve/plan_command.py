@@ -11,7 +11,8 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic, decide
-from vlm_serve.engine.build import find_checkpoint, longest_context, with_block_size, with_mtp
+from vlm_serve.engine.build import find_checkpoint, longest_context, with_block_size
+from vlm_serve.engine.drafts.start import with_mtp
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,12 +11,9 @@ from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
-from vlm_serve.engine.arithmetic import Arithmetic, decide
-from vlm_serve.engine.drafts.base import Drafter
-from vlm_serve.engine.drafts.lengths import CostCurve
-from vlm_serve.engine.drafts.measuring import measure_passes
-from vlm_serve.engine.drafts.mtp import MtpDrafter
-from vlm_serve.engine.drafts.suffix import SuffixDrafter
+from vlm_serve.engine.arithmetic import decide
+from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.drafts.start import make_drafters, measure_costs, with_mtp
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.memory import (
@@ -46,7 +42,7 @@ from vlm_serve.engine.tier_loading import make_tiers
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
-from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
 from vlm_serve.models.weight_sizes import weight_bytes
 from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
@@ -83,87 +79,79 @@ def build(
     with_graphs = graphs_wanted(config.cuda_graphs, device, size) and not mtp
     backend = find_backend(config, device)
     arithmetic = decide(config, spec.dtype, backend, spec.quantization)
-    types, compiled = arithmetic.types, backend.compiled
     config = with_block_size(config, model)
     assert config.block_size is not None
     if device.type == "cpu":
         retain_freed_memory()
-    owned = processes is None
-    what = Loading(path, spec, arithmetic, device, compiled, mtp)
-    loaded, processes = load(what, config, processes)
-    cache_memory = config.cache_memory_bytes or default_cache_memory(device, size)
-    memory = plan_memory(layout, config, types, cache_memory)
+    what = Loading(path, spec, arithmetic, device, backend.compiled, mtp)
+    loaded, started = load(what, config, processes)
+    try:
+        executor = _Loaded(what, layout, loaded, started, owned=processes is None)
+        return _assemble(executor, config, with_graphs=with_graphs, poison=poison)
+    except BaseException:
+        if started is not None and processes is None:
+            started.close()
+        raise
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A model with its weights; the processes of other ranks, and whether they end with the
+    engine."""
+
+    what: Loading
+    layout: CacheLayout
+    model: Model
+    processes: RankProcesses | None
+    owned: bool
+
+
+def _assemble(
+    loaded: _Loaded, config: EngineConfig, *, with_graphs: bool, poison: bool
+) -> EngineParts:
+    """Everything else. Raises ConfigError if it does not fit."""
+    what, model = loaded.what, loaded.model
+    spec, types = what.spec, what.arithmetic.types
+    size = config.tensor_parallel_size
+    cache_memory = config.cache_memory_bytes or default_cache_memory(what.device, size)
+    memory = plan_memory(loaded.layout, config, types, cache_memory)
     max_model_len = longest_context(config, spec, memory)
-    preprocessor = _preprocessor(path, config, loaded, arithmetic, max_model_len)
+    preprocessor = _preprocessor(what, config, model, max_model_len)
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
-    pools = Pools(
-        types,
-        memory.num_blocks,
-        rows,
-        memory.num_updates,
-        memory.block_size,
-        config.deterministic,
-    )
-    caches = pools.allocate(loaded)
-    graphs = decode_graphs(loaded, caches, config, max_model_len) if with_graphs else None
-    if compiled:
-        compile_steps(loaded, caches)
-    if processes is not None:
-        limit = config.stall_timeout
-        executor: LocalExecutor = ShardedExecutor(
-            loaded, caches, pools, processes, limit=limit, owned=owned
-        )
-    else:
-        executor = LocalExecutor(
-            loaded,
-            caches,
-            block_size=config.block_size,
-            deterministic=config.deterministic,
-            graphs=graphs,
-        )
-    drafters = _drafters(config)
-    costs, pass_costs = _draft_costs(executor, loaded, caches, config) if drafters else (None, None)
-    cache = PrefixCache(_cache_config(config, memory, layout.has_state))
+    pools = Pools.of(types, memory, rows, deterministic=config.deterministic)
+    caches = pools.allocate(model)
+    graphs = decode_graphs(model, caches, config, max_model_len) if with_graphs else None
+    if what.compiled:
+        compile_steps(model, caches)
+    executor = _executor(loaded, caches, pools, graphs, config)
+    drafters = make_drafters(config)
+    costs, pass_costs = measure_costs(executor, model, caches, config) if drafters else (None, None)
+    cache = PrefixCache(_cache_config(config, memory, loaded.layout.has_state))
     if poison:
         cache.events.block_freed.subscribe(lambda block: executor.poison_freed((block,), ()))
         cache.events.row_freed.subscribe(lambda row: executor.poison_freed((), (row,)))
     tiers = make_tiers(config, cache, executor.pages, preprocessor.root_key())
     fetcher = tiers.fetcher if tiers is not None else None
     media = MediaPlanner(EmbeddingCache(EMBEDDING_CACHE_BYTES), embedding_bytes(spec, types))
+    tokenizer = preprocessor.tokenizer
     return EngineParts(
-        config=replace(
-            config,
-            device=str(device),
-            dtype=types.names()["weights"],
-            compute_dtype=types.names()["compute"],
-            kv_cache_dtype=types.names()["kv"],
-            state_dtype=types.names()["state"],
-            threads=torch.get_num_threads(),
-            cuda_graphs=graphs is not None,
-            compiled_kernels=compiled,
-            quantized_activations="int8" if arithmetic.dynamic else "none",
-        ),
+        config=_decided(config, what, graphs=graphs is not None),
         spec=spec,
-        arithmetic=arithmetic,
+        arithmetic=what.arithmetic,
         weights=weight_bytes(
             spec,
             weights=types.weights,
             compute=types.compute,
-            device=device,
-            compiled=compiled,
+            device=what.device,
+            compiled=what.compiled,
             tensor_parallel=size,
-            drafts=mtp,
-            quantised=loaded.quantised,
-            bits=arithmetic.bits,
+            drafts=what.drafts,
+            quantised=model.quantised,
+            bits=what.arithmetic.bits,
         ),
         memory=memory,
         preprocessor=preprocessor,
-        language=Language(
-            preprocessor.tokenizer,
-            preprocessor.tokenizer.eos_ids,
-            spec.vocab_size,
-            max_model_len,
-        ),
+        language=Language(tokenizer, tokenizer.eos_ids, spec.vocab_size, max_model_len),
         scheduler=Scheduler(
             cache,
             media,
@@ -181,6 +169,43 @@ def build(
     )
 
 
+def _executor(
+    loaded: _Loaded,
+    caches: CacheTensors,
+    pools: Pools,
+    graphs: DecodeGraphs | None,
+    config: EngineConfig,
+) -> LocalExecutor:
+    model, processes = loaded.model, loaded.processes
+    if processes is not None:
+        limit, owned = config.stall_timeout, loaded.owned
+        return ShardedExecutor(model, caches, pools, processes, limit=limit, owned=owned)
+    return LocalExecutor(
+        model,
+        caches,
+        block_size=pools.block_size,
+        deterministic=config.deterministic,
+        graphs=graphs,
+    )
+
+
+def _decided(config: EngineConfig, what: Loading, *, graphs: bool) -> EngineConfig:
+    """The config with what was decided in place of None and "auto"."""
+    names = what.arithmetic.types.names()
+    return replace(
+        config,
+        device=str(what.device),
+        dtype=names["weights"],
+        compute_dtype=names["compute"],
+        kv_cache_dtype=names["kv"],
+        state_dtype=names["state"],
+        threads=torch.get_num_threads(),
+        cuda_graphs=graphs,
+        compiled_kernels=what.compiled,
+        quantized_activations="int8" if what.arithmetic.dynamic else "none",
+    )
+
+
 def with_block_size(config: EngineConfig, model: str) -> EngineConfig:
     """The config with the model's default block size, if it has none."""
     if config.block_size is not None:
@@ -188,50 +213,6 @@ def with_block_size(config: EngineConfig, model: str) -> EngineConfig:
     return replace(
         config, block_size=DEMO_BLOCK_SIZE if model in DEMO_DIRECTORIES else DEFAULT_BLOCK_SIZE
     )
-
-
-def with_mtp(config: EngineConfig, model: ModelSpec) -> bool:
-    """Whether the model's own layer for drafts is to be used.
-
-    Raises:
-        ConfigError: it is, and there is none, or CUDA graphs, which report no hidden states, were
-            asked for beside it, or several ranks.
-    """
-    if "mtp" not in config.speculative:
-        return False
-    if model.mtp is None:
-        raise ConfigError(
-            f"speculative is {config.speculative!r}, but the checkpoint's config has no "
-            "mtp_num_hidden_layers of 1",
-            param="speculative",
-        )
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"speculative {config.speculative!r} cannot run over several ranks: its drafts depend "
-            "on tokens that only the first one knows",
-            param="speculative",
-        )
-    if config.cuda_graphs:
-        raise ConfigError(
-            f"cuda_graphs cannot go together with speculative {config.speculative!r}",
-            param="cuda_graphs",
-        )
-    return True
-
-
-def _drafters(config: EngineConfig) -> list[Drafter]:
-    kinds: dict[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter, "mtp": MtpDrafter}
-    return [make() for name, make in kinds.items() if name in config.speculative.split(",")]
-
-
-def _draft_costs(
-    executor: LocalExecutor, model: Model, caches: CacheTensors, config: EngineConfig
-) -> tuple[CostCurve, CostCurve | None]:
-    """Of a step's rows, and of passes of the model's own layer for drafts if there is one."""
-    most = config.max_num_seqs
-    rows = executor.measure(most_sequences=most, most_tokens=config.speculative_tokens + 1)
-    passes = measure_passes(model, caches, most_sequences=most) if model.drafts else None
-    return CostCurve(rows), CostCurve(passes) if passes is not None else None
 
 
 def longest_context(config: EngineConfig, model: ModelSpec, memory: MemoryPlan) -> int:
@@ -256,10 +237,10 @@ def _device(name: str) -> torch.device:
 
 
 def _preprocessor(
-    path: Path, config: EngineConfig, model: Model, arithmetic: Arithmetic, max_tokens: int
+    what: Loading, config: EngineConfig, model: Model, max_tokens: int
 ) -> Preprocessor:
     assert config.block_size is not None
-    names = arithmetic.types.names()
+    names = what.arithmetic.types.names()
     root = RootFields(
         weights_fingerprint=model.fingerprint,
         weight_dtype=names["weights"],
@@ -270,11 +251,11 @@ def _preprocessor(
         vision_dtype=names["vision"],
         block_size=config.block_size,
         chunk_size=config.gdn_chunk_size,
-        processor_fingerprint=processor_fingerprint(path),
-        numerics=arithmetic.numerics,
+        processor_fingerprint=processor_fingerprint(what.path),
+        numerics=what.arithmetic.numerics,
     )
     return Preprocessor(
-        path,
+        what.path,
         block_size=config.block_size,
         root_key=root,
         family=model.spec.family,

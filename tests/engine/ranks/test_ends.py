@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def _pids(pipe: Pipeline) -> list[int]:
 
 def _left(folder: str = "/dev/shm") -> set[str]:
     return {each for each in os.listdir(folder) if each.startswith("vlm-serve-ranks-")}
+
+
+def _workers() -> list[str]:
+    """Children of this process that are ranks."""
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [pid for file in children for pid in file.read_text().split()]
+    lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
+    return [pid for pid, line in zip(pids, lines, strict=True) if b"ranks.worker" in line]
 
 
 def _wait_for_end(pipe: Pipeline, seconds: float) -> None:
@@ -184,3 +193,10 @@ def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/nonexistent/python")
     with pytest.raises(EngineError, match="a rank could not be started: No such file"):
         RankProcesses(1)
+
+
+def test_an_engine_that_does_not_fit_leaves_no_rank_behind() -> None:
+    before = _workers()
+    with pytest.raises(ConfigError, match="raise cache_memory"):
+        Pipeline("demo", replace(CONFIG, cache_memory="1KiB"))
+    assert _workers() == before and not _left()

@@ -9,6 +9,7 @@ import torch
 
 from vlm_serve.engine.arithmetic import Arithmetic, Types
 from vlm_serve.engine.local_executor import LocalExecutor
+from vlm_serve.engine.memory import MemoryPlan
 from vlm_serve.engine.step_paths import compile_steps
 from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.ranks import GroupRanks, Ranks, SharedRanks
@@ -87,6 +88,18 @@ class Pools:
     num_updates: int
     block_size: int
     deterministic: bool
+
+    @classmethod
+    def of(cls, types: Types, memory: MemoryPlan, num_rows: int, *, deterministic: bool) -> Pools:
+        """Those of a plan; it does not know of scratch rows."""
+        return cls(
+            types,
+            memory.num_blocks,
+            num_rows,
+            memory.num_updates,
+            memory.block_size,
+            deterministic,
+        )
 
     def allocate(self, model: Model) -> CacheTensors:
         """A rank's share of them."""

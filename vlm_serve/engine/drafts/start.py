@@ -1,0 +1,61 @@
+"""Where an engine's drafts come from, and what they cost: decided when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.drafts.base import Drafter
+from vlm_serve.engine.drafts.lengths import CostCurve
+from vlm_serve.engine.drafts.measuring import measure_passes
+from vlm_serve.engine.drafts.mtp import MtpDrafter
+from vlm_serve.engine.drafts.suffix import SuffixDrafter
+from vlm_serve.engine.local_executor import LocalExecutor
+from vlm_serve.errors import ConfigError
+from vlm_serve.models import Model, ModelSpec
+from vlm_serve.models.cache_layout import CacheTensors
+
+
+def with_mtp(config: EngineConfig, model: ModelSpec) -> bool:
+    """Whether the model's own layer for drafts is to be used.
+
+    Raises:
+        ConfigError: it is, and there is none, or CUDA graphs, which report no hidden states, were
+            asked for beside it, or several ranks.
+    """
+    if "mtp" not in config.speculative:
+        return False
+    if model.mtp is None:
+        raise ConfigError(
+            f"speculative is {config.speculative!r}, but the checkpoint's config has no "
+            "mtp_num_hidden_layers of 1",
+            param="speculative",
+        )
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"speculative {config.speculative!r} cannot run over several ranks: its drafts depend "
+            "on tokens that only the first one knows",
+            param="speculative",
+        )
+    if config.cuda_graphs:
+        raise ConfigError(
+            f"cuda_graphs cannot go together with speculative {config.speculative!r}",
+            param="cuda_graphs",
+        )
+    return True
+
+
+def make_drafters(config: EngineConfig) -> list[Drafter]:
+    """Those that the options name."""
+    kinds: dict[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter, "mtp": MtpDrafter}
+    return [make() for name, make in kinds.items() if name in config.speculative.split(",")]
+
+
+def measure_costs(
+    executor: LocalExecutor, model: Model, caches: CacheTensors, config: EngineConfig
+) -> tuple[CostCurve, CostCurve | None]:
+    """Of a step's rows, and of passes of the model's own layer for drafts if there is one."""
+    most = config.max_num_seqs
+    rows = executor.measure(most_sequences=most, most_tokens=config.speculative_tokens + 1)
+    passes = measure_passes(model, caches, most_sequences=most) if model.drafts else None
+    return CostCurve(rows), CostCurve(passes) if passes is not None else None
