@@ -191,7 +191,7 @@ def test_formats_of_a_quantised_checkpoint(
     plan = json.loads(capsys.readouterr().out)
     assert set(plan["weights"]["formats"]) >= {"int4 in groups of 32"}
     assert sum(plan["weights"]["formats"].values()) == plan["weights"]["projections"]
-    assert plan["quantization"].startswith("compressed-tensors; the checkpoint's activations")
+    assert plan["quantization"].startswith("compressed-tensors; made for quantised activations")
     assert main(["plan", path]) == 0
     text = capsys.readouterr().out
     assert "FP8 with a scale per channel" in text and "\nquantised  " in text
