@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoint_spec import CheckpointSpec
 from exactness import next_turn_pairs, picture_pairs, random_pairs
+from families import FAMILIES
 from make_checkpoint import make_checkpoint
 from parity import greedy
 from parity_cases import conversations, random_ids
@@ -59,6 +60,35 @@ def test_answers_are_those_of_one_rank(processes: RankProcesses, checkpoint: Pat
         expected = _answers(alone, media)
     with on_ranks_of(processes, checkpoint, CONFIG) as pipe:
         assert _answers(pipe, media) == expected
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_answers_as_on_one_rank(
+    processes: RankProcesses, tmp_path: Path, kind: str
+) -> None:
+    path = make_checkpoint(tmp_path, next(iter(FAMILIES[kind].values())))
+    chats = list(conversations(media=read_spec(path).vision is not None).values())[:4]
+    found: list[list[list[int]]] = []
+    for config in (replace(CONFIG, tensor_parallel_size=1), CONFIG):
+        opened = Pipeline(path, config) if not found else on_ranks_of(processes, path, config)
+        with opened as pipe:
+            found.append([each.token_ids for each in pipe.chat_many(chats, greedy(64))])
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_are_shared_out_too(processes: RankProcesses, quantization: str) -> None:
+    config = replace(CONFIG, dtype="auto", quantization=quantization)
+    config = replace(config, prefix_cache_decode_state_interval=16)
+    with on_ranks_of(processes, "demo", config) as pipe:
+        turns = next_turn_pairs(pipe, 5, seed=2)
+        pairs = [*random_pairs(pipe, 10, seed=1), *(pair for pair, _ in turns)]
+        half = pipe.engine.weights.projections
+        assert pipe.engine.weights == make("demo", config).weights
+    assert all(pair.same_bits and pair.same_tokens for pair in pairs)
+    alone = make("demo", replace(config, tensor_parallel_size=1)).weights.projections
+    assert half < alone  # the vision tower is whole on each
 
 
 @pytest.mark.usefixtures("compiler")
