@@ -73,7 +73,7 @@ def test_answers_survive_preemption(alone: Pipeline, shared: Pipeline) -> None:
 def test_probabilities_of_prompts_and_answers(alone: Pipeline, shared: Pipeline) -> None:
     params = greedy(6, logprobs=3, prompt_logprobs=2)
     for _ in range(2):  # cold, then from what is kept
-        first, other = (pipe.generate(random_ids(80, 3), params) for pipe in (alone, shared))
+        first, other = (pipe.generate(random_ids(80, 23), params) for pipe in (alone, shared))
         assert first.logprobs is not None and other.logprobs is not None
         assert first.prompt_logprobs is not None and other.prompt_logprobs is not None
         rows = zip(first.prompt_logprobs, other.prompt_logprobs, strict=True)
@@ -88,7 +88,7 @@ def test_probabilities_of_prompts_and_answers(alone: Pipeline, shared: Pipeline)
 def test_routed_experts_are_those_of_one_rank(alone: Pipeline, shared: Pipeline) -> None:
     params = greedy(6, return_routed_experts=True)
     for _ in range(2):
-        first, other = (pipe.generate(random_ids(70, 4), params) for pipe in (alone, shared))
+        first, other = (pipe.generate(random_ids(70, 24), params) for pipe in (alone, shared))
         assert first.routed_experts is not None and other.routed_experts is not None
         assert np.array_equal(first.routed_experts, other.routed_experts)
 
@@ -99,12 +99,12 @@ def test_grammars_and_penalties(alone: Pipeline, shared: Pipeline) -> None:
         greedy(40, structured_outputs=form),
         greedy(30, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={7: 4.0}),
     ):
-        first, other = (pipe.generate(random_ids(30, 5), params) for pipe in (alone, shared))
+        first, other = (pipe.generate(random_ids(30, 25), params) for pipe in (alone, shared))
         assert first.token_ids == other.token_ids
 
 
 def test_who_leaves_in_the_middle_leaves_nothing(shared: Pipeline) -> None:
-    prompt = shared.engine.preprocessor.prepare_tokens(random_ids(60, 6))
+    prompt = shared.engine.preprocessor.prepare_tokens(random_ids(60, 26))
     begun, ended = threading.Event(), threading.Event()
 
     def listen(delta: Delta) -> None:
