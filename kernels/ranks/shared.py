@@ -42,7 +42,7 @@ class SharedMemory:
         """A new one, full of zeros, that only this user can open."""
         slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        descriptor, name = tempfile.mkstemp(prefix="vlm-serve-ranks-", dir=folder)
+        descriptor, name = tempfile.mkstemp(prefix=f"vlm-serve-ranks-{os.getpid()}-", dir=folder)
         with os.fdopen(descriptor, "r+b") as file:
             file.truncate(_bytes(size, slot_bytes))
         return cls(Path(name), size, slot_bytes)

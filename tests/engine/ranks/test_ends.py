@@ -41,7 +41,9 @@ def _pids(pipe: Pipeline) -> list[int]:
 
 
 def _left(folder: str = "/dev/shm") -> set[str]:
-    return {each for each in os.listdir(folder) if each.startswith("vlm-serve-ranks-")}
+    """Files of this process: others may be starting ranks."""
+    own = f"vlm-serve-ranks-{os.getpid()}-"
+    return {each for each in os.listdir(folder) if each.startswith(own)}
 
 
 def _workers() -> list[str]:
