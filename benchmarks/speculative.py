@@ -32,7 +32,7 @@ from pathlib import Path
 
 import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
 import torch
-from checkpoint_spec import BENCHMARK_SPEC
+from checkpoint_spec import LARGER_SPEC
 from machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
@@ -44,18 +44,6 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.sampling_params import SamplingParams
 
-SPEC = replace(
-    BENCHMARK_SPEC,
-    hidden_size=1024,
-    num_layers=16,
-    intermediate_size=3584,
-    gdn_key_heads=8,
-    gdn_value_heads=16,
-    vocab_size=32768,
-    vision_depth=0,
-    dtype="bfloat16",
-)
-"""About 330M parameters."""
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 FREE = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, ignore_eos=True)
 PROMPT_TOKENS = 64
@@ -221,7 +209,7 @@ def main() -> int:
     run_as(options.isa)
     print(describe(options.threads or torch.get_num_threads()))
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(options.checkpoint or make_checkpoint(folder, SPEC))
+        path = Path(options.checkpoint or make_checkpoint(folder, LARGER_SPEC))
         asked = measure(path, options)
         if options.peers:
             dtype = "float32" if options.dtype == "float32" else "bfloat16"

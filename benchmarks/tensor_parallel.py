@@ -18,13 +18,12 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
 import torch
-from checkpoint_spec import BENCHMARK_SPEC
+from checkpoint_spec import LARGER_SPEC
 from machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
@@ -35,18 +34,6 @@ from vlm_serve.host_threads import release_worker_threads
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
-SPEC = replace(
-    BENCHMARK_SPEC,
-    hidden_size=1024,
-    num_layers=16,
-    intermediate_size=3584,
-    gdn_key_heads=8,
-    gdn_value_heads=16,
-    vocab_size=32768,
-    vision_depth=0,
-    dtype="bfloat16",
-)
-"""About 330M parameters."""
 BATCH, ANSWER = 8, 33
 DUE = {"prefill": 1.15, "decode": 1.35}
 """Most time that ranks may take beside one."""
@@ -146,7 +133,7 @@ def main() -> int:
         return 0
     print(describe(torch.get_num_threads()))
     with tempfile.TemporaryDirectory() as folder:
-        path = given.checkpoint or str(make_checkpoint(Path(folder), SPEC))
+        path = given.checkpoint or str(make_checkpoint(Path(folder), LARGER_SPEC))
         return compare(path, given)
 
 

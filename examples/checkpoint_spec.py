@@ -182,6 +182,19 @@ BENCHMARK_SPEC = CheckpointSpec(
 )
 """The 49M-parameter model of the benchmarks: 39M weights are read per decoded token."""
 
+LARGER_SPEC = replace(
+    BENCHMARK_SPEC,
+    hidden_size=1024,
+    num_layers=16,
+    intermediate_size=3584,
+    gdn_key_heads=8,
+    gdn_value_heads=16,
+    vocab_size=32768,
+    vision_depth=0,
+    dtype="bfloat16",
+)
+"""About 330M parameters, text only: steps are bound by reading weights."""
+
 BENCHMARK_SPECS = {
     "qwen3_5": BENCHMARK_SPEC,
     "qwen3_vl": replace(
