@@ -26,7 +26,7 @@ source distribution of llama-cpp-python on PyPI has the tree in `vendor/llama.cp
 
 and for `--isa avx2` the same into `TREE/build-avx2` with -DGGML_NATIVE=OFF -DGGML_AVX2=ON
 -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF. The checkpoint is converted with the
-converter in that tree, once for each dtype.
+converter in that tree, once for each dtype; for Qwen3-VL it wants `sentencepiece` installed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def compare(
         print(f"{dtype}, {when}, {name}: {cells}", flush=True)
 
     with ExitStack() as stack:
-        sides = peers.text_sides(dtype, stack)
+        sides = peers.text_sides(stack)
         rounds = results.measure(
             sides, work, arguments.rounds, own_rounds=OWN_ROUNDS, until=until, tell=tell
         )
@@ -158,16 +158,17 @@ def main() -> int:
     missed, end = [], begin + 60 * arguments.minutes
     with checkpoint(arguments.checkpoint, arguments.family) as path, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        peers = Peers(path, folder, arguments, stack)
         work = work_for(path, arguments.prompt_tokens, arguments.decode_tokens)
         for index, dtype in enumerate(arguments.dtypes):
             now = time.monotonic()
             share = (end - now) / (len(arguments.dtypes) - index)
-            if "text" in arguments.parts:
-                text_share = TEXT_SHARE if "media" in arguments.parts else 1.0
-                missed += compare(work, dtype, peers, arguments, now + text_share * share)
-            if "media" in arguments.parts:
-                compare_media(dtype, peers, arguments.rounds, now + share)
+            with ExitStack() as started:
+                peers = Peers(path, dtype, folder, arguments, started)
+                if "text" in arguments.parts:
+                    text_share = TEXT_SHARE if "media" in arguments.parts else 1.0
+                    missed += compare(work, dtype, peers, arguments, now + text_share * share)
+                if "media" in arguments.parts:
+                    compare_media(dtype, peers, arguments.rounds, now + share)
     print(f"\n{(time.monotonic() - begin) / 60:.1f} minutes")
     if missed:
         print("\nmissed\n" + "\n".join(f"- {line}" for line in missed))

@@ -41,13 +41,21 @@ def convert(
         ConversionError: the converter is not there or did not understand the checkpoint.
     """
     target = folder / f"{'tower-' if tower else ''}{dtype}.gguf"
-    # Without the layers that predict further tokens: the benchmark's checkpoint has none.
-    part = "--mmproj" if tower else "--no-nextn"
     # What is cut off halfway does not look like a result.
     partial = target.with_suffix(".part")
-    flags = ["--outfile", str(partial), "--outtype", OUT_TYPES[dtype], part]
+    flags = ["--outfile", str(partial), "--outtype", OUT_TYPES[dtype]]
+    if tower:
+        flags.append("--mmproj")
+    elif has_state(checkpoint):
+        # Such models may predict further tokens; the benchmarks' checkpoints have no layers for it.
+        flags.append("--no-nextn")
     _run([sys.executable, "-c", _PROGRAM, str(source), str(checkpoint), *flags], partial)
     return partial.replace(target)
+
+
+def has_state(checkpoint: Path) -> bool:
+    """Whether a checkpoint has layers with a recurrent state."""
+    return '"linear_num_key_heads"' in (checkpoint / "config.json").read_text()
 
 
 def quantise(source: Path, plain: Path, kind: str) -> Path:

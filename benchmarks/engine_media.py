@@ -20,7 +20,7 @@ def compare_media(dtype: str, peers: Peers, rounds: int, until: float) -> None:
     """
     outcomes: dict[str, list[Outcome]] = {}
     with ExitStack() as stack:
-        sides = peers.media_sides(dtype, stack)
+        sides = peers.media_sides(stack)
         names, longest, done = list(sides), 0.0, 0
         for number in range(-1, rounds if sides else -1):
             begin = time.monotonic()

@@ -82,14 +82,21 @@ def find_vllm(given: str | None) -> str:
 
 @contextmanager
 def vllm(
-    python: str, checkpoint: Path, *, length: int, threads: int, batched_tokens: int, block: int
+    python: str,
+    checkpoint: Path,
+    dtype: str,
+    *,
+    length: int,
+    threads: int,
+    batched_tokens: int,
+    block: int,
 ) -> Iterator[Completions]:
-    """vLLM on the checkpoint in bfloat16, prefix cache on. Raises Unavailable."""
+    """vLLM on the checkpoint, prefix cache on. Raises Unavailable."""
     port = free_port()
     flags: dict[str, object] = {
         "--model": checkpoint,
         "--served-model-name": "model",
-        "--dtype": "bfloat16",
+        "--dtype": dtype,
         "--block-size": block,
         "--max-model-len": length,
         "--max-num-batched-tokens": batched_tokens,

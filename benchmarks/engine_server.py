@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -17,14 +18,48 @@ from pathlib import Path
 from typing import Any
 
 START_SECONDS, ANSWER_SECONDS = 600, 600
+MEMORY_SECONDS = 0.2
 
 
 class Unavailable(Exception):
     """A peer that cannot take part; the message says why, in one line."""
 
 
+class Memory:
+    """Watches what a process holds; its children, of which our server's decode media, are not seen.
+
+    Attributes:
+        own: most bytes of anonymous and shared memory at a time.
+        all: most bytes with those of the files that it maps.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.own = self.all = 0
+        self._status = Path(f"/proc/{pid}/status")
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(MEMORY_SECONDS):
+            with suppress(OSError, KeyError):
+                lines = (line.split() for line in self._status.read_text().splitlines())
+                sizes = {words[0]: 1024 * int(words[1]) for words in lines if words[-1] == "kB"}
+                own = sizes["RssAnon:"] + sizes["RssShmem:"]
+                self.own = max(self.own, own)
+                self.all = max(self.all, own + sizes["RssFile:"])
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
 class Server:
-    """A running server."""
+    """A running server.
+
+    Attributes:
+        memory: what it held since its start.
+    """
 
     def __init__(
         self, command: list[str], port: int, environment: dict[str, str], folder: Path | None
@@ -41,6 +76,7 @@ class Server:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        self.memory = Memory(self._process.pid)
 
     def wait_until_ready(self) -> None:
         """Returns when it is healthy. Raises Unavailable if it ends or takes too long."""
@@ -69,6 +105,7 @@ class Server:
         return json.loads(text), time.perf_counter() - begin
 
     def stop(self) -> None:
+        self.memory.end()
         self._signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(20)

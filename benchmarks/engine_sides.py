@@ -10,37 +10,44 @@ from typing import TypeVar
 
 from engine_cases import Side, transformers
 from engine_child import child
-from engine_gguf import ConversionError, convert
+from engine_gguf import ConversionError, convert, has_state
 from engine_peers import Completions, LlamaCpp, find_llama, find_vllm, llama, ours, vllm
 from engine_server import Server, Unavailable
 from machine import ROOT
 
 OURS, BEFORE, PLAIN = "vlm-serve", "vlm-serve before", "vlm-serve, no compiled kernels"
-TRANSFORMERS, VLLM, LLAMA = "transformers", "vLLM bf16", "llama.cpp"
+TRANSFORMERS, VLLM, LLAMA = "transformers", "vLLM", "llama.cpp"
 
 T = TypeVar("T")
 
 
 class Peers:
-    """The sides of a run, started when their turn comes.
+    """The sides of one dtype, started when their turn comes.
 
-    vLLM is started here, once: it takes a minute and has one dtype.
+    vLLM is started here: it takes a minute. Models with a recurrent state it only runs in bfloat16.
 
     Args:
         checkpoint: directory in Hugging Face's format.
+        dtype: of the weights.
         folder: where converted checkpoints go.
         arguments: of `engine_cpu.py`.
         stack: ends vLLM.
     """
 
     def __init__(
-        self, checkpoint: Path, folder: Path, arguments: argparse.Namespace, stack: ExitStack
+        self,
+        checkpoint: Path,
+        dtype: str,
+        folder: Path,
+        arguments: argparse.Namespace,
+        stack: ExitStack,
     ) -> None:
-        self._checkpoint, self._folder, self._arguments = checkpoint, folder, arguments
+        self._checkpoint, self._dtype = checkpoint, dtype
+        self._folder, self._arguments = folder, arguments
         self._length = arguments.prompt_tokens + arguments.decode_tokens + 64
         self._vllm = _enter(stack, VLLM, self._start_vllm) if arguments.peers else None
 
-    def text_sides(self, dtype: str, stack: ExitStack) -> dict[str, Side]:
+    def text_sides(self, stack: ExitStack) -> dict[str, Side]:
         """Everyone for prompts of token ids, in the order of the table."""
         sides: dict[str, Side] = {}
         for name, folder in self._own_folders().items():
@@ -48,33 +55,33 @@ class Peers:
                 child(
                     folder,
                     self._checkpoint,
-                    dtype,
+                    self._dtype,
                     self._arguments.threads,
                     self._arguments.batched_tokens,
                 )
             )
         if self._arguments.peers:
-            sides[TRANSFORMERS] = transformers(self._checkpoint, dtype)
+            sides[TRANSFORMERS] = transformers(self._checkpoint, self._dtype)
         if self._vllm is not None:
             sides[VLLM] = self._vllm
-        started = self._enter_llama(dtype, stack, tower=False)
+        started = self._enter_llama(stack, tower=False)
         if started is not None:
             sides[LLAMA] = started
         return sides
 
-    def media_sides(self, dtype: str, stack: ExitStack) -> dict[str, Server]:
+    def media_sides(self, stack: ExitStack) -> dict[str, Server]:
         """Everyone for chats with pictures; nobody, if the checkpoint takes none."""
         if '"vision_config"' not in (self._checkpoint / "config.json").read_text():
             print("photographs skipped: the checkpoint has no vision tower", flush=True)
             return {}
         sides = {
-            name: stack.enter_context(self._serve(folder, dtype))
+            name: stack.enter_context(self._serve(folder))
             for name, folder in self._own_folders().items()
         }
-        sides[PLAIN] = stack.enter_context(self._serve(ROOT, dtype, "--no-compiled-kernels"))
+        sides[PLAIN] = stack.enter_context(self._serve(ROOT, "--no-compiled-kernels"))
         if self._vllm is not None:
             sides[VLLM] = self._vllm.server
-        started = self._enter_llama(dtype, stack, tower=True)
+        started = self._enter_llama(stack, tower=True)
         if started is not None:
             sides[LLAMA] = started.server
         return sides
@@ -83,11 +90,11 @@ class Peers:
         before = self._arguments.before
         return {OURS: ROOT} | ({} if before is None else {BEFORE: before})
 
-    def _serve(self, folder: Path, dtype: str, *switches: str) -> AbstractContextManager[Server]:
+    def _serve(self, folder: Path, *switches: str) -> AbstractContextManager[Server]:
         return ours(
             folder,
             self._checkpoint,
-            dtype,
+            self._dtype,
             *switches,
             threads=self._arguments.threads,
             batched_tokens=self._arguments.batched_tokens,
@@ -98,6 +105,7 @@ class Peers:
         with vllm(
             find_vllm(self._arguments.vllm_python),
             self._checkpoint,
+            "bfloat16" if has_state(self._checkpoint) else self._dtype,
             length=self._length,
             threads=self._arguments.threads,
             batched_tokens=self._arguments.batched_tokens,
@@ -105,16 +113,16 @@ class Peers:
         ) as started:
             yield started
 
-    def _enter_llama(self, dtype: str, stack: ExitStack, *, tower: bool) -> LlamaCpp | None:
+    def _enter_llama(self, stack: ExitStack, *, tower: bool) -> LlamaCpp | None:
         if not self._arguments.peers:
             return None
-        return _enter(stack, LLAMA, lambda: self._start_llama(dtype, tower))
+        return _enter(stack, LLAMA, lambda: self._start_llama(tower))
 
     @contextmanager
-    def _start_llama(self, dtype: str, tower: bool) -> Iterator[LlamaCpp]:
+    def _start_llama(self, tower: bool) -> Iterator[LlamaCpp]:
         source, binary = find_llama(self._arguments.llama_source)
         parts = [
-            convert(source, self._checkpoint, dtype, self._folder, tower=part)
+            convert(source, self._checkpoint, self._dtype, self._folder, tower=part)
             for part in ((False, True) if tower else (False,))
         ]
         with llama(

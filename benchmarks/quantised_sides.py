@@ -72,14 +72,15 @@ class Models:
     Args:
         folder: for all of the files.
         source: llama.cpp's source tree, or None for LLAMA_SOURCE.
+        spec: of the model.
     """
 
-    def __init__(self, folder: Path, source: str | None) -> None:
+    def __init__(self, folder: Path, source: str | None, spec: CheckpointSpec = SPEC) -> None:
         self._folder, self._source = folder, source
         self.checkpoint = folder / "checkpoint"
         if not self.checkpoint.is_dir():
             print("writing the checkpoint", flush=True)
-            make_checkpoint(folder / "checkpoint.part", SPEC).replace(self.checkpoint)
+            make_checkpoint(folder / "checkpoint.part", spec).replace(self.checkpoint)
 
     @contextmanager
     def own(self, kind: str, threads: int, batched_tokens: int) -> Iterator[Side]:
@@ -103,6 +104,12 @@ class Models:
         eyes = self._converted(tree, tower=True) if tower else None
         with llama(binary, model, length=length, threads=threads, tower=eyes) as started:
             yield started
+
+    def prepare(self, kind: str) -> None:
+        """Converts what `peer` with a tower needs. Raises Unavailable, ConversionError."""
+        tree, _ = find_llama(self._source)
+        self._converted(tree, tower=True)
+        self._file(tree, kind)
 
     def _converted(self, tree: Path, *, tower: bool = False) -> Path:
         file = self._folder / f"{'tower-' if tower else ''}bfloat16.gguf"

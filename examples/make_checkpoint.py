@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -75,7 +75,7 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
     elif spec.vision_depth:
         write_processor_files(path, _media_shape(spec))
         config = full_config(spec, config) | media_token_ids(tokenizer)
-    weights = _weights(spec)
+    weights: Mapping[str, torch.Tensor] = _Drawn(spec)
     if spec.quantization:
         kind, group = spec.quantization, spec.group_size
         config["quantization_config"] = quantization_config(weights, kind, group)
@@ -104,25 +104,36 @@ def _media_shape(spec: CheckpointSpec) -> MediaShape:
     )
 
 
-def _weights(spec: CheckpointSpec) -> dict[str, torch.Tensor]:
-    dtype = DTYPES[spec.dtype]
-    return {
-        name: draw(name, shape, rule, spec.seed).to(dtype) for name, shape, rule in entries(spec)
-    }
+class _Drawn(Mapping[str, torch.Tensor]):
+    """The weights, each drawn when it is asked for: of many shards only one is in memory."""
+
+    def __init__(self, spec: CheckpointSpec) -> None:
+        self._entries = {name: (shape, rule) for name, shape, rule in entries(spec)}
+        self._seed, self._dtype = spec.seed, DTYPES[spec.dtype]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape, rule = self._entries[name]
+        return draw(name, shape, rule, self._seed).to(self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
-def _write_weights(path: Path, weights: dict[str, torch.Tensor], shards: int) -> None:
+def _write_weights(path: Path, weights: Mapping[str, torch.Tensor], shards: int) -> None:
     if shards == 1:
-        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        save_file(dict(weights), path / "model.safetensors", metadata={"format": "pt"})
         return
-    names = list(weights)
+    names, total = list(weights), 0
     index: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        part = names[shard::shards]
-        save_file({name: weights[name] for name in part}, path / file, metadata={"format": "pt"})
+        part = {name: weights[name] for name in names[shard::shards]}
+        save_file(part, path / file, metadata={"format": "pt"})
         index |= dict.fromkeys(part, file)
-    total = sum(tensor.nbytes for tensor in weights.values())
+        total += sum(tensor.nbytes for tensor in part.values())
     write_json(
         path / "model.safetensors.index.json",
         {"metadata": {"total_size": total}, "weight_map": index},
