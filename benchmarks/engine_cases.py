@@ -232,7 +232,10 @@ def work_for(path: Path, prefill: int, steps: int) -> Work:
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(str(path))
-    ending = oracle.tokenizer(path)("<|im_end|>\n<|im_start|>assistant\n").input_ids
+    # A random checkpoint's tokenizer would spell "assistant" in bytes; Qwen's has a token for it.
+    ids = oracle.tokenizer(path)("<|im_end|>\n<|im_start|>a\n").input_ids
+    assert len(ids) == 5, "a token for each"
+    ending = list(ids)
     return Work(prefill, steps, config.get_text_config().vocab_size // 2, ending)
 
 
