@@ -1,6 +1,6 @@
-"""Every invariant of the cache, recomputed from scratch (design, section 13).
+"""Every invariant of the cache, recomputed from scratch (docs/architecture.md#invariants).
 
-The numbers in the messages are those of the design.
+The numbers in the messages are those there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Making room: which block or row goes when none is free (design, section 6)."""
+"""Making room: which block or row goes when none is free (docs/architecture.md#state)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Routed expert rows of mixture-of-experts models, kept with the KV they belong to.
 
 Rows are numpy arrays `[tokens, layers, top_k]` of expert ids, and no part of a node's identity:
-a node made without them gets them from whoever computes its tokens again (design, section 10).
+a node made without them gets them from whoever computes its tokens again.
+
+docs/architecture.md#routed-experts
 """
 
 from __future__ import annotations

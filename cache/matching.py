@@ -1,4 +1,7 @@
-"""The joint match: the deepest boundary that has both KV and state (design, section 5)."""
+"""The joint match: the deepest boundary that has both KV and state.
+
+docs/architecture.md#cut-points-and-matching
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class Match:
             without state layers `kv_boundary`.
         snapshot: the one at `boundary`.
         exact: everything matched was made by prefill.
-        reason: why the boundary is not deeper (design, section 9); "full" if it cannot be.
+        reason: why the boundary is not deeper; "full" if it cannot be.
         blocks: physical ids of the matched full blocks.
         junction: KV goes so much deeper than state that a snapshot at `kv_boundary` pays.
         limit: how deep it might have gone.

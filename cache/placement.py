@@ -1,4 +1,4 @@
-"""Where a prompt gets state snapshots (design, section 6): policy only."""
+"""Where a prompt gets state snapshots (docs/architecture.md#state): policy only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a match ends where it does (design, section 9)."""
+"""Why a match ends where it does (docs/architecture.md#reasons)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def key_at(keys: PromptKeys, cut: int) -> bytes:
 def miss_reason(
     evidence: Evidence, keys: PromptKeys, limit: int, path: list[Node], found: Boundaries
 ) -> str:
-    """One word of design section 9 for a match that found these boundaries."""
+    """One word for a match that found these boundaries."""
     possible = keys.last_cut(len(keys) - 1)
     if possible == 0:
         return "below_granularity"

@@ -1,4 +1,4 @@
-"""Content hashes: what the model sees of a medium, named (design, section 4)."""
+"""Content hashes: what the model sees of a medium, named (docs/architecture.md#identity)."""
 
 from __future__ import annotations
 

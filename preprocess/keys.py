@@ -1,4 +1,4 @@
-"""Identity of prefixes: cut points, block keys and tail keys (design, sections 4 and 5).
+"""Identity of prefixes: cut points, block keys and tail keys (docs/architecture.md#identity).
 
 Keys depend on nothing but their inputs: the same prompt has the same keys in every process and on
 every machine. All integers are little-endian and of fixed width.

@@ -25,7 +25,7 @@ class MediaSpan:
     end: int
     modality: Modality
     content_hash: bytes
-    """32-byte BLAKE3 over the post-resize pixels (design, section 4)."""
+    """32-byte BLAKE3 over the post-resize pixels (docs/architecture.md#identity)."""
     grid: tuple[int, int, int]
     """(1, h, w) in patches, before spatial merging."""
     item: int
@@ -79,7 +79,7 @@ class Prompt:
     rope_delta: int
     """Position of a generated token with index i is `i + rope_delta` on all three axes."""
     keys: PromptKeys
-    """Block keys, tail keys and cut points (design, sections 4 and 5)."""
+    """Block keys, tail keys and cut points (docs/architecture.md#identity)."""
     spans: tuple[MediaSpan, ...] = ()
     """Sorted by start, disjoint."""
     media: tuple[MediaItem, ...] = ()

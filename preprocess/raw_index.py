@@ -1,7 +1,7 @@
 """Remembers what raw bytes turned into, so that a repeated upload is neither decoded nor resized.
 
 The key is everything that decides the outcome: the tenant's salt, the bytes, the modality, every
-effective option and the processors' fingerprint (design, section 4).
+effective option and the processors' fingerprint (docs/architecture.md#identity).
 """
 
 from __future__ import annotations

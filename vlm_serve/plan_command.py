@@ -1,4 +1,7 @@
-"""`vlm-serve plan`: what fits into the cache memory, from a config alone (design, section 7)."""
+"""`vlm-serve plan`: what fits into the cache memory, from a config alone.
+
+docs/architecture.md#memory
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes first when room is short (design, section 6)."""
+"""What goes first when room is short (docs/architecture.md#state)."""
 
 from __future__ import annotations
 

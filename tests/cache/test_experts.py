@@ -1,4 +1,4 @@
-"""Routed expert rows kept with the KV (design, section 10)."""
+"""Routed expert rows kept with the KV (docs/architecture.md#routed-experts)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which boundary a prompt gets (design, section 5)."""
+"""Which boundary a prompt gets (docs/architecture.md#cut-points-and-matching)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where snapshots go (design, section 6)."""
+"""Where snapshots go (docs/architecture.md#state)."""
 
 from __future__ import annotations
 

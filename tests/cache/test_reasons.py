@@ -1,4 +1,4 @@
-"""Every miss has a reason (design, section 9)."""
+"""Every miss has a reason (docs/architecture.md#reasons)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preemption: what a suspended request keeps, and when it loses it (design, section 6)."""
+"""Preemption: what a suspended request keeps, and when it loses it (docs/architecture.md#state)."""
 
 from __future__ import annotations
 

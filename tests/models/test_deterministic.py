@@ -1,4 +1,7 @@
-"""With `deterministic`, a row's bits depend on its own sequence alone (design, section 8)."""
+"""With `deterministic`, a row's bits depend on its own sequence alone.
+
+docs/architecture.md#what-a-hit-guarantees
+"""
 
 from __future__ import annotations
 

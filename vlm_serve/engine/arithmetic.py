@@ -1,8 +1,9 @@
 """In which types a model is stored and computed, and the name of the arithmetic that follows.
 
 Weights, activations, keys and values, recurrent state and convolution tails each have a type of
-their own (design, section 14). All of them are decided here, from options, checkpoint and what
-computes on the device.
+their own. All of them are decided here, from options, checkpoint and what computes on the device.
+
+docs/architecture.md#weights-and-arithmetic
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Runs a share of the hits again without the cache, and compares (design, section 8)."""
+"""Runs a share of the hits again without the cache, and compares.
+
+docs/architecture.md#what-a-hit-guarantees
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which media spans a step must encode, and how long their embeddings stay (design, section 12)."""
+"""Which media spans a step must encode, and how long their embeddings stay.
+
+docs/architecture.md#scheduling
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """How much memory everything takes: one arithmetic for start-up and for planning from a config
-alone (design, section 7). Sizes are bytes per rank."""
+alone (docs/architecture.md#memory). Sizes are bytes per rank."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class PromptMedia:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What the cache did for one request (design, section 9).
+    """What the cache did for one request (docs/architecture.md#reasons).
 
     Attributes:
         prompt_tokens: length of the prompt.

@@ -1,4 +1,7 @@
-"""Where prefill slices and GDN chunks end: arithmetic on cut points (design, sections 5, 12)."""
+"""Where prefill slices and GDN chunks end: arithmetic on cut points.
+
+docs/architecture.md#cut-points-and-matching
+"""
 
 from __future__ import annotations
 
