@@ -61,6 +61,12 @@ def lacking(macros: Set[str], *, compilers_choice: bool) -> str | None:
     return f"would use {', '.join(lacks)}, which this processor lacks" if lacks else None
 
 
+def processor_name() -> str:
+    """What it calls itself, as far as that can be known."""
+    line = next((line for line in _cpuinfo() if line.startswith("model name")), "")
+    return line.partition(":")[2].strip() or platform.processor() or platform.machine()
+
+
 def processor_identity() -> bytes:
     """What instructions this processor has, and its name: `-march=native` means them all."""
     lines = _cpuinfo()

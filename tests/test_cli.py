@@ -26,7 +26,7 @@ def flags_of(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "serve", "plan", "models", "chat", "run-batch", "video-qa"]
+    "command", ["", "serve", "plan", "models", "doctor", "chat", "run-batch", "video-qa"]
 )
 def test_help_loads_nothing_heavy(command: str) -> None:
     code = (

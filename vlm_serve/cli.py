@@ -97,6 +97,14 @@ def build_parser() -> argparse.ArgumentParser:
     models.set_defaults(run=run_models)
     models.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine has, and what would compute here and why",
+        allow_abbrev=False,
+    )
+    doctor.set_defaults(run=run_doctor)
+    doctor.add_argument("--json", action="store_true", help="print JSON and nothing else")
+
     add_batch_commands(commands)
 
     chat = commands.add_parser("chat", help="answer one question and exit", allow_abbrev=False)
@@ -344,6 +352,13 @@ def run_models(options: argparse.Namespace) -> int:
     from vlm_serve import models_command
 
     models_command.run(as_json=options.json)
+    return 0
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    from vlm_serve import doctor_command
+
+    doctor_command.run(as_json=options.json)
     return 0
 
 

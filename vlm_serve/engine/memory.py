@@ -127,10 +127,11 @@ def default_cache_memory(device: torch.device, ranks: int = 1) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_SHARE)
-    return min(CPU_CEILING, _free_host_memory() // CPU_SHARE) // ranks
+    return min(CPU_CEILING, free_host_memory() // CPU_SHARE) // ranks
 
 
-def _free_host_memory() -> int:
+def free_host_memory() -> int:
+    """Bytes that processes may still take."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:

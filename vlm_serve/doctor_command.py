@@ -1,0 +1,111 @@
+"""`vlm-serve doctor`: what this machine has, and what would compute here and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.arithmetic import decide, name_of
+from vlm_serve.engine.memory import free_host_memory
+from vlm_serve.engine.step_paths import find_backend
+from vlm_serve.kernels import native_build, native_library
+from vlm_serve.kernels.native_build import BuildError
+from vlm_serve.kernels.native_processor import processor_name
+from vlm_serve.options import format_size
+
+PACKAGES = ("torch", "triton", "transformers", "pillow", "av", "blake3", "fastapi", "uvicorn")
+INSTRUCTIONS = {
+    "__AVX2__": "AVX2",
+    "__AVX512F__": "AVX-512",
+    "__AVX512VNNI__": "AVX512-VNNI",
+    "__AVX512BF16__": "AVX512-BF16",
+    "__AVXVNNI__": "AVX-VNNI",
+    "__AMX_BF16__": "AMX-BF16",
+    "__ARM_NEON": "NEON",
+    "__ARM_FEATURE_DOTPROD": "NEON dot products",
+    "__ARM_FEATURE_MATMUL_INT8": "NEON int8 matrices",
+}
+"""The macros of instructions that kernels are written for, and their names."""
+
+_CHECKPOINTS = (torch.bfloat16, torch.float32)
+"""Types of weights that checkpoints come in."""
+
+
+def run(*, as_json: bool) -> None:
+    """Prints what was found. Nothing is built or loaded."""
+    found = examine()
+    if as_json:
+        print(json.dumps(found))
+        return
+    width = max(map(len, found))
+    print("\n".join(f"{name:<{width}}  {text}" for name, text in found.items()))
+
+
+def examine() -> dict[str, str]:
+    """A sentence for each thing that decides what runs."""
+    return {
+        "vlm-serve": f"{version('vlm-serve')}, Python {platform.python_version()}",
+        "processor": f"{processor_name()}, {os.cpu_count()} threads",
+        "memory": f"{format_size(free_host_memory())} free",
+        "compiler": _compiler(),
+        "kernels": _kernels(),
+        "GPU": _gpu(),
+        **{f"{name_of(kind)} checkpoint": _what_runs(kind) for kind in _CHECKPOINTS},
+        "packages": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
+    }
+
+
+def _compiler() -> str:
+    """The compiler, and for which instructions it would compile."""
+    try:
+        how = native_build.recipe()
+        deadline = time.monotonic() + native_build.TIME_LIMIT_S
+        macros = native_build.instructions(how, deadline)
+    except BuildError as error:
+        return f"none that can be used: {error}"
+    names = [name for macro, name in INSTRUCTIONS.items() if macro in macros]
+    return f"{how.compiler} -march={how.arch}: {', '.join(names) or 'no vector instructions'}"
+
+
+def _kernels() -> str:
+    try:
+        path = native_build.recipe().path()
+    except BuildError:
+        return "there will be none: torch computes"
+    if native_library.built():
+        return f"built, in {path}"
+    return f"not built yet: the first start does, into {path.parent}"
+
+
+def _gpu() -> str:
+    if not torch.cuda.is_available():
+        built = (
+            "" if torch.version.cuda or torch.version.hip else "; this torch is a build for CPUs"
+        )
+        return f"none{built}"
+    cards = []
+    for index in range(torch.cuda.device_count()):
+        free, _ = torch.cuda.mem_get_info(index)
+        cards.append(f"{torch.cuda.get_device_name(index)}, {format_size(free)} free")
+    return "; ".join(cards)
+
+
+def _what_runs(checkpoint: torch.dtype) -> str:
+    config = EngineConfig()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = decide(config, checkpoint, find_backend(config, device, build=False))
+    names = chosen.types.names()
+    return f"on the {device.type}, computed in {names['compute']}: {chosen.reason}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
