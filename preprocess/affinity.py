@@ -22,6 +22,7 @@ import logging
 import struct
 from array import array
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from blake3 import blake3
@@ -75,6 +76,19 @@ class Place(NamedTuple):
     def tokens(self) -> int:
         """About how many tokens that is."""
         return -(-self.text_bytes // BYTES_PER_TOKEN) + self.media * TOKENS_PER_MEDIUM
+
+
+@dataclass(frozen=True, slots=True)
+class AffinityDigest:
+    """What one server says it holds.
+
+    Attributes:
+        version: grows with every change.
+        entries: (affinity key, tokens held of that prefix), the newest used first.
+    """
+
+    version: int = 0
+    entries: tuple[tuple[AffinityKey, int], ...] = ()
 
 
 def place_of(key: AffinityKey) -> Place:

@@ -10,6 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from vlm_serve.server.affinity import affinity_of
 from vlm_serve.server.api.answer import Job, respond
 from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.completions.stream import CompletionStream
@@ -57,7 +58,8 @@ def _job(service: Service, scope: Scope, arrival: float, body: CompletionRequest
             body.priority or 0,
             trace=trace_context_of(scope),
             names=names,
+            affinity=affinity_of(scope) if not number else (),
         )
-        for prompt in body.prompts()
+        for number, prompt in enumerate(body.prompts())
     ]
     return Job(tasks, stream_of, bool(body.stream), headers)
