@@ -41,19 +41,23 @@ from vlm_serve.preprocess.keys import tagged
 _log = logging.getLogger(__name__)
 
 AffinityKey: TypeAlias = bytes
-"""16 bytes: a digest of 10, then where its prefix ends (`place_of`)."""
+"""16 bytes: a digest of 8, then where its prefix ends (`place_of`)."""
 
 KEY_BYTES = 16
 MAX_KEYS = 64
 
 BYTES_PER_TOKEN = 4
 """Of text, as a guess."""
-TOKENS_PER_MEDIUM = 1024
-"""As a guess, since nothing is decoded."""
+BYTES_PER_IMAGE_TOKEN = 270
+"""Of a data: URL, as a guess: JPEG of two bits a pixel, a token for 32 x 32 of them."""
+MIN_IMAGE_TOKENS, MAX_IMAGE_TOKENS = 64, 4096
+URL_TOKENS = {"image": 1024, "video": 4096}
+"""As a guess for media that are not in the request, and for all videos."""
 
 _DOMAIN = b"vlm-serve affinity 1"
-_DIGEST_BYTES = 10
-_PLACE = struct.Struct("<IH")
+_DIGEST_BYTES = 8
+_PLACE = struct.Struct("<IHH")
+_UNIT = 64
 _FIRST_CUT, _CUT_SHARE = 1024, 8
 # Kept of many cuts: the first ones, the last ones, and of those between the more the later.
 _FIRST_KEPT, _LAST_KEPT = 8, 8
@@ -67,15 +71,17 @@ class Place(NamedTuple):
     Attributes:
         text_bytes: before it, in UTF-8; of token ids four each.
         media: before it.
+        media_units: their tokens as a guess, in units of 64.
     """
 
     text_bytes: int
     media: int
+    media_units: int
 
     @property
     def tokens(self) -> int:
         """About how many tokens that is."""
-        return -(-self.text_bytes // BYTES_PER_TOKEN) + self.media * TOKENS_PER_MEDIUM
+        return -(-self.text_bytes // BYTES_PER_TOKEN) + self.media_units * _UNIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,7 @@ class _Chain:
         self._cuts: list[AffinityKey] = []
         self._text_bytes = 0
         self._media = 0
+        self._media_units = 0
         self._next_cut = _FIRST_CUT
         self._in_text = False
 
@@ -216,6 +223,7 @@ class _Chain:
         for piece in pieces:
             self._hasher.update(piece)
         self._media += 1
+        self._media_units += _units(medium, length)
         self._cut()
 
     def _count(self, num_bytes: int) -> None:
@@ -225,8 +233,21 @@ class _Chain:
             self._next_cut += max(_FIRST_CUT, self._next_cut // _CUT_SHARE)
 
     def _cut(self) -> None:
-        place = _PLACE.pack(min(self._text_bytes, 0xFFFFFFFF), min(self._media, 0xFFFF))
+        place = _PLACE.pack(
+            min(self._text_bytes, 0xFFFFFFFF),
+            min(self._media, 0xFFFF),
+            min(self._media_units, 0xFFFF),
+        )
         self._cuts.append(self._hasher.digest(length=_DIGEST_BYTES) + place)
+
+
+def _units(medium: Medium, num_bytes: int) -> int:
+    """About how many tokens a medium is, in units."""
+    tokens = URL_TOKENS[medium.kind]
+    if medium.kind == "image" and medium.source[0].startswith("data:"):
+        guess = num_bytes // BYTES_PER_IMAGE_TOKEN
+        tokens = min(max(guess, MIN_IMAGE_TOKENS), MAX_IMAGE_TOKENS)
+    return tokens // _UNIT
 
 
 def _stays(index: int, age: int) -> bool:
