@@ -172,7 +172,8 @@ def test_what_is_gone_is_forgotten() -> None:
 ODD: list[Any] = [None, 3, "x", b"x", [None], [b""], [b"\xff" * 16], object(), {}, float("nan"), -1]
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.product(ODD, ODD))
+@pytest.mark.parametrize("second", ODD)
+@pytest.mark.parametrize("first", ODD)
 def test_nothing_raises(first: Any, second: Any) -> None:
     router = Router(clock=Clock())
     for replicas in (first, second, [first, second, *VIEWS], [ReplicaView(first, second), *VIEWS]):
@@ -203,7 +204,7 @@ def test_a_fault_inside_leaves_a_choice(part: str, caplog: pytest.LogCaptureFixt
     ]
     for call in calls:
         call()
-    assert router.failures > 8
+    assert router.failures >= 8
     assert len(caplog.records) == 1, "told once"
 
 

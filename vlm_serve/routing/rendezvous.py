@@ -20,19 +20,25 @@ class Rendezvous:
 
     def first(self, key: bytes, ids: Iterable[str], count: int) -> list[str]:
         """The `count` replicas that rank highest for a key, highest first."""
-        base = _number(key)
-        return heapq.nlargest(count, ids, key=lambda each: self.weight(base, each))
+        weights = self.weights(key, ids)
+        return heapq.nlargest(count, weights, key=weights.__getitem__)
 
-    def weight(self, base: int, replica: str) -> int:
-        """Of a replica for a key's number."""
-        number = self._numbers.get(replica)
-        if number is None:
-            if len(self._numbers) >= MAX_REPLICAS_REMEMBERED:
-                self._numbers.clear()
-            number = self._numbers[replica] = _number(replica.encode("utf-8", "surrogatepass"))
-        mixed = ((base ^ number) * _MIX) & _MASK
-        mixed ^= mixed >> 32
-        return ((mixed * _MIX) & _MASK) ^ (mixed >> 29)
+    def weights(self, key: bytes, ids: Iterable[str]) -> dict[str, int]:
+        """Of replicas for a key."""
+        base, numbers, weights = _number(key), self._numbers, dict[str, int]()
+        for replica in ids:
+            number = numbers.get(replica)
+            if number is None:
+                number = self._remember(replica)
+            mixed = ((base ^ number) * _MIX) & _MASK
+            weights[replica] = ((mixed ^ (mixed >> 32)) * _MIX) & _MASK
+        return weights
+
+    def _remember(self, replica: str) -> int:
+        if len(self._numbers) >= MAX_REPLICAS_REMEMBERED:
+            self._numbers.clear()
+        number = self._numbers[replica] = _number(replica.encode("utf-8", "surrogatepass"))
+        return number
 
 
 def _number(data: bytes) -> int:

@@ -7,6 +7,7 @@ has a home, to which it goes unless another replica has it or the home has too m
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import time
@@ -102,7 +103,7 @@ class Router:
             keys, now = _valid(keys), self._clock()
             tokens = self._length(keys, tokens)
             held = self._reuse(keys, tokens, {replica_id}, now).get(replica_id, 0.0)
-            self._loads.know({replica_id}, now)
+            self._loads.know([replica_id])
             self._loads.sent(replica_id, keys[0] if keys else b"", tokens - held, now)
             self._sent.add(replica_id, keys, now)
         except Exception:
@@ -140,28 +141,24 @@ class Router:
     def _choose(self, keys: list[bytes], tokens: int, loads: dict[str, float]) -> list[str]:
         if len(loads) < 2:
             return list(loads)
-        policy, now, known = self._policy, self._clock(), self._loads
+        policy, now = self._policy, self._clock()
         tokens = self._length(keys, tokens)
-        ids = loads.keys()
-        known.know(set(ids), now)
-        saved = self._reuse(keys, tokens, set(ids), now)
-        for number, (home, held) in enumerate(self._homes(keys, tokens, loads)):
-            worth = policy.home_weight * held / 2**number
-            saved[home] = saved.get(home, 0.0) + max(0.0, worth - saved.get(home, 0.0))
-        order = self._rendezvous.weight
-        base = int.from_bytes(keys[0][:8], "little") if keys else self._turn
-        self._turn += 1
-
-        works = {each: known.work(each, now) for each in ids}
-        mean = sum(works.values()) / len(works) or 1.0
-        slope, power = policy.work_weight * mean / policy.work_power, policy.work_power
-
-        def cost(replica: str) -> tuple[float, int]:
-            waiting = max(loads[replica], known.open(replica))
-            total = policy.load_weight * waiting - saved.get(replica, 0.0)
-            return total + slope * (works[replica] / mean) ** power, order(base, replica)
-
-        return sorted(ids, key=cost)
+        self._loads.know(loads)
+        saved = self._reuse(keys, tokens, set(loads), now)
+        prefix, held = self._homely(keys, tokens)
+        ranks = self._rendezvous.weights(prefix, loads)
+        homes = heapq.nlargest(policy.homes, ranks, key=ranks.__getitem__)
+        for number, home in enumerate(homes):
+            saved[home] = max(saved.get(home, 0.0), policy.home_weight * held / 2**number)
+        works, growth = self._loads.works(now)
+        mean = sum(map(works.__getitem__, loads)) / len(loads) or 1.0
+        slope = policy.work_weight * mean / growth / policy.work_power
+        waiting, costs = self._loads.open, dict[str, tuple[float, int]]()
+        for replica, load in loads.items():
+            cost = slope * (works[replica] / mean) ** policy.work_power
+            cost += policy.load_weight * max(load, waiting(replica))
+            costs[replica] = (cost - saved.get(replica, 0.0), -ranks[replica])
+        return sorted(costs, key=costs.__getitem__)
 
     def _length(self, keys: list[bytes], tokens: Any) -> int:
         """Tokens of a request. If nobody has counted them: what its keys say, or somebody who has
@@ -206,20 +203,20 @@ class Router:
             found = {replica: value - least for replica, value in found.items()}
         return found
 
-    def _homes(self, keys: list[bytes], tokens: int, ids: Iterable[str]) -> list[tuple[str, float]]:
-        """Replicas at which the request's prefix is at home, and the tokens of that prefix.
+    def _homely(self, keys: list[bytes], tokens: int) -> tuple[bytes, float]:
+        """The key by which a request has a home, and the tokens of that key's prefix.
 
         The prefix ends with the first medium; without media where half of all has been said.
         """
         if not keys:
-            return []
+            self._turn += 1
+            return self._turn.to_bytes(KEY_BYTES, "little"), 0.0
         whole = max(1, place_of(keys[0]).tokens)
         for key in reversed(keys):
             place = place_of(key)
             if place.media or 2 * place.tokens >= whole:
                 break
-        held = tokens * min(1.0, place.tokens / whole)
-        return [(each, held) for each in self._rendezvous.first(key, ids, self._policy.homes)]
+        return key, tokens * min(1.0, place.tokens / whole)
 
 
 def _valid(keys: Any) -> list[bytes]:
