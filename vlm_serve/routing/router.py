@@ -42,7 +42,7 @@ class Policy:
     work_weight: float = 0.2
     work_power: float = 3.0
     load_weight: float = 0.1
-    home_weight: float = 0.25
+    home_weight: float = 0.5
     homes: int = 2
     memory_seconds: float = 10.0
     sent_seconds: float = 10.0
