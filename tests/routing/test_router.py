@@ -103,7 +103,7 @@ def test_a_hot_medium_spreads_over_replicas() -> None:
 
 
 def test_an_end_takes_a_request_off_a_replica() -> None:
-    policy = Policy(work_weight=0.0, load_weight=1.0, home_weight=0.0)
+    policy = Policy(work_weight=0.0, load_weight=1.0, home_weight=0.0, answer_tokens=0.0)
     router, keys = Router(policy, Clock()), keys_about("cat")
     for _ in range(3):
         router.sent("a", keys, 5000)

@@ -34,15 +34,17 @@ class Policy:
         work_power: how steeply more than that counts.
         load_weight: of the tokens that a replica has to do now.
         home_weight: of the tokens whose home a replica is, although it does not hold them.
+        answer_tokens: that a request makes to do besides what its prompt does.
         homes: replicas that a prefix is at home on; each counts half of the one before it.
         memory_seconds: see `Loads`.
         sent_seconds: so long a prefix counts as held where it was sent to, digest or not.
     """
 
-    work_weight: float = 0.2
-    work_power: float = 3.0
-    load_weight: float = 0.1
+    work_weight: float = 0.35
+    work_power: float = 2.0
+    load_weight: float = 0.02
     home_weight: float = 0.5
+    answer_tokens: float = 128.0
     homes: int = 2
     memory_seconds: float = 10.0
     sent_seconds: float = 10.0
@@ -104,7 +106,8 @@ class Router:
             tokens = self._length(keys, tokens)
             held = self._reuse(keys, tokens, {replica_id}, now).get(replica_id, 0.0)
             self._loads.know([replica_id])
-            self._loads.sent(replica_id, keys[0] if keys else b"", tokens - held, now)
+            work = tokens - held + self._policy.answer_tokens
+            self._loads.sent(replica_id, keys[0] if keys else b"", work, now)
             self._sent.add(replica_id, keys, now)
         except Exception:
             self._failed()
