@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from fastapi import Request
@@ -58,8 +59,8 @@ def _job(service: Service, scope: Scope, arrival: float, body: CompletionRequest
             body.priority or 0,
             trace=trace_context_of(scope),
             names=names,
-            affinity=affinity_of(scope) if not number else (),
         )
-        for number, prompt in enumerate(body.prompts())
+        for prompt in body.prompts()
     ]
+    tasks[0] = replace(tasks[0], affinity=affinity_of(scope))
     return Job(tasks, stream_of, bool(body.stream), headers)
