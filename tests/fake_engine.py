@@ -140,6 +140,7 @@ class FakeEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        affinity: Sequence[bytes] = (),
     ) -> str:
         if not self.alive:
             raise EngineClosedError("the engine is closed")
@@ -149,6 +150,7 @@ class FakeEngine:
         self.num_submitted += 1
         request = FakeRequest(prompt, params, on_delta)
         self.latest_params = params
+        self.latest_affinity = tuple(affinity)
         self.requests[name] = request
         self._inbox.put(request)
         return name

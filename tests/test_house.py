@@ -71,6 +71,10 @@ def test_imports_go_through_the_package(path: Path) -> None:
         ),
         ("vlm_serve/models", ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.cache")),
         ("vlm_serve/engine", ("vlm_serve.server", "fastapi", "uvicorn")),
+        (
+            "vlm_serve/routing",
+            ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.cache", "torch", "ray", "fastapi"),
+        ),
     ],
 )
 def test_arrows_between_parts_point_one_way(folder: str, forbidden: tuple[str, ...]) -> None:

@@ -126,7 +126,7 @@ def test_nobody_can_ask_for_a_bound_salt(server: RunningServer) -> None:
 
 
 def test_what_concerns_all_is_not_for_tenants(server: RunningServer) -> None:
-    for method, path in (("POST", "flush"), ("GET", "stats")):
+    for method, path in (("POST", "flush"), ("GET", "stats"), ("GET", "affinity")):
         url = f"/v1/cache/{path}"
         body: Any = {} if method == "POST" else None
         answer = server.client.request(method, url, json=body, **asked("key-a"))

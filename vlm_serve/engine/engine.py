@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import Entry, NodeInfo, TreePage, describe
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.affinity import AffinityMap
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.build import build
 from vlm_serve.engine.inspection import Inspector
@@ -26,6 +27,7 @@ from vlm_serve.engine.validation import check_page, check_prompt, check_request,
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import Grammar
+from vlm_serve.preprocess.affinity import AffinityDigest, AffinityKey
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
@@ -63,7 +65,10 @@ class Engine:
         self._numbers = itertools.count()
         self._job = partial(Job, numbers=self._numbers, language=language)
         self.mirror = TreeMirror(parts.cache.events)
-        self._loop = EngineLoop(parts, self._auditor, self._inspector, self.mirror, job=self._job)
+        self._affinity = AffinityMap(self.mirror, has_state=parts.cache.config.has_state)
+        self._loop = EngineLoop(
+            parts, self._auditor, self._inspector, self.mirror, self._affinity, job=self._job
+        )
         self._loop.start()
 
     @classmethod
@@ -87,10 +92,11 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         grammar: Grammar | None = None,
+        affinity: Sequence[AffinityKey] = (),
     ) -> str:
         """Queues a request; `on_delta` receives its increments, the last one of every choice with a
         finish reason. `grammar`: of `params.structured_outputs`, if it has been compiled already;
-        else it is compiled here.
+        else it is compiled here. `affinity`: the request's keys for `affinity_digest`.
 
         Raises:
             ContextLengthError: prompt and answer do not fit the context.
@@ -113,10 +119,16 @@ class Engine:
             bad_words=find_bad_words(params.bad_words, encode),
             grammar=grammar,
             prediction=tuple(prediction),
+            affinity=tuple(affinity),
         )
         job = self._job(request)
         self._loop.post(lambda: self._loop.add(job))
         return request.request_id
+
+    def affinity_digest(self) -> AffinityDigest:
+        """Which requests begin with something that is cached, by affinity key, and with how much.
+        The engine's thread is not asked."""
+        return self._affinity.digest()
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its pages are free after the step in progress. Ignores unknown ids."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from vlm_serve.engine.affinity import AffinityMap
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.executor import ExecutorLostError, StepError
 from vlm_serve.engine.inspection import Inspector
@@ -40,6 +41,7 @@ class EngineLoop:
         auditor: chooses requests to run again, without the cache.
         inspector: whose pins expire between steps.
         mirror: shows other threads the cache's tree.
+        affinity: is told what has been computed of which requests.
         job: makes a request of the auditor one that can be run.
 
     Attributes:
@@ -54,6 +56,7 @@ class EngineLoop:
         auditor: Auditor,
         inspector: Inspector,
         mirror: TreeMirror,
+        affinity: AffinityMap,
         *,
         job: Callable[[Request], Job],
     ) -> None:
@@ -67,6 +70,7 @@ class EngineLoop:
         self._auditor = auditor
         self._inspector = inspector
         self._mirror = mirror
+        self._affinity = affinity
         self._job = job
         self._preprocessor = parts.preprocessor
         self._media_loader = MediaLoading(parts.media, self.post, self._fail_request)
@@ -240,6 +244,8 @@ class EngineLoop:
     def _emit(self, events: list[Event]) -> None:
         for job, delta in events:
             request = job.request
+            if request.affinity and delta.usage.completion_tokens == 1:
+                self._note(job)
             if delta.finish_reason is not None:
                 self._executor.forget(job.sequences[delta.index].number)
             if job.finished:
@@ -250,6 +256,12 @@ class EngineLoop:
                 request.on_delta(delta)
             except Exception:
                 _log.exception("a callback of request %s raised", request.request_id)
+
+    def _note(self, job: Job) -> None:
+        """A request's prompt has been computed."""
+        if job.report is not None:
+            request = job.request
+            self._affinity.note(request.affinity, request.prompt, job.report.snapshots)
 
     def _tend_audits(self) -> None:
         """Audits run while there is a seat for them, and give it up to whoever waits for it."""

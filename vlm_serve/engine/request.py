@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vlm_serve.engine.detokenizer import TokenBytes
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.grammar.state import Grammar
+from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
@@ -32,6 +33,8 @@ class Request:
     grammar: Grammar | None = None
     prediction: tuple[int, ...] = ()
     """Tokens that the caller expects in the answer."""
+    affinity: tuple[AffinityKey, ...] = ()
+    """Affinity keys, longest prefix first: whoever routes is told what is held of them."""
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,7 @@ def _add_stored_responses(app: FastAPI, service: Service) -> None:
 def _add_gets(app: FastAPI, service: Service) -> None:
     cache_gets: list[tuple[str, Handler, dict[str, Any]]] = [
         ("stats", cache.stats, {"model": dict[str, Any]}),
+        ("affinity", cache.affinity, {"model": cache.Affinity}),
         ("tree", cache.tree, {"model": cache.CacheTree}),
         ("nodes/{key}", cache.node, {"model": cache.CacheNodeDetails}),
         ("events", cache_events, {"content": EVENT_STREAM, "description": "Server-sent events"}),

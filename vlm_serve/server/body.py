@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.server.affinity import note_affinity
 from vlm_serve.server.errors import BodyTooLargeError, MediaTypeError
 from vlm_serve.server.json_body import (
     SMALL_BYTES,
@@ -84,6 +85,7 @@ async def read_request(
 
     def read() -> tuple[T, int]:
         value = parse_counted(body)
+        note_affinity(request.scope, value, service.model_names[0])
         return use(validate(value, model)), cost.when_parsed(value)
 
     if small:

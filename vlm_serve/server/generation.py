@@ -13,6 +13,7 @@ from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.state import THINK_END, Grammar
+from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.sampling_params import SamplingParams
@@ -40,6 +41,7 @@ class Task:
         reasoning: reasoning is split from the answer, whose grammar begins behind it.
         trace: headers of the trace that the request continues.
         names: fields as they are called here -> as the client calls them, for errors.
+        affinity: keys of what the prompt begins with.
     """
 
     prepare: Callable[[], Preparation]
@@ -50,6 +52,7 @@ class Task:
     reasoning: bool = False
     trace: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    affinity: tuple[AffinityKey, ...] = ()
 
 
 class Generation:
@@ -149,6 +152,7 @@ async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
                 lambda delta: mailbox.post(queue, delta),
                 task.priority,
                 grammar,
+                task.affinity,
             )
         service.open_tokens += len(prompt)
         alarm = None

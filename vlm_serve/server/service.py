@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import EngineClosedError, ModelNotFoundError, OverloadedError
 from vlm_serve.grammar.state import Grammar
+from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.draft import Draft
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.stopping import Stop
@@ -175,13 +176,15 @@ class Service:
         on_delta: Callable[[Delta], None],
         priority: int,
         grammar: Grammar | None = None,
+        affinity: tuple[AffinityKey, ...] = (),
     ) -> str:
         """Hands a prompt to the engine and returns the engine's id for it. Raises as it does."""
         if not self.engine.num_running + self.engine.num_waiting:
             self.busy_since = time.monotonic()
-        if grammar is None:
-            return self.engine.submit(prompt, params, on_delta, priority=priority)
-        return self.engine.submit(prompt, params, on_delta, priority=priority, grammar=grammar)
+        options: dict[str, Any] = {"priority": priority, "affinity": affinity}
+        if grammar is not None:
+            options["grammar"] = grammar
+        return self.engine.submit(prompt, params, on_delta, **options)
 
     def warm_up(self) -> None:
         """Starts the grammar compiler in the background: the first request that needs it would

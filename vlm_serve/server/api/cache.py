@@ -76,6 +76,17 @@ class MediaBody(BaseModel):
     hash: str
 
 
+class AffinityEntry(BaseModel):
+    key: str
+    tokens: int
+
+
+class Affinity(BaseModel):
+    object: Literal["cache.affinity"] = "cache.affinity"
+    version: int
+    entries: list[AffinityEntry]
+
+
 class CacheNode(BaseModel):
     key: str
     parent: str
@@ -149,6 +160,15 @@ async def stats(service: Service, request: Request) -> Response:
     refuse_tenants(request.scope)
     refuse_unknown(request.query_params, ())
     return JSONResponse(await asyncio.to_thread(service.engine.stats))
+
+
+async def affinity(service: Service, request: Request) -> Response:
+    """GET /v1/cache/affinity: which requests begin with something that is cached, for routers."""
+    refuse_tenants(request.scope)
+    refuse_unknown(request.query_params, ())
+    digest = await asyncio.to_thread(service.engine.affinity_digest)
+    entries = [AffinityEntry(key=key.hex(), tokens=tokens) for key, tokens in digest.entries]
+    return JSONResponse(Affinity(version=digest.version, entries=entries).model_dump())
 
 
 async def tree(service: Service, request: Request) -> Response:

@@ -17,6 +17,7 @@ from vlm_serve.preprocess.messages import Conversation
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.affinity import affinity_of
 from vlm_serve.server.api.fields import AnswerRequest
 from vlm_serve.server.api.media_sources import check_media_sources
 from vlm_serve.server.api.structured import ToolChoice, with_tools
@@ -189,6 +190,7 @@ def conversation_task(
             reasoning=service.config.reasoning_parser != "none",
             trace=trace_context_of(scope),
             names={**asked.names, "structured_outputs": form_field},
+            affinity=affinity_of(scope),
         ),
         model=service.resolve_model(body.model),
         tools=None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from vlm_serve.server.affinity import affinity_of
 from vlm_serve.server.api.answer import Job, respond
 from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.completions.stream import CompletionStream
@@ -60,4 +62,5 @@ def _job(service: Service, scope: Scope, arrival: float, body: CompletionRequest
         )
         for prompt in body.prompts()
     ]
+    tasks[0] = replace(tasks[0], affinity=affinity_of(scope))
     return Job(tasks, stream_of, bool(body.stream), headers)

@@ -10,6 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from vlm_serve.server.affinity import affinity_of
 from vlm_serve.server.api.answer import Job, respond
 from vlm_serve.server.api.generate.request import (
     GENERATE_REFUSED,
@@ -52,6 +53,7 @@ def _job(service: Service, scope: Scope, arrival: float, body: GenerateRequest) 
         body.priority or 0,
         trace=trace_context_of(scope),
         names=NAMES,
+        affinity=affinity_of(scope),
     )
     return Job([task], stream_of, bool(body.stream), headers)
 

@@ -1,0 +1,171 @@
+"""Routers on a trace of questions about media: what replicas reuse, and how evenly they work.
+
+    python benchmarks/routing.py [--replicas 4] [--requests 2000] [--seed 0] [--hot]
+
+Replicas are simulated around the real prefix cache; caches are finite. Four independent routers
+know what they have sent themselves and digests that are five seconds old. Beside ours: random,
+round robin, and the policy of Ray Serve's prefix router, which sees texts only; and one replica
+that is as large as all of them. Then what choosing costs with up to 256 replicas, and what the
+affinity keys of a large body cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+from routing_policies import Chooser, Ours, Random, RoundRobin, TextPrefix
+from routing_simulation import Clock, Outcome, Replica, simulate
+from routing_trace import Question, Trace
+
+from vlm_serve.preprocess.affinity import AffinityDigest, affinity_keys_of_body
+from vlm_serve.routing.holdings import MAX_ALL_ENTRIES, MAX_DIGEST_ENTRIES
+from vlm_serve.routing.router import Policy, Router
+from vlm_serve.routing.view import ReplicaView
+
+RATE = 10.0
+"""Requests a second for each replica."""
+SPEED = 18_000.0
+"""Tokens a second of each replica."""
+CACHE_SHARE = 0.6
+"""Of all media's tokens: what the caches of all replicas hold together."""
+ROWS = 256
+SIZES = (4, 16, 64, 256)
+
+Make = Callable[[Clock], Chooser]
+
+
+def run(trace: Sequence[Question], count: int, tokens: int, make: Make, large: int = 1) -> Outcome:
+    """A trace through fresh replicas, each `large` times as large and fast as usual."""
+    clock = Clock()
+    replicas = [Replica(large * tokens, large * ROWS, large * SPEED) for _ in range(count)]
+    chooser = make(clock)
+    outcome = simulate(trace, replicas, chooser, clock)
+    if isinstance(chooser, Ours):
+        chooser.check()
+    return outcome
+
+
+def policies(count: int, seed: int, policy: Policy) -> dict[str, Make]:
+    return {
+        "random": lambda clock: Random(count, seed),
+        "round robin": lambda clock: RoundRobin(count, seed),
+        "text prefix": lambda clock: TextPrefix(count, seed),
+        "text prefix, 10 apart": lambda clock: TextPrefix(count, seed, 10),
+        "ours": lambda clock: Ours(count, seed, clock, policy),
+    }
+
+
+def compare(count: int, requests: int, seed: int, hot: float, policy: Policy, only: str) -> None:
+    """Prints a table."""
+    scale = max(1, count // 4)
+    trace_of = Trace(seed, RATE * count, hot, scale)
+    trace = list(trace_of.requests(requests))
+    tokens = int(CACHE_SHARE * trace_of.media_tokens / count)
+    kind = f"one medium in {hot:.0%} of all conversations" if hot else "Zipf"
+    print(f"\n{count} replicas, {requests} requests, {kind}, caches of {tokens} tokens")
+    print(
+        f"{'':<24}{'hit tokens':>11}{'of one':>8}{'busiest: worst':>16}{'mean':>6}"
+        f"{'TTFT p50':>10}{'p99 ms':>8}{'busy':>6}"
+    )
+    single = run(trace, 1, tokens, lambda clock: RoundRobin(1, seed), count)
+    rows = {f"one, {count} times as large": single}
+    for name, make in policies(count, seed, policy).items():
+        if only in name:
+            rows[name] = run(trace, count, tokens, make)
+    for name, outcome in rows.items():
+        print(
+            f"{name:<24}{outcome.hit_tokens / outcome.prompt_tokens:>11.1%}"
+            f"{outcome.hit_tokens / single.hit_tokens:>8.1%}{max(outcome.busiest):>16.2f}"
+            f"{statistics.mean(outcome.busiest):>6.2f}{1e3 * outcome.first_token(0.5):>10.0f}"
+            f"{1e3 * outcome.first_token(0.99):>8.0f}{outcome.utilisation:>6.0%}",
+            flush=True,
+        )
+
+
+def time_choosing(count: int, seed: int) -> None:
+    """Choosing among that many replicas with full digests, and with keys that many of them hold.
+    Times are the processor's: others may use the machine."""
+    rng = random.Random(seed)
+    trace = list(Trace(seed, 1.0).requests(200))
+    keys = list(dict.fromkeys(key for each in trace for key in each.affinity))
+    router = Router()
+    views = [ReplicaView(f"replica-{number}", rng.random() * 1e4) for number in range(count)]
+    digests = []
+    for view in views:
+        entries = [(key, rng.randrange(4000)) for key in rng.sample(keys, min(len(keys), 400))]
+        most = min(MAX_DIGEST_ENTRIES, MAX_ALL_ENTRIES // count)
+        entries += [(rng.randbytes(16), 100) for _ in range(most - len(entries))]
+        digest = AffinityDigest(1, tuple(entries))
+        begin = time.thread_time()
+        router.digest(view.id, digest)
+        digests.append(time.thread_time() - begin)
+    long = affinity_keys_of_body("completions", {"prompt": "x" * 10**7}, salt="", model="m")
+    chosen = []
+    for each in trace * 5:
+        for affinity in (each.affinity, long):
+            begin = time.thread_time()
+            best = router.choose(affinity, 0, views)[0]
+            chosen.append(time.thread_time() - begin)
+            router.sent(best, affinity, 0)
+    assert not router.failures
+    chosen.sort()
+    print(
+        f"{count:>4} replicas: choosing {1e6 * statistics.median(chosen):6.0f} us, "
+        f"p99 {1e6 * chosen[int(0.99 * len(chosen))]:6.0f} us; "
+        f"a digest {1e3 * statistics.median(digests):5.2f} ms"
+    )
+
+
+def time_keys() -> None:
+    """The affinity keys of a body of 10 MB, and of a short chat."""
+    data = base64.b64encode(random.Random(0).randbytes(7_500_000)).decode()
+    large = {
+        "10 MB, one upload": [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+            {"type": "text", "text": "What is this?"},
+        ],
+        "10 MB, one text": [{"type": "text", "text": data}],
+        "a short chat": [{"type": "text", "text": "What is this?"}],
+    }
+    for name, content in large.items():
+        body = {"messages": [{"role": "user", "content": content}]}
+        seconds = []
+        for _ in range(20):
+            begin = time.thread_time()
+            affinity_keys_of_body("chat", body, salt="", model="m")
+            seconds.append(time.thread_time() - begin)
+        print(f"affinity keys of {name:<20}{1e3 * statistics.median(seconds):8.3f} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hot", action="store_true", help="one medium in half of all requests")
+    parser.add_argument("--only", default="", help="policies whose name has this in it")
+    parser.add_argument("--timings", action="store_true", help="only what choosing and keys cost")
+    weights = [each.name for each in fields(Policy)]
+    for name in weights:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(getattr(Policy(), name)))
+    options = parser.parse_args()
+    given = {name: getattr(options, name) for name in weights}
+    policy = Policy(**{name: value for name, value in given.items() if value is not None})
+    if not options.timings:
+        hot = 0.5 if options.hot else 0.0
+        compare(options.replicas, options.requests, options.seed, hot, policy, options.only)
+    else:
+        for count in SIZES:
+            time_choosing(count, options.seed)
+        time_keys()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Which replica answers a request: plain Python, without any server or cluster around it."""

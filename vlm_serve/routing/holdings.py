@@ -1,0 +1,100 @@
+"""Who holds which prefix, as a router knows it: from replicas' digests, and from what it has sent
+since. Both are bounded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+MAX_DIGEST_ENTRIES = 4096
+"""Of one replica."""
+MAX_ALL_ENTRIES = 131_072
+"""Of all replicas' digests together: the more replicas, the fewer entries of each are kept."""
+MAX_SENT_KEYS = 32_768
+"""That this router has sent requests with."""
+MAX_SENT_REPLICAS = 16
+"""Of one key, the latest ones."""
+
+
+class Digests:
+    """What replicas have said they hold, by key."""
+
+    def __init__(self, limit: int = MAX_ALL_ENTRIES) -> None:
+        self._limit = limit
+        self._of: dict[str, dict[bytes, int]] = {}
+        self._holders: dict[bytes, dict[str, int]] = {}
+
+    def __len__(self) -> int:
+        """Entries of all replicas."""
+        return sum(map(len, self._of.values()))
+
+    def holders(self, key: bytes) -> Mapping[str, int]:
+        """Replica -> tokens that it holds of a key's prefix."""
+        return self._holders.get(key, {})
+
+    def replace(self, replica: str, entries: Iterable[tuple[bytes, int]]) -> None:
+        """A replica's new digest takes the old one's place."""
+        most = self._share(len(self._of.keys() | {replica}))
+        new: dict[bytes, int] = {}
+        for key, tokens in entries:
+            if len(new) >= most:
+                break
+            if isinstance(key, bytes) and isinstance(tokens, int) and tokens > 0:
+                new[key] = tokens
+        self._set(replica, new)
+        for other, held in self._of.items():
+            if len(held) > most:
+                self._set(other, dict(list(held.items())[:most]))
+
+    def remove(self, replica: str) -> None:
+        """Forgets a replica."""
+        self._set(replica, {})
+        self._of.pop(replica, None)
+
+    def _share(self, replicas: int) -> int:
+        return min(MAX_DIGEST_ENTRIES, max(1, self._limit // replicas))
+
+    def _set(self, replica: str, new: dict[bytes, int]) -> None:
+        old = self._of.get(replica, {})
+        for key in old.keys() - new.keys():
+            holders = self._holders[key]
+            del holders[replica]
+            if not holders:
+                del self._holders[key]
+        for key, tokens in new.items() - old.items():
+            self._holders.setdefault(key, {})[replica] = tokens
+        self._of[replica] = new
+
+
+class Sent:
+    """Where this router has sent the prefixes of late, by key; the least recent are forgotten."""
+
+    def __init__(self, limit: int = MAX_SENT_KEYS) -> None:
+        self._limit = limit
+        self._times: OrderedDict[bytes, dict[str, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def add(self, replica: str, keys: Sequence[bytes], now: float) -> None:
+        """A request with these keys goes to a replica."""
+        for key in keys:
+            times = self._times.setdefault(key, {})
+            times.pop(replica, None)
+            times[replica] = now
+            if len(times) > MAX_SENT_REPLICAS:
+                del times[next(iter(times))]
+            self._times.move_to_end(key)
+        while len(self._times) > self._limit:
+            self._times.popitem(last=False)
+
+    def holders(self, key: bytes) -> Mapping[str, float]:
+        """Replica -> when a request with the key went there last."""
+        return self._times.get(key, {})
+
+    def remove(self, replica: str) -> None:
+        """Forgets a replica."""
+        for key in [key for key, times in self._times.items() if replica in times]:
+            del self._times[key][replica]
+            if not self._times[key]:
+                del self._times[key]

@@ -1,0 +1,45 @@
+"""Rendezvous hashing (Thaler and Ravishankar, 1998): routers agree on a key's replicas without
+talking, and a replica that comes or goes moves no more than its own share of keys."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Iterable
+
+_MASK = (1 << 64) - 1
+_MIX = 0x9E3779B97F4A7C15
+MAX_REPLICAS_REMEMBERED = 4096
+
+
+class Rendezvous:
+    """Ranks replicas for a key. Remembers the numbers of at most MAX_REPLICAS_REMEMBERED ids."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def first(self, key: bytes, ids: Iterable[str], count: int) -> list[str]:
+        """The `count` replicas that rank highest for a key, highest first."""
+        weights = self.weights(key, ids)
+        return heapq.nlargest(count, weights, key=weights.__getitem__)
+
+    def weights(self, key: bytes, ids: Iterable[str]) -> dict[str, int]:
+        """Of replicas for a key."""
+        base, numbers, weights = _number(key), self._numbers, dict[str, int]()
+        for replica in ids:
+            number = numbers.get(replica)
+            if number is None:
+                number = self._remember(replica)
+            mixed = ((base ^ number) * _MIX) & _MASK
+            weights[replica] = ((mixed ^ (mixed >> 32)) * _MIX) & _MASK
+        return weights
+
+    def _remember(self, replica: str) -> int:
+        if len(self._numbers) >= MAX_REPLICAS_REMEMBERED:
+            self._numbers.clear()
+        number = self._numbers[replica] = _number(replica.encode("utf-8", "surrogatepass"))
+        return number
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
