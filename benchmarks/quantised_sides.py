@@ -103,9 +103,7 @@ class Models:
         eyes = self._converted(tree, tower=True) if tower else None
         # In memory of its own: pages of a file are the first that a busy machine takes back.
         own = {"--load-mode": "none"}
-        with llama(
-            binary, model, length=length, threads=threads, tower=eyes, more=own
-        ) as started:
+        with llama(binary, model, length=length, threads=threads, tower=eyes, more=own) as started:
             yield started
 
     def _converted(self, tree: Path, *, tower: bool = False) -> Path:
