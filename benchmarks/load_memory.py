@@ -5,10 +5,11 @@
 
 Each is loaded by a process of its own, as a server loads it. `peak` is the largest anonymous memory
 that was seen while it loaded (every millisecond), less what there was before; `after` is the
-process's proportional set size (PSS) and its anonymous part when it is done, less the same. Named
+process's proportional set size (PSS) and its anonymous part when it is done, less the same. PSS
+has what was read of the file as well, as long as the kernel has no other use for that memory. Named
 checkpoints are loaded as they are and quantised; `--formats` are random checkpoints in those. A
 quantised checkpoint is due to take its file and 5 % and, while it is loaded, its largest tensor on
-top. A table of embeddings stays in its file (`mapped`), and counts as soon as it is read.
+top. A table of embeddings stays in its file.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def show(name: str, path: Path, bits: str) -> None:
     cells = (file, largest(path), peak, after["Anonymous"], after["Pss"])
     print(
         f"| {name} | {' | '.join(f'{cell / 1e6:.0f}' for cell in cells)} "
-        f"| {after['Pss'] / file:.2f} |",
+        f"| {after['Anonymous'] / file:.2f} |",
         flush=True,
     )
 
@@ -124,7 +125,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     given = parse()
     print(describe(1))
-    print("| MB | file | largest tensor | peak | after, anonymous | after, PSS | PSS / file |")
+    print(
+        "| MB | file | largest tensor | peak | after, anonymous | after, PSS | anonymous / file |"
+    )
     print("|---|---|---|---|---|---|---|")
     for path in given.checkpoints:
         for bits in given.quantization:
