@@ -125,9 +125,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     given = parse()
     print(describe(1))
-    print(
-        "| MB | file | largest tensor | peak | after, anonymous | after, PSS | anonymous / file |"
-    )
+    print("| MB | file | largest tensor | peak | anonymous | PSS | anonymous / file |")
     print("|---|---|---|---|---|---|---|")
     for path in given.checkpoints:
         for bits in given.quantization:
