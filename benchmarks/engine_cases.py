@@ -103,7 +103,7 @@ class Work:
 
     def parts(self) -> list[Callable[[Side], dict[str, float]]]:
         """One round: functions that run a part of it on a side and give the seconds of its rows."""
-        return [self._long, *(self._decode_of(batch) for batch in DECODE)]
+        return [self._long, *(self.decode_of(batch) for batch in DECODE)]
 
     def _long(self, side: Side) -> dict[str, float]:
         long = [self.prompt(self.prefill)]
@@ -112,7 +112,9 @@ class Work:
         again = cold if isinstance(side, Transformers) else side.complete(long, 1)
         return {PREFILL: cold, AGAIN: again}
 
-    def _decode_of(self, batch: int) -> Callable[[Side], dict[str, float]]:
+    def decode_of(self, batch: int) -> Callable[[Side], dict[str, float]]:
+        """What measures decoding of so many prompts at once on a side."""
+
         def decode(side: Side) -> dict[str, float]:
             # The seconds of `steps + 1` tokens less those of one. What comes first also pays for
             # the room that it takes from earlier prompts, in llama.cpp more than the tokens cost.
@@ -191,6 +193,13 @@ class Results:
         # A side with rounds of its own leaves out the last ones.
         pairs = zip(sides[theirs], sides[ours], strict=False)
         return statistics.median(other / own for other, own in pairs)
+
+    def ratio_range(self, row: str, ours: str, theirs: str) -> tuple[float, float]:
+        """The lowest and the highest over rounds of the same."""
+        sides = self._seconds[row]
+        pairs = zip(sides[theirs], sides[ours], strict=False)
+        ratios = [other / own for other, own in pairs]
+        return min(ratios), max(ratios)
 
     def share(self, part: str, whole: str, side: str) -> float:
         """The median over rounds of one row's time as a share of another's."""

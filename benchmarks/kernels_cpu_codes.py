@@ -1,12 +1,13 @@
-"""Products with quantised weights beside those with bfloat16 ones; one run, paired.
+"""Products with quantised weights beside those with bfloat16 ones and what the machine can do; one
+run, in turns.
 
     python benchmarks/kernels_cpu_codes.py [--threads 2] [--rounds 9] [--shapes 2048x6144,...]
-        [--rows 1,8,512] [--isa avx2]
+        [--rows 1,8,512,4096] [--kinds "bfloat16,int4 dynamic,..."] [--isa avx2]
 
-Few rows read weights that no cache holds: distinct ones are cycled until 64 MB have been touched.
-`share` is what a format reaches of the speed that its bytes (codes and scales) would give at the
-rate at which the bfloat16 weights are read in the same rounds; due at one row: 0.88 for int8, 0.8
-for int4.
+Few rows read weights that no cache holds, in large pages as a server's: distinct ones are cycled
+until 192 MB have been touched, and `share` is of the rate at which as many bytes are read plainly
+in the same rounds. With more rows `share` is of the multiply-adds of the processor: of bytes summed
+by fours if the arithmetic is dynamic, else of float32 (which pairs of bfloat16 may exceed).
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from dataclasses import dataclass
 
 import torch
 from kernels_before import timed
+from limits import Limits
 from machine import add_isa_argument, describe, run_as
 
+from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.linear import Linear, dense
 from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.float8 import PackedFloat8
 from vlm_serve.kernels.linear.integers import PackedIntegers
 from vlm_serve.kernels.linear.quantising import GROUPS
 
-TOUCHED = 64 << 20
+TOUCHED = 192 << 20
 FEW = 8
 
 
@@ -63,37 +66,53 @@ KINDS = (
 )
 
 
-def case(columns: int, depth: int, rows: int, rounds: int) -> None:
+def case(
+    kinds: list[Kind], columns: int, depth: int, rows: int, rounds: int, limits: Limits
+) -> None:
     """Prints the rows of one shape."""
     x = torch.randn(rows, depth).bfloat16()
     runs: dict[str, Callable[[], float]] = {}
     sizes: dict[str, int] = {}
-    for kind in KINDS:
+    for kind in kinds:
         first = kind.make(columns, depth)
         count = -(-TOUCHED // first.nbytes) if rows <= FEW else 1
-        weights = [first, *(kind.make(columns, depth) for _ in range(min(count, 24) - 1))]
+        weights = [first, *(kind.make(columns, depth) for _ in range(count - 1))]
         runs[kind.name] = per_call(weights, x)
         sizes[kind.name] = first.nbytes
+    work = {kind.name: 2.0 * rows * columns * depth for kind in kinds}
+    best = {kind.name: limits.byte_dots if kind.dynamic else limits.multiply_add for kind in kinds}
+    if rows <= FEW:
+        work = {name: float(size) for name, size in sizes.items()}
+        best = {name: lambda: float(limits.read(TOUCHED)) for name in sizes}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    shares: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(-1, rounds):
         names = list(runs)
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            taken = runs[name]()
+            taken, rate = runs[name](), _rate(best[name])
             if number >= 0:
                 seconds[name].append(taken)
-    plain = KINDS[0].name
+                shares[name].append(work[name] / taken / rate if rate else float("nan"))
+    plain = kinds[0].name
     for name, own in seconds.items():
-        ratios = [other / mine for other, mine in zip(seconds[plain], own, strict=True)]
-        ratio, typical = statistics.median(ratios), statistics.median(own)
-        share = f"{ratio * sizes[name] / sizes[plain]:.2f}" if rows <= FEW else ""
-        speed = sizes[name] / typical / 1e9
-        operations = 2 * rows * columns * depth / typical / 1e9
+        ratio = statistics.median(
+            other / mine for other, mine in zip(seconds[plain], own, strict=True)
+        )
+        typical, share = statistics.median(own), statistics.median(shares[name])
         print(
-            f"| {depth} x {columns}, {rows} | {name} | {1e3 * typical:.3f} | {speed:.1f} "
-            f"| {operations:.0f} | {ratio:.2f} | {share} |",
+            f"| {depth} x {columns}, {rows} | {name} | {1e3 * typical:.3f} "
+            f"| {sizes[name] / typical / 1e9:.1f} | {2e-9 * rows * columns * depth / typical:.0f} "
+            f"| {ratio:.2f} | {share:.2f} |",
             flush=True,
         )
+
+
+def _rate(limit: Callable[[], float]) -> float:
+    """Bytes or operations of one second."""
+    done: list[float] = []
+    taken = timed(lambda: done.append(limit()))
+    return done[0] / taken
 
 
 def per_call(weights: list[Linear], x: torch.Tensor) -> Callable[[], float]:
@@ -113,19 +132,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--shapes", default="2048x6144,6144x2048,1024x3072")
-    parser.add_argument("--rows", default="1,8,512")
+    parser.add_argument("--rows", default="1,8,512,4096")
+    parser.add_argument("--kinds", default=",".join(kind.name for kind in KINDS))
     add_isa_argument(parser)
     given = parser.parse_args()
     run_as(given.isa)
+    wanted = given.kinds.split(",")
+    kinds = [kind for kind in KINDS if kind.name in wanted]
+    if len(kinds) != len(wanted):
+        parser.error(f"--kinds must be among {', '.join(kind.name for kind in KINDS)}")
+    retain_freed_memory()
+    limits = Limits(given.threads, TOUCHED)
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     print(describe(given.threads))
-    print("| K x N, rows | weights | ms | GB/s | Gop/s | bfloat16 / ours | share |")
+    print(f"| K x N, rows | weights | ms | GB/s | Gop/s | {kinds[0].name} / it | share |")
     print("|---" * 7 + "|")
     for shape in given.shapes.split(","):
         depth, columns = map(int, shape.split("x"))
         for rows in map(int, given.rows.split(",")):
-            case(columns, depth, rows, given.rounds)
+            case(kinds, columns, depth, rows, given.rounds, limits)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,10 @@ constexpr int WIDTH = 32, CHAINS = 12;
 constexpr int WIDTH = 16, CHAINS = 20;
 #endif
 
+#if defined(__AVX512VNNI__)
+#include <immintrin.h>
+#endif
+
 typedef float Floats __attribute__((vector_size(WIDTH)));
 typedef uint64_t Words __attribute__((vector_size(WIDTH)));
 
@@ -44,6 +48,28 @@ void multiply_add(int64_t steps, int64_t threads, float factor, float* results) 
         for (int lane = 0; lane < WIDTH / 4; ++lane) result += all[lane];
         results[thread] = result;
     });
+}
+
+// Likewise products of bytes summed by fours; returns how many operations a step is, 0 where they
+// are not one instruction of 64 bytes.
+int64_t byte_dots(int64_t steps, int64_t threads, float* results) {
+#if defined(__AVX512VNNI__)
+    on_threads(threads, [=](int64_t thread) {
+        __m512i sums[CHAINS], by = _mm512_set1_epi8((char)(steps % 7 + 1));
+        for (int chain = 0; chain < CHAINS; ++chain) sums[chain] = _mm512_set1_epi32(chain);
+        for (int64_t step = 0; step < steps; ++step)
+#pragma GCC unroll 32
+            for (int chain = 0; chain < CHAINS; ++chain)
+                sums[chain] = _mm512_dpbusd_epi32(sums[chain], by, by);
+        __m512i all = _mm512_setzero_si512();
+        for (auto& sum : sums) all = _mm512_add_epi32(all, sum);
+        results[thread] = (float)_mm512_reduce_add_epi32(all);
+    });
+    return CHAINS * 2 * 64;
+#else
+    (void)steps, (void)threads, (void)results;
+    return 0;
+#endif
 }
 
 // `bytes` is a multiple of 512 * threads.

@@ -43,6 +43,11 @@ class Limits:
         self._library.multiply_add(steps, self._count(), ctypes.c_float(0.5), results)
         return float(2 * STEPS * self._library.floats_per_step() * self._threads)
 
+    def byte_dots(self) -> float:
+        """Runs some; how many operations on whole numbers they were, 0 where it knows none."""
+        steps, results = ctypes.c_int64(STEPS), ctypes.c_void_p(self._results.data_ptr())
+        return float(STEPS * self._library.byte_dots(steps, self._count(), results) * self._threads)
+
     def read(self, size: int) -> int:
         """Reads about `size` bytes; how many they were."""
         size = min(max(1, size // self._unit) * self._unit, self._buffer.numel() - 64)
@@ -62,5 +67,5 @@ def _build() -> ctypes.CDLL:
         compiler = os.environ.get("CXX", "g++")
         subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", target], check=True)
         library = ctypes.CDLL(target)
-    library.floats_per_step.restype = ctypes.c_int64
+    library.floats_per_step.restype = library.byte_dots.restype = ctypes.c_int64
     return library

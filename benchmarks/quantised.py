@@ -1,18 +1,19 @@
 """Quantised weights on a CPU beside bfloat16 and llama.cpp's, in turns.
 
     python benchmarks/quantised.py [--peers] [--quantization bfloat16 int8 int4] [--rounds 5]
-        [--prompt-tokens 512 4096] [--minutes 20] [--threads 2] [--folder FOLDER]
-        [--llama-source FOLDER] [--isa avx2]
+        [--rows decode-1 decode-8 prefill image] [--prompt-tokens 512 4096] [--minutes 20]
+        [--threads 2] [--folder FOLDER] [--llama-source FOLDER] [--isa avx2]
 
 A random model of 1.2B weights; llama.cpp gets the same weights through its own converter and
 `llama-quantize` (built as `engine_cpu.py` says, with that as a second target). Each of our formats
-is a run of its own: it, ours in bfloat16, and llama.cpp's of that width take turns, part by part,
-all of them over HTTP with token ids. A ratio is the median over rounds of (their time / our time).
-Decode is the time of some tokens less that of one. "same image" asks another question about a
-picture that the server has just been asked about.
+is a run of its own: it and llama.cpp's of that width take turns, row by row and round by round, all
+of them over HTTP with token ids; where tokens are decoded, ours in bfloat16 is one of them. A ratio
+is the median over rounds of (their time / our time), with the lowest and the highest. Decode is the
+time of some tokens less that of one. The longest prompt comes twice. "image" asks another question
+about a picture that the server has just been asked about.
 
 The bound is what the bytes that a decoded token reads (weights with scales, head, the state twice,
-pages) would give against bfloat16. Everything is printed as it is measured; rounds that there is no
+pages) would give against bfloat16. Every row is printed when it is done; rounds that there is no
 time for are left out. The files take 9 GB; with `--folder` they are kept for the next run.
 """
 
@@ -23,100 +24,53 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-import media_trace
-from engine_cases import AGAIN, DECODE, DECODE_PROMPT, PREFILL, Results, Side, Work, work_for
+from engine_cases import DECODE, DECODE_PROMPT, Results, Side, work_for
 from engine_gguf import ConversionError
 from engine_server import Unavailable
 from machine import add_isa_argument, describe, run_as
+from quantised_rows import ROWS, Row, rows_for
 from quantised_sides import PEERS, SPEC, Models, bytes_per_token
 
-IMAGE = "same image, another question"
 FIRST = DECODE[1]
 GOAL, FIRST_GOAL = 1.1, 1.3
 OF_BOUND = {"int8": 0.88, "int4": 0.8}
 
 
-@dataclass
-class QuantisedWork(Work):
-    """Prompts of several lengths instead of one; the longest one comes twice."""
-
-    lengths: tuple[int, ...] = ()
-
-    @property
-    def tokens(self) -> dict[str, int]:
-        lengths = {f"{PREFILL}, {length}": length for length in self.lengths}
-        return {row: batch * self.steps for batch, row in DECODE.items()} | lengths
-
-    def parts(self) -> list[Callable[[Side], dict[str, float]]]:
-        return [
-            *(self._decode_of(batch) for batch in DECODE),
-            *(self._prefill_of(length) for length in self.lengths),
-        ]
-
-    def _prefill_of(self, length: int) -> Callable[[Side], dict[str, float]]:
-        def prefill(side: Side) -> dict[str, float]:
-            prompts = [self.prompt(length)]
-            seconds = {f"{PREFILL}, {length}": side.complete(prompts, 1)}
-            if length == self.prefill:
-                seconds[AGAIN] = side.complete(prompts, 1)
-            return seconds
-
-        return prefill
-
-
-class Pictures:
-    """Another photograph in every round, each with two questions."""
-
-    def __init__(self) -> None:
-        self._round = 0
-
-    def parts(self) -> list[Callable[[Side], dict[str, float]]]:
-        trace = media_trace.requests(self._round)
-        which = self._round % len(media_trace.PHOTOGRAPHS)
-        first, second = trace[which], trace[len(media_trace.PHOTOGRAPHS) + which]
-        self._round += 1
-
-        def ask(side: Side) -> dict[str, float]:
-            server = side.server  # type: ignore[attr-defined]  # all sides here have one
-            server.post("/v1/chat/completions", first)
-            return {IMAGE: server.post("/v1/chat/completions", second)[1]}
-
-        return [ask]
-
-
 def compare(
-    kind: str, models: Models, work: Work, arguments: argparse.Namespace, end: float
+    kind: str, models: Models, rows: list[Row], arguments: argparse.Namespace, end: float
 ) -> bool:
     """Measures and prints one format; whether all goals were reached."""
-    results, own = Results(), f"ours, {kind}"
-    goals = True
-    for media, until in ((False, end - 0.15 * (end - time.monotonic())), (True, end)):
+    reached, left = True, len(rows)
+    for tower in (False, True):
+        own = [row for row in rows if row.tower == tower]
+        if not own:
+            continue
         with ExitStack() as stack:
-            sides = _sides(kind, models, arguments, stack, tower=media)
-            results.measure(
-                sides,
-                Pictures() if media else work,  # type: ignore[arg-type]  # it has what is used
-                arguments.rounds,
-                until=until,
-                tell=lambda number, name, seconds: _tell(kind, number, name, seconds),
-            )
-        if not media:
-            _print_bytes(kind, results, own)
-        rows = [IMAGE] if media else [*work.tokens, AGAIN]
-        goals &= _print_table(results, rows, work.tokens, own, list(sides))
-    return goals
+            plain = any(row.plain for row in own)
+            sides = _sides(kind, models, arguments, stack, tower=tower, plain=plain)
+            print(f"\n| {kind} | {' | '.join(sides)} |{' ratio |' * (len(sides) - 1)}")
+            print("|---" * (2 * len(sides)) + "|", flush=True)
+            for row in own:
+                until = time.monotonic() + (end - time.monotonic()) / left
+                reached &= _measure(kind, row, sides, arguments.rounds, until)
+                left -= 1
+    return reached
 
 
 def _sides(
-    kind: str, models: Models, arguments: argparse.Namespace, stack: ExitStack, *, tower: bool
+    kind: str,
+    models: Models,
+    arguments: argparse.Namespace,
+    stack: ExitStack,
+    *,
+    tower: bool,
+    plain: bool,
 ) -> dict[str, Side]:
     sides = {}
-    for each in dict.fromkeys((kind, "bfloat16")):
+    for each in dict.fromkeys((kind, "bfloat16") if plain else (kind,)):
         started = models.own(each, arguments.threads, max(arguments.prompt_tokens))
         sides[f"ours, {each}"] = stack.enter_context(started)
     length = max(arguments.prompt_tokens) + arguments.decode_tokens + 64
@@ -129,58 +83,44 @@ def _sides(
     return sides
 
 
-def _tell(kind: str, number: int, name: str, seconds: dict[str, float]) -> None:
-    when = "warm-up" if number < 0 else f"round {number + 1}"
-    cells = ", ".join(f"{row} {1000 * value:.0f} ms" for row, value in seconds.items())
-    print(f"{kind}, {when}, {name}: {cells}", flush=True)
+def _measure(kind: str, row: Row, sides: dict[str, Side], rounds: int, until: float) -> bool:
+    """One row of the table; whether the goals against all others but ours were reached."""
+    results, own = Results(), f"ours, {kind}"
+    mine = {name: side for name, side in sides.items() if row.takes(name, own)}
+    results.measure(mine, row, rounds, until=until)
+    reached = True
+    for name, tokens in row.names.items():
+        cells = [row.cell(results.median(name, side), tokens) for side in mine]
+        cells += [""] * (len(sides) - len(mine))
+        goal = FIRST_GOAL if name == FIRST else GOAL
+        for other in list(mine)[1:]:
+            due = not other.startswith("ours")
+            ratio = results.ratio(name, own, other)
+            low, high = results.ratio_range(name, own, other)
+            cells.append(f"{other}: {ratio:.2f} ({low:.2f}-{high:.2f})" + f", {goal} due" * due)
+            reached &= ratio >= goal or not due
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        if name == FIRST and "ours, bfloat16" in mine:
+            _print_bytes(kind, results.ratio(name, own, "ours, bfloat16"))
+    return reached
 
 
-def _print_bytes(kind: str, results: Results, own: str) -> None:
+def _print_bytes(kind: str, ratio: float) -> None:
     context = DECODE_PROMPT + 1
     plain, mine = (bytes_per_token(SPEC, each, context) for each in ("bfloat16", kind))
-    print(f"\n{kind}: {mine / 1e6:.0f} MB per token, bfloat16 {plain / 1e6:.0f}", end="")
-    if kind == "bfloat16":
-        print(flush=True)
-        return
-    bound, ratio = plain / mine, results.ratio(FIRST, own, "ours, bfloat16")
-    print(
-        f"; bound {bound:.2f}x, {FIRST}: {ratio:.2f}x, {ratio / bound:.2f} of it "
-        f"(due {OF_BOUND[kind]})",
-        flush=True,
-    )
-
-
-def _print_table(
-    results: Results, rows: list[str], tokens: dict[str, int], own: str, sides: list[str]
-) -> bool:
-    """Prints rows; whether the goals against all others but our own bfloat16 were reached."""
-    others, reached = [name for name in sides if name != own], True
-    print(f"| | {' | '.join(sides)} | {' | '.join(f'{name}: ratio' for name in others)} |")
-    print("|---" * (1 + len(sides) + len(others)) + "|")
-    for row in rows:
-        cells = []
-        for name in sides:
-            seconds = results.median(row, name)
-            rate = (
-                f"{tokens[row] / seconds:.1f} tok/s"
-                if row in tokens
-                else f"{1000 * seconds:.0f} ms"
-            )
-            cells.append(rate)
-        goal = FIRST_GOAL if row == FIRST else GOAL
-        for name in others:
-            ratio = results.ratio(row, own, name)
-            due = not name.startswith("ours")
-            cells.append(f"{ratio:.2f}, {goal}" if due else f"{ratio:.2f}")
-            reached &= ratio >= goal or not due
-        print(f"| {' | '.join([row, *cells])} |", flush=True)
-    return reached
+    said = f"{kind}: {mine / 1e6:.0f} MB per token, bfloat16 {plain / 1e6:.0f}"
+    if kind != "bfloat16":
+        bound = plain / mine
+        said += f"; bound {bound:.2f}x, {FIRST}: {ratio:.2f}x, {ratio / bound:.2f} of it "
+        said += f"(due {OF_BOUND[kind]})"
+    print(said, flush=True)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Quantised weights beside llama.cpp's, in turns.")
     parser.add_argument("--peers", action="store_true", help="measure llama.cpp as well")
     parser.add_argument("--quantization", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt-tokens", nargs="+", type=int, default=[512, 4096])
     parser.add_argument("--decode-tokens", type=int, default=32)
@@ -202,15 +142,13 @@ def main() -> int:
     end, reached = begin + 60 * arguments.minutes, True
     with tempfile.TemporaryDirectory() as temporary:
         models = Models(arguments.folder or Path(temporary), arguments.llama_source)
-        lengths = tuple(arguments.prompt_tokens)
-        drawn = work_for(models.checkpoint, max(lengths), arguments.decode_tokens)
-        work = QuantisedWork(
-            drawn.prefill, drawn.steps, drawn.vocabulary, drawn.ending, lengths=lengths
-        )
+        lengths = arguments.prompt_tokens
+        work = work_for(models.checkpoint, max(lengths), arguments.decode_tokens)
+        rows = rows_for(work, arguments.rows, lengths)
         for index, kind in enumerate(arguments.quantization):
             now = time.monotonic()
             share = (end - now) / (len(arguments.quantization) - index)
-            reached &= compare(kind, models, work, arguments, now + share)
+            reached &= compare(kind, models, rows, arguments, now + share)
     print(f"\n{(time.monotonic() - begin) / 60:.1f} minutes")
     return 0 if reached else 1
 

@@ -102,7 +102,9 @@ class Models:
         tree, binary = find_llama(self._source)
         model = self._file(tree, kind)
         eyes = self._converted(tree, tower=True) if tower else None
-        with llama(binary, model, length=length, threads=threads, tower=eyes) as started:
+        # In memory of its own: pages of a file are the first that a busy machine takes back.
+        own = {"--load-mode": "none"}
+        with llama(binary, model, length=length, threads=threads, tower=eyes, more=own) as started:
             yield started
 
     def prepare(self, kind: str) -> None:

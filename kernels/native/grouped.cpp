@@ -84,8 +84,9 @@ struct Folding {
     float middle;
     const float* x_sums;  // of ROWS rows, null if there are no zero points
 
-    Folding(const Weight& weight, int64_t index, int64_t group, const float* behind, int64_t rows)
-        : scales(weight, index, group, middle_of(weight.type)),
+    Folding(const Weight& weight, const PanelScales& all, int64_t group, const float* behind,
+            int64_t rows)
+        : scales(all.of(group)),
           middle(middle_of(weight.type)),
           x_sums(weight.zeros ? behind + group * rows : nullptr) {}
 
@@ -99,7 +100,7 @@ struct Folding {
 
 // STREAMS groups side by side, so that there are chains enough to keep the processor busy.
 template <typename Kind, int ROWS, int STREAMS>
-void few_groups(const Weight& weight, int64_t index, const char* words, const float* x,
+void few_groups(const Weight& weight, const PanelScales& scales, const char* words, const float* x,
                 int64_t group, float* sums) {
     constexpr int64_t STEP = PANEL * 4;
     const int64_t size = weight.group, bytes = panel_bytes_of_k<Kind>(size);
@@ -125,7 +126,7 @@ void few_groups(const Weight& weight, int64_t index, const char* words, const fl
     }
 #pragma GCC unroll 4
     for (int s = 0; s < STREAMS; ++s) {
-        const Folding fold(weight, index, group + s, x + weight.depth * ROWS, ROWS);
+        const Folding fold(weight, scales, group + s, x + weight.depth * ROWS, ROWS);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
@@ -135,37 +136,39 @@ void few_groups(const Weight& weight, int64_t index, const char* words, const fl
 }
 
 template <typename Kind, int ROWS>
-void few_rows(const Weight& weight, int64_t index, const char* words, const float* x, float* sums) {
+void few_rows(const Weight& weight, const PanelScales& scales, const char* words, const float* x,
+              float* sums) {
     constexpr int STREAMS = ROWS == 1 ? 2 : 1;
     const int64_t count = weight.depth / weight.group;
     int64_t group = 0;
     for (; group + STREAMS <= count; group += STREAMS)
-        few_groups<Kind, ROWS, STREAMS>(weight, index, words, x, group, sums);
-    for (; group < count; ++group) few_groups<Kind, ROWS, 1>(weight, index, words, x, group, sums);
+        few_groups<Kind, ROWS, STREAMS>(weight, scales, words, x, group, sums);
+    for (; group < count; ++group) few_groups<Kind, ROWS, 1>(weight, scales, words, x, group, sums);
 }
 
 // A widened group.
 template <int ROWS>
-void wide_rows(const Weight& weight, int64_t index, const float* wide, const float* x,
+void wide_rows(const Weight& weight, const PanelScales& scales, const float* wide, const float* x,
                int64_t group, float* sums) {
     Floats total[ROWS][REGISTERS] = {};
     const float* own = x + group * weight.group * ROWS;
     for (int64_t k = 0; k < weight.group; ++k)
         Singles::add<ROWS>((const char*)(wide + k * PANEL), own + k * ROWS, total);
-    const Folding fold(weight, index, group, x + weight.depth * ROWS, ROWS);
+    const Folding fold(weight, scales, group, x + weight.depth * ROWS, ROWS);
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
         for (int j = 0; j < REGISTERS; ++j) fold.add(r, j, total[r][j], group == 0, sums);
 }
 
-typedef void (*WideRows)(const Weight&, int64_t, const float*, const float*, int64_t, float*);
+typedef void (*WideRows)(const Weight&, const PanelScales&, const float*, const float*, int64_t,
+                         float*);
 
 inline WideRows wide_rows_of(int64_t rows) {
     return by_rows<WideRows>(rows, [](auto count) { return wide_rows<count>; });
 }
 
-typedef void (*FewRows)(const Weight&, int64_t, const char*, const float*, float*);
+typedef void (*FewRows)(const Weight&, const PanelScales&, const char*, const float*, float*);
 
 template <typename Kind>
 FewRows few_rows_of(int64_t rows) {
@@ -186,13 +189,15 @@ void widen_codes(const char* from, int64_t count, float* to) {
 template <typename Kind>
 void multiply_words(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const char* words = (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
-    if (x.groups() == 1) return few_rows_of<Kind>(x.rows())(weight, index, words, x.group(0), sums);
+    const PanelScales scales(weight, index);
+    if (x.groups() == 1)
+        return few_rows_of<Kind>(x.rows())(weight, scales, words, x.group(0), sums);
     alignas(64) float wide[MOST_GROUP * PANEL];
     const int64_t bytes = panel_bytes_of_k<Kind>(weight.group);
     for (int64_t group = 0; group < weight.depth / weight.group; ++group) {
         widen_codes<Kind>(words + group * bytes, weight.group, wide);
         for (int64_t i = 0; i < x.groups(); ++i)
-            wide_rows_of(x.size(i))(weight, index, wide, x.group(i), group,
+            wide_rows_of(x.size(i))(weight, scales, wide, x.group(i), group,
                                     sums + x.first(i) * PANEL);
     }
 }

@@ -38,32 +38,51 @@ Function by_rows(int64_t rows, const Make& make) {
     return by_rows<Function>(rows, make, std::make_index_sequence<MOST_ROWS>());
 }
 
-// What gives the codes of a panel's group their values.
+// What gives the codes of a group their values.
 struct GroupScales {
     Floats scale[REGISTERS], zero[REGISTERS];
+};
 
-    // `zero` is `otherwise` where there are no zero points.
-    GroupScales(const Weight& weight, int64_t index, int64_t group, float otherwise) {
-        const int64_t at = (index * (weight.depth / weight.group) + group) * PANEL;
+// Scales and zero points of a panel; without zero points zero is the middle.
+class PanelScales {
+  public:
+    PanelScales(const Weight& weight, int64_t index)
+        : type_(weight.scale_type), middle_(middle_of(weight.type)) {
+        const int64_t at = index * (weight.depth / weight.group) * PANEL;
+        scales_ = (const char*)weight.scales + at * bytes_of(type_);
+        zeros_ = weight.zeros ? weight.zeros + at : nullptr;
+    }
+
+    VLM_INLINE GroupScales of(int64_t group) const {
+        GroupScales found;
+        const char* scales = scales_ + group * PANEL * bytes_of(type_);
+        // They lie apart from the codes, whose reading is too slow for processors to foresee them.
+        __builtin_prefetch(scales + SCALES_AHEAD);
+        if (type_ == FLOAT32) __builtin_prefetch(scales + SCALES_AHEAD + 64);
 #pragma GCC unroll 8
         for (int j = 0; j < REGISTERS; ++j) {
-            scale[j] = scale_at(weight, at + j * WIDTH);
-            zero[j] = weight.zeros ? zero_at(weight.zeros + at + j * WIDTH) : spread(otherwise);
+            found.scale[j] = scale_at(scales + j * WIDTH * bytes_of(type_));
+            found.zero[j] = zeros_ ? zero_at(zeros_ + group * PANEL + j * WIDTH) : spread(middle_);
         }
+        return found;
     }
 
   private:
-    static Floats scale_at(const Weight& weight, int64_t at) {
-        if (weight.scale_type == FLOAT32) return read<Floats>((const float*)weight.scales + at);
-        const uint16_t* from = (const uint16_t*)weight.scales + at;
-        if (weight.scale_type == FLOAT16) return from_float16(from);
+    static constexpr int64_t SCALES_AHEAD = 1024;  // bytes
+
+    VLM_INLINE Floats scale_at(const char* from) const {
+        if (type_ == FLOAT32) return read<Floats>(from);
+        if (type_ == FLOAT16) return from_float16(from);
         return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
     }
-    static Floats zero_at(const uint8_t* from) {
+    static VLM_INLINE Floats zero_at(const uint8_t* from) {
         return __builtin_convertvector(from_bytes(from), Floats);
     }
-};
 
-inline float middle_of(int64_t type) { return type == INT8 ? 128.0f : type == INT4 ? 8.0f : 0.0f; }
+    const char* scales_;
+    const uint8_t* zeros_;
+    int64_t type_;
+    float middle_;
+};
 
 }  // namespace vlm

@@ -7,6 +7,8 @@ namespace {
 
 constexpr int64_t INTEGERS_AHEAD = 4096;  // bytes between what is used and what is asked for
 constexpr int64_t CACHED_K = 512;         // of a panel's part that stays in the L1 cache, about
+constexpr int MOST_KEPT =
+    WIDTH == 16 ? 8 : 4;  // sums that stay in registers beside those of a group
 
 inline Words four_of(const float* word) {
     uint32_t bits;
@@ -27,19 +29,35 @@ struct HalfByteWords {
     }
 };
 
-// Groups `begin` to `end` of the rows and a panel for ROWS rows.
-template <typename Kind, int ROWS>
-void integer_tile(const Weight& weight, int64_t index, const char* words, const float* x,
+// Groups `begin` to `end` of SIZE k of the rows and a panel for ROWS rows.
+template <typename Kind, int ROWS, int64_t SIZE>
+void integer_tile(const Weight& weight, const PanelScales& all, const char* words, const float* x,
                   int64_t begin, int64_t end, float* sums) {
-    const int64_t size = row_group(weight), all_groups = weight.depth / size;
-    const int64_t shared = weight.group / size;
-    const float *scales = x + weight.depth / 4 * ROWS, *x_sums = scales + all_groups * ROWS;
-    const float middle = middle_of(weight.type);
-    words += begin * size / (4 * Kind::COUNT) * PANEL * 4;
-    x += begin * size / 4 * ROWS;
-    for (int64_t group = begin; group < end; ++group) {
-        Signed total[ROWS][REGISTERS] = {};
-        for (int64_t step = 0; step < size / (4 * Kind::COUNT); ++step, words += PANEL * 4) {
+    constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
+    constexpr bool KEPT = ROWS * REGISTERS <= MOST_KEPT;
+    const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
+    const float* scales = x + weight.depth / 4 * ROWS + begin * ROWS;
+    const float* x_sums = scales + count * ROWS;
+    words += begin * WORDS * PANEL * 4;
+    x += begin * SIZE / 4 * ROWS;
+    Floats kept[ROWS][REGISTERS] = {};
+    auto place = [=](int r, int j) { return sums + r * PANEL + j * WIDTH; };
+    auto each_sum = [](const auto& use) {
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+            for (int j = 0; j < REGISTERS; ++j) use(r, j);
+    };
+    if (KEPT && begin) each_sum([&](int r, int j) { kept[r][j] = read<Floats>(place(r, j)); });
+    GroupScales of;
+    for (int64_t group = begin; group < end; ++group, scales += ROWS, x_sums += ROWS) {
+        // Without zero points the sum begins with what the middle takes off.
+        Signed total[ROWS][REGISTERS];
+        each_sum([&](int r, int j) {
+            total[r][j] = weight.zeros ? Signed{} : (Signed)four_of(x_sums + r);
+        });
+#pragma GCC unroll 8
+        for (int64_t step = 0; step < WORDS; ++step, words += PANEL * 4) {
             __builtin_prefetch(words + INTEGERS_AHEAD);
             __builtin_prefetch(words + INTEGERS_AHEAD + 64);
 #pragma GCC unroll 2
@@ -57,43 +75,45 @@ void integer_tile(const Weight& weight, int64_t index, const char* words, const 
                 }
             }
         }
-        const GroupScales of(weight, index, group / shared, middle);
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; ++r) {
-            const Floats scale = spread(scales[group * ROWS + r]);
-            const Floats sum = spread(x_sums[group * ROWS + r]);
-#pragma GCC unroll 8
-            for (int j = 0; j < REGISTERS; ++j) {
-                float* to = sums + r * PANEL + j * WIDTH;
-                // All of these are whole numbers below 2^24.
-                const Floats dot = __builtin_convertvector(total[r][j], Floats);
-                const Floats own = fused(-of.zero[j], sum, dot);
-                const Floats before = group ? read<Floats>(to) : Floats{};
-                const Floats after = fused(own, of.scale[j] * scale, before);
-                std::memcpy(to, &after, sizeof after);
-            }
-        }
+        if (group == begin || shared == 1 || group % shared == 0) of = all.of(group / shared);
+        each_sum([&](int r, int j) {
+            // All of these are whole numbers below 2^24.
+            Floats own = __builtin_convertvector(total[r][j], Floats);
+            if (weight.zeros) own = fused(-of.zero[j], spread(x_sums[r]), own);
+            Floats before = kept[r][j];
+            if (!KEPT) before = group ? read<Floats>(place(r, j)) : Floats{};
+            const Floats after = fused(own, of.scale[j] * spread(scales[r]), before);
+            if (KEPT)
+                kept[r][j] = after;
+            else
+                std::memcpy(place(r, j), &after, sizeof after);
+        });
     }
+    if (KEPT)
+        each_sum([&](int r, int j) { std::memcpy(place(r, j), &kept[r][j], sizeof(Floats)); });
 }
 
-typedef void (*IntegerTile)(const Weight&, int64_t, const char*, const float*, int64_t, int64_t,
-                            float*);
+typedef void (*IntegerTile)(const Weight&, const PanelScales&, const char*, const float*, int64_t,
+                            int64_t, float*);
 
 template <typename Kind>
-IntegerTile integer_tile_of(int64_t rows) {
-    return by_rows<IntegerTile>(rows, [](auto count) { return integer_tile<Kind, count>; });
+IntegerTile integer_tile_of(int64_t rows, int64_t size) {
+    return by_rows<IntegerTile>(rows, [=](auto count) {
+        return size == 32 ? integer_tile<Kind, count, 32> : integer_tile<Kind, count, 16>;
+    });
 }
 
 template <typename Kind>
 void multiply_by_fours(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const char* words = (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
-    const int64_t count = weight.depth / row_group(weight);
-    const int64_t some = x.groups() == 1 ? count : CACHED_K / row_group(weight);
+    const PanelScales scales(weight, index);
+    const int64_t size = row_group(weight), count = weight.depth / size;
+    const int64_t some = x.groups() == 1 ? count : CACHED_K / size;
     for (int64_t begin = 0; begin < count; begin += some)
         for (int64_t i = 0; i < x.groups(); ++i)
-            integer_tile_of<Kind>(x.size(i))(weight, index, words, x.group(i), begin,
-                                             std::min(begin + some, count),
-                                             sums + x.first(i) * PANEL);
+            integer_tile_of<Kind>(x.size(i), size)(weight, scales, words, x.group(i), begin,
+                                                   std::min(begin + some, count),
+                                                   sums + x.first(i) * PANEL);
 }
 
 }  // namespace

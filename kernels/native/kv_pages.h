@@ -49,6 +49,29 @@ VLM_INLINE Vec load(const float8* from) {
     });
 }
 
+// As bfloat16, which has them all.
+inline void widen_row(const float8* from, int64_t dim, bf16* to) {
+    typedef uint8_t Bytes __attribute__((vector_size(2 * WIDTH)));
+    typedef uint16_t Wide __attribute__((vector_size(4 * WIDTH)));
+    // Below 2^-6: multiples of 2^-9.
+    constexpr uint16_t TINY[] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    Wide tiny;
+    for (int i = 0; i < 2 * WIDTH; ++i) tiny[i] = TINY[i % 8];
+    int64_t d = 0;
+    for (; d + 2 * WIDTH <= dim; d += 2 * WIDTH) {
+        const Wide code = __builtin_convertvector(read<Bytes>(from + d), Wide), size = code & 0x7f;
+        Wide value = size < 8 ? __builtin_shuffle(tiny, size) : (size << 4) + 0x3c00;
+        value = size == 0x7f ? Wide{} + 0x7fc0 : value;
+        value |= (code & 0x80) << 8;
+        std::memcpy(to + d, &value, sizeof value);
+    }
+    for (; d < dim; d += LANES)
+        use_each(load(from + d), [=](int lane, Floats x) {
+            const Halves halves = __builtin_convertvector((Words)x >> 16, Halves);
+            std::memcpy(to + d + lane, &halves, sizeof halves);
+        });
+}
+
 // To the nearest, ties to even; what is too large becomes the largest number.
 VLM_INLINE void store(float8* to, const Vec& v) {
     use_each(v, [=](int lane, Floats x) {

@@ -87,10 +87,12 @@ void Operand::add_up(const T* const* from, int64_t rows, const Weight& weight, f
 }
 
 // The largest magnitude of a group becomes 127. Numbers too small to divide by are zero, and a
-// number that is not finite makes the scale NaN.
+// number that is not finite makes the scale NaN. Without zero points the sums are whole numbers:
+// what the codes' middle takes off a product.
 template <typename T>
 void Operand::quantise(const T* const* from, int64_t rows, const Weight& weight, float* to) const {
     constexpr float LEAST = 1e-30f;
+    const float middle = middle_of(weight.type);
     const int64_t group = row_group(weight), count = weight.depth / group;
     float *scales = to + weight.depth / 4 * rows, *sums = scales + count * rows;
     for (int64_t r = 0; r < rows; ++r)
@@ -113,8 +115,12 @@ void Operand::quantise(const T* const* from, int64_t rows, const Weight& weight,
                 for (int64_t i = 0; i < LANES / 4; ++i)
                     std::memcpy(to + ((g * group + k) / 4 + i) * rows + r, codes + 4 * i, 4);
             }
-            scales[g * rows + r] = top > LEAST ? top / 127.0f + sum(nothing) : sum(nothing);
-            sums[g * rows + r] = sum(total);
+            const float broken = sum(nothing), whole = sum(total);
+            scales[g * rows + r] = top > LEAST ? top / 127.0f + broken : broken;
+            sums[g * rows + r] = whole;
+            if (weight.zeros) continue;
+            const Signed start = nearest(spread(broken == 0.0f ? -middle * whole : 0.0f));
+            std::memcpy(sums + g * rows + r, &start, sizeof(float));
         }
 }
 

@@ -165,8 +165,11 @@ class QueryTile {
 
     // A row of a page as products take it: itself, or in `room`.
     const Operand* expanded(const P* row, const float* zero_point, Operand* room) const {
-        if constexpr (DIRECT) return row;
-        if constexpr (!DIRECT)
+        if constexpr (DIRECT)
+            return row;
+        else if constexpr (std::is_same_v<P, float8> && PAIRS)
+            widen_row(row, dim_, room);
+        else
             for (int64_t d = 0; d < dim_; d += LANES) {
                 Vec values = load(row + d);
                 if constexpr (SCALED) values = values - all(*zero_point);

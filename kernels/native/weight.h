@@ -46,6 +46,9 @@ inline int64_t panels_of(const Weight& weight) { return (weight.columns + PANEL 
 // activations have values that are much larger than their neighbours.
 inline int64_t row_group(const Weight& weight) { return weight.group % 32 ? 16 : 32; }
 
+// The code that stands for zero where there are no zero points.
+inline float middle_of(int64_t type) { return type == INT8 ? 128.0f : type == INT4 ? 8.0f : 0.0f; }
+
 inline bool is_codes(int64_t type) { return type >= INT8; }
 
 // Bytes of a k in a panel.

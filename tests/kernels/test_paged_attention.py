@@ -187,6 +187,18 @@ def test_decode_batches_of_any_grouping_agree(
             assert_near(out[i], expected[0], 2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_float8_number_is_read_as_it_is(dtype: torch.dtype) -> None:
+    """Over a single key attention gives its value."""
+    dim = 256
+    codes = torch.arange(dim, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    kv = KVLayer(*(torch.zeros(1, 16, 1, dim).to(torch.float8_e4m3fn) for _ in range(2)))
+    kv.v[0, 0, 0] = codes
+    query = randn(1, 1, dim, dtype=dtype)
+    out = attention_decode(query, kv, DecodeMeta(((0,),), (1,), (), (), ()), scale=1.0)
+    torch.testing.assert_close(out[0, 0].float(), codes.float(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_an_empty_decode_batch() -> None:
     kv = poisoned_pages(2, 16, 2, 32, torch.float32)
     out = attention_decode(randn(0, 4, 32), kv, DecodeMeta((), (), (), (), ()), scale=1.0)
