@@ -1,4 +1,4 @@
-"""Affinity keys: which requests begin alike, from raw bytes alone (design, section 18).
+"""Affinity keys: which requests begin alike, from raw bytes alone (docs/architecture.md#events).
 
 A key covers a prefix of what a request says: salt, model, tools, then turn by turn its texts and
 the bytes of its uploads as they are. Nothing is decoded, tokenised or fetched, and every byte is
