@@ -116,6 +116,16 @@ def test_a_prediction_begins_with_the_answer_and_is_found_again() -> None:
     assert drafter.propose(one, 2) == (14, 15)
 
 
+def test_much_speaks_for_what_has_long_been_the_same() -> None:
+    drafter, text = SuffixDrafter(), tuple(range(1, 20))
+    one, expected = sequence((*text, 30), 1, 2, 3), [False, False, False, True, True]
+    for token, sure in zip((4, 5, 6, 7, 8), expected, strict=True):
+        assert drafter.propose(one, 1) == (token,) and drafter.is_sure(one) == sure
+        one.token_ids.append(token)
+    one.token_ids.append(40)
+    assert drafter.propose(one, 1) == (10,) and not drafter.is_sure(one)
+
+
 def test_the_longest_match_is_followed() -> None:
     drafter = SuffixDrafter()
     drafter.forget(sequence((1,), 5, 6, 7, 8, 20, 21))
