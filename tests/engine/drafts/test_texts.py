@@ -107,7 +107,7 @@ def test_earlier_answers_of_the_same_tenant_come_again() -> None:
 def test_a_prediction_begins_with_the_answer_and_is_found_again() -> None:
     drafter = SuffixDrafter()
     one = sequence((1, 2), prediction=(10, 11, 12, 13, 14, 15))
-    assert drafter.propose(one, 2) == (10, 11)
+    assert drafter.propose(one, 2) == (10, 11) and drafter.is_sure(one)
     one.token_ids += [10, 11]
     assert drafter.propose(one, 2) == (12, 13)
     one.token_ids += [40, 11, 12]

@@ -34,7 +34,7 @@ class _Follower:
         self._prediction = Text(sequence.request.prediction)
         self._in: Tokens[int] = self._prediction.tokens
         self._at = 0
-        self._length = ORDER if sequence.request.prediction else 0
+        self._length = SURE if sequence.request.prediction else 0  # Its sender speaks for it.
         self._missed = 0
         self._start = len(sequence.prompt)
 
