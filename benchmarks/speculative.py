@@ -51,14 +51,19 @@ KINDS = (*FORMS, "again", "free text")
 
 
 class Batch:
-    """Requests that run together; the time from when all have their first token."""
+    """Requests that run together; the time from when all have their first token.
+
+    Attributes:
+        tokens: of each request.
+        seconds, steps, host_seconds: of all its decoding, and what of it was outside of the model.
+    """
 
     def __init__(self, engine: Engine, count: int) -> None:
         self._engine = engine
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self._begun = self._unfinished = count
-        self._begin = 0.0
-        self.seconds = 0.0
+        self._begin = (0.0, 0, 0.0)
+        self.seconds, self.steps, self.host_seconds = 0.0, 0, 0.0
         self._done = threading.Event()
 
     def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> float:
@@ -74,14 +79,20 @@ class Batch:
         if not own and delta.token_ids:
             self._begun -= 1
             if not self._begun:
-                self._begin = time.perf_counter()
+                self._begin = self._now()
         own += delta.token_ids
         if delta.finish_reason is not None:
             assert delta.error is None
             self._unfinished -= 1
             if not self._unfinished:
-                self.seconds = time.perf_counter() - self._begin
+                now = zip(self._now(), self._begin, strict=True)
+                self.seconds, self.steps, self.host_seconds = (a - b for a, b in now)
                 self._done.set()
+
+    def _now(self) -> tuple[float, int, float]:
+        """The time, and of the engine's steps how many it has made and their time on the host."""
+        loop = self._engine._loop
+        return time.perf_counter(), loop.num_steps, loop.step_times.host_seconds
 
 
 @contextmanager
@@ -104,11 +115,27 @@ class Workload:
         self.ratios: list[float] = []
         self.plain: list[float] = []
         self.alone: list[Asked] = []
+        self.batches: list[tuple[Batch, Batch]] = []
 
     def forget(self) -> None:
         """What has been measured so far was to warm up."""
-        for found in (self.ratios, self.plain, self.alone):
+        for found in (self.ratios, self.plain, self.alone, self.batches):
             found.clear()
+
+    def steps(self) -> str:
+        """Of steps without and with drafts: tokens of a sequence, milliseconds, and those outside
+        of the model."""
+        cells = []
+        for kind in (1, 0):
+            batches = [pair[kind] for pair in self.batches]
+            steps = sum(batch.steps for batch in batches)
+            tokens = sum(sum(map(len, batch.tokens)) for batch in batches) / self.batch
+            seconds = sum(batch.seconds for batch in batches)
+            host = sum(batch.host_seconds for batch in batches)
+            cells.append(
+                f"{tokens / steps:.2f} in {1000 * seconds / steps:.2f} ({1000 * host / steps:.2f})"
+            )
+        return " | ".join(cells)
 
     def asked(self) -> tuple[list[list[int]], list[SamplingParams]]:
         """The next round's prompts, and what is asked of them."""
@@ -119,11 +146,11 @@ class Workload:
         if self.kind not in FORMS:
             params = FREE if self.kind == "free text" else GREEDY
             return prompts, [replace(params, max_tokens=self._most, seed=seed) for seed in seeds]
-        encode = self._engine.preprocessor.tokenizer.encode_plain
+        tokenizer = self._engine.preprocessor.tokenizer
         forms = [FORMS[self.kind](seed) for seed in seeds]
         for prompt, form in zip(prompts, forms, strict=True):
-            prompt += encode(form.source)
-        return prompts, [form.params(encode, self._most) for form in forms]
+            prompt += tokenizer.encode_plain(form.source)
+        return prompts, [form.params(tokenizer, self._most) for form in forms]
 
     def round(self) -> None:
         """With and without drafts, which see nothing of the answers without; the answers must be
@@ -138,6 +165,7 @@ class Workload:
         assert drafted.tokens == plain.tokens, "drafts have changed a token"
         self.ratios.append(without / seconds)
         self.plain.append(without)
+        self.batches.append((drafted, plain))
         if self.batch == 1:
             self.alone.append(Asked(self.kind, prompts[0], params[0], seconds))
 
@@ -166,8 +194,12 @@ def measure(path: Path, options: argparse.Namespace) -> list[Asked]:
             for kind in options.kinds
             for batch in options.batches
         ]
-        print("| answers | batch | ms a token without | speed-up (least .. most) | bound | share |")
-        print("|---|---|---|---|---|---|")
+        print("Steps: tokens of a sequence, milliseconds (of these outside of the model).")
+        print(
+            "| answers | batch | ms a token without | speed-up (least .. most) | bound | share | "
+            "steps without | with |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
         for work in works:
             for number in range(options.rounds + 1):
                 work.round()
@@ -178,7 +210,7 @@ def measure(path: Path, options: argparse.Namespace) -> list[Asked]:
             print(
                 f"| {work.kind} | {work.batch} | {1000 * statistics.median(work.plain):.1f} | "
                 f"{median:.2f} ({min(work.ratios):.2f} .. {max(work.ratios):.2f}) | {bound:.2f} | "
-                f"{median / bound:.2f} |",
+                f"{median / bound:.2f} | {work.steps()} |",
                 flush=True,
             )
         counts = drafting.counts

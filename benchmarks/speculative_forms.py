@@ -1,8 +1,9 @@
 """Answers that repeat something by real means: a grammar forces their form, the model fills it.
 
-A random model says nothing twice. Held to a form it repeats what the form repeats, as a trained one
-does that fills in records; what it may choose, it chooses by its own logits. A bias makes it write
-words in the tokens that their text is read in, as trained models do.
+A random model says nothing twice. Held to a form it repeats what the form repeats, as a trained
+one does that fills in records; what it may choose, it chooses by its own logits. A bias for longer
+tokens makes it write words in the tokens that their text is read in, as trained models do. Words to
+choose from are one token each and equally long: among them the bias leaves the choice to the model.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.structured_outputs import StructuredOutputs
 
 Parts = list[str | tuple[str, ...]]
-_NAMES = ("Ada", "Boris", "Carla", "Dmitri", "Elena", "Farid", "Grace", "Hiro")
-_CITIES = ("Athens", "Berlin", "Cairo", "Delhi", "Lima", "Oslo", "Quito", "Seoul")
-_COLOURS = ("red", "green", "blue", "yellow", "white", "black", "grey", "orange")
-_THINGS = ("circle", "square", "triangle", "house", "river", "street", "cat", "picture")
-_PLACES = ("left", "right", "middle", "top", "bottom", "corner")
+_COLOURS = ("orange", "purple", "yellow")
+_THINGS = ("circle", "square", "street")
+_PLACES = ("bottom", "corner", "middle")
+_WORDS = (
+    (*_COLOURS, *_THINGS, *_PLACES),
+    ("black", "green", "house", "right", "river", "video", "white"),
+    ("blue", "grey", "left", "long"),
+    ("cat", "red", "top"),
+)
 _DIGITS = tuple("0123456789")
-_BIAS = 60.0
+_BIAS = 9.0
+"""For every byte of a token: more than a random model's logits differ."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +61,16 @@ class Form:
             found.update(encode(whole))
         return sorted(found)
 
-    def params(self, encode: Callable[[str], list[int]], max_tokens: int) -> SamplingParams:
+    def params(self, tokenizer: Tokenizer, max_tokens: int) -> SamplingParams:
         """A greedy answer of this form."""
+        tokens = self.tokens(tokenizer.encode_plain)
         return SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
             structured_outputs=StructuredOutputs(grammar=self.grammar()),
-            logit_bias=dict.fromkeys(self.tokens(encode), _BIAS),
+            logit_bias={
+                token: min(100.0, _BIAS * len(tokenizer.token_bytes(token))) for token in tokens
+            },
         )
 
 
@@ -69,11 +79,15 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
+def _spaced(words: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f" {word}" for word in words)
+
+
 def records(seed: int) -> Form:
     """Lines of JSON with the same keys."""
     del seed
-    line: Parts = ['{"name": "', _NAMES, '", "city": "', _CITIES, '", "age": ', _DIGITS, _DIGITS]
-    line += [', "active": ', ("true", "false"), "}\n"]
+    line: Parts = ['{"shape": "', _THINGS, '", "near": "', _THINGS, '", "place": "', _PLACES]
+    line += ['", "age": ', _DIGITS, _DIGITS, ', "active": ', _DIGITS[:2], "}\n"]
     return Form(line * 8)
 
 
@@ -82,8 +96,7 @@ def copy(seed: int) -> Form:
     draw = random.Random(seed)
     source, parts = "", Parts()
     for place in range(130):
-        word = " " + draw.choice(draw.choice((_COLOURS, _THINGS, _PLACES)))
-        other = " " + draw.choice(_NAMES)
+        word, other = draw.sample(_spaced(draw.choice(_WORDS)), 2)
         parts.append((word, other) if place % 10 == 9 else word)
         source += word
     return Form(parts, source)
@@ -92,18 +105,11 @@ def copy(seed: int) -> Form:
 def answers(seed: int) -> Form:
     """What a batch asks of every video, answered in a fixed form."""
     del seed
-    parts: Parts = [
-        '{"main object": "the ',
-        _COLOURS,
-        " ",
-        _THINGS,
-        '", "where": "in the ',
-        _PLACES,
-    ]
-    parts += [' of the picture", "how many": ', _DIGITS, ', "moves": ', ("true", "false")]
-    parts += [', "seconds": ', _DIGITS, ".", _DIGITS, ', "then": "it goes to the ', _PLACES]
-    parts += [" and a ", _THINGS, ' comes into the background", "certain": "']
-    parts += [("yes", "no", "not quite"), '"}']
+    parts: Parts = ['{"main object": "the', _spaced(_COLOURS), _spaced(_THINGS)]
+    parts += ['", "where": "in the', _spaced(_PLACES)]
+    parts += [' of the picture", "how many": ', _DIGITS, ', "moves": ', _DIGITS[:2]]
+    parts += [', "seconds": ', _DIGITS, ".", _DIGITS, ', "then": "it goes to the', _spaced(_PLACES)]
+    parts += [" and a", _spaced(_THINGS), ' comes into the background", "certain": ', _DIGITS, "}"]
     return Form(parts)
 
 

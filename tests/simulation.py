@@ -195,6 +195,9 @@ class Guesser:
             digest = extended(digest, drafts[-1])
         return tuple(drafts)
 
+    def is_sure(self, sequence: Sequence) -> bool:
+        return True
+
     def forget(self, sequence: Sequence) -> None:
         self._digests.pop(sequence.number, None)
 

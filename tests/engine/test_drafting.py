@@ -32,6 +32,9 @@ class Seer:
             digest = extended(digest, drafts[-1])
         return tuple(drafts)
 
+    def is_sure(self, sequence: Sequence) -> bool:
+        return True
+
     def forget(self, sequence: Sequence) -> None:
         pass
 

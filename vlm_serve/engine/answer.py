@@ -42,7 +42,7 @@ class Answer:
         room = language.max_length - len(request.prompt)
         self._max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         self._detokenizer = Detokenizer(tokenizer, params.stop)
-        self._vocabulary = language.vocabulary
+        self._all = np.packbits(np.ones(language.vocabulary, dtype=bool), bitorder="little")
         self._bad_words = request.bad_words
         self._allowed: npt.NDArray[np.uint8] | None = None
         if params.allowed_token_ids is not None:
@@ -101,9 +101,9 @@ class Answer:
             banned += self._ends
         if not banned and self._allowed is None and grammar is None:
             return None, False
-        flags = np.ones(self._vocabulary, dtype=bool)
-        flags[banned] = False
-        bits = np.packbits(flags, bitorder="little")
+        bits = self._all.copy()
+        for token in banned:
+            bits[token // 8] &= 0xFF ^ 1 << token % 8
         for part in (self._allowed, grammar):
             if part is not None:
                 bits &= part[: len(bits)]

@@ -6,8 +6,9 @@ from collections.abc import Sequence as Tokens
 from dataclasses import replace
 
 from vlm_serve.engine.drafts.base import Drafter
-from vlm_serve.engine.drafts.lengths import CostCurve, Trust, depths, share
+from vlm_serve.engine.drafts.lengths import CostCurve, depths, share
 from vlm_serve.engine.drafts.mtp import MtpDrafter
+from vlm_serve.engine.drafts.trust import Source, Trusts
 from vlm_serve.engine.plan import Slice
 from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Sequence
@@ -76,8 +77,8 @@ class Drafting:
         self._most = most
         self._interval = state_interval
         self._never = never
-        self._trust: dict[int, list[Trust]] = {}
-        self._used: dict[int, int] = {}
+        self._trusts = Trusts()
+        self._used: dict[int, Source] = {}
 
     def extend(self, budget: int) -> None:
         """Makes slices of drafts of planned decode tokens; `budget`: tokens that may be added. Has
@@ -86,7 +87,10 @@ class Drafting:
         wishes = [self._propose(item, budget) if item.kind == "decode" else () for item in planned]
         rows = sum(item.end - item.start for item in planned)
         decodes = sum(item.kind == "decode" for item in planned)
-        trusts = [self._trusts(item.sequence)[self._used.get(item.sequence, 0)] for item in planned]
+        trusts = [
+            self._trusts.of(self._roster[item.sequence], self._used.get(item.sequence, Source()))
+            for item in planned
+        ]
         lengths = share(
             [(trust, len(drafts)) for trust, drafts in zip(trusts, wishes, strict=True)],
             rows=rows,
@@ -102,18 +106,18 @@ class Drafting:
                 known = {
                     item.sequence
                     for item, drafts in zip(planned, wishes, strict=True)
-                    if drafts and self._used[item.sequence] != drafter
+                    if drafts and self._used[item.sequence].drafter != drafter
                 }
                 self._ask(drafter, known)
 
     def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """So many of a sequence's drafts held."""
-        self._trusts(sequence.number)[self._used[sequence.number]].learn(drafted, accepted)
+        self._trusts.learn(sequence, self._used[sequence.number], drafted, accepted)
         self.counts.add(drafted, accepted)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
-        self._trust.pop(sequence.number, None)
+        self._trusts.forget(sequence)
         self._used.pop(sequence.number, None)
         for drafter in self.drafters:
             drafter.forget(sequence)
@@ -124,21 +128,20 @@ class Drafting:
             if isinstance(drafter, MtpDrafter):
                 drafter.take(sequence, drafts)
 
-    def _trusts(self, number: int) -> list[Trust]:
-        """In a sequence's drafts, by drafter."""
-        return self._trust.setdefault(number, [Trust() for _ in self.drafters])
-
     def _propose(self, item: Slice, budget: int) -> tuple[int, ...]:
         sequence = self._roster[item.sequence]
         limit = min(budget, self._room(item, sequence))
         if limit <= 0 or sequence.request.cold or sequence.suspect_until:
             return ()
-        best, most, trusts = tuple[int, ...](), 0.0, self._trusts(item.sequence)
+        best, most = tuple[int, ...](), 0.0
         for place, drafter in enumerate(self.drafters):
             drafts = self._allowed(drafter.propose(sequence, limit))
-            promise = trusts[place].promise(len(drafts))
+            if not drafts:
+                continue
+            source = Source(place, drafter.is_sure(sequence))
+            promise = self._trusts.of(sequence, source).promise(len(drafts))
             if promise > most:
-                best, most, self._used[item.sequence] = drafts, promise, place
+                best, most, self._used[item.sequence] = drafts, promise, source
         return best
 
     def _allowed(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
@@ -158,7 +161,10 @@ class Drafting:
             room = min(self._most, sequence.answer.room(sequence.num_generated + 1) - 1)
             if room > 0 and item.sequence not in known:
                 asking.append((place, room))
-        trusts = [self._trusts(planned[place].sequence)[drafter] for place, _ in asking]
+        source = Source(drafter)
+        trusts = [
+            self._trusts.of(self._roster[planned[place].sequence], source) for place, _ in asking
+        ]
         rooms = [room for _, room in asking]
         lengths = depths(trusts, rooms, costs=self.costs, pass_costs=self.pass_costs)
         for (place, _), length in zip(asking, lengths, strict=True):

@@ -81,6 +81,9 @@ class Chooser:
         self._prompt = frozenset(info.token_ids if self._penalised else ())
         self._generated: list[int] = []
         self._counts: Counter[int] = Counter()
+        self._bias = tuple((params.logit_bias or {}).items())
+        self._biased: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Ids and float32 values of `logit_bias` where the logits are."""
         self._tables: torch.Tensor | None = None
         """float32 `[2, vocab]`: what presence and frequency take off each logit, and what positive
         ones are divided and negative ones multiplied by. Made when the first token is chosen."""
@@ -105,17 +108,22 @@ class Chooser:
             allowed = np.unpackbits(bits, count=raw.shape[-1], bitorder="little").view(bool)
             logits = logits.where(torch.from_numpy(allowed).to(raw.device), float("-inf"))
         greedy = self._params.temperature == 0
-        token = int(torch.argmax(logits)) if greedy else self._draw(logits, task.position)
+        token = _best(logits[None])[0] if greedy else self._draw(logits, task.position)
         return Sampled(token, _top_logprobs(raw, token, self._params.logprobs))
 
     def _changed(self, raw: torch.Tensor) -> torch.Tensor:
         """A row with biases and penalties in it. Penalties as in OpenAI's API (presence, frequency:
         generated tokens) and Keskar et al. 2019 (repetition: prompt and generated tokens)."""
         params, logits = self._params, raw
-        if params.logit_bias:
-            values = [float(value) for value in params.logit_bias.values()]
+        if self._bias:
+            if self._biased is None:
+                ids, values = zip(*self._bias, strict=True)
+                self._biased = (
+                    torch.tensor(ids, device=raw.device),
+                    torch.tensor([float(value) for value in values], device=raw.device),
+                )
             logits = raw.clone()
-            logits[list(params.logit_bias)] += torch.tensor(values, device=raw.device)
+            logits[self._biased[0]] += self._biased[1]
         if self._penalised and self._tables is None:
             self._tables = torch.stack((torch.zeros_like(raw), torch.ones_like(raw)))
             self._note(self._tables, {*self._prompt, *self._counts})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_serve.engine.drafts.lengths import CostCurve, Trust, depths, share
+from vlm_serve.engine.drafts.lengths import CostCurve, depths, share
+from vlm_serve.engine.drafts.trust import Trust
 
 FREE = CostCurve()
 LINEAR = CostCurve([(1, 1.0), (2, 2.0)])
@@ -54,16 +55,6 @@ def test_a_sequence_that_lost_trust_is_tried_again_ever_more_rarely() -> None:
     assert trust.pause == 8
 
 
-def test_trust_follows_what_became_of_drafts() -> None:
-    trust = Trust()
-    for _ in range(10):
-        trust.learn(7, 7)
-    assert trust.rate > 0.95
-    for _ in range(10):
-        trust.learn(7, 0)
-    assert trust.rate < 0.15
-
-
 @pytest.mark.parametrize(
     ("rows", "seconds"), [(1, 1.0), (2, 1.0333), (4, 1.1), (6, 4.0667), (11, 4.4)]
 )
@@ -89,8 +80,3 @@ def test_a_layer_that_does_not_pay_is_tried_now_and_then() -> None:
     assert found[:6] == [0] * 6 and found[-1] == 1
     trust.learn(1, 0)
     assert depths([trust], [7], costs=costs, pass_costs=None) == [0]
-
-
-def test_what_drafts_promise() -> None:
-    assert Trust(rate=0.5).promise(0) == 0.0
-    assert Trust(rate=0.5).promise(3) == pytest.approx(0.875)

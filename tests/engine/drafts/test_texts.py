@@ -107,13 +107,23 @@ def test_earlier_answers_of_the_same_tenant_come_again() -> None:
 def test_a_prediction_begins_with_the_answer_and_is_found_again() -> None:
     drafter = SuffixDrafter()
     one = sequence((1, 2), prediction=(10, 11, 12, 13, 14, 15))
-    assert drafter.propose(one, 2) == (10, 11)
+    assert drafter.propose(one, 2) == (10, 11) and drafter.is_sure(one)
     one.token_ids += [10, 11]
     assert drafter.propose(one, 2) == (12, 13)
     one.token_ids += [40, 11, 12]
     assert drafter.propose(one, 2) == (13, 14)
     one.token_ids += [13]
     assert drafter.propose(one, 2) == (14, 15)
+
+
+def test_much_speaks_for_what_has_long_been_the_same() -> None:
+    drafter, text = SuffixDrafter(), tuple(range(1, 20))
+    one, expected = sequence((*text, 30), 1, 2, 3), [False, False, False, True, True]
+    for token, sure in zip((4, 5, 6, 7, 8), expected, strict=True):
+        assert drafter.propose(one, 1) == (token,) and drafter.is_sure(one) == sure
+        one.token_ids.append(token)
+    one.token_ids.append(40)
+    assert drafter.propose(one, 1) == (10,) and not drafter.is_sure(one)
 
 
 def test_the_longest_match_is_followed() -> None:

@@ -13,5 +13,9 @@ class Drafter(Protocol):
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
         """Up to `limit` tokens that may follow those that the sequence has."""
 
+    def is_sure(self, sequence: Sequence) -> bool:
+        """Whether much speaks for what was proposed last. What has become of other drafts counts
+        for those that are alike in this."""
+
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended; what it has said may come again in another one."""

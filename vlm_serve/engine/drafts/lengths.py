@@ -4,38 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-_FIRST_RATE = 0.7
-_WEIGHT = 0.2
-_FIRST_PAUSE, _LONGEST_PAUSE = 8, 256
-
-
-@dataclass(slots=True)
-class Trust:
-    """What has become of a sequence's drafts lately.
-
-    Attributes:
-        rate: how likely a draft holds if those before it do.
-        pause: steps without drafts, while they are not worth it, before one is tried.
-        paused: of those, how many have passed.
-    """
-
-    rate: float = _FIRST_RATE
-    pause: int = _FIRST_PAUSE
-    paused: int = 0
-
-    def promise(self, drafted: int) -> float:
-        """How many of so many drafts are likely to hold."""
-        return sum(self.rate**place for place in range(1, drafted + 1))
-
-    def learn(self, drafted: int, accepted: int) -> None:
-        """The first `accepted` of some drafts held, and the next one did not."""
-        for held in (True,) * accepted + (False,) * (accepted < drafted):
-            self.rate += _WEIGHT * (held - self.rate)
-        self.paused = 0
-        failed = drafted and not accepted
-        self.pause = min(2 * self.pause, _LONGEST_PAUSE) if failed else _FIRST_PAUSE
+from vlm_serve.engine.drafts.trust import Trust
 
 
 class CostCurve:

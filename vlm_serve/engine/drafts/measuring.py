@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -14,7 +14,8 @@ from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
-_REPEATS = 3
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
+_SECONDS = 2.0
 
 
 def measure_rows(
@@ -33,7 +34,11 @@ def measure_rows(
         if caches.num_rows:
             caches[kind][:most_sequences].zero_()
     with launching_on(caches.device):
-        return _points(most, lambda rows: _step(model, caches, rows, most_tokens))
+        return _points(
+            most,
+            lambda rows: _step(model, caches, rows, most_tokens),
+            on_cpu=caches.device.type == "cpu",
+        )
 
 
 def measure_passes(
@@ -43,31 +48,53 @@ def measure_passes(
     and have a block for each sequence."""
     with launching_on(caches.device):
         return _points(
-            min(most_sequences, caches.num_blocks), lambda count: _pass(model, caches, count)
+            min(most_sequences, caches.num_blocks),
+            lambda count: _pass(model, caches, count),
+            on_cpu=caches.device.type == "cpu",
         )
 
 
 def _points(
-    most: int, make: Callable[[int], Callable[[], ForwardOutput]]
+    most: int, make: Callable[[int], Callable[[], ForwardOutput]], *, on_cpu: bool
 ) -> list[tuple[int, float]]:
-    """Times what is made for 1, 2, 4, ... up to `most`."""
-    sizes = [1]
-    while sizes[-1] * 2 <= most:
-        sizes.append(sizes[-1] * 2)
-    least = math.inf
-    points: list[tuple[int, float]] = []
-    for size in reversed(sizes):
-        run = make(size)
-        # Less takes no longer: what does, has been disturbed.
-        least = min(least, *(_seconds(run) for _ in range(_REPEATS)))
-        points.append((size, least))
+    """Times what is made for 1, 2, 3, 4, 6, 8, ... up to `most`, all of them in every round: what
+    else the machine does for a while then does not stand for the cost of one size."""
+    runs = {size: make(size) for size in sizes(most)}
+    least = dict.fromkeys(runs, math.inf)
+    begin, rounds = time.perf_counter(), 0
+    while rounds < _LEAST_ROUNDS or (
+        rounds < _MOST_ROUNDS and time.perf_counter() - begin < _SECONDS
+    ):
+        for size, run in runs.items():
+            least[size] = min(least[size], _seconds(run, on_cpu))
+        rounds += 1
+    return ascending(least)
+
+
+def sizes(most: int) -> list[int]:
+    """Powers of two up to `most`, and what lies half-way between them."""
+    powers = [2**power for power in range(most.bit_length())]
+    halves = [3 * power // 2 for power in powers[1:]]
+    return sorted(size for size in (*powers, *halves) if size <= most)
+
+
+def ascending(least: Mapping[int, float]) -> list[tuple[int, float]]:
+    """(size, seconds): less takes no longer than more, and what did has been disturbed."""
+    points, bound = list[tuple[int, float]](), math.inf
+    for size in sorted(least, reverse=True):
+        bound = min(bound, least[size])
+        points.append((size, bound))
     return points[::-1]
 
 
-def _seconds(run: Callable[[], ForwardOutput]) -> float:
-    begin = time.perf_counter()
+def _seconds(run: Callable[[], ForwardOutput], on_cpu: bool) -> float:
+    """On a CPU of its threads' own time, which does not count what else runs on the machine."""
+    clock, threads = (
+        (time.process_time, torch.get_num_threads()) if on_cpu else (time.perf_counter, 1)
+    )
+    begin = clock()
     run().logits.argmax(-1).tolist()
-    return time.perf_counter() - begin
+    return (clock() - begin) / threads
 
 
 def _step(

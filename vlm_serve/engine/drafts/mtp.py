@@ -20,5 +20,9 @@ class MtpDrafter:
         num_tokens, drafts = self._made.get(sequence.number, (0, ()))
         return drafts[:limit] if num_tokens == sequence.num_tokens else ()
 
+    def is_sure(self, sequence: Sequence) -> bool:
+        """They all come from the same layer."""
+        return True
+
     def forget(self, sequence: Sequence) -> None:
         self._made.pop(sequence.number, None)

@@ -16,6 +16,8 @@ BYTES_PER_TOKEN = 200
 """Of an earlier answer: its place in a dictionary, the one before it, and itself."""
 ANSWER_BYTES = 64 << 20
 """Most bytes of all earlier answers."""
+SURE = 2 * ORDER
+"""So many tokens in a row that are equal are hardly chance."""
 MOST_MISSED = 2
 """Tokens in a row, or nearly, that are others than in the text that is followed."""
 MOST_PROMPT_TOKENS = 1 << 14
@@ -32,9 +34,14 @@ class _Follower:
         self._prediction = Text(sequence.request.prediction)
         self._in: Tokens[int] = self._prediction.tokens
         self._at = 0
-        self._length = ORDER if sequence.request.prediction else 0
+        self._length = SURE if sequence.request.prediction else 0  # Its sender speaks for it.
         self._missed = 0
         self._start = len(sequence.prompt)
+
+    @property
+    def sure(self) -> bool:
+        """Whether the text that is followed has long been the same."""
+        return not self._missed and self._length >= SURE
 
     def propose(self, tokens: list[int], limit: int) -> tuple[int, ...]:
         new = tokens[self._seen :]
@@ -99,6 +106,9 @@ class SuffixDrafter:
             follower = _Follower(sequence, self._answers.get(sequence.keys.root))
             self._followers[sequence.number] = follower
         return follower.propose(sequence.token_ids, limit)
+
+    def is_sure(self, sequence: Sequence) -> bool:
+        return self._followers[sequence.number].sure
 
     def forget(self, sequence: Sequence) -> None:
         self._followers.pop(sequence.number, None)

@@ -1,0 +1,37 @@
+"""What rows cost, from times some of which have been disturbed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from vlm_serve.engine.drafts import measuring
+from vlm_serve.engine.drafts.measuring import ascending, sizes
+
+
+def test_sizes_that_are_measured() -> None:
+    assert sizes(1) == [1]
+    assert sizes(3) == [1, 2, 3]
+    assert sizes(16) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert sizes(23) == [1, 2, 3, 4, 6, 8, 12, 16]
+
+
+def test_less_takes_no_longer_than_more() -> None:
+    assert ascending({4: 3.0, 1: 1.0, 2: 9.0}) == [(1, 1.0), (2, 3.0), (4, 3.0)]
+
+
+def test_what_disturbs_one_round_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first rounds everything takes a hundred times as long, of one size then of another."""
+    calls: list[int] = []
+
+    def seconds(size: int, on_cpu: bool) -> float:
+        assert on_cpu
+        calls.append(size)
+        disturbed = len(calls) <= len(sizes(8)) or (size == 4 and calls.count(4) == 2)
+        return size * (100.0 if disturbed else 1.0)
+
+    monkeypatch.setattr(measuring, "_seconds", seconds)
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    points = measuring._points(8, lambda size: size, on_cpu=True)  # type: ignore[arg-type, return-value]
+    assert points == [(size, float(size)) for size in sizes(8)]
