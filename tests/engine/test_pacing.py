@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from scheduling import BLOCK, World
 
+from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.pacing import Pace
 from vlm_serve.engine.plan import Encode, StepPlan
 
@@ -149,7 +150,8 @@ def test_a_long_prompt_goes_on_however_many_overtake_it() -> None:
     world = slow_world()
     world.submit(5, length=600, max_tokens=1)
     world.run(world.plan())
-    ends, steps = [], 0
+    ends: list[Delta] = []
+    steps = 0
     while not ends:
         for token in (6, 7, 8):
             world.submit(token, length=20, max_tokens=1)
