@@ -135,6 +135,19 @@ def test_a_long_prompt_overtakes_nothing() -> None:
     assert second.sequences[0] in world.scheduler.waiting
 
 
+def test_long_prompts_that_wait_cost_the_first_one_little() -> None:
+    """After one look at them, the step is its own again."""
+    world = slow_world()
+    for token in (5, 6, 7):
+        world.submit(token, length=600, max_tokens=1)
+    taken = []
+    for _ in range(3):
+        plan = world.plan()
+        taken.append(plan.num_tokens)
+        world.run(plan)
+    assert taken == [40, 16, 40]
+
+
 def test_what_is_left_after_a_hit_is_what_counts() -> None:
     world = slow_world(snapshots=20)
     world.submit(6, length=60, max_tokens=1)

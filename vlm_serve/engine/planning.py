@@ -123,7 +123,9 @@ class Planner:
         kept = self._kept_for_short_ones(prefills, budget)
         for sequence in prefills:
             left -= self._grant(sequence, left - kept)
-        return budget - self._admit(left, whole=kept > 0)
+        # Where prefills wait for something themselves, there is room for long prompts too.
+        busy = left - kept < self._config.block_size
+        return budget - self._admit(left, whole=kept > 0 and busy)
 
     def _kept_for_short_ones(self, prefills: list[Sequence], budget: int) -> int:
         """Tokens that running prefills leave to waiting prompts that may overtake them."""
@@ -140,10 +142,11 @@ class Planner:
     def _overtaking(self, prefill: Sequence) -> list[Sequence]:
         """Of what waits, what may overtake a prefill: nothing of a lower priority."""
         found = []
-        for sequence in self._roster.waiting[:_MOST_OVERTAKING]:
-            if sequence.request.priority > prefill.request.priority:
+        for sequence in self._roster.waiting:
+            lower = sequence.request.priority > prefill.request.priority
+            if lower or len(found) == _MOST_OVERTAKING:
                 break
-            if not sequence.fetching and sequence.lease is None:
+            if sequence.overtakes and not sequence.fetching and sequence.lease is None:
                 found.append(sequence)
         return found
 
@@ -154,7 +157,7 @@ class Planner:
             budget: tokens.
             whole: only prompts that it covers whole, of those that may overtake what runs.
         """
-        roster = self._roster
+        roster, most = self._roster, budget
         waiting = roster.suspects[:1] or list(roster.waiting)
         if whole:
             prefills = [each for each in roster.running if each.prefilling]
@@ -169,9 +172,12 @@ class Planner:
                 return budget
             alone = not roster.running
             if not self._admission.admit(sequence, budget, alone=alone, whole=whole):
-                if sequence.fetching or whole:
-                    continue  # others need not wait for what comes up for this one, or is long
-                return budget
+                if sequence.fetching:
+                    continue  # others need not wait for what comes up for this one
+                if not whole:
+                    return budget
+                sequence.overtakes = budget < most
+                continue
             roster.start(sequence)
             budget -= self._grant(sequence, budget)
         return budget
