@@ -85,12 +85,19 @@ class World:
         *,
         ignore_eos: bool = True,
         priority: int = 0,
+        prompt_logprobs: int | None = None,
     ) -> Job:
         """A request whose prompt is one token repeated."""
         request = Request(
             f"r{token}",
             make_prompt([(token,) * length], block_size=BLOCK),
-            SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos, seed=0),
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0.0,
+                ignore_eos=ignore_eos,
+                seed=0,
+                prompt_logprobs=prompt_logprobs,
+            ),
             lambda delta: None,
             priority,
             arrival=next(self._numbers),

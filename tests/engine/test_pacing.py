@@ -148,6 +148,15 @@ def test_long_prompts_that_wait_cost_the_first_one_little() -> None:
     assert taken == [40, 16, 40]
 
 
+def test_a_prefill_that_cannot_use_the_step_leaves_it_to_long_ones_too() -> None:
+    """Few of its log-probabilities are computed at a time."""
+    world = slow_world(reported_tokens=BLOCK)
+    first = world.submit(5, length=600, max_tokens=1, prompt_logprobs=0)
+    world.run(world.plan())
+    second = world.submit(6, length=600, max_tokens=1)
+    assert planned(world.plan()) == {first.sequences[0].number: 8, second.sequences[0].number: 32}
+
+
 def test_what_is_left_after_a_hit_is_what_counts() -> None:
     world = slow_world(snapshots=20)
     world.submit(6, length=60, max_tokens=1)

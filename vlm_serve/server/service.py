@@ -324,6 +324,7 @@ class Service:
     async def close(self) -> None:
         """Ends the background work and the engine."""
         self.draining = True
+        self.trimmer.close()
         self.engine.preprocessor.count_fetched(None)
         if self._idle_check is not None:
             self._idle_check.cancel()

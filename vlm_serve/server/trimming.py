@@ -45,6 +45,11 @@ class Trimmer:
         if self._task is None:
             self._task = asyncio.ensure_future(self._tend())
 
+    def close(self) -> None:
+        """Leaves the rest as it is."""
+        if self._task is not None:
+            self._task.cancel()
+
     async def _tend(self) -> None:
         """Until it is quiet."""
         loop = asyncio.get_running_loop()
