@@ -141,7 +141,7 @@ class Planner:
 
     def _overtaking(self, prefill: Sequence) -> list[Sequence]:
         """Of what waits, what may overtake a prefill: nothing of a lower priority."""
-        found = []
+        found: list[Sequence] = []
         for sequence in self._roster.waiting:
             lower = sequence.request.priority > prefill.request.priority
             if lower or len(found) == _MOST_OVERTAKING:
