@@ -1,6 +1,7 @@
 """Thousands of hostile requests beside ordinary clients, against one server process.
 
     python benchmarks/hostile.py [--cases 5000] [--first 0] [--only SEED ...] [--model demo]
+        [--serve "--speculative suffix --quantization int8"]
 
 Every case is made from its seed alone: wrong values, broken JSON, bombs, damaged media, odd HTTP,
 clients that leave, trickle or do not read. Eight hostile connections at a time; sixteen ordinary
@@ -129,12 +130,13 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     parser.add_argument("--only", type=int, nargs="+", help="seeds to run alone, one after another")
+    parser.add_argument("--serve", default="", help="further options of the server, in one word")
     parser.add_argument("--quiet-seconds", type=float, default=30)
     parser.add_argument("--log", default="hostile.log", help="file for what the server says")
     options = parser.parse_args()
     with (
         Path(options.log).open("w") as log,
-        server_process(options.model, *SERVE, log=log) as server,
+        server_process(options.model, *SERVE, *options.serve.split(), log=log) as server,
     ):
         if options.only:
             fine = asyncio.run(single(server, options.only))

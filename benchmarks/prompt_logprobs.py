@@ -1,13 +1,14 @@
 """What four choices over one long document cost, scored as lm-eval scores them.
 
-    python benchmarks/prompt_logprobs.py [CHECKPOINT] [--tokens 6000] [--rounds 7]
+    python benchmarks/prompt_logprobs.py [CHECKPOINT] [--tokens 6000] [--rounds 7] [--seconds 240]
 
 Without a checkpoint the 49M-parameter random one is made. Each round has a document of its own. It
 is scored with four continuations (`echo`, `logprobs: 1`, `max_tokens: 1`, token ids), one after the
 other, beside the cost of one prefill plus the tails: one scoring of the document that nobody has
 seen, and three of prompts as short as what the others have to compute. The same four are then
-scored under salts of their own, uncached. The run fails if a number differs in any bit between the
-two, or if the median of the rounds' ratios is above 1.15.
+scored under salts of their own, uncached. Every round is printed as it ends, and no further one
+begins after --seconds. The run fails if a number differs in any bit between the two, or if the
+median of the rounds' ratios is above 1.15.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ SERVE = ("--cache-memory", "512MiB", "--max-num-seqs", "4")
 CHOICES = 4
 MOST = 1.15
 VOCABULARY = 200
+TIMES = ("one prefill", "three tails", "four choices", "four uncached")
 
 
 def tokens(count: int, rng: random.Random) -> list[int]:
@@ -82,11 +84,31 @@ def measure(client: httpx.Client, count: int, number: int) -> dict[str, float]:
     }
 
 
+def ratio_of(found: dict[str, float]) -> float:
+    return found["four choices"] / (found["one prefill"] + found["three tails"])
+
+
+def measure_all(client: httpx.Client, options: argparse.Namespace) -> list[dict[str, float]]:
+    """All rounds for which there is time, one at least; says what came of each."""
+    end = time.monotonic() + options.seconds
+    measure(client, options.tokens, -1)  # warms up
+    rounds: list[dict[str, float]] = []
+    for number in range(options.rounds):
+        if rounds and time.monotonic() >= end:
+            print(f"{options.seconds:g} s have passed: {len(rounds)} of {options.rounds} rounds")
+            break
+        rounds.append(measure(client, options.tokens, number))
+        taken = ", ".join(f"{name} {rounds[-1][name]:.0f} ms" for name in TIMES)
+        print(f"round {number}: {taken}: {ratio_of(rounds[-1]):.3f}", flush=True)
+    return rounds
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", type=Path, nargs="?", help="default: a random 49M model")
     parser.add_argument("--tokens", type=int, default=6000, help="of the document")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=240.0, help="no round begins after that")
     options = parser.parse_args()
     limit = str(options.tokens + 100)
     with (
@@ -94,13 +116,12 @@ def main() -> int:
         server_process(str(path), *SERVE, "--max-model-len", limit) as server,
         httpx.Client(base_url=server.url, timeout=600, trust_env=False) as client,
     ):
-        measure(client, options.tokens, -1)  # warms up
-        rounds = [measure(client, options.tokens, number) for number in range(options.rounds)]
-    for name in ("one prefill", "three tails", "four choices", "four uncached"):
+        rounds = measure_all(client, options)
+    for name in TIMES:
         print(f"{name:<14}{statistics.median(each[name] for each in rounds):10.1f} ms")
     reused, rows = (sum(each[name] for each in rounds) for name in ("rows reused", "rows"))
-    print(f"rows reused   {reused / options.rounds:10.0f} of {rows / options.rounds:.0f}")
-    ratios = [each["four choices"] / (each["one prefill"] + each["three tails"]) for each in rounds]
+    print(f"rows reused   {reused / len(rounds):10.0f} of {rows / len(rounds):.0f}")
+    ratios = [ratio_of(each) for each in rounds]
     ratio = statistics.median(ratios)
     print(f"four choices / (one prefill + three tails)   {ratio:.3f}   (at most {MOST})")
     low, high = min(ratios), max(ratios)

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError, OverloadedError
@@ -25,10 +26,13 @@ from vlm_serve.preprocess.stopping import Stop
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK = 1 << 16
+_FIRST_BYTES = 1 << 18
 _MAX_URL = 1 << 13
 
 Hold = Callable[[int], None]
-"""Is told how many bytes more are held; raises where they are too many."""
+"""Is told how many bytes more will be held; waits, or raises, where they are too many."""
+Holding = Callable[[Stop], AbstractContextManager[Hold]]
+"""Makes what counts the bytes of one medium, until the block's end."""
 
 
 class FetchBudget:
@@ -80,7 +84,8 @@ def fetch(
 
     Args:
         stop: closes the connection when the bytes are not wanted any more.
-        hold: is told of all bytes that come over the network; what it raises ends the fetch.
+        hold: is told of all bytes that come over the network before they are read, of more than
+            come where their number is not known; what it raises ends the fetch.
 
     Raises InvalidRequestError for a malformed or unsupported URL, MediaFetchError if it cannot be
     fetched, MediaError if there are more than `max_bytes`, StoppedError.
@@ -149,12 +154,18 @@ def _read_response(
         raise MediaFetchError(f"the server answered with status {response.status}", param=param)
     if response.getheader("Content-Encoding", "identity").lower() not in ("identity", ""):
         raise MediaFetchError("the server answered in a compressed encoding", param=param)
-    if response.length is not None and response.length > max_bytes:
+    response_bytes = response.length
+    if response_bytes is not None and response_bytes > max_bytes:
         raise _too_large(max_bytes, param)
-    pieces, size = [], 0
-    while piece := response.read1(_CHUNK):
-        if hold is not None:
-            hold(len(piece))
+    pieces, size, held = [], 0, 0
+    while True:
+        if hold is not None and size + _CHUNK > held and held != response_bytes:
+            wanted = response_bytes or min(max_bytes + _CHUNK, max(_FIRST_BYTES, 2 * held))
+            hold(wanted - held)
+            held = wanted
+        piece = response.read1(_CHUNK)
+        if not piece:
+            break
         pieces.append(piece)
         size += len(piece)
         if size > max_bytes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
 from vlm_serve.host_threads import releasing
 from vlm_serve.preprocess.decoders import Decoders
-from vlm_serve.preprocess.fetch import FetchBudget, Hold, fetch, read_file
+from vlm_serve.preprocess.fetch import FetchBudget, Hold, Holding, fetch, read_file
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_frames import ArrayVideo
 from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
@@ -104,6 +105,9 @@ class MediaLoader:
         limits: bounds on what is fetched and decoded.
         raw_index: where records of earlier uploads are kept.
         decoders: decode what comes as a file.
+
+    Attributes:
+        also_holding: counts what is fetched too, beside the loader's own budget; None: nobody does.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class MediaLoader:
         self._images, self._videos, self._limits = images, videos, limits
         self._raw_index, self._decoders = raw_index, decoders
         self._budget = FetchBudget(limits.max_fetched_bytes)
+        self.also_holding: Holding | None = None
         # Pictures and arrays of Python callers are converted here, not many at a time.
         self._converting = threading.BoundedSemaphore(_CONVERSIONS)
         self.fingerprint = fingerprint(
@@ -158,8 +163,21 @@ class MediaLoader:
         being fetched; StoppedError.
         """
         stop.check()
-        with self._budget.holding() as hold:
+        with self._holding(stop) as hold:
             return self._load(part, cache_salt, stop, hold)
+
+    @contextlib.contextmanager
+    def _holding(self, stop: Stop) -> Iterator[Hold]:
+        with self._budget.holding() as own, contextlib.ExitStack() as stack:
+            counters = [own]
+            if self.also_holding is not None:
+                counters.append(stack.enter_context(self.also_holding(stop)))
+
+            def hold(size: int) -> None:
+                for count in counters:
+                    count(size)
+
+            yield hold
 
     def _load(self, part: MediaPart, cache_salt: str, stop: Stop, hold: Hold) -> LoadedMedia:
         processor = self._processor(part)

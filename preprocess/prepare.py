@@ -27,6 +27,7 @@ from vlm_serve.preprocess.expand import (
     split_pieces,
 )
 from vlm_serve.preprocess.family import Family, family_of
+from vlm_serve.preprocess.fetch import Holding
 from vlm_serve.preprocess.keys import PromptKeys, RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_items import LoadedMedia, MediaLoader, is_remote
@@ -127,6 +128,10 @@ class Preprocessor:
     def tool_form(self) -> Literal["qwen3_xml", "hermes"]:
         """How the chat template asks for tool calls."""
         return self._template.tool_form
+
+    def count_fetched(self, holding: Holding | None) -> None:
+        """Has what media threads fetch counted by somebody else too, beside the own limit."""
+        self._loader.also_holding = holding
 
     def close(self) -> None:
         """Ends the media's threads and processes. Nothing can be prepared any more."""

@@ -25,6 +25,7 @@ _PIECE_CHARACTERS = 1 << 14
 _NORMALISED = 3
 # Cutting a word in two makes it a few tokens more; a text is refused only well beyond the limit.
 _MARGIN = 1.25
+MAX_KEPT_WORDS = 1000
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -264,6 +265,10 @@ def _load_backend(
         raise CheckpointError(f"tokenizer.json of the checkpoint is unusable: {error}") from None
     if split is not None:
         _split_by(backend, split, add_prefix_space=bool(config.get("add_prefix_space")))
+    # A kept word takes up to 8 KiB, so that as many as it keeps by itself, 10 000, are 70 MiB of
+    # whatever strangers have sent; with fewer, texts are encoded as fast.
+    if hasattr(backend.model, "_resize_cache"):
+        backend.model._resize_cache(MAX_KEPT_WORDS)
     known = backend.get_added_tokens_decoder()
     entries = config.get("added_tokens_decoder") or {}
     missing = [entry for token_id, entry in sorted(entries.items()) if int(token_id) not in known]

@@ -54,6 +54,9 @@ class FakePreprocessor:
         prompt = self._prompt("\n".join([*lines, self.generation_prompt]))
         return SimpleNamespace(media=(), prompt=prompt)
 
+    def count_fetched(self, holding: Any) -> None:
+        """There is nothing to fetch."""
+
     def prepare(self, conversation: Conversation, **options: Any) -> Prompt:
         return self.finish(self.begin(conversation, **options), ())
 

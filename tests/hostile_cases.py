@@ -11,7 +11,7 @@ from typing import Any, Literal
 from hostile_media import part
 from hostile_values import raw_json, schema, size, text, value
 
-Conduct = Literal["whole", "leave", "half", "trickle", "deaf", "silent", "pipelined"]
+Conduct = Literal["whole", "leave", "half", "trickle", "deaf", "silent", "pipelined", "watch"]
 CONDUCTS: dict[Conduct, int] = {
     "whole": 60,
     "leave": 12,
@@ -21,9 +21,12 @@ CONDUCTS: dict[Conduct, int] = {
     "silent": 2,
     "pipelined": 6,
 }
+WATCHES: tuple[Conduct, ...] = ("watch", "watch", "leave", "deaf", "half")
+"""Conducts at a stream without end; who watches reads a while."""
 MAX_BODY_BYTES = 80 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+GENERATE = "/inference/v1/generate"
 JSON_ROUTES = (
     CHAT,
     COMPLETIONS,
@@ -33,6 +36,9 @@ JSON_ROUTES = (
     "/detokenize",
     "/v1/cache/probe",
     "/v1/cache/pin",
+    "/v1/responses/input_tokens",
+    "/v1/messages/count_tokens",
+    GENERATE,
 )
 GETS = (
     "/health",
@@ -50,7 +56,23 @@ GETS = (
     "/health/",
     "/openapi.json",
     "/load?" + "a" * 9000,
+    "/v1/cache/nodes/" + "0" * 64,
+    "/v1/cache/nodes/%00",
+    "/v1/cache/nodes/" + "f" * 5000,
+    "/v1/cache/tree?limit=100000&offset=0&root=x",
+    "/v1/cache/events?since=-1",
+    "/v1/responses/resp_" + "0" * 32,
+    "/v1/responses/..%2f/input_items",
+    "/",
+    "/?x=" + "y" * 3000,
+    "/live/tree.js",
+    "/live/../main.js",
+    "/live/%2e%2e/%2e%2e/app.py",
+    "/shared",
+    "/vendor/" + "a/" * 500,
+    "/main.js%00.css",
 )
+EVENTS = "/v1/cache/events"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +142,11 @@ def _valid(rng: random.Random, path: str) -> dict[str, Any]:
         return {"messages": _messages(rng), "max_tokens": 8, "stream": sampling["stream"]}
     if path == CHAT:
         return {"messages": _messages(rng), **sampling}
+    if path == GENERATE:
+        tokens = [rng.randrange(300) for _ in range(size(rng, 3000) or 1)]
+        return {"token_ids": tokens, "sampling_params": {"max_tokens": sampling["max_tokens"]}}
+    if path.endswith("input_tokens"):
+        return {"input": text(rng)}
     extra = {"ttl_seconds": 1} if path.endswith("pin") else {}
     return {"messages": _messages(rng), **extra} if rng.random() < 0.5 else {"prompt": "x", **extra}
 
@@ -176,6 +203,10 @@ FIELDS = (
     "min_p",
     "user",
     "echo",
+    "prediction",
+    "token_ids",
+    "sampling_params",
+    "features",
 )
 
 
@@ -249,6 +280,16 @@ def _forms(rng: random.Random) -> tuple[str, Any]:
     }
 
 
+def _predictions(rng: random.Random) -> tuple[str, Any]:
+    """What the answer is said to be: much, odd or wrong."""
+    content: Any = rng.choice((text, value))(rng, 200_000)
+    if rng.random() < 0.4:
+        part = {"type": rng.choice(("text", "x", None)), "text": content}
+        content = [part] * rng.choice((1, 1, size(rng, 5000)))
+    prediction = {"type": rng.choice(("content", "content", "x")), "content": content}
+    return CHAT, {"messages": _messages(rng), "prediction": prediction} | _sampling(rng)
+
+
 def _media(rng: random.Random) -> tuple[str, Any]:
     return CHAT, {"messages": _media_messages(rng), "max_tokens": size(rng, 8)}
 
@@ -277,6 +318,7 @@ BODIES: dict[Callable[[random.Random], tuple[str, Any]], int] = {
     _tools: 6,
     _forms: 6,
     _sizes: 3,
+    _predictions: 4,
 }
 
 CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked"
@@ -330,7 +372,10 @@ def make_case(seed: int) -> Case:
         if rng.random() < 0.3:
             data = rng.randbytes(size(rng, 100_000))
         return Case(seed, "bad head", "whole", data, valid=False)
-    if kind < 0.10:
+    if kind < 0.07:
+        head = f"GET {EVENTS} HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\n\r\n"
+        return Case(seed, "events", rng.choice(WATCHES), head.encode())
+    if kind < 0.11:
         method = rng.choice(("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "BREW"))
         head = f"{method} {rng.choice(GETS)} HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\n\r\n"
         return Case(seed, "odd route", conduct, head.encode())

@@ -75,6 +75,8 @@ async def _run(host: str, port: int, case: Case) -> tuple[int, str]:
         if case.conduct == "deaf":
             await asyncio.sleep(rng.random() * PATIENCE_SECONDS)
             return 0, ""
+        if case.conduct == "watch":
+            return await _watch(reader, rng)
         return await _read(reader, case)
     finally:
         writer.transport.abort()
@@ -95,6 +97,18 @@ async def _send(writer: asyncio.StreamWriter, case: Case, rng: random.Random) ->
                 await asyncio.sleep(rng.random() * PATIENCE_SECONDS / 5)
         writer.write(data)
         await writer.drain()
+
+
+async def _watch(reader: asyncio.StreamReader, rng: random.Random) -> tuple[int, str]:
+    """Reads a while. So many may watch, and then 503."""
+    data = b""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(2 * PATIENCE_SECONDS * rng.random()):
+            while piece := await reader.read(1 << 16):
+                data += piece
+    status = _Answer(data).status
+    wrong = status >= 500 and status != 503 or b'"internal_error"' in data
+    return status, f"status {status}: {data[-300:].decode(errors='replace')}" if wrong else ""
 
 
 async def _read(reader: asyncio.StreamReader, case: Case) -> tuple[int, str]:

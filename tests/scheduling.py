@@ -32,6 +32,7 @@ class World:
 
     Args:
         num_blocks: of the cache.
+        snapshots: rows for state snapshots.
         drafter: if there are to be drafts.
         changes: fields of the scheduler's config.
     """
@@ -40,12 +41,16 @@ class World:
         self,
         num_blocks: int,
         *,
+        snapshots: int = 0,
         drafter: Drafter | None = None,
         changes: Mapping[str, Any] | None = None,
     ) -> None:
         self.cache = PrefixCache(
             CacheConfig(
-                num_blocks=num_blocks, block_size=BLOCK, num_live_rows=2, num_snapshot_rows=0
+                num_blocks=num_blocks,
+                block_size=BLOCK,
+                num_live_rows=2,
+                num_snapshot_rows=snapshots,
             )
         )
         config = SchedulerConfig(
@@ -65,20 +70,36 @@ class World:
         )
         updates = 2 * (config.speculative_tokens + 1)
         self.executor = SymbolicExecutor(
-            num_blocks, 2, BLOCK, random.Random(0), num_updates=updates
+            num_blocks, 2 + snapshots, BLOCK, random.Random(0), num_updates=updates
         )
         self._numbers = itertools.count()
         self._language = Language(
             Letters(), frozenset({END_OF_TURN}), VOCABULARY, (num_blocks - 1) * BLOCK
         )
 
-    def submit(self, token: int, length: int, max_tokens: int, *, ignore_eos: bool = True) -> Job:
+    def submit(
+        self,
+        token: int,
+        length: int,
+        max_tokens: int,
+        *,
+        ignore_eos: bool = True,
+        priority: int = 0,
+        prompt_logprobs: int | None = None,
+    ) -> Job:
         """A request whose prompt is one token repeated."""
         request = Request(
             f"r{token}",
             make_prompt([(token,) * length], block_size=BLOCK),
-            SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos, seed=0),
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0.0,
+                ignore_eos=ignore_eos,
+                seed=0,
+                prompt_logprobs=prompt_logprobs,
+            ),
             lambda delta: None,
+            priority,
             arrival=next(self._numbers),
         )
         job = Job(request, self._numbers, self._language)

@@ -299,6 +299,7 @@ class Simulation:
         self.rng = random.Random(seed)
         rng = self.rng
         self._reports = random.Random(f"reports {seed}")
+        self._clock = random.Random(f"clock {seed}")
         self.check_every = check_every
         self.block_size = rng.choice([4, 8, 16])
         max_num_seqs = rng.choice([1, 2, 3, 6])
@@ -330,6 +331,8 @@ class Simulation:
             decode_state_interval=self.block_size * rng.choice([0, 0, 1, 2]),
             reported_tokens=self.block_size * self._reports.choice([1, 3, 1000]),
             complete_experts=rng.random() < 0.5,
+            step_seconds=self._reports.choice([0.0, 0.05]),
+            least_step_tokens=self.block_size * self._reports.choice([1, 2]),
         )
         self.drafter = Guesser(seed) if speculative else None
         most = self.drafter.most if self.drafter is not None else 0
@@ -500,6 +503,7 @@ class Simulation:
             assert not self.scheduler.running, "sequences run but none can make a step"
             return
         assert plan.num_tokens <= self.config.max_num_batched_tokens
+        self.counts["overtaken"] += self._overtaken(plan)
         self.counts["steps"] += 1
         try:
             output = self._run(plan)
@@ -508,7 +512,17 @@ class Simulation:
             self.counts["failures"] += 1
             self._deliver(self.scheduler.fail(plan, error))
         else:
+            self.scheduler.pace.learn(plan, self._clock.uniform(0.0, 0.1))
             self._deliver(self.scheduler.commit(plan, output))
+
+    def _overtaken(self, plan: StepPlan) -> bool:
+        """Whether a prompt is done in this step although it came after one that is not."""
+        prefills = [item for item in plan.slices if item.kind == "prefill"]
+        unfinished = [item.sequence for item in prefills if not item.samples]
+        return any(
+            item.samples and item.sequence > min(unfinished, default=item.sequence)
+            for item in prefills
+        )
 
     def _run(self, plan: StepPlan) -> StepOutput:
         """The plan, and what it looks like in another process, have the same output."""

@@ -254,6 +254,16 @@ class EngineConfig:
         kind="int",
         low=1,
     )
+    step_time_target: float = option(
+        25.0,
+        "milliseconds that a step is to take: where more prompt tokens would take longer, it takes "
+        "fewer, but at least 256, and 1024 for one request alone; 0: no target",
+        group=_SCHEDULER,
+        kind="float",
+        low=0.0,
+        high=60_000,
+        metavar="MS",
+    )
     speculative: str = option(
         "off",
         "where drafts of the next tokens come from, several of which one step verifies: suffix "

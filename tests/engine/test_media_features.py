@@ -34,6 +34,15 @@ def test_the_embedding_cache_counts_every_byte(pipe: Pipeline) -> None:
     assert pipe.engine._media.cache.used == sum(rows.nbytes for rows in kept)
 
 
+def test_an_embedding_keeps_no_other_alive(pipe: Pipeline) -> None:
+    """Two pictures that are encoded in one step leave the cache one by one."""
+    pictures = (photograph("coffee.png"), photograph("rocket.jpg"))
+    pipe.chat([user(*pictures, "What are these?")], greedy(1))
+    kept = list(executor_of(pipe.engine)._embeddings.values())
+    assert len(kept) == 2
+    assert [rows.untyped_storage().nbytes() for rows in kept] == [rows.nbytes for rows in kept]
+
+
 def test_features_survive_without_their_kv(pipe: Pipeline) -> None:
     """Behind other text the KV of a picture is of no use, but what the tower made is."""
     picture = photograph("coffee.png")

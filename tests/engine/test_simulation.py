@@ -47,5 +47,6 @@ def test_the_traffic_was_worth_its_name() -> None:
         "expert answers",
         "came up",
         "rows reused",
+        "overtaken",
     ):
         assert TOTALS[what] > 0, f"no {what}"

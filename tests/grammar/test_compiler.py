@@ -105,3 +105,12 @@ def test_text_before_the_grammar_is_free(compiler: GrammarCompiler, tokenizer: T
         state.accept(token)
     state.accept(min(tokenizer.eos_ids))
     assert state.finished
+
+
+def test_what_a_grammar_was_made_from_counts_too(compiler: GrammarCompiler) -> None:
+    """It is what the grammar is found by, and may be much longer."""
+    compiler.warm()
+    for letter in "ab":
+        before = compiler.num_bytes
+        compiler.compile(StructuredOutputs(json={"type": "null", "description": letter * 50_000}))
+        assert compiler.num_bytes >= before + 50_000

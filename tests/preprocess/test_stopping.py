@@ -129,7 +129,7 @@ def test_what_all_fetches_hold_is_bounded(checkpoint: Path, photographs: Path) -
             return peer, loading
 
         slow, first = fetch_one(body[:1000])
-        wait_until(lambda: preprocessor._loader._budget._held == 1000)
+        wait_until(lambda: preprocessor._loader._budget._held == len(body))
         peer, second = fetch_one(body)
         with peer, pytest.raises(OverloadedError, match="are being fetched already"):
             second.result(timeout=20)

@@ -192,3 +192,34 @@ def test_a_text_far_beyond_the_context_is_refused_and_one_at_its_end_is_not(
         with pytest.raises(ContextLengthError) as caught:
             tokenizer.encode(long)
         assert caught.value.code == "context_length_exceeded"
+
+
+WORDS = """
+import ctypes, random, string, sys
+from pathlib import Path
+from vlm_serve.preprocess.tokenizer import Tokenizer
+
+def resident():
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+tokenizer, rng = Tokenizer(Path(sys.argv[1])), random.Random(0)
+
+def encode(count):
+    for _ in range(count):
+        words = ("".join(rng.choices(string.ascii_lowercase, k=200)) for _ in range(1000))
+        assert tokenizer.encode(" ".join(words))
+
+encode(2)
+before = resident()
+encode(9)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_words_of_strangers_are_not_kept(checkpoint: Path) -> None:
+    """Ten thousand long ones would take 60 MiB for ever."""
+    command = [sys.executable, "-c", WORDS, str(checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 16 << 20

@@ -136,3 +136,22 @@ def test_pictures_that_are_waited_for_are_answered(server: RunningServer, host: 
         peer.sendall(head.encode() + picture)
         thread.join()
     assert answers[0].status_code == 200, answers[0].text
+
+
+def test_what_is_fetched_is_in_the_budget_of_requests(
+    server: RunningServer, host: SilentHost
+) -> None:
+    """From the first byte on, and until the request has ended."""
+    buffer = io.BytesIO()
+    Image.effect_noise((1000, 1000), 99).convert("RGB").save(buffer, "PNG")
+    picture, memory = buffer.getvalue(), server.service.memory
+    assert len(picture) > 500_000
+    with connect(server, json.dumps(asking(host.url)).encode()) as client:
+        with host.accept() as peer:
+            assert memory.held < 100_000
+            peer.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(picture)}\r\n\r\n".encode())
+            peer.sendall(picture[:1000])
+            wait_for(lambda: memory.held > len(picture))
+        client.settimeout(30)
+        assert b" 422 " in client.recv(100)
+    wait_for(lambda: memory.held == 0)

@@ -38,7 +38,7 @@ class Admission:
         self._tiers = tiers
         self._refused: tuple[object, ...] = ()
 
-    def admit(self, sequence: Sequence, budget: int, *, alone: bool) -> bool:
+    def admit(self, sequence: Sequence, budget: int, *, alone: bool, whole: bool = False) -> bool:
         """Gives the sequence a lease with a live row and the blocks of its first slice.
 
         A tentative match is rolled back completely if something is missing. If nothing else runs,
@@ -48,6 +48,7 @@ class Admission:
         Args:
             budget: tokens its first slice may have.
             alone: nothing else is running.
+            whole: only if the first slice is all that is left of its prompt.
         """
         if sequence.suspended is not None:
             lease = self._cache.resume(sequence.suspended)
@@ -57,16 +58,17 @@ class Admission:
             if lease is not None:
                 sequence.lease = lease
                 return True
-        if self._refused == (sequence.number, budget, alone, self._cache.version):
+        asked = (sequence.number, budget, alone, whole, self._cache.version)
+        if self._refused == asked:
             return False  # nothing has changed since it was tried
-        admitted = self._try(sequence, budget, alone)
+        admitted = self._try(sequence, budget, alone=alone, whole=whole)
         if not admitted and not sequence.fetching:
-            self._refused = (sequence.number, budget, alone, self._cache.version)
+            self._refused = (*asked[:-1], self._cache.version)
         return admitted
 
-    def _try(self, sequence: Sequence, budget: int, alone: bool) -> bool:
+    def _try(self, sequence: Sequence, budget: int, *, alone: bool, whole: bool) -> bool:
         if sequence.request.cold:
-            return self._start(sequence, None, budget)
+            return self._start(sequence, None, budget, whole=whole)
         match = self._cache.match(
             sequence.keys,
             limit=sequence.num_tokens - 1,
@@ -76,10 +78,10 @@ class Admission:
         # What made a step fail is computed anew.
         if not sequence.suspect_until and self._ask_tiers(sequence, match):
             return False
-        if self._start(sequence, match, budget):
+        if self._start(sequence, match, budget, whole=whole):
             self._account(sequence, match)
             return True
-        if alone and match.boundary and self._start(sequence, None, budget):
+        if alone and match.boundary and self._start(sequence, None, budget, whole=whole):
             self._account(sequence, match, used=0)
             return True
         return False
@@ -96,7 +98,9 @@ class Admission:
         sequence.fetching = self._tiers.ask(sequence.keys, match, match.limit, arrived)
         return sequence.fetching
 
-    def _start(self, sequence: Sequence, match: Match | None, budget: int) -> bool:
+    def _start(self, sequence: Sequence, match: Match | None, budget: int, *, whole: bool) -> bool:
+        if whole and sequence.num_tokens - (match.boundary if match is not None else 0) > budget:
+            return False
         lease = self._cache.open(match, private=sequence.request.cold)
         target = sequence.num_tokens
         start = lease.boundary

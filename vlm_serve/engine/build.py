@@ -52,6 +52,8 @@ DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 REPORTED_LOGITS_BYTES = 256 << 20
 """Logits of prompt tokens that one step may compute for requests that want to see them."""
+LEAST_STEP_TOKENS = 256
+"""Of prompts, whatever a step with them takes."""
 
 
 def build(
@@ -305,4 +307,6 @@ def _scheduler_config(config: EngineConfig, model: ModelSpec) -> SchedulerConfig
         reported_tokens=max(block_size, REPORTED_LOGITS_BYTES // (4 * model.vocab_size)),
         complete_experts=config.expert_replay == "complete",
         speculative_tokens=0 if config.speculative == "off" else config.speculative_tokens,
+        step_seconds=config.step_time_target / 1000,
+        least_step_tokens=max(LEAST_STEP_TOKENS, block_size),
     )

@@ -28,6 +28,11 @@ from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
 
+def _alone(rows: torch.Tensor) -> torch.Tensor:
+    """Rows that keep nothing else alive: what was encoded with them may be dropped long before."""
+    return rows if rows.untyped_storage().nbytes() == rows.nbytes else rows.clone()
+
+
 class LocalExecutor:
     """An `Executor` over one model and its pools.
 
@@ -157,7 +162,7 @@ class LocalExecutor:
             else ()
         )
         for encode, owner in zip(encodes, owners, strict=True):
-            mine = next(embeddings) if owner == ranks.rank else None
+            mine = _alone(next(embeddings)) if owner == ranks.rank else None
             like = self._model.embedding_like(encode.grid, encode.merge_size)
             self._embeddings[encode.slot] = ranks.tell(mine, owner, like)
         self.model_seconds += time.perf_counter() - begin

@@ -230,6 +230,7 @@ class EngineLoop:
         return True
 
     def _run_plan(self, plan: StepPlan) -> list[Event]:
+        began = time.perf_counter()
         try:
             output = self._executor.run(plan)
         except ExecutorLostError:
@@ -239,6 +240,7 @@ class EngineLoop:
             if not isinstance(failure.cause, VlmServeError):
                 _log.exception("a step failed; its sequences are retried one by one")
             return self._scheduler.fail(plan, failure)
+        self._scheduler.pace.learn(plan, time.perf_counter() - began)
         return self._scheduler.commit(plan, output)
 
     def _emit(self, events: list[Event]) -> None:

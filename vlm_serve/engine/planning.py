@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.admission import Admission
 from vlm_serve.engine.drafting import Drafting
+from vlm_serve.engine.pacing import Pace
 from vlm_serve.engine.plan import Slice, StepPlan
 from vlm_serve.engine.roster import Roster, order
 from vlm_serve.engine.sequence import Sequence
@@ -30,13 +31,30 @@ class SchedulerConfig:
     """Requests for routed experts reuse nothing whose experts are unknown."""
     speculative_tokens: int = 0
     """Drafts of a sequence in one step, at most; 0: none."""
+    step_seconds: float = 0.0
+    """That a step with prompts is to take; 0: no limit."""
+    least_step_tokens: int = 256
+    """Tokens that a step may have whatever it takes, four times as many for one sequence alone; at
+    least a block."""
+
+
+_LEAST_ALONE = 4
+"""Times as many tokens at least has a step that nobody waits for yet."""
+_MOST_OVERTAKING = 8
+"""Waiting prompts that a step looks at to find short ones."""
 
 
 class Planner:
     """Reserves blocks, rows and embeddings for what runs next.
 
     Decode tokens come first, then running prefills, oldest first, then admissions, and drafts from
-    what is left. While there are suspects of a failed step, the first of them runs alone.
+    what is left. While a prefill needs more than the step has, up to half of the step goes to
+    waiting prompts that fit into that as a whole: a short one overtakes the rest of a long one.
+    While there are suspects of a failed step, the first of them runs alone.
+
+    Attributes:
+        pace: limits the step.
+        failures: sequences that could not be planned, with the error.
     """
 
     def __init__(
@@ -52,6 +70,7 @@ class Planner:
         self._config = config
         self._drafting = drafting
         self._reports_left = 0
+        self.pace = Pace(config.step_seconds, config.least_step_tokens)
         self.failures: list[tuple[Sequence, Exception]] = []
         self._admission = Admission(
             roster.cache,
@@ -64,15 +83,17 @@ class Planner:
         """The next step, or None if nothing can run."""
         roster = self._roster
         roster.planned = []
-        budget = self._config.max_num_batched_tokens
+        room = self._config.max_num_batched_tokens
         self._reports_left = self._config.reported_tokens
-        self._media.begin_step(budget)
-        candidates = roster.suspects[:1] or roster.running
-        for sequence in sorted(candidates, key=lambda each: (each.prefilling, order(each))):
-            budget -= self._grant(sequence, budget)
-        budget = self._admit(budget)
+        self._media.begin_step(room)
+        candidates = sorted(roster.suspects[:1] or roster.running, key=order)
+        prefills = [each for each in candidates if each.prefilling]
+        for sequence in candidates:
+            if not sequence.prefilling:
+                room -= self._grant(sequence, room)
+        room -= self._grant_prompts(prefills, self._limit(room))
         if self._drafting is not None:
-            self._drafting.extend(max(0, budget))
+            self._drafting.extend(max(0, room))
         for item in roster.planned:
             if item.kind == "decode":
                 roster.fold(roster[item.sequence])
@@ -88,10 +109,60 @@ class Planner:
             folds=tuple(roster.folds),
         )
 
-    def _admit(self, budget: int) -> int:
-        """Admits what waits; returns the budget that is left."""
+    def _limit(self, room: int) -> int:
+        """Prompt tokens of this step, of those for which there is room."""
         roster = self._roster
-        for sequence in roster.suspects[:1] or list(roster.waiting):
+        alone = len(roster.running) + len(roster.waiting) <= 1
+        least = self._config.least_step_tokens * (_LEAST_ALONE if alone else 1)
+        decodes = self._config.max_num_batched_tokens - room
+        return min(room, max(self.pace.most - decodes, least))
+
+    def _grant_prompts(self, prefills: list[Sequence], budget: int) -> int:
+        """Plans slices of running prefills and admits what waits; returns the tokens planned."""
+        left = budget
+        kept = self._kept_for_short_ones(prefills, budget)
+        for sequence in prefills:
+            left -= self._grant(sequence, left - kept)
+        # Where prefills wait for something themselves, there is room for long prompts too.
+        busy = left - kept < self._config.block_size
+        return budget - self._admit(left, whole=kept > 0 and busy)
+
+    def _kept_for_short_ones(self, prefills: list[Sequence], budget: int) -> int:
+        """Tokens that running prefills leave to waiting prompts that may overtake them."""
+        roster = self._roster
+        needed = sum(each.prefill_target - each.num_computed for each in prefills)
+        if not needed or needed <= budget or roster.suspects:
+            return 0
+        if len(roster.running) >= self._config.max_num_seqs:
+            return 0
+        waiting = self._overtaking(prefills[0])
+        most = max(0, min(budget // 2, budget - self._config.block_size))
+        return min(most, sum(each.num_tokens for each in waiting))
+
+    def _overtaking(self, prefill: Sequence) -> list[Sequence]:
+        """Of what waits, what may overtake a prefill: nothing of a lower priority."""
+        found: list[Sequence] = []
+        for sequence in self._roster.waiting:
+            lower = sequence.request.priority > prefill.request.priority
+            if lower or len(found) == _MOST_OVERTAKING:
+                break
+            if sequence.overtakes and not sequence.fetching and sequence.lease is None:
+                found.append(sequence)
+        return found
+
+    def _admit(self, budget: int, *, whole: bool) -> int:
+        """Admits what waits; returns the budget that is left.
+
+        Args:
+            budget: tokens.
+            whole: only prompts that it covers whole, of those that may overtake what runs.
+        """
+        roster, most = self._roster, budget
+        waiting = roster.suspects[:1] or list(roster.waiting)
+        if whole:
+            prefills = [each for each in roster.running if each.prefilling]
+            waiting = self._overtaking(min(prefills, key=order)) if prefills else waiting
+        for sequence in waiting:
             if sequence.lease is not None or sequence.fetching:
                 continue
             if sequence.suspect_until:
@@ -99,10 +170,14 @@ class Planner:
             full = len(roster.running) >= self._config.max_num_seqs
             if budget <= 0 or full:
                 return budget
-            if not self._admission.admit(sequence, budget, alone=not roster.running):
+            alone = not roster.running
+            if not self._admission.admit(sequence, budget, alone=alone, whole=whole):
                 if sequence.fetching:
                     continue  # others need not wait for what comes up for this one
-                return budget
+                if not whole:
+                    return budget
+                sequence.overtakes = budget < most
+                continue
             roster.start(sequence)
             budget -= self._grant(sequence, budget)
         return budget

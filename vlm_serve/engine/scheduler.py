@@ -41,6 +41,7 @@ class Scheduler:
     Attributes:
         running, waiting: not to be changed.
         drafting: puts drafts into steps, if there are drafters.
+        pace: is to be told what every step took.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Scheduler:
                 never=never_drafted,
             )
         self._planner = Planner(self._roster, config, tiers, self.drafting)
+        self.pace = self._planner.pace
         self.running, self.waiting = self._roster.running, self._roster.waiting
 
     @property

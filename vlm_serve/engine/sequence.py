@@ -100,6 +100,7 @@ class Sequence:
         experts: the routed experts of its tokens, None if they were not asked for.
         fetching: entries of lower cache tiers are on their way up for it.
         fetched: what came up since it began to wait; it asks once.
+        overtakes: while it waits: it may be short enough for what a long prefill leaves of a step.
         pending: updates of drafts that held, which its state row does not contain yet.
     """
 
@@ -128,6 +129,7 @@ class Sequence:
         self.suspect_until = 0
         self.fetching = False
         self.fetched: Fetched | None = None
+        self.overtakes = True
         self.pending = 0
         self.experts = ExpertLog() if params.return_routed_experts else None
 

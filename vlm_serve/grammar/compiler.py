@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -97,9 +98,9 @@ class GrammarCompiler:
 
     @property
     def num_bytes(self) -> int:
-        """Of the grammars that are kept."""
+        """Of the grammars that are kept, and of what they were made from."""
         with self._cache_lock:
-            return sum(each.memory_size_bytes for each in self._cached.values())
+            return self._size()
 
     def close(self) -> None:
         """Ends the compiling process. May be called more than once."""
@@ -138,10 +139,15 @@ class GrammarCompiler:
     def _keep(self, key: tuple[str, str, bool, bool], compiled: Any) -> None:
         with self._cache_lock:
             self._cached[key] = compiled
-            size = sum(each.memory_size_bytes for each in self._cached.values())
-            while len(self._cached) > CACHE_ENTRIES or (size > CACHE_BYTES and self._cached):
-                _, oldest = self._cached.popitem(last=False)
-                size -= oldest.memory_size_bytes
+            while len(self._cached) > CACHE_ENTRIES or self._size() > CACHE_BYTES:
+                self._cached.popitem(last=False)
+
+    def _size(self) -> int:
+        """Bytes of the grammars and of the texts that they are found by."""
+        return sum(
+            each.memory_size_bytes + sys.getsizeof(source)
+            for (_, source, _, _), each in self._cached.items()
+        )
 
 
 def _check_schemas(form: StructuredOutputs) -> None:

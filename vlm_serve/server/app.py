@@ -90,6 +90,7 @@ def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> AS
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.count_fetched()
         try:
             yield
         finally:

@@ -29,14 +29,16 @@ def parts(config: ServerConfig, max_model_len: int) -> Iterator[tuple[str, int]]
     body = config.max_body_bytes
     values = min(body, max_cost(max_model_len))
     yield "bodies and prompts", config.max_request_bytes
-    yield "the body that is favoured", body * WIDEST_BODY_FACTOR + values * VALUE_BYTES
+    media = MediaLimits()
+    largest = max(media.max_image_bytes, media.max_video_bytes)
+    favoured = max(body * WIDEST_BODY_FACTOR + values * VALUE_BYTES, largest)
+    yield "the body or medium that is favoured", favoured
     yield "connections", config.max_connections * CONNECTION_BYTES
     threads = config.preprocess_threads + large_threads(config.preprocess_threads)
     prompts = threads * max_model_len * PROMPT_TOKEN_BYTES
     yield "prompts that are being made", prompts
-    media = MediaLimits()
     # A decoder has a medium's bytes in shared memory of its own.
-    yield "media that are fetched or decoded", 2 * media.max_fetched_bytes
+    yield "the decoders' copies of media", media.max_fetched_bytes
     light, heavy = default_places()
     yield "light decoders", light * (LIGHT_DECODE_BYTES + 2 * LIGHT_FILE_BYTES + PROCESS_BYTES)
     each = media.max_decode_bytes + 2 * media.max_image_bytes + PROCESS_BYTES

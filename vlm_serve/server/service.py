@@ -24,6 +24,7 @@ from vlm_serve.server.cache_feed import CacheFeed
 from vlm_serve.server.cache_status import status_of
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.errors import DrainingError
+from vlm_serve.server.fetched_memory import FetchedMemory, tell
 from vlm_serve.server.mailbox import Mailbox
 from vlm_serve.server.metrics import Metrics
 from vlm_serve.server.pieces import ToolForm, form_of
@@ -243,7 +244,7 @@ class Service:
         if share is not None:
             share.used_by_another()
             loop = asyncio.get_running_loop()
-            future.add_done_callback(lambda _: _tell(loop, share.leave))
+            future.add_done_callback(lambda _: tell(loop, share.leave))
         try:
             return await asyncio.wrap_future(future)
         finally:
@@ -317,9 +318,17 @@ class Service:
                 await asyncio.wait_for(self._all_done.wait(), left)
         return not self.num_open
 
+    def count_fetched(self) -> None:
+        """From now on, media that are fetched count into `memory`. On the event loop."""
+        seconds = self.engine.config.media_fetch_timeout
+        fetched = FetchedMemory(self.memory, asyncio.get_running_loop(), seconds)
+        self.engine.preprocessor.count_fetched(fetched.holding)
+
     async def close(self) -> None:
         """Ends the background work and the engine."""
         self.draining = True
+        self.trimmer.close()
+        self.engine.preprocessor.count_fetched(None)
         if self._idle_check is not None:
             self._idle_check.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -330,9 +339,3 @@ class Service:
         await asyncio.to_thread(self.engine.close)
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
-
-
-def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
-    """From any thread; a loop that has ended needs to know nothing."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(what)
