@@ -32,15 +32,22 @@ class StoreServer:
 
     Args:
         folder: for its working directory.
-        options: as on its command line, without the two dashes.
+        options: as on its command line.
         executable: which program it is.
+        tls: nothing but TLS; files are named in `options`, relative to the folder.
     """
 
-    def __init__(self, folder: Path, *options: str, executable: str = EXECUTABLES[0]) -> None:
-        self.port = free_port()
-        self._command = [executable, "--bind", "127.0.0.1", "--dir", str(folder)]
-        self._command += ["--save", "", "--appendonly", "no", "--loglevel", "warning"]
-        self._command += options if "--port" in options else ["--port", str(self.port), *options]
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        executable: str = EXECUTABLES[0],
+        tls: bool = False,
+    ) -> None:
+        self.port, self._folder = free_port(), folder
+        ports = ["--port", "0", "--tls-port"] if tls else ["--port"]
+        self._command = [executable, *ports, str(self.port), "--bind", "127.0.0.1"]
+        self._command += ["--save", "", "--appendonly", "no", "--loglevel", "warning", *options]
         self._process: subprocess.Popen[bytes] | None = None
         self.client = Redis(port=self.port)
 
@@ -49,7 +56,7 @@ class StoreServer:
         return f"redis://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(self._command, cwd=self._folder, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
@@ -57,8 +64,9 @@ class StoreServer:
             time.sleep(0.02)
         raise AssertionError("the store did not start")
 
-    def keys(self) -> list[bytes]:
-        return [key for key in self.client.keys() if isinstance(key, bytes)]
+    def names(self) -> list[bytes]:
+        """All keys."""
+        return [key for key in self.client.scan_iter() if isinstance(key, bytes)]
 
     def freeze(self) -> None:
         assert self._process is not None
@@ -79,8 +87,10 @@ class StoreServer:
 
 
 @contextmanager
-def running(folder: Path, *options: str, executable: str = EXECUTABLES[0]) -> Iterator[StoreServer]:
-    server = StoreServer(folder, *options, executable=executable)
+def running(
+    folder: Path, *options: str, executable: str = EXECUTABLES[0], tls: bool = False
+) -> Iterator[StoreServer]:
+    server = StoreServer(folder, *options, executable=executable, tls=tls)
     server.start()
     try:
         yield server

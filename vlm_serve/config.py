@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from vlm_serve import shared_store_options
 from vlm_serve.errors import ConfigError
 from vlm_serve.options import normalise_all, option
 
@@ -229,63 +230,13 @@ class EngineConfig:
         low=1,
         metavar="SIZE",
     )
-    shared_store: str | None = option(
-        None,
-        "store that servers of one model share, below all other tiers: redis://HOST:PORT/DB, or "
-        "rediss:// with TLS; valkey:// and valkeys:// are the same",
-        group=_CACHE,
-        kind="text",
-        metavar="URL",
-    )
-    shared_store_key_file: str | None = option(
-        None,
-        "file with at least 32 secret bytes, the same for all these servers: without them nobody "
-        "can write what they believe; needed unless the store is on this machine",
-        group=_CACHE,
-        kind="text",
-        metavar="FILE",
-    )
-    shared_store_insecure: bool = option(
-        False,
-        "talk to a shared store on another machine without TLS",
-        group=_CACHE,
-        kind="bool",
-    )
-    shared_store_timeout: float = option(
-        1.0,
-        "seconds that one request may wait for the shared store, look-up and reading together",
-        group=_CACHE,
-        kind="float",
-        low=0.001,
-        high=60,
-        metavar="SECONDS",
-    )
-    shared_store_ttl: int = option(
-        24 * 3600,
-        "seconds after which an entry of the shared store expires, unless it is used again",
-        group=_CACHE,
-        kind="int",
-        low=60,
-        high=365 * 24 * 3600,
-        metavar="SECONDS",
-    )
-    shared_store_write: str = option(
-        "stable",
-        "what is written to the shared store: media (up to the ends of media, of the system prompt "
-        "and of what two prompts share), stable (also up to the ends of turns), all (up to every "
-        "snapshot)",
-        group=_CACHE,
-        kind="text",
-        choices=("media", "stable", "all"),
-    )
-    shared_store_write_bandwidth: int | str = option(
-        256 << 20,
-        "most bytes a second that are written to the shared store",
-        group=_CACHE,
-        kind="size",
-        low=1,
-        metavar="SIZE",
-    )
+    shared_store: str | None = shared_store_options.URL
+    shared_store_key_file: str | None = shared_store_options.KEY_FILE
+    shared_store_insecure: bool = shared_store_options.INSECURE
+    shared_store_timeout: float = shared_store_options.TIMEOUT
+    shared_store_ttl: int = shared_store_options.TTL
+    shared_store_write: str = shared_store_options.WRITE
+    shared_store_write_bandwidth: int | str = shared_store_options.WRITE_BANDWIDTH
     cache_audit: float = option(
         0.0,
         "share (0 to 1) of the greedy requests with a hit that are run again cold, in the "
