@@ -38,7 +38,7 @@ MAX_OTHER_BYTES = 256 << 20
 """Most bytes of an entry whose size does not follow from the model's layout."""
 READ_BYTES = 64 << 20
 """Bytes of one pipeline's replies, about."""
-_REMEMBERED = 1 << 16
+_REMEMBERED = 1 << 14
 
 SizeOf = Callable[[Kind, int], int | None]
 """Bytes of this engine's entries of a kind and a number of tokens; None if that does not follow."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +29,7 @@ from vlm_serve.pipeline import Output, Pipeline
 LENGTH = 210
 CACHED = 208
 """The deepest block boundary before the last token."""
+CHILD = Path(__file__).parents[1] / "shared_store_child.py"
 SPECS = {
     "dense": CheckpointSpec(),
     "moe": CheckpointSpec(num_experts=8),
@@ -257,3 +263,27 @@ def test_a_damaged_entry_is_a_counted_miss_of_a_request(dense: Path, store: Stor
         assert miss.token_ids == cold.token_ids and miss.usage.cached_tokens == 0
         assert miss.cache_report.reason == "tier_error"
         assert counts(second)["bad"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_builds_for_two_processors_exchange_what_their_numerics_allow(
+    dense: Path, store: StoreServer, dtype: str
+) -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip("its builds are of x86")
+    told = []
+    for arch in ("native", "x86-64-v3"):
+        done = subprocess.run(
+            [sys.executable, "-P", str(CHILD), str(dense), store.url, dtype],
+            env={**os.environ, "VLM_SERVE_NATIVE_ARCH": arch, "PYTHONPATH": str(CHILD.parents[1])},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+        told.append(json.loads(done.stdout.splitlines()[-1]))
+    first, second = told
+    assert first["shared"] == first["bad"] == second["bad"] == 0
+    assert (second["shared"] == CACHED) == (first["numerics"] == second["numerics"])
+    assert second["shared"] == 0 or first["tokens"] == second["tokens"]
+    assert dtype != "float32" or second["shared"] == CACHED
