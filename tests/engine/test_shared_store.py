@@ -17,7 +17,7 @@ import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from parity import greedy, tapped
-from parity_cases import CONVERSATIONS, assistant, random_ids, user
+from parity_cases import CONVERSATIONS, assistant, photograph, random_ids, user
 from rank_processes import on_ranks_of, rank_processes
 from redis_server import StoreServer, running
 
@@ -132,8 +132,9 @@ def test_next_turns_about_media_go_on_at_another_server_with_the_bits_of_a_cold_
                 assert not difference, (name, turn, difference)
                 if turn:
                     report = answer.cache_report
-                    assert report.tiers.get("shared", 0) > 0, (name, turn, report)
                     assert report.media_encoded == 0, (name, turn, report)
+                    # Later ones find too little more than the device has.
+                    assert turn > 1 or report.tiers.get("shared", 0) > 0, (name, report)
                 settle(pipe)
                 chat += [assistant(answer.text), user(f"And then, for the {turn}. time?")]
         assert counts(second).get("failed", 0) == counts(first).get("bad", 0) == 0
@@ -195,8 +196,8 @@ def test_what_decoding_has_made_is_shared_only_where_bits_are_promised(
 
 
 def test_policies_write_what_they_say(dense: Path, store: StoreServer) -> None:
-    chat = [*CONVERSATIONS["image after text"]]
-    written = {}
+    words = " ".join(f"word{index}" for index in range(120))
+    chat, written = [user(photograph("coffee.png"), words)], {}
     for policy in ("media", "stable", "all"):
         store.client.flushall()
         options = {"shared_store_write": policy, "prefix_cache_state_interval": 1}
