@@ -96,7 +96,8 @@ class Side:
         return self.keys.chunk_name(manifest.digest, index)
 
     def __getitem__(self, counter: str) -> int:
-        return {**self.stack.counts, **self.store.counters}.get(counter, 0)
+        """Of the stack and of the store together."""
+        return self.stack.counts[counter] + self.store.counters.get(counter, 0)
 
 
 @contextmanager

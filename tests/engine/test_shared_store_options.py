@@ -35,8 +35,8 @@ def refused(**options: object) -> str:
     """What the engine says; the model is not loaded for it."""
     with pytest.raises(ConfigError) as raised:
         build("/no/such/model", EngineConfig(**options))  # type: ignore[arg-type]
-    message = raised.value.message
-    assert "\n" not in message and raised.value.param in message
+    message, param = raised.value.message, raised.value.param
+    assert "\n" not in message and param is not None and param in message
     assert "secret" not in message and "wrong-word" not in message
     return message
 
