@@ -46,7 +46,7 @@ class Side:
         client = Redis(
             host="127.0.0.1",
             port=server.port,
-            retry=Retry(NoBackoff(), 0),
+            retry=Retry(NoBackoff(), 1),
             socket_timeout=None,
             socket_connect_timeout=None,
             **(connection or {}),

@@ -48,7 +48,8 @@ class SharedStore:
     """See `Store`. `put` overwrites; `claim` says what is to be written at all.
 
     Args:
-        client: of the server; it gives up when the caller does, and does not try again by itself.
+        client: of the server; it waits for as long as the caller does. All that it is asked for
+            may be tried again.
         keyring: of the deployment.
         size_of: what lengths are compared with before anything is read.
         time_limit: seconds that a request may spend on it altogether.

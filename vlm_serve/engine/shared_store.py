@@ -53,10 +53,11 @@ class SharedAddress:
 
         from vlm_serve.cache.tiers.shared import SharedStore
 
+        # Connections of before a restart of the store are broken: one more try makes a new one.
         # The tier has time limits of its own, for a whole request.
         client = Redis(
             **self.connection,
-            retry=Retry(NoBackoff(), 0),
+            retry=Retry(NoBackoff(), 1),
             socket_timeout=None,
             socket_connect_timeout=None,
         )
