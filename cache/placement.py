@@ -57,8 +57,8 @@ def plan_snapshots(
 
     Returns:
         (position, kind) with `start < position < len(prompt)`, each a cut point outside spans;
-        kinds are "media", "junction", "prompt_end", "logprobs", "stable_end", "message" and
-        "interval".
+        kinds are "media", "junction", "prompt_end", "logprobs", "stable_end", "system", "message"
+        and "interval".
     """
     assert interval > 0 and max_new >= 0
     keys = prompt.keys
@@ -74,8 +74,8 @@ def plan_snapshots(
     if stable // keys.block_size != end // keys.block_size:
         plan.add([stable], "stable_end")
     plan.add(reversed(prompt.media_ends[:-1]), "media")
-    messages = sorted({prompt.system_end, *prompt.message_ends[-2:]})
-    plan.add(messages, "message", min_gain)
+    plan.add([prompt.system_end], "system", min_gain)
+    plan.add(prompt.message_ends[-2:], "message", min_gain)
     regular = range(start // interval * interval + interval, len(prompt), interval)
     points = sorted({keys.last_cut(point) for point in regular} - plan.chosen.keys())
     spread = max(1, -(-len(points) // max(1, plan.room)))

@@ -73,6 +73,9 @@ class SymbolicTransfer:
         assert len(digest) == DIGEST_BYTES, "freed before it was saved"
         return digest
 
+    def num_bytes(self, kind: Kind, num_tokens: int) -> int | None:
+        return None
+
     def layout(self, kind: Kind, num_tokens: int) -> str:
         return f"{kind.name} of {num_tokens if kind is Kind.KV else 1}"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from vlm_serve import shared_store_options
 from vlm_serve.errors import ConfigError
 from vlm_serve.options import normalise_all, option
 
@@ -229,6 +230,13 @@ class EngineConfig:
         low=1,
         metavar="SIZE",
     )
+    shared_store: str | None = shared_store_options.URL
+    shared_store_key_file: str | None = shared_store_options.KEY_FILE
+    shared_store_insecure: bool = shared_store_options.INSECURE
+    shared_store_timeout: float = shared_store_options.TIMEOUT
+    shared_store_ttl: int = shared_store_options.TTL
+    shared_store_write: str = shared_store_options.WRITE
+    shared_store_write_bandwidth: int | str = shared_store_options.WRITE_BANDWIDTH
     cache_audit: float = option(
         0.0,
         "share (0 to 1) of the greedy requests with a hit that are run again cold, in the "

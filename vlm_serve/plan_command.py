@@ -27,6 +27,7 @@ from vlm_serve.engine.memory import (
     split_by_interval,
 )
 from vlm_serve.engine.ranks.start import slot_bytes
+from vlm_serve.engine.shared_store import read_address
 from vlm_serve.engine.step_paths import find_backend
 from vlm_serve.models import ModelSpec, read_spec
 from vlm_serve.models.weight_sizes import WeightBytes, prompt_price, weight_bytes
@@ -228,7 +229,19 @@ def _tiers(config: EngineConfig) -> list[tuple[str, str]]:
     found = [("host memory", f"{format_size(host)} below the cache memory")] if host else []
     if config.disk_cache_path is not None:
         found.append(("disk", f"{format_size(disk)} in {config.disk_cache_path}"))
+    address = read_address(config)
+    if address is not None:
+        found.append(("shared store", _shared(config, address.text, keyed=bool(address.secret))))
     return found
+
+
+def _shared(config: EngineConfig, where: str, *, keyed: bool) -> str:
+    limit, bandwidth = config.shared_store_timeout, config.shared_store_write_bandwidth
+    assert isinstance(bandwidth, int)
+    return (
+        f"{where}, {'with' if keyed else 'without'} a key; {config.shared_store_write} written, "
+        f"{format_size(bandwidth)}/s at most; a request waits {limit:g} s at most"
+    )
 
 
 def _bucket(name: str, count: int, each: int) -> str:

@@ -45,6 +45,9 @@ class DiskStore(DiskFile):
     async def delete(self, ids: Collection[EntryId]) -> None:
         await asyncio.to_thread(self.remove, ids)
 
+    async def doubt(self, ids: Collection[EntryId]) -> None:
+        pass
+
     async def sink(self) -> dict[EntryId, Sealed]:
         return {}
 

@@ -22,6 +22,7 @@ MAX_LAYOUT_BYTES = 1 << 12
 
 _FIXED = struct.Struct("<4sHBB32s32sHHIHQ")
 """magic, version, kind, exact, key, model, rank, world, tokens, layout length, payload length"""
+MAX_HEADER_BYTES = _FIXED.size + MAX_LAYOUT_BYTES + CHECKSUM_BYTES
 
 
 class Kind(IntEnum):
@@ -30,6 +31,10 @@ class Kind(IntEnum):
     KV = 1
     STATE = 2
     EXPERTS = 3
+
+
+OF_PROMPTS = frozenset({Kind.KV, Kind.STATE, Kind.EXPERTS})
+"""Those whose key is that of a node; others are keyed by a medium."""
 
 
 class EntryId(NamedTuple):
@@ -99,6 +104,21 @@ class Sealed:
     @property
     def num_bytes(self) -> int:
         return len(self.header) + len(self.payload)
+
+
+class Outline(NamedTuple):
+    """What a header says of its payload: tokens covered, and bytes."""
+
+    num_tokens: int
+    num_bytes: int
+
+
+def outline(header: bytes) -> Outline | None:
+    """What a header says, nothing of which is verified; None if it is none."""
+    if not _FIXED.size + CHECKSUM_BYTES <= len(header) <= MAX_HEADER_BYTES:
+        return None
+    fields = _FIXED.unpack_from(header)
+    return Outline(fields[8], fields[10]) if fields[0] == MAGIC else None
 
 
 def seal(entry: Entry, origin: Origin) -> Sealed:

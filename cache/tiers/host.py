@@ -76,6 +76,9 @@ class HostStore:
             sealed = self._entries.pop(entry_id, None)
             self.num_bytes -= sealed.num_bytes if sealed is not None else 0
 
+    async def doubt(self, ids: Collection[EntryId]) -> None:
+        pass
+
     async def sink(self) -> dict[EntryId, Sealed]:
         entries = self._entries
         await self.clear()

@@ -1,8 +1,10 @@
 """The lower tiers as one: a list of stores, the fastest first, and the thread that asks them.
 
 `put` hands an entry over and returns; the thread adds header and checksum and files it. Until then
-the entry is served from the queue. What a store has no room for moves on to the next one. The
-engine's thread never calls a store: what it has to know at once is in the stack's own books.
+the entry is served from the queue. What a store has no room for moves on to the next one. Behind
+them all there may be one that other servers use too: it is asked last, and what is evicted here
+does not end there (see `sharing`). The engine's thread never calls a store: what it has to know at
+once is in the stack's own books.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any, TypeVar
 
 from vlm_serve.cache.tiers.asking import REST_SECONDS, Asker
 from vlm_serve.cache.tiers.entry import (
+    OF_PROMPTS,
     BadEntryError,
     Entry,
     EntryId,
@@ -43,31 +46,40 @@ class TierStack:
 
     Counts: "put", "dropped" (the queue was full or nothing had room), "bad" (damaged or foreign
     entries), "failed" (read or written in vain), and by the store's name "hit_*", "evicted_*"
-    (gone, or moved on to the next store) and "failed_*" (it raised, or took longer than it may).
+    (gone, or moved on to the next store) and "failed_*" (it raised, or took longer than it may),
+    "opened_*" and "skipped_*" (it was left alone, and calls that it was spared).
 
     Args:
         origin: whose entries these are.
         stores: the tiers, the one to be asked first in front.
+        shared: the one that other servers use too.
         queue_bytes: most bytes that wait to be filed; more are dropped.
         rest_seconds: how long a store is left alone after a failure.
         background: False: no thread and no rest, everything happens in the caller (simulations).
+
+    Attributes:
+        share: is told of entries of media, which every server may want; of prompts' ones, what is
+            wanted elsewhere is known before they are evicted.
     """
 
     def __init__(
         self,
         origin: Origin,
         stores: Sequence[Store],
+        shared: Store | None = None,
         *,
         queue_bytes: int = 256 << 20,
         rest_seconds: float = REST_SECONDS,
         background: bool = True,
     ) -> None:
         self.origin = origin
-        self.stores = tuple(stores)
+        self.stores = (*stores, *([shared] if shared is not None else ()))
+        self.shared = shared
+        self.share: Callable[[Entry], None] | None = None
         self.counts: Counter[str] = Counter()
-        self._filing_into = self.stores
+        self.asker = Asker(self.counts, rest_seconds if background else None)
+        self._filing_into = tuple(stores)
         self._queue_bytes = queue_bytes
-        self._asker = Asker(self.counts, rest_seconds if background else None)
         self._background = background
         self._queue: dict[EntryId, Entry] = {}
         self._queued = 0
@@ -127,6 +139,8 @@ class TierStack:
             self._queue[entry.id] = entry
             self._queued += entry.num_bytes
         self._schedule()
+        if self.share is not None and entry.id.kind not in OF_PROMPTS:
+            self.share(entry)
 
     def drain(self, timeout: float | None = None) -> bool:
         """Waits until everything handed over is filed; False if that took too long."""
@@ -145,8 +159,8 @@ class TierStack:
 
     @property
     def lasting(self) -> bool:
-        """Whether anything outlives the process."""
-        return any(store.lasting for store in self.stores)
+        """Whether anything that is filed outlives the process."""
+        return any(store.lasting for store in self._filing_into)
 
     def sink(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Shutdown: moves what would be lost to the lasting stores, what was used last at the end,
@@ -167,16 +181,19 @@ class TierStack:
 
     # On the stack's thread
 
-    async def locate(self, ids: Collection[EntryId]) -> dict[EntryId, str]:
-        """Which tier has each of these; those that none has are missing."""
+    async def locate(
+        self, ids: Collection[EntryId], since: float | None = None
+    ) -> dict[EntryId, str]:
+        """Which tier has each of these; those that none has are missing. Stores' time limits count
+        from `since` (the loop's time; None: now)."""
         epoch = self._epoch
         places = {entry_id: QUEUE for entry_id in ids if entry_id in self._queue}
         filed: set[EntryId] = set()
         for store in self.stores:
             rest = [entry_id for entry_id in ids if entry_id not in places]
             if rest:
-                found = await self._asker.ask(store, store.contains, rest) or set()
-                filed |= found
+                found = await self.asker.ask(store, store.contains, rest, since=since) or set()
+                filed |= found if store is not self.shared else set()
                 places |= dict.fromkeys(found, store.name)
         gone = {entry_id for entry_id in ids if entry_id not in places}
         with self._changed:
@@ -186,9 +203,11 @@ class TierStack:
             self._filed |= filed
         return places
 
-    async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Entry]:
+    async def get(
+        self, ids: Collection[EntryId], since: float | None = None
+    ) -> dict[EntryId, Entry]:
         """Those that are there, read and verified. Bad ones are counted, and removed if nobody else
-        reads them."""
+        reads them. `since`: as for `locate`."""
         if self._clearing:
             return {}
         queued = [self._queue.get(entry_id) for entry_id in ids]
@@ -196,7 +215,9 @@ class TierStack:
         self.counts[f"hit_{QUEUE}"] += len(found)
         for store in self.stores:
             rest = [entry_id for entry_id in ids if entry_id not in found]
-            sealed = (await self._asker.ask(store, store.get, rest) if rest else None) or {}
+            sealed: dict[EntryId, Sealed] = {}
+            if rest:
+                sealed = await self.asker.ask(store, store.get, rest, since=since) or {}
             bad = []
             for entry_id, each in sealed.items():
                 try:
@@ -214,7 +235,7 @@ class TierStack:
     async def discard_bad(self, ids: Collection[EntryId]) -> None:
         """For entries that are intact and still not what they should be."""
         for store in self.stores:
-            held = await self._asker.ask(store, store.contains, ids)
+            held = await self.asker.ask(store, store.contains, ids)
             if held:
                 await self._discard(store, held)
 
@@ -222,8 +243,7 @@ class TierStack:
         self.counts["bad"] += len(ids)
         with self._changed:
             self._filed.difference_update(ids)
-        if store.private:
-            await self._asker.ask(store, store.delete, ids)
+        await self.asker.ask(store, store.delete if store.private else store.doubt, ids)
 
     # Filing
 
@@ -244,8 +264,8 @@ class TierStack:
                     if not entries and not touched:
                         self._scheduled = False
                         return
-                for store in self.stores if touched else ():
-                    await self._asker.ask(store, store.touch, touched)
+                for store in self._filing_into if touched else ():
+                    await self.asker.ask(store, store.touch, touched)
                 await self._file(next(_batches(entries), {}))
 
     async def _file(self, batch: Mapping[EntryId, Entry]) -> None:
@@ -269,7 +289,7 @@ class TierStack:
         for store in self._filing_into:
             moving: dict[EntryId, Sealed] = {}
             for batch in _batches(entries):
-                gone = await self._asker.ask(store, store.put, batch)
+                gone = await self.asker.ask(store, store.put, batch)
                 self.counts[f"evicted_{store.name}"] += len(gone or ())
                 gone = gone if gone is not None else dict(batch)
                 with self._changed:
@@ -277,7 +297,7 @@ class TierStack:
                     self._filed -= gone.keys()
                 moving |= {each: content for each, content in gone.items() if content is not None}
             entries = moving
-        with self._changed:
+        if self._filing_into:
             self.counts["dropped"] += len(entries)
 
     async def _clear(self) -> None:
@@ -296,7 +316,7 @@ class TierStack:
 
     async def _sink(self, may_go_on: Callable[[], bool]) -> None:
         async with self._writing:
-            self._filing_into = tuple(store for store in self.stores if store.lasting)
+            self._filing_into = tuple(store for store in self._filing_into if store.lasting)
             for store in self.stores if self._filing_into else ():
                 for batch in _batches(await store.sink()) if not store.lasting else ():
                     with self._changed:

@@ -19,7 +19,8 @@ class Store(Protocol):
         name: of the tier, in reports and counters.
         private: nobody else writes or reads it, so that bad entries are removed.
         lasting: its content outlives the process.
-        time_limit: seconds that a call may take.
+        time_limit: seconds that a call may take; of a look-up and the reading that follows,
+            together.
         counters: gauges and counters of its own, by name.
     """
 
@@ -60,6 +61,11 @@ class Store(Protocol):
 
     async def delete(self, ids: Collection[EntryId]) -> None:
         """Removes entries; called for private stores alone."""
+        ...
+
+    async def doubt(self, ids: Collection[EntryId]) -> None:
+        """Entries that it gave out were bad: it replaces them when it is given them again. Called
+        for stores that are not private."""
         ...
 
     async def sink(self) -> dict[EntryId, Sealed]:

@@ -27,6 +27,10 @@ class Transfer(Protocol):
         """Types and shapes of what `read_kv` and `read_state` return."""
         ...
 
+    def num_bytes(self, kind: Kind, num_tokens: int) -> int | None:
+        """Bytes of what `read_kv` and `read_state` return; None for other kinds."""
+        ...
+
     def stage(self, entry: Entry) -> Any | None:
         """Prepares bytes for writing; None if they are not of this engine's layout."""
         ...

@@ -111,13 +111,14 @@ class TierFetcher:
 
     async def read(self, fetch: Fetch) -> Reading:
         """Looks up, chooses and reads. Sequences that wait for the same entries share one read."""
-        deeper = await self._choose(fetch.question)
+        since = asyncio.get_running_loop().time()
+        deeper = await self._choose(fetch.question, since)
         if deeper is None:
             return Reading()
         last = deeper.needed[-1]
         task = self._under_way.get(last)
         if task is None:
-            task = self._under_way[last] = asyncio.create_task(self._read(deeper))
+            task = self._under_way[last] = asyncio.create_task(self._read(deeper, since))
             task.add_done_callback(lambda _: self._under_way.pop(last))
         return await task
 
@@ -126,12 +127,12 @@ class TierFetcher:
             return None
         return self._cache.question(keys, match, limit=limit, origin=self._stack.origin)
 
-    async def _choose(self, question: Question) -> Deeper | None:
-        return question.choose(await self._stack.locate(question.ids()))
+    async def _choose(self, question: Question, since: float | None = None) -> Deeper | None:
+        return question.choose(await self._stack.locate(question.ids(), since))
 
-    async def _read(self, deeper: Deeper) -> Reading:
+    async def _read(self, deeper: Deeper, since: float) -> Reading:
         needed = deeper.needed
-        entries = await self._stack.get((*needed, *deeper.experts))
+        entries = await self._stack.get((*needed, *deeper.experts), since)
         if any(entry_id not in entries for entry_id in needed):
             return Reading(deeper)
         staged = {entry_id: self._transfer.stage(entries[entry_id]) for entry_id in needed}

@@ -96,7 +96,7 @@ def test_the_stable_end_counts_where_it_falls_into_another_block() -> None:
 def test_messages_count_from_the_system_and_the_last_two_if_they_gain_enough() -> None:
     long, short = [*words(79), END_OF_TURN], [*words(9), END_OF_TURN]
     prompt = marks(long, long, long, long, words(40), system=True)
-    assert plan(prompt) == {352: "prompt_end", 80: "message", 240: "message", 320: "message"}
+    assert plan(prompt) == {352: "prompt_end", 80: "system", 240: "message", 320: "message"}
     assert plan(prompt, start=64) == {352: "prompt_end", 240: "message", 320: "message"}
     prompt = marks(short, long, short, words(40), system=True)
     assert plan(prompt) == {128: "prompt_end", 90: "message"}
@@ -171,8 +171,12 @@ def test_whatever_the_prompt_every_place_is_possible(
     for position, kind in found.items():
         assert start < position < length
         assert position in prompt.keys.cuts and not prompt.keys.inside_span(position)
-        if kind in ("message", "interval"):
+        if kind in ("system", "message", "interval"):
             before = max([start, *(p for p in found if p < position)])
-            assert position - before >= 4 * BLOCK or found.get(before) in ("message", "interval")
+            assert position - before >= 4 * BLOCK or found.get(before) in (
+                "system",
+                "message",
+                "interval",
+            )
     end = prompt.keys.last_cut(length - 1)
     assert end <= start or end in found

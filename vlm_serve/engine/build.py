@@ -32,6 +32,7 @@ from vlm_serve.engine.ranks.start import Loading, load
 from vlm_serve.engine.ranks.task import Pools
 from vlm_serve.engine.request import Language
 from vlm_serve.engine.scheduler import Scheduler
+from vlm_serve.engine.shared_store import SharedAddress, find_store
 from vlm_serve.engine.step_paths import (
     compile_steps,
     decode_graphs,
@@ -73,6 +74,7 @@ def build(
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    address = find_store(config)
     path = find_checkpoint(model)
     spec, size = read_spec(path), config.tensor_parallel_size
     mtp = with_mtp(config, spec)
@@ -89,7 +91,7 @@ def build(
     loaded, started = load(what, config, processes)
     try:
         executor = _Loaded(what, layout, loaded, started, owned=processes is None)
-        return _assemble(executor, config, with_graphs=with_graphs, poison=poison)
+        return _assemble(executor, config, address, with_graphs=with_graphs, poison=poison)
     except BaseException:
         if started is not None and processes is None:
             started.close()
@@ -109,7 +111,12 @@ class _Loaded:
 
 
 def _assemble(
-    loaded: _Loaded, config: EngineConfig, *, with_graphs: bool, poison: bool
+    loaded: _Loaded,
+    config: EngineConfig,
+    address: SharedAddress | None,
+    *,
+    with_graphs: bool,
+    poison: bool,
 ) -> EngineParts:
     """Everything else. Raises ConfigError if it does not fit."""
     what, model = loaded.what, loaded.model
@@ -132,7 +139,14 @@ def _assemble(
     if poison:
         cache.events.block_freed.subscribe(lambda block: executor.poison_freed((block,), ()))
         cache.events.row_freed.subscribe(lambda row: executor.poison_freed((), (row,)))
-    tiers = make_tiers(config, cache, executor.pages, preprocessor.root_key())
+    tiers = make_tiers(
+        config,
+        cache,
+        executor.pages,
+        preprocessor.root_key(),
+        address=address,
+        promised=what.compiled,
+    )
     fetcher = tiers.fetcher if tiers is not None else None
     media = MediaPlanner(EmbeddingCache(EMBEDDING_CACHE_BYTES), embedding_bytes(spec, types))
     tokenizer = preprocessor.tokenizer

@@ -16,11 +16,13 @@ from vlm_serve.cache.tiers.disk import DiskStore
 from vlm_serve.cache.tiers.down import TierSaver
 from vlm_serve.cache.tiers.entry import Origin
 from vlm_serve.cache.tiers.host import HostStore
+from vlm_serve.cache.tiers.sharing import POLICIES, Sharer, Sharing
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.cache.tiers.up import Fetch, Reading, TierFetcher
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.shared_store import SharedAddress
 from vlm_serve.errors import ConfigError, EngineClosedError
 
 SHUTDOWN_SECONDS = 20.0
@@ -31,18 +33,31 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tiers:
-    """What goes down, where to, and what comes up."""
+    """What goes down, where to, and what comes up; and what is shared, if anything is."""
 
     stack: TierStack
     saver: TierSaver
     fetcher: TierFetcher
+    sharer: Sharer | None = None
 
 
 def make_tiers(
-    config: EngineConfig, cache: PrefixCache, transfer: Transfer, model: bytes
+    config: EngineConfig,
+    cache: PrefixCache,
+    transfer: Transfer,
+    model: bytes,
+    *,
+    address: SharedAddress | None = None,
+    promised: bool = True,
 ) -> Tiers | None:
-    """The tiers that the options ask for, if any. `model`: 32 bytes that identify weights, types
-    and numerics. Raises ConfigError if the folder of the disk tier cannot be written."""
+    """The tiers that the options ask for, if any. Raises ConfigError if the folder of the disk tier
+    cannot be written.
+
+    Args:
+        model: 32 bytes that identify weights, types and numerics.
+        address: of the shared store; None: there is none.
+        promised: a hit has the bits of a cold run whatever made the entries.
+    """
     host_bytes, disk_bytes = config.host_cache_memory, config.disk_cache_size
     assert isinstance(host_bytes, int) and isinstance(disk_bytes, int)
     stores: list[Store] = [HostStore(host_bytes)] if host_bytes else []
@@ -53,12 +68,24 @@ def make_tiers(
             raise ConfigError(
                 f"disk_cache_path cannot be used: {error}", param="disk_cache_path"
             ) from error
-    if not stores or not config.enable_prefix_caching:
+    if not (stores or address) or not config.enable_prefix_caching:
         return None
-    stack = TierStack(Origin(model, world=config.tensor_parallel_size), stores)
+    origin = Origin(model, world=config.tensor_parallel_size)
+    shared = None if address is None else address.open(config, origin, transfer.num_bytes)
+    stack = TierStack(origin, stores, shared)
     saver = TierSaver(stack, transfer, cache.config)
-    saver.listen(cache.events)
-    return Tiers(stack, saver, TierFetcher(cache, stack, transfer))
+    if stores:
+        saver.listen(cache.events)
+    sharer = None
+    if shared is not None:
+        bandwidth = config.shared_store_write_bandwidth
+        assert isinstance(bandwidth, int)
+        what = Sharing(POLICIES[config.shared_store_write], not promised, bandwidth)
+        has_state = cache.config.has_state
+        sharer = Sharer(stack, shared, transfer, what, has_state=has_state)
+        sharer.listen(cache.events)
+        stack.share = sharer.offer
+    return Tiers(stack, saver, TierFetcher(cache, stack, transfer), sharer)
 
 
 class TierLoading:
@@ -79,6 +106,8 @@ class TierLoading:
         self._cache = cache
         self._tiers = tiers
         self._post = post
+        if tiers is not None and tiers.sharer is not None:
+            tiers.sharer.post = self._post_if_open
 
     @property
     def busy(self) -> bool:
@@ -101,6 +130,8 @@ class TierLoading:
         with self._tiers.saver.silenced(self._cache.events):
             self._cache.flush()
         self._tiers.fetcher.forget()
+        if self._tiers.sharer is not None:
+            self._tiers.sharer.forget()
         return self._tiers.stack.clear()
 
     def stats(self) -> dict[str, Any]:
@@ -141,5 +172,8 @@ class TierLoading:
             reading = await fetcher.read(fetch)
         except Exception:
             _log.exception("a lower cache tier could not be read")
+        self._post_if_open(lambda: fetcher.finish(fetch, reading))
+
+    def _post_if_open(self, command: Callable[[], None]) -> None:
         with suppress(EngineClosedError):
-            self._post(lambda: fetcher.finish(fetch, reading))
+            self._post(command)

@@ -27,6 +27,12 @@ class TensorTransfer:
         parts = self._kv(0, num_tokens) if kind is Kind.KV else self._state(0)
         return " ".join(f"{part.dtype}{list(part.shape)}" for part in parts).replace("torch.", "")
 
+    def num_bytes(self, kind: Kind, num_tokens: int) -> int | None:
+        if kind not in (Kind.KV, Kind.STATE):
+            return None
+        places = self._kv(0, num_tokens) if kind is Kind.KV else self._state(0)
+        return sum(place.numel() * place.element_size() for place in places)
+
     def stage(self, entry: Entry) -> Staged | None:
         kind, num_tokens = entry.id.kind, entry.num_tokens
         places = self._kv(0, num_tokens) if kind is Kind.KV else self._state(0)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 PREFIX = "vlm_serve:"
 PLAIN_PREFIX = "vlm_serve_"
+SHARED_EVENTS = ("hits", "misses", "bad", "incomplete", "written", "skipped", "refused")
 EVICTED_KINDS = ("kv", "tail", "snapshot", "suspended", "timed_pin")
 
 _SECONDS = (
@@ -197,7 +198,20 @@ class EngineStats(Collector):
         for kind, size in self._stats["held_bytes"].items():
             held.add_metric([self._model_name, kind], size)
         yield held
+        yield from self._shared_store(self._stats["tiers"])
         yield from self._audits(self._stats["audit"])
+
+    def _shared_store(self, tiers: Mapping[str, Any]) -> Iterator[Metric]:
+        if "shared_hits" not in tiers:
+            return
+        entries = {name: tiers[f"shared_{name}"] for name in SHARED_EVENTS}
+        entries |= {
+            "failed": tiers["counts"].get("failed_shared", 0),
+            "unshared": tiers["counts"].get("unshared", 0),
+        }
+        yield self._by_kind("shared_store_events", "What the shared store has seen", entries)
+        sizes = {"read": tiers["shared_read_bytes"], "written": tiers["shared_written_bytes"]}
+        yield self._by_kind("shared_store_bytes", "Payload moved", sizes)
 
     def _drafts(self, drafts: Mapping[str, Any]) -> Iterator[Metric]:
         for name, text, key in (

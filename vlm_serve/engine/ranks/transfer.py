@@ -38,6 +38,10 @@ class RanksTransfer:
     def layout(self, kind: Kind, num_tokens: int) -> str:
         return f"{self._size} ranks: {self._own.layout(kind, num_tokens)}"
 
+    def num_bytes(self, kind: Kind, num_tokens: int) -> int | None:
+        own = self._own.num_bytes(kind, num_tokens)
+        return None if own is None else own * self._size
+
     def stage(self, entry: Entry) -> Staged | None:
         if entry.layout != self.layout(entry.id.kind, entry.num_tokens):
             return None

@@ -29,6 +29,7 @@ const SOURCES = {
   device: "reused from memory",
   host: "reused from host memory",
   disk: "reused from disk",
+  shared: "reused from the shared store",
   computed: "computed",
 };
 

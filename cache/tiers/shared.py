@@ -1,0 +1,376 @@
+"""The tier that many servers share: Redis, Valkey or what else speaks their protocol.
+
+Nothing here deletes what another server has written. A name is derived from the deployment's epoch,
+so that a flush is one new epoch: every look-up reads it and notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import RedisError
+
+from vlm_serve.cache.tiers.entry import EntryId, Kind, Sealed
+from vlm_serve.cache.tiers.shared_format import (
+    MAX_MANIFEST_BYTES,
+    Keyring,
+    Manifest,
+    chunks,
+    new_epoch,
+)
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+CLAIM_SECONDS = 30
+"""How long others leave an entry alone that a server has said it is going to write."""
+WRITE_REST_SECONDS = 30.0
+"""How long nothing is written after the store has refused something: it is full, most likely."""
+FRESH_SECONDS = 60.0
+"""How long an entry that was seen is taken to be there when it is to be written again."""
+DOUBT_SECONDS = 60.0
+"""How long an entry that was bad is not read again, unless it has been replaced."""
+EPOCH_SECONDS = 30 * 24 * 3600
+MAX_OTHER_BYTES = 256 << 20
+"""Most bytes of an entry whose size does not follow from the model's layout."""
+READ_BYTES = 64 << 20
+"""Bytes of one pipeline's replies, about."""
+_REMEMBERED = 1 << 14
+
+SizeOf = Callable[[Kind, int], int | None]
+"""Bytes of this engine's entries of a kind and a number of tokens; None if that does not follow."""
+
+
+class SharedStore:
+    """See `Store`. `put` overwrites; `claim` says what is to be written at all.
+
+    Args:
+        client: of the server; it waits for as long as the caller does. All that it is asked for
+            may be tried again.
+        keyring: of the deployment.
+        size_of: what lengths are compared with before anything is read.
+        time_limit: seconds that a request may spend on it altogether.
+        lifetime: seconds after which an entry expires; one that is still in use begins anew.
+    """
+
+    name = "shared"
+    private = False
+    lasting = True
+
+    def __init__(
+        self,
+        client: Redis,
+        keyring: Keyring,
+        size_of: SizeOf,
+        *,
+        time_limit: float,
+        lifetime: int,
+    ) -> None:
+        self.time_limit = time_limit
+        self._client = client
+        self._keys = keyring
+        self._size_of = size_of
+        self._lifetime = lifetime
+        self._epoch: bytes | None = None
+        self._flushing = False
+        self._manifests: dict[EntryId, Manifest] = {}
+        self._doubted: dict[EntryId, float] = {}
+        self._fresh: dict[EntryId, float] = {}
+        self._writes_again = 0.0
+        self._counts: Counter[str] = Counter(
+            dict.fromkeys(
+                ("hits", "misses", "bad", "incomplete", "written", "skipped", "refused")
+                + ("read_bytes", "written_bytes"),
+                0,
+            )
+        )
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Looked up: "hits", "misses", and "bad" ones that are not to be believed; "incomplete":
+        listed, but not there as a whole; "written"; "skipped": somebody else writes or has written
+        it; "refused": by the store."""
+        return self._counts
+
+    def known(self) -> tuple[EntryId, ...]:
+        return ()
+
+    # Reading
+
+    async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
+        """Snapshots are looked up first, and if there is none, nothing else is."""
+        states = [each for each in ids if each.kind is Kind.STATE]
+        others = [each for each in ids if each.kind is not Kind.STATE]
+        found = await self._look_up(states) if states else {}
+        if others and (found or not states):
+            found |= await self._look_up(others)
+        now = asyncio.get_running_loop().time()
+        found = {i: each for i, each in found.items() if self._doubted.get(i, now) <= now}
+        self._counts["hits"] += len(found)
+        self._counts["misses"] += len(ids) - len(found)
+        if len(self._manifests) + len(found) > _REMEMBERED:
+            self._manifests.clear()
+        self._manifests |= found
+        return set(found)
+
+    async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Sealed]:
+        manifests = {each: self._manifests.pop(each) for each in ids if each in self._manifests}
+        rest = [each for each in ids if each not in manifests]
+        if rest:
+            manifests |= await self._look_up(rest)
+        found = {}
+        for batch in _batches(manifests):
+            parts = [
+                (entry_id, self._keys.chunk_name(manifest.digest, index), size)
+                for entry_id, manifest in batch.items()
+                for index, size in enumerate(manifest.chunk_sizes)
+            ]
+            replies = await self._run([("GETRANGE", name, 0, size - 1) for _, name, size in parts])
+            pieces: dict[EntryId, list[bytes]] = {entry_id: [] for entry_id in batch}
+            for (entry_id, _, size), reply in zip(parts, replies, strict=True):
+                if isinstance(reply, bytes) and len(reply) == size:
+                    pieces[entry_id].append(reply)
+            for entry_id, manifest in batch.items():
+                payload = _joined(pieces[entry_id])
+                if len(payload) == manifest.outline.num_bytes:
+                    found[entry_id] = Sealed(manifest.header, payload)
+                    self._counts["read_bytes"] += len(payload)
+                else:
+                    self._counts["incomplete"] += 1
+                    self._doubt(entry_id)
+        return found
+
+    async def _look_up(self, ids: Sequence[EntryId]) -> dict[EntryId, Manifest]:
+        """The manifests there are, in one pipeline; two if the epoch has changed meanwhile."""
+        names, replies = await self._read(
+            ids, lambda name: [("GETRANGE", name, 0, MAX_MANIFEST_BYTES)]
+        )
+        found = {}
+        for entry_id, name, reply in zip(ids, names, replies, strict=True):
+            manifest = self._manifest(entry_id, name, reply)
+            if manifest is not None:
+                found[entry_id] = manifest
+        return found
+
+    def _manifest(self, entry_id: EntryId, name: bytes, reply: Any) -> Manifest | None:
+        """A manifest whose lengths are those of this engine. Others are counted."""
+        if reply == b"":
+            return None
+        manifest = self._keys.unpack(name, reply) if isinstance(reply, bytes) else None
+        if manifest is not None:
+            num_tokens, num_bytes = manifest.outline
+            expected = self._size_of(entry_id.kind, num_tokens)
+            if num_bytes == expected or (expected is None and num_bytes <= MAX_OTHER_BYTES):
+                return manifest
+        self._counts["bad"] += 1
+        self._doubt(entry_id)
+        return None
+
+    # Writing
+
+    async def claim(self, ids: Collection[EntryId]) -> set[EntryId]:
+        """Those that are not there and that nobody else is about to write: the caller is, now. What
+        is there and would expire soon lives on."""
+        now = asyncio.get_running_loop().time()
+        if now < self._writes_again:
+            return set()
+        asked = [each for each in ids if self._fresh.get(each, 0.0) <= now]
+        if not asked:
+            return set()
+        names, replies = await self._read(
+            asked, lambda name: [("GETRANGE", name, 0, MAX_MANIFEST_BYTES), ("TTL", name)]
+        )
+        missing, renewed = dict[EntryId, bytes](), list[bytes]()
+        for index, (entry_id, name) in enumerate(zip(asked, names, strict=True)):
+            manifest = self._manifest(entry_id, name, replies[2 * index])
+            if manifest is None or entry_id in self._doubted:
+                missing[entry_id] = self._keys.claim_name(name)
+                continue
+            self._saw(entry_id, now)
+            if replies[2 * index + 1] < self._lifetime // 2:
+                numbers = range(sum(1 for _ in manifest.chunk_sizes))
+                renewed += [self._keys.chunk_name(manifest.digest, number) for number in numbers]
+                renewed.append(name)
+        claims = [("SET", name, b"", "NX", "EX", CLAIM_SECONDS) for name in missing.values()]
+        renewals = [("EXPIRE", name, self._lifetime) for name in renewed]
+        answers = await self._run([*claims, *renewals]) if claims or renewals else []
+        if self._has_refused(answers):
+            return set()
+        claimed = {each for each, answer in zip(missing, answers, strict=False) if answer}
+        self._counts["skipped"] += len(ids) - len(claimed)
+        return claimed
+
+    async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
+        """Chunks first, manifests when all of them are there."""
+        now = asyncio.get_running_loop().time()
+        if now < self._writes_again:
+            return dict(entries)
+        await self._settle()
+        assert self._epoch is not None
+        pieces, manifests = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
+        for entry_id, sealed in entries.items():
+            name = self._keys.name(self._epoch, entry_id)
+            manifest, digest = self._keys.pack(name, sealed.header)
+            manifests.append(("SET", name, manifest, "EX", self._lifetime))
+            for index, piece in enumerate(chunks(sealed.payload)):
+                chunk = self._keys.chunk_name(digest, index)
+                pieces.append(("SET", chunk, piece, "EX", self._lifetime))
+        for command in _one_by_one(pieces):
+            if self._has_refused(await self._run(command)):
+                return dict(entries)
+        if self._has_refused(await self._run(manifests)):
+            return dict(entries)
+        for entry_id, sealed in entries.items():
+            self._saw(entry_id, now)
+            self._doubted.pop(entry_id, None)
+            self._counts["written"] += 1
+            self._counts["written_bytes"] += len(sealed.payload)
+        return {}
+
+    def _saw(self, entry_id: EntryId, now: float) -> None:
+        if len(self._fresh) >= _REMEMBERED:
+            self._fresh.clear()
+        self._fresh[entry_id] = now + FRESH_SECONDS
+
+    def _has_refused(self, replies: Iterable[Any]) -> bool:
+        """Whether the store has taken something in no more; then nothing is written for a while."""
+        if not any(isinstance(reply, Exception) for reply in replies):
+            return False
+        self._counts["refused"] += 1
+        self._writes_again = asyncio.get_running_loop().time() + WRITE_REST_SECONDS
+        return True
+
+    # The rest of `Store`
+
+    async def touch(self, ids: Collection[EntryId]) -> None:
+        """The store has its own books; what is published again is renewed by `claim`."""
+
+    async def delete(self, ids: Collection[EntryId]) -> None:
+        """Nobody deletes what others may have written."""
+
+    async def doubt(self, ids: Collection[EntryId]) -> None:
+        """Whoever writes one of them here next replaces it."""
+        for entry_id in ids:
+            self._doubt(entry_id)
+
+    def _doubt(self, entry_id: EntryId) -> None:
+        if len(self._doubted) >= _REMEMBERED:
+            self._doubted.clear()
+        self._doubted[entry_id] = asyncio.get_running_loop().time() + DOUBT_SECONDS
+        self._fresh.pop(entry_id, None)
+
+    async def sink(self) -> dict[EntryId, Sealed]:
+        return {}
+
+    async def clear(self) -> None:
+        """A new epoch. If the store cannot be told now, nothing is read until it has been."""
+        self._begin_epoch(new_epoch())
+        self._flushing = True
+        async with asyncio.timeout(self.time_limit):
+            await self._settle()
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    # Epochs
+
+    async def _read(
+        self, ids: Sequence[EntryId], commands: Callable[[bytes], list[tuple[Any, ...]]]
+    ) -> tuple[list[bytes], list[Any]]:
+        """Names in the current epoch, and the replies to the commands for each."""
+        while True:
+            await self._settle()
+            assert self._epoch is not None
+            names = [self._keys.name(self._epoch, entry_id) for entry_id in ids]
+            asked = [command for name in names for command in commands(name)]
+            record, *replies = await self._run([("GET", self._keys.epoch_name), *asked])
+            epoch = self._keys.unpack_epoch(record if isinstance(record, bytes) else None)
+            if epoch == self._epoch:
+                return names, [_checked(reply) for reply in replies]
+            if epoch is None:  # the store has lost it, and probably all else
+                epoch = await self._record_epoch(self._epoch, replace=record is not None)
+                self._fresh.clear()
+            if epoch != self._epoch:
+                self._begin_epoch(epoch)
+
+    async def _settle(self) -> None:
+        """Makes sure that there is an epoch, and that the store knows of the last flush."""
+        if self._epoch is not None and not self._flushing:
+            return
+        epoch = self._epoch if self._epoch is not None else new_epoch()
+        recorded = await self._record_epoch(epoch, replace=self._flushing)
+        self._flushing = False
+        if recorded != self._epoch:
+            self._begin_epoch(recorded)
+
+    async def _record_epoch(self, epoch: bytes, *, replace: bool) -> bytes:
+        """Stores an epoch, if there is none or it is to be replaced; returns what is there then."""
+        name, options = self._keys.epoch_name, () if replace else ("NX",)
+        record = self._keys.pack_epoch(epoch)
+        _, reply = await self._run(
+            [("SET", name, record, "EX", EPOCH_SECONDS, *options), ("GET", name)]
+        )
+        found = self._keys.unpack_epoch(reply if isinstance(reply, bytes) else None)
+        if found is not None and (found == epoch or not replace):
+            return found
+        if replace:
+            raise OSError("the store did not take the new epoch")
+        return await self._record_epoch(epoch, replace=True)
+
+    def _begin_epoch(self, epoch: bytes) -> None:
+        self._epoch = epoch
+        self._manifests.clear()
+        self._doubted.clear()
+        self._fresh.clear()
+
+    async def _run(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """The replies, error replies among them."""
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        try:
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        except RedisError as error:
+            raise OSError(str(error) or type(error).__name__) from error
+        return replies
+
+
+def _checked(reply: Any) -> Any:
+    """Another type under a name is that name's fault; any other error is the store's."""
+    if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
+        raise OSError(str(reply))
+    return reply
+
+
+def _joined(pieces: list[bytes]) -> bytes:
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _batches(manifests: Mapping[EntryId, Manifest]) -> Iterator[dict[EntryId, Manifest]]:
+    """Manifests in pieces with payloads of about READ_BYTES."""
+    batch, size = dict[EntryId, Manifest](), 0
+    for entry_id, manifest in manifests.items():
+        batch[entry_id] = manifest
+        size += manifest.outline.num_bytes
+        if size >= READ_BYTES:
+            yield batch
+            batch, size = {}, 0
+    if batch:
+        yield batch
+
+
+def _one_by_one(commands: Sequence[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
+    """SET commands in pieces of about a full chunk's size, so that a store that is full refuses
+    early."""
+    batch, size = list[tuple[Any, ...]](), 0
+    for command in commands:
+        batch.append(command)
+        size += len(command[2])
+        if size >= 1 << 20:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

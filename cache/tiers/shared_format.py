@@ -1,0 +1,124 @@
+"""How entries lie in a store that many servers use: names, manifests, chunks.
+
+An entry is a manifest and the payload in chunks. The manifest is the entry's header, masked, behind
+a keyed checksum of the header and of the manifest's own name. The header holds the payload's length
+and checksum, so that whoever lacks the key can neither write an entry that is believed nor tell
+what one is about. Names are keyed digests of everything that an id says, of the model, and of the
+deployment's epoch.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from vlm_serve.cache.tiers.entry import MAX_HEADER_BYTES, EntryId, Origin, Outline, outline
+
+PREFIX = b"vlm-serve:"
+CHUNK_BYTES = 8 << 20
+DIGEST_BYTES = 32
+EPOCH_BYTES = 16
+MAX_MANIFEST_BYTES = DIGEST_BYTES + MAX_HEADER_BYTES
+_CONTEXT = "vlm-serve 2026 shared store, version 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A manifest that is believed.
+
+    Attributes:
+        header: of the sealed entry.
+        outline: what the header says of the content.
+        digest: keyed checksum; chunks are named after it.
+    """
+
+    header: bytes
+    outline: Outline
+    digest: bytes
+
+    @property
+    def chunk_sizes(self) -> Iterator[int]:
+        """Bytes of each chunk, in order."""
+        for start in range(0, self.outline.num_bytes, CHUNK_BYTES):
+            yield min(CHUNK_BYTES, self.outline.num_bytes - start)
+
+
+class Keyring:
+    """Names and checksums of one deployment: servers of one model with one arithmetic and one key.
+
+    Args:
+        secret: what only they know; empty: nothing, so that everybody can write what is believed.
+        origin: of their entries.
+    """
+
+    def __init__(self, secret: bytes, origin: Origin) -> None:
+        self._key = blake3(secret, derive_key_context=_CONTEXT).digest()
+        self._whose = b"%b %d %d " % (origin.model, origin.rank, origin.world)
+        self.epoch_name = PREFIX + self._digest(b"epoch ", self._whose).hex().encode()
+
+    def name(self, epoch: bytes, entry_id: EntryId) -> bytes:
+        """The key of an entry's manifest."""
+        kind, key, rank, world = entry_id
+        digest = self._digest(
+            b"entry ", epoch, self._whose, b"%d %d %d " % (kind, rank, world), key
+        )
+        return PREFIX + digest.hex().encode()
+
+    def claim_name(self, name: bytes) -> bytes:
+        """The key that says somebody is about to write the entry of that name."""
+        return PREFIX + self._digest(b"claim ", name).hex().encode()
+
+    def chunk_name(self, digest: bytes, index: int) -> bytes:
+        """The key of a chunk. It follows from the content, so that chunks of two writers whose bits
+        differ never mix."""
+        return PREFIX + self._digest(b"chunk ", digest, b"%d" % index).hex().encode()
+
+    def pack(self, name: bytes, header: bytes) -> tuple[bytes, bytes]:
+        """The manifest of a sealed entry, and its digest."""
+        digest = self._digest(b"manifest ", name, header)
+        return digest + self._mask(name, digest, header), digest
+
+    def unpack(self, name: bytes, data: bytes) -> Manifest | None:
+        """The manifest in what lies under a name; None if it is not to be believed."""
+        if not DIGEST_BYTES < len(data) <= MAX_MANIFEST_BYTES:
+            return None
+        digest = data[:DIGEST_BYTES]
+        header = self._mask(name, digest, data[DIGEST_BYTES:])
+        if not hmac.compare_digest(digest, self._digest(b"manifest ", name, header)):
+            return None
+        described = outline(header)
+        return Manifest(header, described, digest) if described is not None else None
+
+    def pack_epoch(self, epoch: bytes) -> bytes:
+        return epoch + self._digest(b"epoch is ", self._whose, epoch)
+
+    def unpack_epoch(self, data: bytes | None) -> bytes | None:
+        """The epoch; None if there is none or it is not to be believed."""
+        if data is None or len(data) != EPOCH_BYTES + DIGEST_BYTES:
+            return None
+        epoch = data[:EPOCH_BYTES]
+        return epoch if hmac.compare_digest(data, self.pack_epoch(epoch)) else None
+
+    def _digest(self, *parts: bytes) -> bytes:
+        return blake3(b"".join(parts), key=self._key).digest()
+
+    def _mask(self, name: bytes, digest: bytes, data: bytes) -> bytes:
+        """Adds a stream of bits that only the key tells; twice is not at all."""
+        stream = blake3(b"mask " + name + digest, key=self._key).digest(length=len(data))
+        mixed = int.from_bytes(data, "little") ^ int.from_bytes(stream, "little")
+        return mixed.to_bytes(len(data), "little")
+
+
+def new_epoch() -> bytes:
+    return secrets.token_bytes(EPOCH_BYTES)
+
+
+def chunks(payload: bytes) -> Iterator[memoryview]:
+    """A payload in pieces of CHUNK_BYTES, without copying it."""
+    view = memoryview(payload)
+    for start in range(0, len(payload), CHUNK_BYTES):
+        yield view[start : start + CHUNK_BYTES]

@@ -1,0 +1,278 @@
+"""What other servers are likely to want goes to the store that they share, behind the engine.
+
+A snapshot that is ready is a wish: its state and the KV up to it. The store is asked first what of
+that it lacks and nobody else is writing; only that is read from the device, piece by piece between
+the engine's steps, so that bytes wait nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from vlm_serve.cache.events import CacheEvents
+from vlm_serve.cache.records import Node, Snapshot
+from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Sealed, seal
+from vlm_serve.cache.tiers.stack import TierStack
+from vlm_serve.cache.tiers.store import Store
+from vlm_serve.cache.tiers.transfer import Transfer, expert_layout
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+POLICIES: dict[str, frozenset[str] | None] = {
+    "media": frozenset({"media", "system", "junction", "tier"}),
+    "stable": frozenset(
+        {"media", "system", "junction", "tier", "stable_end", "prompt_end", "message", "decode"}
+    ),
+    "all": None,
+}
+"""Kinds of snapshots that are shared; None: every one. What came up from a tier is wanted again."""
+MOST_WISHES = 4096
+MOST_OFFERED_BYTES = 128 << 20
+"""Of entries at hand that wait to be written."""
+PIECE_BYTES = 8 << 20
+"""Bytes read from the device at once, about."""
+WRITE_SECONDS = 20.0
+"""How long one piece may take to be written."""
+
+
+class WritableStore(Store, Protocol):
+    """A store whose entries are claimed before they are written."""
+
+    async def claim(self, ids: Collection[EntryId]) -> set[EntryId]:
+        """Those that the caller is to write."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What is shared.
+
+    Attributes:
+        kinds: of snapshots; None: all.
+        exact_only: nothing that decoding has made: its bits are not those of prefill.
+        bandwidth: bytes per second that are written at most.
+    """
+
+    kinds: frozenset[str] | None
+    exact_only: bool
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """`nodes`: from the root on, or one alone in a model without states. `snapshot`: of the last
+    one."""
+
+    nodes: tuple[Node, ...]
+    snapshot: Snapshot | None
+
+
+Source = Node | Snapshot | Entry
+
+
+class Sharer:
+    """Writes to the shared store of a stack. What it was asked for and did not do is counted as
+    "unshared" in the stack's counts.
+
+    Args:
+        stack: whose store and thread are used.
+        store: that store.
+        transfer: reads blocks and rows, on the engine's thread.
+        sharing: what is wanted.
+        has_state: False for a model without state layers: each of its blocks is wanted.
+
+    Attributes:
+        post: runs a function on the engine's thread, between steps; None: there is none yet.
+    """
+
+    def __init__(
+        self,
+        stack: TierStack,
+        store: WritableStore,
+        transfer: Transfer,
+        sharing: Sharing,
+        *,
+        has_state: bool,
+    ) -> None:
+        self.post: Callable[[Callable[[], None]], None] | None = None
+        self._stack = stack
+        self._store = store
+        self._transfer = transfer
+        self._sharing = sharing
+        self._has_state = has_state
+        self._lock = threading.Lock()
+        self._wishes: deque[Wish | Entry] = deque()
+        self._offered = 0
+        self._running = False
+        self._generation = 0
+        self._free_at = 0.0
+
+    # On the engine's thread
+
+    def listen(self, events: CacheEvents) -> None:
+        """Shares what becomes ready from now on."""
+        if self._has_state:
+            events.snapshot_ready.subscribe(self._snapshot_ready)
+        else:
+            events.node_added.subscribe(self._node_added)
+
+    def forget(self) -> None:
+        """The cache is flushed: what is wanted or under way is not written."""
+        with self._lock:
+            self._generation += 1
+            self._wishes.clear()
+            self._offered = 0
+
+    def _node_added(self, node: Node) -> None:
+        if node.exact or not self._sharing.exact_only:
+            self._add(Wish((node,), None))
+
+    def _snapshot_ready(self, snapshot: Snapshot) -> None:
+        kinds, node = self._sharing.kinds, snapshot.node
+        if kinds is not None and snapshot.kind not in kinds:
+            return
+        path = list[Node]()
+        while isinstance(node, Node):
+            path.append(node)
+            node = node.parent  # type: ignore[assignment]
+        if self._sharing.exact_only and not (snapshot.exact and all(each.exact for each in path)):
+            return
+        self._add(Wish(tuple(reversed(path)), snapshot))
+
+    def _read_some(self, wanted: deque[tuple[EntryId, Source]]) -> list[Entry]:
+        """Takes entries off the list and reads them, about PIECE_BYTES."""
+        entries, size = list[Entry](), 0
+        while wanted and size < PIECE_BYTES:
+            entry = self._read(*wanted.popleft())
+            if entry is not None:
+                entries.append(entry)
+                size += entry.num_bytes
+            else:
+                self._stack.counts["unshared"] += 1
+        return entries
+
+    def _read(self, entry_id: EntryId, source: Source) -> Entry | None:
+        """None: it has been evicted."""
+        transfer = self._transfer
+        if isinstance(source, Entry):
+            return source
+        if isinstance(source, Snapshot):
+            if source.node is None:
+                return None
+            layout, payload = transfer.layout(Kind.STATE, 0), transfer.read_state(source.row)
+            return Entry(entry_id, source.position, source.exact, layout, payload)
+        if source.parent.children.get(source.key) is not source:
+            return None
+        count = source.num_tokens
+        if entry_id.kind is Kind.EXPERTS:
+            rows = source.experts
+            if rows is None:
+                return None
+            return Entry(entry_id, count, source.exact, expert_layout(rows), rows.tobytes())
+        layout, payload = transfer.layout(Kind.KV, count), transfer.read_kv(source.block.id, count)
+        return Entry(entry_id, count, source.exact, layout, payload)
+
+    # On any thread
+
+    def offer(self, entry: Entry) -> None:
+        """Shares an entry that is at hand."""
+        with self._lock:
+            if self._offered + entry.num_bytes > MOST_OFFERED_BYTES:
+                self._stack.counts["unshared"] += 1
+                return
+            self._offered += entry.num_bytes
+        self._add(entry)
+
+    def _add(self, wish: Wish | Entry) -> None:
+        with self._lock:
+            if len(self._wishes) >= MOST_WISHES:
+                self._stack.counts["unshared"] += 1
+                return
+            self._wishes.append(wish)
+            if self._running:
+                return
+            self._running = True
+        self._stack.submit(self._work())
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is wanted or under way."""
+        with self._lock:
+            return not self._running
+
+    # On the stack's thread
+
+    async def _work(self) -> None:
+        while True:
+            with self._lock:
+                wishes, generation = list(self._wishes), self._generation
+                self._wishes.clear()
+                self._offered = 0
+                self._running = bool(wishes)
+            if not wishes:
+                return
+            try:
+                await self._share(wishes, generation)
+            except Exception:
+                self._stack.counts["unshared"] += len(wishes)
+                _log.exception("entries could not be written to the shared store")
+
+    async def _share(self, wishes: list[Wish | Entry], generation: int) -> None:
+        sources = {entry_id: each for wish in wishes for entry_id, each in self._sources(wish)}
+        ask, store = self._stack.asker.ask, self._store
+        claimed = await ask(store, store.claim, list(sources), limit=WRITE_SECONDS) or set()
+        wanted = deque(each for each in sources.items() if each[0] in claimed)
+        while wanted and generation == self._generation:
+            entries = await self._on_engine(lambda: self._read_some(wanted))
+            if generation != self._generation:
+                return
+            await self._write(entries)
+
+    def _sources(self, wish: Wish | Entry) -> Iterator[tuple[EntryId, Source]]:
+        """Ids and where the content is. The state comes last: a reader looks for it first."""
+        if isinstance(wish, Entry):
+            yield wish.id, wish
+            return
+        origin = self._stack.origin
+        for node in wish.nodes:
+            yield origin.id(Kind.KV, node.key), node
+            if node.experts is not None:
+                yield origin.id(Kind.EXPERTS, node.key), node
+        if wish.snapshot is not None:
+            yield origin.id(Kind.STATE, wish.nodes[-1].key), wish.snapshot
+
+    async def _on_engine(self, function: Callable[[], _T]) -> _T:
+        assert self.post is not None, "wishes come from the engine"
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # the stack has been closed meanwhile
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.post(run)
+        return await asyncio.wrap_future(future)
+
+    async def _write(self, entries: list[Entry]) -> None:
+        sealed: Mapping[EntryId, Sealed] = {
+            entry.id: seal(entry, self._stack.origin) for entry in entries
+        }
+        if not sealed:
+            return
+        loop, store = asyncio.get_running_loop(), self._store
+        put: Any = await self._stack.asker.ask(store, store.put, sealed, limit=WRITE_SECONDS)
+        self._stack.counts["unshared"] += len(sealed if put is None else put)
+        size = sum(each.num_bytes for each in sealed.values())
+        self._free_at = max(loop.time(), self._free_at) + size / self._sharing.bandwidth
+        await asyncio.sleep(max(0.0, self._free_at - loop.time()))

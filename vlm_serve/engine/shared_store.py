@@ -1,0 +1,192 @@
+"""The store that several servers share, as the options name it: checked and tried at the start."""
+
+from __future__ import annotations
+
+import ipaddress
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from vlm_serve.cache.tiers.entry import Origin
+from vlm_serve.cache.tiers.shared_format import Keyring
+from vlm_serve.cache.tiers.sharing import WritableStore
+from vlm_serve.config import EngineConfig
+from vlm_serve.errors import ConfigError
+
+MIN_KEY_BYTES = 32
+DEFAULT_PORT = 6379
+START_SECONDS = 5.0
+"""How long the store may take to answer when the server starts."""
+
+_SCHEMES = {"redis": False, "rediss": True, "valkey": False, "valkeys": True}
+_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_FORM = "redis://, rediss://, valkey:// or valkeys:// and [USER:PASSWORD@]HOST[:PORT][/DB]"
+
+
+@dataclass(frozen=True)
+class SharedAddress:
+    """Where the shared store is and what is needed to use it.
+
+    Attributes:
+        connection: arguments of the client.
+        secret: the key file's content; empty: there is none.
+        text: the address without user and password.
+    """
+
+    connection: dict[str, Any] = field(repr=False)
+    secret: bytes = field(repr=False)
+    text: str
+
+    def open(
+        self,
+        config: EngineConfig,
+        origin: Origin,
+        size_of: Callable[[Any, int], int | None],
+    ) -> WritableStore:
+        """The store as a tier; connects when it is first used."""
+        from redis.asyncio import Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
+        from vlm_serve.cache.tiers.shared import SharedStore
+
+        # Connections of before a restart of the store are broken: one more try makes a new one.
+        # The tier has time limits of its own, for a whole request.
+        client = Redis(
+            **self.connection,
+            retry=Retry(NoBackoff(), 1),
+            socket_timeout=None,
+            socket_connect_timeout=None,
+        )
+        return SharedStore(
+            client,
+            Keyring(self.secret, origin),
+            size_of,
+            time_limit=config.shared_store_timeout,
+            lifetime=config.shared_store_ttl,
+        )
+
+
+def read_address(config: EngineConfig) -> SharedAddress | None:
+    """What the options say; None: there is no shared store.
+
+    Raises:
+        ConfigError: the address, the key file or both together will not do; one sentence.
+    """
+    if config.shared_store is None or not config.enable_prefix_caching:
+        return None
+    try:
+        url = urlsplit(config.shared_store)
+        host, port = url.hostname, url.port or DEFAULT_PORT
+        database = int(url.path.strip("/") or "0")
+        query = dict(parse_qsl(url.query, keep_blank_values=True, strict_parsing=bool(url.query)))
+    except ValueError:
+        raise _wrong(f"must be {_FORM}") from None
+    if url.scheme not in _SCHEMES or not host or url.fragment or not 0 <= database < 1 << 16:
+        raise _wrong(f"must be {_FORM}")
+    unknown = sorted(query.keys() - set(_FILES))
+    if unknown:
+        raise _wrong(f"has a parameter {unknown[0]!r}; those known are {', '.join(_FILES)}")
+    with_tls = _SCHEMES[url.scheme]
+    if query and not with_tls:
+        raise _wrong(f"has a parameter {next(iter(query))!r}, which is for TLS alone")
+    near = _is_loopback(host)
+    if not (near or with_tls or config.shared_store_insecure):
+        raise _wrong(
+            "is on another machine: use rediss:// or valkeys:// (TLS), or allow plain text with "
+            "shared_store_insecure"
+        )
+    if not near and config.shared_store_key_file is None:
+        raise ConfigError(
+            "shared_store_key_file is needed, since the shared store is on another machine",
+            param="shared_store_key_file",
+        )
+    secret = b""
+    if config.shared_store_key_file is not None:
+        secret = _read_key(Path(config.shared_store_key_file).expanduser())
+    connection: dict[str, Any] = {"host": host, "port": port, "db": database}
+    for name, value in (("username", url.username), ("password", url.password)):
+        if value:
+            connection[name] = unquote(value)
+    if with_tls:
+        connection |= {
+            "ssl": True,
+            "ssl_cert_reqs": "required",
+            "ssl_check_hostname": True,
+            **query,
+        }
+    shown = f"[{host}]" if ":" in host else host
+    text = f"{url.scheme}://{shown}:{port}/{database}"
+    return SharedAddress(connection, secret, text)
+
+
+def find_store(config: EngineConfig) -> SharedAddress | None:
+    """As `read_address`; the store has answered.
+
+    Raises:
+        ConfigError: as there, and if the client is missing or the store does not answer as one.
+    """
+    address = read_address(config)
+    if address is None:
+        return None
+    try:
+        from redis import Redis
+        from redis.backoff import NoBackoff
+        from redis.exceptions import AuthenticationError, RedisError
+        from redis.retry import Retry
+    except ImportError:
+        raise _wrong("needs the package redis: pip install 'vlm-serve[store]'") from None
+    try:
+        with Redis(
+            **address.connection,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=START_SECONDS,
+            socket_connect_timeout=START_SECONDS,
+        ) as client:
+            client.ping()
+    except AuthenticationError as error:
+        raise _wrong(f"at {address.text} refuses user or password: {_line(error)}") from None
+    except (RedisError, OSError, ValueError) as error:
+        raise _wrong(f"at {address.text} does not answer as a store: {_line(error)}") from None
+    return address
+
+
+def _read_key(path: Path) -> bytes:
+    """The content of the key file, without the end of its line."""
+    param = "shared_store_key_file"
+    try:
+        mode = path.stat().st_mode
+        secret = path.read_bytes().rstrip(b"\r\n")
+    except OSError as error:
+        raise ConfigError(f"{param} cannot be read: {error}", param=param) from None
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ConfigError(
+            f"{param} can be read or written by everybody on this machine: chmod o= {path}",
+            param=param,
+        )
+    if len(secret) < MIN_KEY_BYTES:
+        raise ConfigError(
+            f"{param} must hold at least {MIN_KEY_BYTES} bytes, got {len(secret)}", param=param
+        )
+    return secret
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _wrong(problem: str) -> ConfigError:
+    return ConfigError(f"shared_store {problem}", param="shared_store")
+
+
+def _line(error: Exception) -> str:
+    """What an exception says, on one line and without its number."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
