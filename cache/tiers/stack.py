@@ -148,6 +148,15 @@ class TierStack:
         """Whether anything outlives the process."""
         return any(store.lasting for store in self.stores)
 
+    @property
+    def reaches_others(self) -> bool:
+        """Whether somebody else could read what is put here: a later process, or another one."""
+        return any(store.lasting or not store.private for store in self.stores)
+
+    def may_hold(self, entry_id: EntryId) -> bool:
+        """Whether it is worth asking: the books know of all that nobody else writes."""
+        return not all(store.private for store in self.stores) or self.holds(entry_id)
+
     def sink(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Shutdown: moves what would be lost to the lasting stores, what was used last at the end,
         for as long as it may, and files there from now on. Waits."""
@@ -191,6 +200,7 @@ class TierStack:
         reads them."""
         if self._clearing:
             return {}
+        epoch = self._epoch
         queued = [self._queue.get(entry_id) for entry_id in ids]
         found = {entry.id: entry for entry in queued if entry is not None}
         self.counts[f"hit_{QUEUE}"] += len(found)
@@ -209,7 +219,7 @@ class TierStack:
         gone = {entry_id for entry_id in ids if entry_id not in found}
         with self._changed:
             self._filed -= gone
-        return found
+            return found if epoch == self._epoch else {}
 
     async def discard_bad(self, ids: Collection[EntryId]) -> None:
         """For entries that are intact and still not what they should be."""
@@ -217,6 +227,11 @@ class TierStack:
             held = await self._asker.ask(store, store.contains, ids)
             if held:
                 await self._discard(store, held)
+
+    async def replace(self, entry: Entry) -> None:
+        """For an entry that is intact and wrong, with what is right."""
+        await self.discard_bad([entry.id])
+        self.put(entry)
 
     async def _discard(self, store: Store, ids: Collection[EntryId]) -> None:
         self.counts["bad"] += len(ids)

@@ -46,6 +46,7 @@ def test_the_traffic_was_worth_its_name() -> None:
         "stop",
         "expert answers",
         "came up",
+        "embeddings came up",
         "rows reused",
     ):
         assert TOTALS[what] > 0, f"no {what}"

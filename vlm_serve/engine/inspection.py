@@ -76,7 +76,7 @@ class Inspector:
             media_skipped=len(prompt.media) - encoded,
             reason=reason,
             segments=parts,
-            media=prompt_media(prompt, boundary, {span.start for span in spans}),
+            media=prompt_media(prompt, boundary, {span.start for span in spans}, {}),
             snapshots=self._cache.snapshot_positions(prompt.keys, len(prompt)),
             boundary_key=boundary_key(prompt.keys, boundary),
         )

@@ -21,6 +21,7 @@ from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.cache.tiers.up import Fetch, Reading, TierFetcher
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.embedding_tiers import EmbeddingFetch, EmbeddingTiers, Found
 from vlm_serve.errors import ConfigError, EngineClosedError
 
 SHUTDOWN_SECONDS = 20.0
@@ -68,6 +69,7 @@ class TierLoading:
         cache: the tier above.
         tiers: None: there are none.
         post: runs a function on the engine's thread.
+        embeddings: those of media in the tiers; None: a model without a vision tower.
     """
 
     def __init__(
@@ -75,14 +77,18 @@ class TierLoading:
         cache: PrefixCache,
         tiers: Tiers | None,
         post: Callable[[Callable[[], None]], None],
+        embeddings: EmbeddingTiers | None = None,
     ) -> None:
         self._cache = cache
         self._tiers = tiers
         self._post = post
+        self._embeddings = embeddings
 
     @property
     def busy(self) -> bool:
-        return self._tiers is not None and self._tiers.fetcher.busy
+        if self._tiers is None:
+            return False
+        return self._tiers.fetcher.busy or (self._embeddings is not None and self._embeddings.busy)
 
     def start(self) -> None:
         """Hands over what has been asked for since the last call."""
@@ -91,6 +97,10 @@ class TierLoading:
             starting, fetcher.starting = fetcher.starting, []
             for fetch in starting:
                 self._tiers.stack.submit(self._load(fetcher, fetch))
+            if self._embeddings is not None:
+                wanted, self._embeddings.starting = self._embeddings.starting, []
+                for each in wanted:
+                    self._tiers.stack.submit(self._load_embeddings(self._embeddings, each))
 
     def flush(self) -> Future[None] | None:
         """Forgets everything that no running request holds, in every tier: at once; the future ends
@@ -101,6 +111,8 @@ class TierLoading:
         with self._tiers.saver.silenced(self._cache.events):
             self._cache.flush()
         self._tiers.fetcher.forget()
+        if self._embeddings is not None:
+            self._embeddings.forget()
         return self._tiers.stack.clear()
 
     def stats(self) -> dict[str, Any]:
@@ -143,3 +155,12 @@ class TierLoading:
             _log.exception("a lower cache tier could not be read")
         with suppress(EngineClosedError):
             self._post(lambda: fetcher.finish(fetch, reading))
+
+    async def _load_embeddings(self, embeddings: EmbeddingTiers, fetch: EmbeddingFetch) -> None:
+        found: dict[bytes, Found] | None = None
+        try:
+            found = await embeddings.read(fetch)
+        except Exception:
+            _log.exception("embeddings could not be read from a lower cache tier")
+        with suppress(EngineClosedError):
+            self._post(lambda: embeddings.finish(fetch, found))
