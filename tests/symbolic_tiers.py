@@ -153,8 +153,10 @@ class SymbolicTiers:
                 found = self.stack.submit(self.embeddings.read(wanted)).result()
                 self.embeddings.finish(wanted, found)
 
-    def _embedding(self, slot: int) -> torch.Tensor:
-        content = self.transfer.executors[0].embeddings[slot]
+    def _embedding(self, slot: int) -> torch.Tensor | None:
+        content = self.transfer.executors[0].embeddings.get(slot)
+        if content is None:
+            return None
         return torch.tensor(list(content), dtype=torch.uint8).repeat(TOKENS_PER_SPAN, 1)
 
     def close(self) -> None:

@@ -115,6 +115,9 @@ def test_embeddings_come_up_where_kv_is_of_no_use(
     checkpoint: Path, seen: dict[str, Any], tmp_path: Path
 ) -> None:
     with opened(checkpoint, copied(seen, tmp_path)) as pipe:
+        forecast = pipe.probe(MOVED)
+        assert {media.source for media in forecast.media} <= {"disk", "cached"}
+        assert (forecast.media_decoded, forecast.media_encoded) == (0, 0)
         moved = answer(pipe, MOVED)
         assert same(moved, seen["moved"])
         assert {media.source for media in moved[0].cache_report.media} == {"disk"}

@@ -4,7 +4,8 @@ before a request would have it made once more."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,6 +125,11 @@ class EmbeddingTiers:
             return True
         return None if key in self._under_way else False
 
+    def where(self, keys: Collection[bytes]) -> Future[dict[bytes, str]]:
+        """Which tier has each of these; those that none has are missing. Changes nothing; whoever
+        waits for the result is not the engine's thread."""
+        return self._stack.submit(self._locate(tuple(keys)))
+
     def take(self, key: bytes) -> Found | None:
         """What has come up; from now on it is the caller's."""
         found = self._here.pop(key, None)
@@ -171,6 +177,10 @@ class EmbeddingTiers:
             for each, content in rows.items()
             if content is not None
         }
+
+    async def _locate(self, keys: Collection[bytes]) -> dict[bytes, str]:
+        ids = [self._stack.origin.id(Kind.EMBEDDINGS, key) for key in keys]
+        return {each.key: tier for each, tier in (await self._stack.locate(ids)).items()}
 
     def _ask(self, asked: set[bytes], following: Sequence[tuple[bytes, int]]) -> None:
         wanted, size = [], 0

@@ -150,7 +150,9 @@ class Engine:
         check_prompt(prompt)
         looking_up = self.call(lambda: self._inspector.look_up(prompt))
         deeper = looking_up.result() if looking_up is not None else None
-        return self.call(lambda: self._inspector.probe(prompt, deeper))
+        looking_up_media = self.call(lambda: self._inspector.look_for_embeddings(prompt, deeper))
+        embeddings = looking_up_media.result() if looking_up_media is not None else None
+        return self.call(lambda: self._inspector.probe(prompt, deeper, embeddings))
 
     def tree(self, offset: int = 0, limit: int = 100) -> TreePage:
         """A page of the cache's trie. Raises InvalidRequestError for a page that cannot be."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.engine.embedding_tiers import EmbeddingTiers
@@ -193,17 +194,36 @@ class MediaPlanner:
         for span in sequence.prompt.spans:
             self.cache.invalidate(self._key(sequence, span))
 
-    def forecast(self, prompt: Prompt, start: int) -> tuple[int, list[MediaSpan]]:
-        """(number of images and videos that were or would be decoded, the spans that would be
-        encoded) if a request computed the prompt from token `start` on."""
+    def look_below(self, prompt: Prompt, start: int) -> Future[dict[bytes, str]] | None:
+        """Which lower tiers have the embeddings that are missing for a prompt from `start` on, by
+        key. Changes nothing."""
+        if self.tiers is None:
+            return None
+        keys = {_key(prompt.keys.root, each) for each in spans_between(prompt, start, len(prompt))}
+        return self.tiers.where([key for key in keys if key not in self.cache])
+
+    def forecast(
+        self, prompt: Prompt, start: int, below: Mapping[bytes, str]
+    ) -> tuple[int, list[MediaSpan], dict[int, str]]:
+        """What would happen if a request computed the prompt from token `start` on.
+
+        Args:
+            below: what `look_below` has found.
+
+        Returns:
+            Number of images and videos that were or would be decoded, the spans that would be
+            encoded, and the tiers that others would come from, by the spans' starts.
+        """
         encoded: dict[bytes, MediaSpan] = {}
+        recalled: dict[bytes, MediaSpan] = {}
         for span in spans_between(prompt, start, len(prompt)):
             key = _key(prompt.keys.root, span)
             if key not in self.cache:
-                encoded.setdefault(key, span)
+                (recalled if key in below else encoded).setdefault(key, span)
         decoded = {index for index, item in enumerate(prompt.media) if item.decoded}
         decoded |= {span.item for span in encoded.values() if not prompt.media[span.item].ready}
-        return len(decoded), list(encoded.values())
+        tiers = {span.start: below[key] for key, span in recalled.items()}
+        return len(decoded), list(encoded.values()), tiers
 
     def _unpin(self, pins: dict[bytes, int], key: bytes) -> None:
         for _ in range(pins.pop(key)):
