@@ -153,6 +153,11 @@ class TierStack:
         """Whether somebody else could read what is put here: a later process, or another one."""
         return any(store.lasting or not store.private for store in self.stores)
 
+    @property
+    def epoch(self) -> int:
+        """How often everything has been forgotten: what was read before that is not to be used."""
+        return self._epoch
+
     def may_hold(self, entry_id: EntryId) -> bool:
         """Whether it is worth asking: the books know of all that nobody else writes."""
         return not all(store.private for store in self.stores) or self.holds(entry_id)
@@ -200,7 +205,6 @@ class TierStack:
         reads them."""
         if self._clearing:
             return {}
-        epoch = self._epoch
         queued = [self._queue.get(entry_id) for entry_id in ids]
         found = {entry.id: entry for entry in queued if entry is not None}
         self.counts[f"hit_{QUEUE}"] += len(found)
@@ -219,7 +223,7 @@ class TierStack:
         gone = {entry_id for entry_id in ids if entry_id not in found}
         with self._changed:
             self._filed -= gone
-            return found if epoch == self._epoch else {}
+        return found
 
     async def discard_bad(self, ids: Collection[EntryId]) -> None:
         """For entries that are intact and still not what they should be."""

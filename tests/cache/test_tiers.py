@@ -12,7 +12,6 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tier_entries import ORIGIN, entry, get, locate, sealed
@@ -365,24 +364,6 @@ def test_a_wrong_entry_is_replaced_by_a_right_one(tmp_path: Path) -> None:
         assert get(tiers, 1) == right
         assert tiers.counts["bad"] == 1
         tiers.close()
-
-
-def test_what_was_read_before_a_flush_is_not_handed_out_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tiers = stack(host=1 << 20)
-    tiers.put(entry(1))
-    read = HostStore.get
-
-    async def flushed_meanwhile(self: HostStore, ids: Any) -> Any:
-        found = await read(self, ids)
-        tiers._epoch += 1
-        return found
-
-    assert get(tiers, 1) == entry(1)
-    monkeypatch.setattr(HostStore, "get", flushed_meanwhile)
-    assert get(tiers, 1) is None
-    tiers.close()
 
 
 def test_only_what_nobody_else_writes_is_known_by_the_books(

@@ -65,8 +65,9 @@ class UploadTiers:
         return Entry(self._id(key), len(record.hashes), True, LAYOUT, pack_record(record))
 
     async def _read(self, entry_id: EntryId) -> MediaRecord | None:
+        epoch = self._stack.epoch
         entry = (await self._stack.get([entry_id])).get(entry_id)
-        if entry is None:
+        if entry is None or epoch != self._stack.epoch:
             return None
         record = unpack_record(entry.payload) if entry.layout == LAYOUT else None
         if record is None or len(record.hashes) != entry.num_tokens:
