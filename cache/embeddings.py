@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -27,6 +28,7 @@ class EmbeddingCache:
     Attributes:
         used: bytes of all entries.
         hits, misses, evictions: counts of what `acquire` found and of what had to go.
+        on_eviction: called with key and slot before an embedding goes for want of room.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -36,6 +38,7 @@ class EmbeddingCache:
         self.hits = 0
         self.misses = 0
         self.evictions = 0
+        self.on_eviction: Callable[[bytes, int], None] = lambda key, slot: None
         self._entries: dict[bytes, _Entry] = {}
         self._idle: dict[bytes, None] = {}
         """Unpinned keys, least recently used first."""
@@ -119,6 +122,8 @@ class EmbeddingCache:
 
     def _trim(self) -> None:
         while self.used > self.capacity and self._idle:
+            oldest = next(iter(self._idle))
+            self.on_eviction(oldest, self._entries[oldest].slot)
             self._evict_oldest()
 
     def _evict_oldest(self) -> None:

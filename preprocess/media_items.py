@@ -3,98 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL.Image
-import torch
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
 from vlm_serve.host_threads import releasing
 from vlm_serve.preprocess.decoders import Decoders
+from vlm_serve.preprocess.decoding_path import decoding_path
 from vlm_serve.preprocess.fetch import FetchBudget, Hold, Holding, fetch, read_file
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.media_frames import ArrayVideo
 from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
 from vlm_serve.preprocess.media_options import options_key
 from vlm_serve.preprocess.media_process import MediaRecord, Processed
 from vlm_serve.preprocess.media_processors import Processor
 from vlm_serve.preprocess.messages import MediaPart
-from vlm_serve.preprocess.processors import PictureConfig, fingerprint, normalise, patchify
+from vlm_serve.preprocess.processors import fingerprint
 from vlm_serve.preprocess.raw_index import RawIndex, raw_key
 from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.preprocess.upload_records import UploadRecords, upload_key
 
 _CONVERSIONS = 2
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
-
-
-class LoadedMedia:
-    """A `MediaItem`: its record, and its pixels once they are needed.
-
-    Args:
-        record: grid, hashes and times.
-        config: of the processor that made it.
-        processed: with the pixels; None while they are only known by their hashes.
-        reload: makes them again; raises MediaError.
-    """
-
-    def __init__(
-        self,
-        record: MediaRecord,
-        config: PictureConfig,
-        processed: Processed | None,
-        reload: Callable[[Stop], Processed],
-    ) -> None:
-        self.record = record
-        self.modality = record.modality
-        self.grid = record.grid
-        self.decoded = processed is not None
-        self._config = config
-        self._processed = processed
-        self._reload: Callable[[Stop], Processed] | None = reload if processed is None else None
-        self._lock = threading.Lock()
-
-    def patches(self, patch: int) -> torch.Tensor:
-        """See `MediaItem.patches`."""
-        assert 0 <= patch < len(self.record.hashes)
-        count = self._config.temporal_patch_size
-        frames = normalise(self._get_processed(Stop()).frames(patch, count), self._config)
-        return patchify(frames.expand(count, -1, -1, -1), self._config)
-
-    @property
-    def num_bytes(self) -> int:
-        """See `MediaItem.num_bytes`."""
-        frames = self._config.temporal_patch_size if self.modality == "video" else 1
-        patches = math.prod(self.grid)
-        if self.record.slices is not None:
-            patches += self.grid[0] * self.record.slices.count * math.prod(self.record.slices.grid)
-        return patches * frames * 3 * self._config.patch_size**2
-
-    @property
-    def ready(self) -> bool:
-        """See `MediaItem.ready`."""
-        return self._processed is not None
-
-    def load(self, stop: Stop) -> None:
-        """See `MediaItem.load`."""
-        self._get_processed(stop)
-
-    def _get_processed(self, stop: Stop) -> Processed:
-        with self._lock:
-            if self._processed is None:
-                assert self._reload is not None
-                processed = self._reload(stop)
-                if processed.record != self.record:
-                    raise MediaError("a medium no longer has the content it was recorded with")
-                self._processed, self._reload, self.decoded = processed, None, True
-            return self._processed
 
 
 class MediaLoader:
@@ -108,6 +49,9 @@ class MediaLoader:
 
     Attributes:
         also_holding: counts what is fetched too, beside the loader's own budget; None: nobody does.
+        fingerprint: of the processors.
+        counts: "decoded" media; those of which everything was known, by where: "index" or "tiers";
+            and those that were "unconfirmed" when they were decoded after all.
     """
 
     def __init__(
@@ -120,6 +64,10 @@ class MediaLoader:
     ) -> None:
         self._images, self._videos, self._limits = images, videos, limits
         self._raw_index, self._decoders = raw_index, decoders
+        self._records: UploadRecords | None = None
+        self._path = b""
+        self.counts = Counter[str]()
+        self._counting = threading.Lock()
         self._budget = FetchBudget(limits.max_fetched_bytes)
         self.also_holding: Holding | None = None
         # Pictures and arrays of Python callers are converted here, not many at a time.
@@ -127,6 +75,11 @@ class MediaLoader:
         self.fingerprint = fingerprint(
             *(each.config if each else None for each in (images, videos))
         )
+
+    def keep_records(self, records: UploadRecords) -> None:
+        """Has what is known of files kept there too, from now on."""
+        self._path = decoding_path(self._limits)
+        self._records = records
 
     def _processor(self, part: MediaPart) -> Processor | None:
         return self._images if part.modality == "image" else self._videos
@@ -182,7 +135,7 @@ class MediaLoader:
     def _load(self, part: MediaPart, cache_salt: str, stop: Stop, hold: Hold) -> LoadedMedia:
         processor = self._processor(part)
         assert processor is not None
-        config, options = processor.config, processor.options(part)
+        options = processor.options(part)
         key_of = partial(
             raw_key,
             cache_salt=cache_salt,
@@ -193,50 +146,73 @@ class MediaLoader:
         # The text of a data: URL says as much as its bytes, and base64 is slower than hashing.
         url_key = key_of(part.source) if _is_data_url(part.source) else None
         known = self._raw_index.get(url_key) if url_key is not None else None
-        if known is not None:
-            return self._recall(
-                known, config, url_key, partial(self._read_and_process, part, options, processor)
-            )
+        if known is not None and url_key is not None:
+            self._count("index")
+            read = partial(self._read_source, part)
+            keys = (url_key,)
+            return self._recall(known, _Upload(part, options, processor, key_of, keys, read))
         source = self._read_source(part, stop, hold)
-        indexed = isinstance(source, bytes) or _is_contiguous(source)
-        key = key_of(source) if indexed else None
-        known = self._raw_index.get(key) if key is not None else None
-
-        process = partial(self._process, part, source, options, processor)
+        key = key_of(source) if isinstance(source, bytes) or _is_contiguous(source) else None
+        known_as = tuple(each for each in (key, url_key) if each is not None)
+        upload = _Upload(part, options, processor, key_of, known_as, lambda _: source)
+        known = self._look_up(key, source)
         if known is not None:
-            item = self._recall(known, config, key, process)
+            item = self._recall(known, upload)
         else:
-            done = process(stop)
-            item = LoadedMedia(done.record, config, done, process)
-        for each in (key, url_key):
-            if each is not None:
-                self._raw_index.put(each, item.record)
+            done = self._process(upload, source, stop)
+            item = LoadedMedia(done.record, processor.config, done)
+            if key is not None and isinstance(source, bytes) and self._records is not None:
+                self._records.put(upload_key(key, self._path), done.record)
+        for each in known_as:
+            self._raw_index.put(each, item.record)
         return item
 
-    def _recall(
-        self,
-        known: MediaRecord,
-        config: PictureConfig,
-        key: bytes | None,
-        process: Callable[[Stop], Processed],
-    ) -> LoadedMedia:
+    def _look_up(self, key: bytes | None, source: Any) -> MediaRecord | None:
+        """What is known of an upload. Only bytes are asked for elsewhere: whoever has an array may
+        have changed it since its key was made."""
+        known = self._raw_index.get(key) if key is not None else None
+        if known is not None:
+            self._count("index")
+        elif key is not None and isinstance(source, bytes) and self._records is not None:
+            known = self._records.get(upload_key(key, self._path))
+            if known is not None:
+                self._count("tiers")
+        return known
+
+    def _recall(self, known: MediaRecord, upload: _Upload) -> LoadedMedia:
         """An item that is known by its record alone."""
 
-        def process_again(stop: Stop) -> Processed:
-            done = process(stop)
-            if done.record != known and key is not None:
-                self._raw_index.remove(key)
+        def process(stop: Stop) -> Processed:
+            source = upload.read(stop)
+            done = self._process(upload, source, stop)
+            if done.record != known:
+                self._correct(upload, source, done.record)
             return done
 
-        return LoadedMedia(known, config, None, process_again)
+        return LoadedMedia(known, upload.processor.config, None, process)
 
-    def _read_and_process(
-        self, part: MediaPart, options: Any, processor: Processor, stop: Stop
-    ) -> Processed:
-        return self._process(part, self._read_source(part, stop), options, processor, stop)
+    def _correct(self, upload: _Upload, source: Any, record: MediaRecord) -> None:
+        """What was recorded of an upload is wrong. Of an array that has changed meanwhile nothing
+        is known now."""
+        self._count("unconfirmed")
+        for key in upload.keys:
+            self._raw_index.remove(key)
+            if isinstance(source, bytes):
+                self._raw_index.put(key, record)
+        if isinstance(source, bytes) and self._records is not None:
+            self._records.replace(upload_key(upload.key_of(source), self._path), record)
+
+    def _count(self, what: str) -> None:
+        with self._counting:
+            self.counts[what] += 1
+
+    def _process(self, upload: _Upload, source: Any, stop: Stop) -> Processed:
+        done = self._run(upload.part, source, upload.options, upload.processor, stop)
+        self._count("decoded")
+        return done
 
     @releasing
-    def _process(
+    def _run(
         self, part: MediaPart, source: Any, options: Any, processor: Processor, stop: Stop
     ) -> Processed:
         if isinstance(source, bytes):
@@ -278,6 +254,25 @@ class MediaLoader:
         if part.url_only:
             raise InvalidRequestError(f"{part.param} must be a URL", param=part.param)
         return source
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    """One medium as a client has given it.
+
+    Attributes:
+        options: effective ones.
+        key_of: the key of what it is, bytes or an array.
+        keys: under which it is in the raw index; none for pictures of Python callers.
+        read: gets the bytes or the array.
+    """
+
+    part: MediaPart
+    options: Any
+    processor: Processor
+    key_of: Callable[..., bytes]
+    keys: tuple[bytes, ...]
+    read: Callable[[Stop], Any]
 
 
 def is_remote(part: MediaPart) -> bool:

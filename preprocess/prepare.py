@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +32,8 @@ from vlm_serve.preprocess.family import Family, family_of
 from vlm_serve.preprocess.fetch import Holding
 from vlm_serve.preprocess.keys import PromptKeys, RootFields
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_items import LoadedMedia, MediaLoader, is_remote
+from vlm_serve.preprocess.loaded_media import LoadedMedia
+from vlm_serve.preprocess.media_items import MediaLoader, is_remote
 from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.media_processors import find_processors
 from vlm_serve.preprocess.media_tokens import find_expander, find_vision_tokens
@@ -42,6 +45,7 @@ from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.template import ChatTemplate, find_chat_template
 from vlm_serve.preprocess.tokenizer import Tokenizer, read_json
 from vlm_serve.preprocess.typed_text import TypedText
+from vlm_serve.preprocess.upload_records import UploadRecords
 
 _SALT = re.compile(r"[A-Za-z0-9._:=+/@-]{0,128}")
 _THREADS = 64
@@ -132,6 +136,15 @@ class Preprocessor:
     def count_fetched(self, holding: Holding | None) -> None:
         """Has what media threads fetch counted by somebody else too, beside the own limit."""
         self._loader.also_holding = holding
+
+    def keep_records(self, records: UploadRecords) -> None:
+        """Has what is known of uploaded files kept there too, beyond this process."""
+        self._loader.keep_records(records)
+
+    @property
+    def media_counts(self) -> Counter[str]:
+        """See `MediaLoader.counts`; a copy."""
+        return self._loader.counts.copy()
 
     def close(self) -> None:
         """Ends the media's threads and processes. Nothing can be prepared any more."""
@@ -315,7 +328,13 @@ class Preprocessor:
             system_end=draft.system_end(expansion),
             stable_end=self._stable_end(draft, expansion),
             text=draft.typed.restore(draft.text),
+            corrected=None
+            if all(item.ready for item in media)
+            else partial(self._correct, draft, media),
         )
+
+    def _correct(self, draft: Draft, media: Sequence[LoadedMedia]) -> Prompt:
+        return self.finish(draft, [item.corrected() for item in media])
 
     def _stable_end(self, draft: Draft, expansion: Expansion) -> int:
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
 
+from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.keys import PromptKeys
 from vlm_serve.preprocess.stopping import Stop
 
@@ -37,6 +39,11 @@ class MediaSpan:
     """Patches per side that one token stands for."""
 
 
+class UnconfirmedError(MediaError):
+    """What was recorded of an upload is not what decoding it gives. `Prompt.corrected` goes by what
+    it gives."""
+
+
 class MediaItem(Protocol):
     """One image or video of a prompt, in prompt order. Pixels may be decoded lazily."""
 
@@ -57,15 +64,16 @@ class MediaItem(Protocol):
         ...
 
     def load(self, stop: Stop) -> None:
-        """Decodes what is missing; slow, but ends with the stop. Raises what `patches` raises."""
+        """Decodes what is missing; slow, but ends with the stop. Raises what `patches` raises:
+        UnconfirmedError if the medium does not have the recorded content."""
         ...
 
     def patches(self, patch: int) -> torch.Tensor:
         """Normalised pixels of span `patch`: float32
         `[h * w, channels * temporal_patch_size * patch_size**2]`, in the order that the model's
         vision tower takes.
-        Deterministic, thread-safe. Raises MediaError if a lazily decoded medium no longer has
-        the recorded content hash."""
+        Deterministic, thread-safe. Raises MediaError if a lazily decoded medium does not have the
+        recorded content hash."""
         ...
 
 
@@ -93,6 +101,9 @@ class Prompt:
     """Length of the prefix that the next turn's rendering shares with this one; 0: unknown."""
     text: str = field(default="", repr=False)
     """The rendered template before expansion; for logs and debugging."""
+    corrected: Callable[[], Prompt] | None = field(default=None, repr=False, compare=False)
+    """After an UnconfirmedError: prepares the prompt again, with what decoding has given. None if
+    nothing in it is known from records alone."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

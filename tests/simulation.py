@@ -150,7 +150,8 @@ class Client:
             assert len(sources) == len(prompt.spans)
             for span, source in zip(prompt.spans, sources, strict=True):
                 was_there = span.end <= report.boundary
-                assert source in (("reused", "encoded") if was_there else ("cached", "encoded"))
+                made = ("encoded", "host")
+                assert source in (("reused", *made) if was_there else ("cached", *made))
             assert report.media_encoded <= sources.count("encoded")
 
 
@@ -337,9 +338,10 @@ class Simulation:
         self.drafter = Guesser(seed) if speculative else None
         most = self.drafter.most if self.drafter is not None else 0
         self.config = replace(self.config, speculative_tokens=most)
+        self.media = MediaPlanner(embeddings, EMBEDDING_BYTES, self.tiers.embeddings)
         self.scheduler = Scheduler(
             self.cache,
-            MediaPlanner(embeddings, EMBEDDING_BYTES),
+            self.media,
             self.config,
             self.tiers.fetcher,
             self.drafter.company() if self.drafter is not None else [],
@@ -583,6 +585,7 @@ class Simulation:
         self.cache.flush()
         self.cache.check()
         self.follower.check()
+        assert self.tiers.embeddings is None or not self.tiers.embeddings.num_bytes
         self.tiers.close()
         assert not self.cache.events.failures, "see the log: a subscriber raised"
         assert self.counts["hits"] <= self.cache.stats.requests <= self.counts["most hits"]
@@ -596,6 +599,7 @@ class Simulation:
         if drafting is not None:
             self.counts["drafts"] += drafting.counts.draft_tokens
             self.counts["accepted drafts"] += drafting.counts.accepted_tokens
+        self.counts["embeddings came up"] += self.media.counts["host"]
         self.counts["came up"] += self.tiers.counts["hit_host"]
         self.counts["tier errors"] += self.tiers.counts["failed"]
         self.counts["mirror read again"] += self.follower.times_read - 1

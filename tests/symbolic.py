@@ -281,6 +281,9 @@ class SymbolicExecutor:
             self.rows[destination] = self.rows[source]
         for source, destination, count in plan.copies:
             self.kv[destination][:count] = self.kv[source][:count]
+        for recalled in plan.recalled:
+            rows = {bytes(row) for row in recalled.rows.tolist()}
+            (self.embeddings[recalled.slot],) = rows
         for encode in plan.encodes:
             self.embeddings[encode.slot] = bytes(encode.pixels.tolist())
         if self.fail_next and self.strike is None:

@@ -16,8 +16,11 @@ from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Origin, Sealed
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.up import Fetch, TierFetcher
+from vlm_serve.engine.embedding_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers
 
 DIGEST_BYTES = 12
+CONTENT_BYTES = 32
+TOKENS_PER_SPAN = 6
 
 
 class FaultyStore(HostStore):
@@ -115,23 +118,29 @@ class SymbolicTiers:
         self.stores = [FaultyStore(rng, error_rate, size) for size in sizes]
         self.transfer = SymbolicTransfer(rng, error_rate / 10)
         self.fetcher: TierFetcher | None = None
+        self.embeddings: EmbeddingTiers | None = None
         self.counts: Counter[str] = Counter()
         self._cache = cache
         self._reading: list[Fetch] = []
+        self._reading_embeddings: list[EmbeddingFetch] = []
         if self.stores and cache.config.enabled:
             self.stack = TierStack(Origin(bytes(32)), self.stores, background=False)
             self.counts = self.stack.counts
             self.saver = TierSaver(self.stack, self.transfer, cache.config)
             self.saver.listen(cache.events)
             self.fetcher = TierFetcher(cache, self.stack, self.transfer)
+            form = EmbeddingForm(CONTENT_BYTES, torch.uint8)
+            self.embeddings = EmbeddingTiers(self.stack, form, self._embedding)
+            self.embeddings.ahead = rng.random() < 0.5
 
     @property
     def busy(self) -> bool:
-        return self.fetcher is not None and self.fetcher.busy
+        busy = self.embeddings is not None and self.embeddings.busy
+        return busy or (self.fetcher is not None and self.fetcher.busy)
 
     def step(self) -> None:
         """Some of what is being read arrives."""
-        if self.fetcher is None:
+        if self.fetcher is None or self.embeddings is None:
             return
         self._reading += self.fetcher.starting
         self.fetcher.starting.clear()
@@ -139,6 +148,19 @@ class SymbolicTiers:
             if self._rng.random() < 0.5:
                 self._reading.remove(fetch)
                 self.fetcher.finish(fetch, self.stack.submit(self.fetcher.read(fetch)).result())
+        self._reading_embeddings += self.embeddings.starting
+        self.embeddings.starting.clear()
+        for wanted in list(self._reading_embeddings):
+            if self._rng.random() < 0.5:
+                self._reading_embeddings.remove(wanted)
+                found = self.stack.submit(self.embeddings.read(wanted)).result()
+                self.embeddings.finish(wanted, found)
+
+    def _embedding(self, slot: int) -> torch.Tensor | None:
+        content = self.transfer.executors[0].embeddings.get(slot)
+        if content is None:
+            return None
+        return torch.tensor(list(content), dtype=torch.uint8).repeat(TOKENS_PER_SPAN, 1)
 
     def close(self) -> None:
         if self.fetcher is not None:

@@ -1,6 +1,6 @@
 """What a lower tier stores: one value under a 32-byte key, with a header that says what it is.
 
-The block key names everything the bytes depend on. The header repeats it all the same, so that a
+The key names everything the bytes depend on. The header repeats it all the same, so that a
 value written by another model, type, version or layout, or one that has been damaged, is recognised
 by itself and treated as a miss.
 """
@@ -26,11 +26,14 @@ MAX_HEADER_BYTES = _FIXED.size + MAX_LAYOUT_BYTES + CHECKSUM_BYTES
 
 
 class Kind(IntEnum):
-    """KV rows of a block (or of a tail's part of one), a state snapshot, routed expert rows."""
+    """KV rows of a block (or of a tail's part of one), a state snapshot, routed expert rows, vision
+    embeddings of a media span, what is known of an uploaded file."""
 
     KV = 1
     STATE = 2
     EXPERTS = 3
+    EMBEDDINGS = 4
+    UPLOAD = 5
 
 
 OF_PROMPTS = frozenset({Kind.KV, Kind.STATE, Kind.EXPERTS})
@@ -38,7 +41,8 @@ OF_PROMPTS = frozenset({Kind.KV, Kind.STATE, Kind.EXPERTS})
 
 
 class EntryId(NamedTuple):
-    """`key` is that of the trie's node; the others say which part of a model that is split."""
+    """`key` is that of the trie's node, of the embeddings or of the upload; the others say which
+    part of a model that is split."""
 
     kind: Kind
     key: bytes
@@ -65,7 +69,7 @@ class Origin:
     world: int = 1
 
     def id(self, kind: Kind, key: bytes) -> EntryId:
-        """The id of this engine's value for a node."""
+        """The id of this engine's value under a key."""
         return EntryId(kind, key, self.rank, self.world)
 
 
@@ -75,7 +79,8 @@ class Entry:
 
     Attributes:
         id: kind and key.
-        num_tokens: tokens covered by the KV or expert rows; of a state, its position.
+        num_tokens: tokens covered by the KV, expert or embedding rows; of a state, its position; of
+            an upload, its media spans.
         exact: computed by prefill alone, on an exact prefix.
         layout: types and shapes in words; the reader compares it with its own.
         payload: the bytes.

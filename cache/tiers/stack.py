@@ -162,6 +162,20 @@ class TierStack:
         """Whether anything that is filed outlives the process."""
         return any(store.lasting for store in self._filing_into)
 
+    @property
+    def reaches_others(self) -> bool:
+        """Whether somebody else could read what is put here: a later process, or another one."""
+        return any(store.lasting or not store.private for store in self.stores)
+
+    @property
+    def epoch(self) -> int:
+        """How often everything has been forgotten: what was read before that is not to be used."""
+        return self._epoch
+
+    def may_hold(self, entry_id: EntryId) -> bool:
+        """Whether it is worth asking: the books know of all that nobody else writes."""
+        return not all(store.private for store in self.stores) or self.holds(entry_id)
+
     def sink(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Shutdown: moves what would be lost to the lasting stores, what was used last at the end,
         for as long as it may, and files there from now on. Waits."""
@@ -238,6 +252,11 @@ class TierStack:
             held = await self.asker.ask(store, store.contains, ids)
             if held:
                 await self._discard(store, held)
+
+    async def replace(self, entry: Entry) -> None:
+        """For an entry that is intact and wrong, with what is right."""
+        await self.discard_bad([entry.id])
+        self.put(entry)
 
     async def _discard(self, store: Store, ids: Collection[EntryId]) -> None:
         self.counts["bad"] += len(ids)

@@ -122,3 +122,18 @@ def test_the_check_notices_wrong_books() -> None:
     cache.used = 9
     with pytest.raises(AssertionError, match="bytes are wrong"):
         cache.check()
+
+
+def test_whoever_listens_is_told_before_an_embedding_goes_for_want_of_room() -> None:
+    cache = EmbeddingCache(100)
+    told: list[tuple[bytes, int, bool]] = []
+    cache.on_eviction = lambda key, slot: told.append((key, slot, key in cache))
+    slots = {key: cache.acquire(key, 60)[0] for key in (b"a", b"b")}
+    cache.release(b"a")
+    assert told == [(b"a", slots[b"a"], True)]
+    cache.release(b"b")
+    cache.flush()
+    cache.acquire(b"c", 10)
+    cache.invalidate(b"c")
+    cache.release(b"c")
+    assert len(told) == 1, "what is flushed or was never made is nobody's"

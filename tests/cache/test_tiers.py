@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -309,7 +310,9 @@ def test_an_entry_is_served_before_it_is_filed(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from tier_entries import ORIGIN, entry
 from vlm_serve.cache.tiers.disk import DiskStore
 from vlm_serve.cache.tiers.entry import seal
@@ -345,3 +348,34 @@ def test_a_killed_process_loses_the_batch_under_way_at_most(tmp_path: Path, batc
     tiers.put(entry(10**7))
     assert get(tiers, 10**7) is not None
     tiers.close()
+
+
+def test_a_wrong_entry_is_replaced_by_a_right_one(tmp_path: Path) -> None:
+    """Putting it is not enough: a store keeps what it has."""
+    for host, disk in ((0, 1 << 20), (1 << 20, 1 << 20)):
+        tiers = TierStack(
+            ORIGIN, [HostStore(host), DiskStore(tmp_path / str(host), disk)], background=True
+        )
+        wrong, right = entry(1), replace(entry(2), id=entry(1).id)
+        tiers.put(wrong)
+        assert tiers.drain(10)
+        tiers.submit(tiers.replace(right)).result()
+        assert tiers.drain(10)
+        assert get(tiers, 1) == right
+        assert tiers.counts["bad"] == 1
+        tiers.close()
+
+
+def test_only_what_nobody_else_writes_is_known_by_the_books(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tiers = stack(host=1 << 20)
+    tiers.put(entry(1))
+    assert tiers.may_hold(entry(1).id) and not tiers.may_hold(entry(2).id)
+    assert not tiers.reaches_others
+    monkeypatch.setattr(HostStore, "private", False)
+    assert tiers.may_hold(entry(2).id) and tiers.reaches_others
+    tiers.close()
+    lasting = stack(tmp_path)
+    assert lasting.reaches_others
+    lasting.close()

@@ -18,9 +18,9 @@ from PIL import Image
 
 from vlm_serve.errors import CheckpointError, MediaError
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.media_frames import ArrayVideo
 from vlm_serve.preprocess.media_image import image_to_rgb
-from vlm_serve.preprocess.media_items import LoadedMedia
 from vlm_serve.preprocess.media_options import ImageOptions, VideoOptions
 from vlm_serve.preprocess.media_process import Processed, process_image, process_video
 from vlm_serve.preprocess.processors import (
@@ -67,7 +67,7 @@ def patches(processed: Processed, config: PixelConfig) -> torch.Tensor:
     def never(stop: Stop) -> Processed:
         raise AssertionError
 
-    item = LoadedMedia(processed.record, config, processed, never)
+    item = LoadedMedia(processed.record, config, processed)
     return torch.cat([item.patches(patch) for patch in range(item.grid[0])])
 
 

@@ -14,6 +14,7 @@ from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
 from vlm_serve.engine.arithmetic import decide
 from vlm_serve.engine.decode_graphs import DecodeGraphs
 from vlm_serve.engine.drafts.start import make_drafters, measure_costs, with_mtp
+from vlm_serve.engine.embedding_tiers import EmbeddingForm, EmbeddingTiers
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.memory import (
@@ -40,6 +41,7 @@ from vlm_serve.engine.step_paths import (
     graphs_wanted,
 )
 from vlm_serve.engine.tier_loading import make_tiers
+from vlm_serve.engine.upload_tiers import UploadTiers
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
@@ -148,7 +150,13 @@ def _assemble(
         promised=what.compiled,
     )
     fetcher = tiers.fetcher if tiers is not None else None
-    media = MediaPlanner(EmbeddingCache(EMBEDDING_CACHE_BYTES), embedding_bytes(spec, types))
+    embeddings = None
+    if tiers is not None and spec.vision is not None:
+        form = EmbeddingForm(spec.embedding_width, types.vision)
+        embeddings = EmbeddingTiers(tiers.stack, form, executor.embedding)
+        preprocessor.keep_records(UploadTiers(tiers.stack))
+    token_bytes = embedding_bytes(spec, types)
+    media = MediaPlanner(EmbeddingCache(EMBEDDING_CACHE_BYTES), token_bytes, embeddings)
     tokenizer = preprocessor.tokenizer
     return EngineParts(
         config=_decided(config, what, graphs=graphs is not None),

@@ -144,7 +144,8 @@ class Engine:
         self.call(self._cache.check)
 
     def flush(self) -> None:
-        """Forgets everything that no running request holds: KV, state and vision embeddings."""
+        """Forgets everything that no running request holds: KV, state, vision embeddings and what
+        is known of uploads."""
         removed = self.call(self._flush)
         if removed is not None:
             removed.result()
@@ -161,7 +162,9 @@ class Engine:
         check_prompt(prompt)
         looking_up = self.call(lambda: self._inspector.look_up(prompt))
         deeper = looking_up.result() if looking_up is not None else None
-        return self.call(lambda: self._inspector.probe(prompt, deeper))
+        looking_up_media = self.call(lambda: self._inspector.look_for_embeddings(prompt, deeper))
+        embeddings = looking_up_media.result() if looking_up_media is not None else None
+        return self.call(lambda: self._inspector.probe(prompt, deeper, embeddings))
 
     def tree(self, offset: int = 0, limit: int = 100) -> TreePage:
         """A page of the cache's trie. Raises InvalidRequestError for a page that cannot be."""
@@ -234,6 +237,7 @@ class Engine:
 
     def _flush(self) -> Future[None] | None:
         self._media.cache.flush()
+        self.preprocessor.raw_index.clear()
         return self._loop.tiers.flush()
 
     def _held_bytes(self) -> dict[str, int]:
@@ -244,7 +248,7 @@ class Engine:
             "state": rows * memory.snapshot_bytes,
             "experts": usage.expert_bytes,
             "prompt_logprobs": usage.logprob_bytes,
-            "embeddings": self._media.cache.used,
+            "embeddings": self._media.held_bytes,
             "media_index": self.preprocessor.raw_index.num_bytes,
             "grammars": self.grammars.num_bytes,
         }
@@ -260,6 +264,9 @@ class Engine:
             else None,
             "step_times": self._loop.step_times.as_dict(),
             "num_encoded_spans": self._media.num_encoded_spans,
+            "num_decoded_media": self.preprocessor.media_counts["decoded"],
+            "embeddings": dict(self._media.counts),
+            "uploads": dict(self.preprocessor.media_counts),
             "embedding_bytes": self._media.cache.used,
             "cache": self._cache.stats.as_dict(),
             "audit": dataclasses.asdict(self._auditor.counts),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+import torch
+
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
 from vlm_serve.errors import EngineError
@@ -54,6 +56,10 @@ class Executor(Protocol):
     def run(self, plan: StepPlan) -> StepOutput:
         """Executes one step. Raises StepError with whatever the model raises; a step that has
         raised may be followed by any other. Raises ExecutorLostError if no step can follow."""
+
+    def embedding(self, slot: int) -> torch.Tensor | None:
+        """What the vision tower has made for a slot, `[tokens, width]`; None if nothing is there.
+        Between steps; not to be changed."""
 
     def watch(self, lost: Callable[[ExecutorLostError], None]) -> None:
         """Calls, from any thread, when a part of it is lost between steps."""

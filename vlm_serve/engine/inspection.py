@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from vlm_serve.cache.prefix_cache import PrefixCache
@@ -53,7 +53,20 @@ class Inspector:
         match = self._cache.match(prompt.keys, limit=limit)
         return self._fetcher.look_up(prompt.keys, match, limit)
 
-    def probe(self, prompt: Prompt, deeper: Deeper | None = None) -> CacheReport:
+    def look_for_embeddings(
+        self, prompt: Prompt, deeper: Deeper | None
+    ) -> Future[dict[bytes, str]] | None:
+        """Which embeddings the tiers have that the prompt would need then; see `look_up`."""
+        boundary = self._cache.match(prompt.keys, limit=len(prompt) - 1).boundary
+        boundary = max(boundary, deeper.boundary if deeper is not None else 0)
+        return self._media.look_below(prompt, boundary)
+
+    def probe(
+        self,
+        prompt: Prompt,
+        deeper: Deeper | None = None,
+        embeddings: Mapping[bytes, str] | None = None,
+    ) -> CacheReport:
         """The report that a request with this prompt would begin with now. Changes nothing."""
         limit = len(prompt) - 1
         match = self._cache.match(prompt.keys, limit=limit)
@@ -63,7 +76,7 @@ class Inspector:
             boundary, segments = deeper.boundary, deeper.segments
             reason = "full" if boundary == prompt.keys.last_cut(limit) else reason
         parts = prompt_segments(boundary, len(prompt), segments)
-        decoded, spans = self._media.forecast(prompt, boundary)
+        decoded, spans, recalled = self._media.forecast(prompt, boundary, embeddings or {})
         encoded = len({span.item for span in spans})
         return CacheReport(
             prompt_tokens=len(prompt),
@@ -76,7 +89,7 @@ class Inspector:
             media_skipped=len(prompt.media) - encoded,
             reason=reason,
             segments=parts,
-            media=prompt_media(prompt, boundary, {span.start for span in spans}),
+            media=prompt_media(prompt, boundary, {span.start for span in spans}, recalled),
             snapshots=self._cache.snapshot_positions(prompt.keys, len(prompt)),
             boundary_key=boundary_key(prompt.keys, boundary),
         )

@@ -74,6 +74,9 @@ class LocalExecutor:
     def watch(self, lost: Callable[[ExecutorLostError], None]) -> None:
         """Nothing can be lost."""
 
+    def embedding(self, slot: int) -> torch.Tensor | None:
+        return self._embeddings.get(slot)
+
     def close(self) -> None:
         self._known.clear()
 
@@ -109,6 +112,8 @@ class LocalExecutor:
         if plan.folds:
             self._model.fold(self._caches, plan.folds)
         self._copy(plan)
+        for each in plan.recalled:
+            self._embeddings[each.slot] = each.rows.to(self._caches.device)
         self._encode(plan.encodes)
         packed = sorted(plan.slices, key=lambda item: item.kind)  # decode, prefill, verify
         batch, rows = make_batch(packed, self._known, self._embeddings, self._block_size)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeVar
 
 from vlm_serve.engine.affinity import AffinityMap
@@ -24,8 +25,10 @@ from vlm_serve.engine.scheduler import Event
 from vlm_serve.engine.sequence import Job
 from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.engine.tier_loading import TierLoading
-from vlm_serve.errors import EngineClosedError, EngineError, VlmServeError
+from vlm_serve.engine.validation import check_request
+from vlm_serve.errors import EngineClosedError, EngineError, MediaError, VlmServeError
 from vlm_serve.host_threads import release_worker_threads
+from vlm_serve.preprocess.prompt import Prompt
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -63,7 +66,7 @@ class EngineLoop:
         self.num_steps = 0
         self.last_step_time = time.monotonic()
         self.step_times = StepTimes()
-        self.tiers = TierLoading(parts.cache, parts.tiers, self.post)
+        self.tiers = TierLoading(parts.cache, parts.tiers, self.post, parts.media.tiers)
         self._max_num_seqs = parts.config.max_num_seqs
         self._scheduler = parts.scheduler
         self._executor = parts.executor
@@ -73,7 +76,8 @@ class EngineLoop:
         self._affinity = affinity
         self._job = job
         self._preprocessor = parts.preprocessor
-        self._media_loader = MediaLoading(parts.media, self.post, self._fail_request)
+        self._media_loader = MediaLoading(parts.media, self.post, self._fail_request, self._restart)
+        self._spec, self._max_length = parts.spec, parts.language.max_length
         self._ending: ExecutorLostError | None = None
         self._jobs: dict[str, Job] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -280,6 +284,23 @@ class EngineLoop:
 
     def _fail_request(self, job: Job, error: VlmServeError) -> None:
         self._emit(self._scheduler.end(job, error))
+
+    def _restart(self, job: Job, prompt: Prompt) -> None:
+        """A medium is another than was recorded: its request begins again with what it is. Nobody
+        has been told anything yet, unless it had an answer by what was recorded."""
+        request = replace(job.request, prompt=prompt)
+        try:
+            if any(sequence.num_generated for sequence in job.sequences):
+                raise MediaError("a medium is another than was recorded, and the answer has begun")
+            check_request(prompt, request.params, self._spec, self._max_length)
+        except VlmServeError as error:
+            self._fail_request(job, error)
+            return
+        self._scheduler.end(job)
+        for sequence in job.sequences:
+            self._executor.forget(sequence.number)
+        self._media_loader.forget(job)
+        self.add(self._job(request))
 
     def _end_all(self) -> None:
         """Nobody is left waiting for an answer that will never come."""

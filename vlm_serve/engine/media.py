@@ -6,10 +6,13 @@ docs/architecture.md#scheduling
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 
 from vlm_serve.cache.embeddings import EmbeddingCache
-from vlm_serve.engine.plan import Encode
+from vlm_serve.engine.embedding_tiers import EmbeddingTiers
+from vlm_serve.engine.plan import Encode, Recalled
 from vlm_serve.engine.sequence import Job, Sequence
 from vlm_serve.preprocess.keys import embedding_key
 from vlm_serve.preprocess.prompt import MediaItem, MediaSpan, Prompt
@@ -26,26 +29,44 @@ class MediaPlanner:
     Args:
         cache: embeddings by key, with pins and a byte budget.
         bytes_per_token: size of one placeholder token's embedding.
+        tiers: the lower ones, for embeddings; None: there are none.
 
     Attributes:
+        counts: embeddings by where they came from: "device", a tier's name, or "encoded".
         loading: media that must be decoded before their request can go on, with that request. The
             engine has them loaded by another thread and takes them out when that is done.
     """
 
-    def __init__(self, cache: EmbeddingCache, bytes_per_token: int) -> None:
+    def __init__(
+        self, cache: EmbeddingCache, bytes_per_token: int, tiers: EmbeddingTiers | None = None
+    ) -> None:
         self.cache = cache
+        self.tiers = tiers
+        self.counts: Counter[str] = Counter()
+        if tiers is not None:
+            cache.on_eviction = tiers.save
         self.loading: dict[MediaItem, Job] = {}
         self._bytes_per_token = bytes_per_token
         self._pins: dict[int, dict[bytes, int]] = {}
         self._encodes: list[Encode] = []
+        self._recalled: list[Recalled] = []
         self._new_keys: list[bytes] = []
+        self._to_save: list[tuple[bytes, int]] = []
         self._budget = 0
-        self.num_encoded_spans = 0
+
+    @property
+    def num_encoded_spans(self) -> int:
+        return self.counts["encoded"]
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all embeddings, and of those that have come up and wait for their step."""
+        return self.cache.used + (self.tiers.num_bytes if self.tiers is not None else 0)
 
     def begin_step(self, budget: int) -> None:
         """Starts a step that may encode spans of `budget` placeholder tokens."""
         self._budget = budget
-        assert not self._encodes
+        assert not self._encodes and not self._recalled
 
     def clip(self, sequence: Sequence, start: int, end: int) -> int:
         """The furthest end <= `end` up to which this step can provide embeddings.
@@ -56,10 +77,15 @@ class MediaPlanner:
         for span in spans_between(sequence.prompt, start, end):
             if self._key(sequence, span) in self.cache:
                 continue
+            recalled = self._look(sequence, span)
+            if recalled:
+                continue
             item = sequence.prompt.media[span.item]
             spent += span.end - span.start
             first = not self._encodes and spent == span.end - span.start
-            if not item.ready:
+            if recalled is None:
+                pass  # it is on its way, or known to be missing, by the next step
+            elif not item.ready:
                 self.loading.setdefault(item, sequence.job)
             elif spent <= self._budget or first:
                 continue
@@ -73,42 +99,78 @@ class MediaPlanner:
 
         Returns (first token, last token + 1, slot, first row of the embedding) per span.
         """
+        job = sequence.job
         rows = []
         pins = self._pins.setdefault(sequence.number, {})
         for span in spans_between(sequence.prompt, start, end):
             key = self._key(sequence, span)
             length = span.end - span.start
             slot, hit = self.cache.acquire(key, length * self._bytes_per_token)
-            if not hit:
-                self._budget -= length
+            if hit and key not in pins:
+                self.counts["device"] += 1
+            elif not hit:
                 self._new_keys.append(key)
-                item = sequence.prompt.media[span.item]
-                pixels = item.patches(span.patch)
-                self._encodes.append(Encode(pixels, span.grid, span.merge_size, slot))
-                sequence.job.encoded_spans.add(span.start)
-                self.num_encoded_spans += 1
+                found = self.tiers.take(key) if self.tiers is not None else None
+                if found is not None:
+                    self._recalled.append(Recalled(found.rows, slot))
+                    job.recalled_spans[span.start] = found.tier
+                else:
+                    self._encode(sequence, span, key, slot)
+                self.counts[found.tier if found is not None else "encoded"] += 1
             pins[key] = pins.get(key, 0) + 1
             first, last = max(start, span.start), min(end, span.end)
             rows.append((first, last, slot, first - span.start))
         return tuple(rows)
 
+    def _encode(self, sequence: Sequence, span: MediaSpan, key: bytes, slot: int) -> None:
+        self._budget -= span.end - span.start
+        pixels = sequence.prompt.media[span.item].patches(span.patch)
+        self._encodes.append(Encode(pixels, span.grid, span.merge_size, slot))
+        sequence.job.encoded_spans.add(span.start)
+        if self.tiers is not None and self.tiers.ahead and not sequence.request.cold:
+            self._to_save.append((key, slot))
+
+    def _look(self, sequence: Sequence, span: MediaSpan) -> bool | None:
+        """Whether an embedding that is missing has come up from a lower tier; None: it may yet.
+        What made a step fail is computed anew."""
+        if self.tiers is None or sequence.request.cold or sequence.suspect_until:
+            return False
+        prompt = sequence.prompt
+
+        def following() -> list[tuple[bytes, int]]:
+            wanted = {
+                self._key(sequence, each): each.end - each.start
+                for each in spans_between(prompt, span.start, len(prompt))
+            }
+            return [each for each in wanted.items() if each[0] not in self.cache]
+
+        return self.tiers.look(sequence.number, self._key(sequence, span), following)
+
     def take_encodes(self) -> tuple[Encode, ...]:
         encodes, self._encodes = tuple(self._encodes), []
         return encodes
+
+    def take_recalled(self) -> tuple[Recalled, ...]:
+        recalled, self._recalled = tuple(self._recalled), []
+        return recalled
 
     def take_dropped(self) -> tuple[int, ...]:
         """Slots whose embeddings were evicted since the last call."""
         return self.cache.take_evicted()
 
     def commit_step(self) -> None:
-        self._new_keys = []
+        """The step has succeeded: what it has encoded is there."""
+        for key, slot in self._to_save:
+            assert self.tiers is not None
+            self.tiers.save(key, slot)
+        self._new_keys, self._to_save = [], []
 
     def abandon_step(self) -> None:
         """The step failed: embeddings it was to make do not exist."""
         for key in self._new_keys:
             self.cache.invalidate(key)
-        self._new_keys = []
-        self._encodes = []
+        self._new_keys, self._to_save = [], []
+        self._encodes, self._recalled = [], []
 
     def release_until(self, sequence: Sequence, position: int) -> None:
         """Unpins the embeddings of the spans that end at or before `position`."""
@@ -127,23 +189,44 @@ class MediaPlanner:
         pins = self._pins.pop(sequence.number, {})
         for key in list(pins):
             self._unpin(pins, key)
+        if self.tiers is not None:
+            self.tiers.release(sequence.number)
 
     def discard(self, sequence: Sequence) -> None:
         """Forgets the embeddings of a cold sequence that has ended: nobody else can use them."""
         for span in sequence.prompt.spans:
             self.cache.invalidate(self._key(sequence, span))
 
-    def forecast(self, prompt: Prompt, start: int) -> tuple[int, list[MediaSpan]]:
-        """(number of images and videos that were or would be decoded, the spans that would be
-        encoded) if a request computed the prompt from token `start` on."""
+    def look_below(self, prompt: Prompt, start: int) -> Future[dict[bytes, str]] | None:
+        """Which lower tiers have the embeddings that are missing for a prompt from `start` on, by
+        key. Changes nothing."""
+        if self.tiers is None:
+            return None
+        keys = {_key(prompt.keys.root, each) for each in spans_between(prompt, start, len(prompt))}
+        return self.tiers.where([key for key in keys if key not in self.cache])
+
+    def forecast(
+        self, prompt: Prompt, start: int, below: Mapping[bytes, str]
+    ) -> tuple[int, list[MediaSpan], dict[int, str]]:
+        """What would happen if a request computed the prompt from token `start` on.
+
+        Args:
+            below: what `look_below` has found.
+
+        Returns:
+            Number of images and videos that were or would be decoded, the spans that would be
+            encoded, and the tiers that others would come from, by the spans' starts.
+        """
         encoded: dict[bytes, MediaSpan] = {}
+        recalled: dict[bytes, MediaSpan] = {}
         for span in spans_between(prompt, start, len(prompt)):
             key = _key(prompt.keys.root, span)
             if key not in self.cache:
-                encoded.setdefault(key, span)
+                (recalled if key in below else encoded).setdefault(key, span)
         decoded = {index for index, item in enumerate(prompt.media) if item.decoded}
         decoded |= {span.item for span in encoded.values() if not prompt.media[span.item].ready}
-        return len(decoded), list(encoded.values())
+        tiers = {span.start: below[key] for key, span in recalled.items()}
+        return len(decoded), list(encoded.values()), tiers
 
     def _unpin(self, pins: dict[bytes, int], key: bytes) -> None:
         for _ in range(pins.pop(key)):

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.sequence import Job
 from vlm_serve.errors import MediaError, VlmServeError
-from vlm_serve.preprocess.prompt import MediaItem
+from vlm_serve.preprocess.prompt import MediaItem, Prompt, UnconfirmedError
 from vlm_serve.preprocess.stopping import Stop
 
 _THREADS = 4
@@ -25,6 +25,7 @@ class MediaLoading:
         media: says what is to be loaded.
         post: runs a function on the engine's thread.
         fail: ends a request with an error; called on the engine's thread.
+        restart: begins a request again with another prompt; likewise.
     """
 
     def __init__(
@@ -32,10 +33,12 @@ class MediaLoading:
         media: MediaPlanner,
         post: Callable[[Callable[[], None]], None],
         fail: Callable[[Job, VlmServeError], None],
+        restart: Callable[[Job, Prompt], None],
     ) -> None:
         self._media = media
         self._post = post
         self._fail = fail
+        self._restart = restart
         self._under_way: dict[MediaItem, tuple[Job, Stop]] = {}
         # They mostly wait for the decoders.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-reload")
@@ -65,16 +68,34 @@ class MediaLoading:
 
     def _load(self, item: MediaItem, job: Job, stop: Stop) -> None:
         failure: VlmServeError | None = None
+        prompt: Prompt | None = None
         try:
-            item.load(stop)
+            prompt = _load(item, job.request.prompt, stop)
         except VlmServeError as error:
             failure = error
         except Exception:
             failure = MediaError("a medium could not be decoded again")
-        self._post(lambda: self._done(item, job, failure))
+        self._post(lambda: self._done(item, job, failure, prompt))
 
-    def _done(self, item: MediaItem, job: Job, failure: VlmServeError | None) -> None:
+    def _done(
+        self, item: MediaItem, job: Job, failure: VlmServeError | None, prompt: Prompt | None
+    ) -> None:
         self._under_way.pop(item, None)
         self._media.loading.pop(item, None)
-        if failure is not None and not job.finished:
+        if job.finished:
+            return
+        if failure is not None:
             self._fail(job, failure)
+        elif prompt is not None:
+            self._restart(job, prompt)
+
+
+def _load(item: MediaItem, prompt: Prompt, stop: Stop) -> Prompt | None:
+    """Decodes a medium. If it is another than was recorded, the prompt with what it is."""
+    try:
+        item.load(stop)
+    except UnconfirmedError:
+        if prompt.corrected is None:
+            raise
+        return prompt.corrected()
+    return None

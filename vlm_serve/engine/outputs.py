@@ -46,8 +46,8 @@ class PromptMedia:
         offset, length: its placeholder tokens.
         kind: "image" or "video".
         hash: the first digits of its content hash, hexadecimal.
-        source: "encoded": it went through the vision tower; "cached": its embedding was there;
-            "reused": neither was needed.
+        source: "encoded": it went through the vision tower; "cached": its embedding was there; a
+            lower tier's name: its embedding came up from there; "reused": none of it was needed.
     """
 
     offset: int

@@ -49,6 +49,15 @@ class Encode:
 
 
 @dataclass(frozen=True, slots=True)
+class Recalled:
+    """A media span's embedding that a lower cache tier had, to be kept under `slot`: `[tokens,
+    width]` as `Encode` would have made it."""
+
+    rows: torch.Tensor
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class SampleTask:
     """Sample one token for sequence `sequence`.
 
@@ -122,7 +131,8 @@ class StepPlan:
     """One step. Before the forward, in this order: `dropped_slots` are embeddings to forget,
     `folds` (row, first update, count) are updates to fold into state rows,
     `row_copies` (source, destination) state rows of forked choices, `copies` (source block,
-    destination block, number of rows) of KV; then the spans in `encodes` are encoded."""
+    destination block, number of rows) of KV; then what is `recalled` is put where it belongs, and
+    the spans in `encodes` are encoded."""
 
     slices: tuple[Slice, ...]
     encodes: tuple[Encode, ...] = ()
@@ -130,6 +140,7 @@ class StepPlan:
     row_copies: tuple[tuple[int, int], ...] = ()
     dropped_slots: tuple[int, ...] = ()
     folds: tuple[tuple[int, int, int], ...] = ()
+    recalled: tuple[Recalled, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -103,6 +103,7 @@ class Planner:
         return StepPlan(
             slices=tuple(roster.planned),
             encodes=self._media.take_encodes(),
+            recalled=self._media.take_recalled(),
             copies=tuple(copy for lease in leases if lease is not None for copy in lease.copies),
             row_copies=tuple(roster.row_copies),
             dropped_slots=self._media.take_dropped(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from vlm_serve.cache.listing import HASH_CHARACTERS
@@ -51,18 +51,21 @@ def tokens_by_tier(segments: Sequence[PromptSegment]) -> dict[str, int]:
 
 
 def prompt_media(
-    prompt: Prompt, boundary: int, encoded: Collection[int]
+    prompt: Prompt, boundary: int, encoded: Collection[int], recalled: Mapping[int, str]
 ) -> tuple[PromptMedia, ...]:
     """The media spans of a prompt.
 
     Args:
         boundary: tokens that were reused; no span lies across it.
         encoded: starts of the spans that went through the vision tower.
+        recalled: starts of those whose embeddings came up, and the tiers.
     """
 
     def source(start: int) -> str:
         if start in encoded:  # perhaps although it had been reused: the request was preempted
             return "encoded"
+        if start in recalled:
+            return recalled[start]
         return "reused" if start < boundary else "cached"
 
     return tuple(
@@ -93,6 +96,6 @@ def complete_report(cache: PrefixCache, sequence: EngineSequence) -> CacheReport
         media_decoded=sum(item.decoded for item in prompt.media),
         media_encoded=len(encoded),
         media_skipped=len(prompt.media) - len(encoded),
-        media=prompt_media(prompt, job.report.boundary, job.encoded_spans),
+        media=prompt_media(prompt, job.report.boundary, job.encoded_spans, job.recalled_spans),
         snapshots=cache.snapshot_positions(sequence.keys, len(prompt)),
     )

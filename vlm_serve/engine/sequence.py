@@ -34,6 +34,7 @@ class Job:
         sequences: its choices.
         report, cached_tokens: of its first admission.
         encoded_spans: starts of the media spans that went through the vision tower for it.
+        recalled_spans: the tier of those whose embeddings came up from there, by their starts.
         prompt_log: log-probabilities of the prompt's tokens, None if they were not asked for.
         drafted_tokens, accepted_tokens: drafts for it, and those that held.
     """
@@ -43,6 +44,7 @@ class Job:
         self.report: CacheReport | None = None
         self.cached_tokens = 0
         self.encoded_spans: set[int] = set()
+        self.recalled_spans: dict[int, str] = {}
         params = request.params
         self.prompt_log = (
             PromptLog(params.prompt_logprobs_start, len(request.prompt), params.prompt_logprobs)

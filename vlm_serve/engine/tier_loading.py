@@ -22,6 +22,7 @@ from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.cache.tiers.up import Fetch, Reading, TierFetcher
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.embedding_tiers import EmbeddingFetch, EmbeddingTiers, Found
 from vlm_serve.engine.shared_store import SharedAddress
 from vlm_serve.errors import ConfigError, EngineClosedError
 
@@ -95,6 +96,7 @@ class TierLoading:
         cache: the tier above.
         tiers: None: there are none.
         post: runs a function on the engine's thread.
+        embeddings: those of media in the tiers; None: a model without a vision tower.
     """
 
     def __init__(
@@ -102,16 +104,20 @@ class TierLoading:
         cache: PrefixCache,
         tiers: Tiers | None,
         post: Callable[[Callable[[], None]], None],
+        embeddings: EmbeddingTiers | None = None,
     ) -> None:
         self._cache = cache
         self._tiers = tiers
         self._post = post
+        self._embeddings = embeddings
         if tiers is not None and tiers.sharer is not None:
             tiers.sharer.post = self._post_if_open
 
     @property
     def busy(self) -> bool:
-        return self._tiers is not None and self._tiers.fetcher.busy
+        if self._tiers is None:
+            return False
+        return self._tiers.fetcher.busy or (self._embeddings is not None and self._embeddings.busy)
 
     def start(self) -> None:
         """Hands over what has been asked for since the last call."""
@@ -120,6 +126,10 @@ class TierLoading:
             starting, fetcher.starting = fetcher.starting, []
             for fetch in starting:
                 self._tiers.stack.submit(self._load(fetcher, fetch))
+            if self._embeddings is not None:
+                wanted, self._embeddings.starting = self._embeddings.starting, []
+                for each in wanted:
+                    self._tiers.stack.submit(self._load_embeddings(self._embeddings, each))
 
     def flush(self) -> Future[None] | None:
         """Forgets everything that no running request holds, in every tier: at once; the future ends
@@ -132,6 +142,8 @@ class TierLoading:
         self._tiers.fetcher.forget()
         if self._tiers.sharer is not None:
             self._tiers.sharer.forget()
+        if self._embeddings is not None:
+            self._embeddings.forget()
         return self._tiers.stack.clear()
 
     def stats(self) -> dict[str, Any]:
@@ -177,3 +189,11 @@ class TierLoading:
     def _post_if_open(self, command: Callable[[], None]) -> None:
         with suppress(EngineClosedError):
             self._post(command)
+
+    async def _load_embeddings(self, embeddings: EmbeddingTiers, fetch: EmbeddingFetch) -> None:
+        found: dict[bytes, Found] | None = None
+        try:
+            found = await embeddings.read(fetch)
+        except Exception:
+            _log.exception("embeddings could not be read from a lower cache tier")
+        self._post_if_open(lambda: embeddings.finish(fetch, found))

@@ -18,10 +18,10 @@ class TensorTransfer:
         self._pin = caches.device.type == "cuda"
 
     def read_kv(self, block: int, num_tokens: int) -> bytes:
-        return _to_bytes(self._kv(block, num_tokens))
+        return to_bytes(self._kv(block, num_tokens))
 
     def read_state(self, row: int) -> bytes:
-        return _to_bytes(self._state(row))
+        return to_bytes(self._state(row))
 
     def layout(self, kind: Kind, num_tokens: int) -> str:
         parts = self._kv(0, num_tokens) if kind is Kind.KV else self._state(0)
@@ -64,7 +64,8 @@ class TensorTransfer:
         return tuple(pool[row] for pool in self._caches.of_unit("row"))
 
 
-def _to_bytes(parts: Staged) -> bytes:
+def to_bytes(parts: Staged) -> bytes:
+    """The content of tensors, one after the other."""
     arrays = [part.contiguous().view(-1).view(torch.uint8).cpu().numpy() for part in parts]
     if len(arrays) == 1:
         return arrays[0].tobytes()

@@ -198,6 +198,24 @@ class EngineStats(Collector):
         for kind, size in self._stats["held_bytes"].items():
             held.add_metric([self._model_name, kind], size)
         yield held
+        for name, text, key, sources in (
+            (
+                "vision_embeddings",
+                "Spans of media by where their embeddings came from",
+                "embeddings",
+                ("device", "encoded"),
+            ),
+            (
+                "media_uploads",
+                "Media by what was known of them, or had to be done",
+                "uploads",
+                ("index", "decoded", "unconfirmed"),
+            ),
+        ):
+            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", "source"])
+            for source, count in (dict.fromkeys(sources, 0) | self._stats[key]).items():
+                family.add_metric([self._model_name, source], count)
+            yield family
         yield from self._shared_store(self._stats["tiers"])
         yield from self._audits(self._stats["audit"])
 

@@ -12,7 +12,7 @@ from exactness import next_turn_pairs, picture_pairs, random_pairs
 from families import FAMILIES
 from make_checkpoint import make_checkpoint
 from parity import greedy
-from parity_cases import conversations, random_ids
+from parity_cases import CONVERSATIONS, conversations, random_ids, user
 from rank_processes import on_ranks_of, rank_processes
 
 from vlm_serve.config import EngineConfig
@@ -116,6 +116,27 @@ def test_tiers_hold_the_parts_of_all_ranks(
         assert warm.token_ids == cold.token_ids
     with Pipeline(checkpoint, replace(config, tensor_parallel_size=1)) as alone:
         assert alone.generate(prompt, greedy(8)).usage.cached_tokens == 0
+
+
+def test_media_that_a_tier_knows_are_encoded_on_no_rank(
+    processes: RankProcesses, checkpoint: Path, tmp_path: Path
+) -> None:
+    if read_spec(checkpoint).vision is None:
+        pytest.skip("a model without a vision tower has no embeddings")
+    config = replace(CONFIG, disk_cache_path=str(tmp_path), max_model_len=4096)
+    chats = [CONVERSATIONS["everything"], [user("First:"), *CONVERSATIONS["everything"][1:]]]
+    with on_ranks_of(processes, checkpoint, replace(config, disk_cache_path=None)) as pipe:
+        cold = [pipe.chat(chat, greedy(8)).token_ids for chat in chats]
+    with on_ranks_of(processes, checkpoint, config) as pipe:
+        pipe.chat(chats[0], greedy(1))
+    with on_ranks_of(processes, checkpoint, config) as pipe:
+        assert [pipe.chat(chat, greedy(8)).token_ids for chat in chats] == cold
+        stats = pipe.engine.stats()
+        assert stats["num_decoded_media"] == stats["num_encoded_spans"] == 0
+        assert stats["embeddings"]["disk"] > 0
+    with Pipeline(checkpoint, replace(config, tensor_parallel_size=1)) as alone:
+        alone.chat(chats[0], greedy(1))
+        assert "disk" not in alone.engine.stats()["embeddings"]
 
 
 def test_drafts_change_nothing(processes: RankProcesses, checkpoint: Path) -> None:

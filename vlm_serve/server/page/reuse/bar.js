@@ -75,7 +75,8 @@ function mediaMark(span, style, detailed) {
     cached: "encoded before",
     reused: "reused with the prompt",
   };
-  const title = `${span.kind} of ${counted(span.length, "token")}: ${told[span.source] ?? span.source}`;
+  const source = told[span.source] ?? `encoded before, came up from the ${span.source} tier`;
+  const title = `${span.kind} of ${counted(span.length, "token")}: ${source}`;
   const shown = detailed && medium !== null ? picture(medium) : null;
   return h(
     "span",

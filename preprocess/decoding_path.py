@@ -1,0 +1,58 @@
+"""What turns a file's bytes into pixels besides options and processors: names what can change them.
+
+It belongs into the key of what is remembered of uploads, and nowhere else: a content hash is made
+from the pixels themselves, so servers with different decoders still share what follows from them.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from importlib import import_module
+
+import PIL
+import torch
+from blake3 import blake3
+from PIL import features
+
+from vlm_serve.preprocess.keys import tagged
+from vlm_serve.preprocess.limits import MediaLimits
+
+_DOMAIN = b"vlm-serve decoding path 1"
+_LIMITS = (
+    "max_image_pixels",
+    "max_image_scans",
+    "max_video_pixels",
+    "max_video_frames",
+    "max_video_seconds",
+)
+"""What is over these has no pixels: a server must not learn from one with other limits."""
+
+
+def decoding_path(limits: MediaLimits) -> bytes:
+    """32 bytes that name the decoders, the resize and the limits."""
+    fields = [tagged("domain", _DOMAIN)]
+    fields += [tagged(name, version) for name, version in sorted(libraries().items())]
+    fields += [tagged(name, str(getattr(limits, name))) for name in _LIMITS]
+    return blake3(b"".join(fields)).digest()
+
+
+@cache
+def libraries() -> dict[str, str]:
+    """Versions of all that decodes and resizes. Loads FFmpeg, which is otherwise needed in the
+    decoders' processes alone."""
+    av = import_module("av")
+    codecs = {name: features.version_codec(name) for name in features.codecs}
+    modules = {name: features.version_module(name) for name in ("webp", "avif")}
+    extras = {name: features.version_feature(name) for name in ("libjpeg_turbo", "zlib_ng")}
+    found = {
+        f"Pillow {name}": str(version) for name, version in (codecs | modules | extras).items()
+    }
+    found |= {f"FFmpeg {name}": str(version) for name, version in av.library_versions.items()}
+    found["PyAV"] = str(av.__version__)
+    found["Pillow"] = PIL.__version__
+    # The resize is torch's, and not the same on every processor.
+    found["torch"] = torch.__version__
+    found["torch CPU capability"] = torch.backends.cpu.get_cpu_capability()
+    found["machine"] = platform.machine()
+    return found

@@ -1,0 +1,87 @@
+"""A medium of a prompt: what is known of it, and its pixels once they are needed."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+
+import torch
+
+from vlm_serve.preprocess.media_process import MediaRecord, Processed
+from vlm_serve.preprocess.processors import PictureConfig, normalise, patchify
+from vlm_serve.preprocess.prompt import UnconfirmedError
+from vlm_serve.preprocess.stopping import Stop
+
+
+class LoadedMedia:
+    """A `MediaItem`: its record, and its pixels once they are needed.
+
+    Args:
+        record: grid, hashes and times.
+        config: of the processor that made it.
+        processed: with the pixels; None while they are only known by their hashes.
+        reload: makes them, if they are only known so; raises MediaError.
+    """
+
+    def __init__(
+        self,
+        record: MediaRecord,
+        config: PictureConfig,
+        processed: Processed | None,
+        reload: Callable[[Stop], Processed] | None = None,
+    ) -> None:
+        assert (processed is None) != (reload is None)
+        self.record = record
+        self.modality = record.modality
+        self.grid = record.grid
+        self.decoded = processed is not None
+        self._config = config
+        self._processed = processed
+        self._reload = reload
+        self._other: Processed | None = None
+        self._lock = threading.Lock()
+
+    def patches(self, patch: int) -> torch.Tensor:
+        """See `MediaItem.patches`."""
+        assert 0 <= patch < len(self.record.hashes)
+        count = self._config.temporal_patch_size
+        frames = normalise(self._get_processed(Stop()).frames(patch, count), self._config)
+        return patchify(frames.expand(count, -1, -1, -1), self._config)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `MediaItem.num_bytes`."""
+        frames = self._config.temporal_patch_size if self.modality == "video" else 1
+        patches = math.prod(self.grid)
+        if self.record.slices is not None:
+            patches += self.grid[0] * self.record.slices.count * math.prod(self.record.slices.grid)
+        return patches * frames * 3 * self._config.patch_size**2
+
+    @property
+    def ready(self) -> bool:
+        """See `MediaItem.ready`."""
+        return self._processed is not None
+
+    def load(self, stop: Stop) -> None:
+        """See `MediaItem.load`."""
+        self._get_processed(stop)
+
+    def corrected(self) -> LoadedMedia:
+        """What decoding has given, where that is not what was recorded; else itself."""
+        with self._lock:
+            other = self._other
+        return self if other is None else LoadedMedia(other.record, self._config, other)
+
+    def _get_processed(self, stop: Stop) -> Processed:
+        with self._lock:
+            if self._processed is None:
+                assert self._reload is not None
+                processed = self._other or self._reload(stop)
+                if processed.record != self.record:
+                    self._other = processed
+                    raise UnconfirmedError(
+                        "a medium no longer has the content it was recorded with"
+                    )
+                self._processed, self._reload, self.decoded = processed, None, True
+            return self._processed

@@ -1,0 +1,201 @@
+"""Vision embeddings in the lower cache tiers: what the tower has made goes down, and comes up again
+before a request would have it made once more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vlm_serve.cache.tiers.entry import Entry, Kind
+from vlm_serve.cache.tiers.stack import TierStack
+from vlm_serve.engine.tier_transfer import to_bytes
+
+AHEAD_BYTES = 64 << 20
+"""What one request has brought up at a time, about: the spans behind the one that it needs too."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EmbeddingForm:
+    """What an engine's embeddings look like: `[tokens, width]` of a type."""
+
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    def layout(self, num_tokens: int) -> str:
+        return f"{self.dtype}[{num_tokens}, {self.width}]".removeprefix("torch.")
+
+    def rows(self, entry: Entry, num_tokens: int) -> torch.Tensor | None:
+        """An entry's content; None if it is not of this form. Compared before memory is taken."""
+        fits = entry.num_tokens == num_tokens and entry.layout == self.layout(num_tokens)
+        if not fits or len(entry.payload) != num_tokens * self.token_bytes:
+            return None
+        rows = torch.empty(num_tokens, self.width, dtype=self.dtype)
+        rows.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(entry.payload, np.uint8)
+        return rows
+
+
+@dataclass(frozen=True)
+class Found:
+    """An embedding that has come up, and the tier it was in."""
+
+    rows: torch.Tensor
+    tier: str
+
+
+@dataclass(frozen=True)
+class EmbeddingFetch:
+    """Keys and numbers of tokens that somebody waits for."""
+
+    wanted: tuple[tuple[bytes, int], ...]
+    generation: int
+
+
+class EmbeddingTiers:
+    """Coroutines run on the stack's thread, all else on the engine's. A sequence asks for a key
+    once; what does not come is encoded.
+
+    Args:
+        stack: the tiers.
+        form: of the embeddings.
+        read: the embedding in a slot, if there is one.
+
+    Attributes:
+        ahead: whether embeddings go down as soon as they are made, not only when they are evicted:
+            somebody else could read them there.
+        starting: fetches that nobody has begun to read.
+        num_bytes: what has come up and waits for its step.
+    """
+
+    def __init__(
+        self, stack: TierStack, form: EmbeddingForm, read: Callable[[int], torch.Tensor | None]
+    ) -> None:
+        self.ahead = stack.reaches_others
+        self.starting: list[EmbeddingFetch] = []
+        self.num_bytes = 0
+        self._stack, self._form, self._read = stack, form, read
+        self._num_waiting = 0
+        self._generation = 0
+        self._asked: dict[int, set[bytes]] = {}
+        self._under_way: set[bytes] = set()
+        self._here: dict[bytes, Found] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Somebody waits for an answer of the tiers."""
+        return self._num_waiting > 0
+
+    def save(self, key: bytes, slot: int) -> None:
+        """Hands an embedding to the tiers, unless they have it. Never raises."""
+        entry_id = self._stack.origin.id(Kind.EMBEDDINGS, key)
+        try:
+            if self._stack.holds(entry_id):
+                self._stack.touch(entry_id)
+                return
+            rows = self._read(slot)
+            if rows is not None:
+                layout = self._form.layout(len(rows))
+                self._stack.put(Entry(entry_id, len(rows), True, layout, to_bytes((rows,))))
+        except Exception:
+            self._stack.counts["failed"] += 1
+            _log.exception("an embedding could not be handed to the lower tiers")
+
+    def look(
+        self, sequence: int, key: bytes, following: Callable[[], Sequence[tuple[bytes, int]]]
+    ) -> bool | None:
+        """Whether an embedding has come up: True or False, or None: the sequence has to wait.
+
+        Args:
+            following: (key, number of tokens) of this one and of those that will be needed next.
+        """
+        asked = self._asked.setdefault(sequence, set())
+        if key not in asked:
+            self._ask(asked, following())
+        if key in self._here:
+            return True
+        return None if key in self._under_way else False
+
+    def where(self, keys: Collection[bytes]) -> Future[dict[bytes, str]]:
+        """Which tier has each of these; those that none has are missing. Changes nothing; whoever
+        waits for the result is not the engine's thread."""
+        return self._stack.submit(self._locate(tuple(keys)))
+
+    def take(self, key: bytes) -> Found | None:
+        """What has come up; from now on it is the caller's."""
+        found = self._here.pop(key, None)
+        self.num_bytes -= found.rows.nbytes if found is not None else 0
+        return found
+
+    def release(self, sequence: int) -> None:
+        """The sequence needs none of what it has asked for any more."""
+        asked = self._asked.pop(sequence, set())
+        for key in asked & self._here.keys():
+            if not any(key in others for others in self._asked.values()):
+                self.take(key)
+
+    def forget(self) -> None:
+        """The cache is flushed: what is on its way is not taken in, nor what waits."""
+        self._generation += 1
+        for key in list(self._here):
+            self.take(key)
+
+    def finish(self, fetch: EmbeddingFetch, found: dict[bytes, Found] | None) -> None:
+        """Takes in what was read; None: reading raised."""
+        self._num_waiting -= 1
+        self._under_way.difference_update(key for key, _ in fetch.wanted)
+        if found is None:
+            self._stack.counts["failed"] += 1
+        if found is None or fetch.generation != self._generation:
+            return
+        for key, each in found.items():
+            if any(key in asked for asked in self._asked.values()):
+                self._here[key] = each
+                self.num_bytes += each.rows.nbytes
+
+    async def read(self, fetch: EmbeddingFetch) -> dict[bytes, Found]:
+        """What the tiers have of it."""
+        origin = self._stack.origin
+        ids = {origin.id(Kind.EMBEDDINGS, key): tokens for key, tokens in fetch.wanted}
+        places = await self._stack.locate(ids)
+        entries = await self._stack.get(tuple(places)) if places else {}
+        rows = {each: self._form.rows(entry, ids[each]) for each, entry in entries.items()}
+        foreign = [each for each, content in rows.items() if content is None]
+        if foreign:
+            await self._stack.discard_bad(foreign)
+        return {
+            each.key: Found(content, places[each])
+            for each, content in rows.items()
+            if content is not None
+        }
+
+    async def _locate(self, keys: Collection[bytes]) -> dict[bytes, str]:
+        ids = [self._stack.origin.id(Kind.EMBEDDINGS, key) for key in keys]
+        return {each.key: tier for each, tier in (await self._stack.locate(ids)).items()}
+
+    def _ask(self, asked: set[bytes], following: Sequence[tuple[bytes, int]]) -> None:
+        wanted, size = [], 0
+        for key, num_tokens in following:
+            if key in asked:
+                continue
+            if size >= AHEAD_BYTES:
+                break
+            asked.add(key)
+            size += num_tokens * self._form.token_bytes
+            entry_id = self._stack.origin.id(Kind.EMBEDDINGS, key)
+            new = key not in self._under_way and key not in self._here
+            if new and self._stack.may_hold(entry_id):
+                wanted.append((key, num_tokens))
+        if wanted:
+            self._under_way.update(key for key, _ in wanted)
+            self.starting.append(EmbeddingFetch(tuple(wanted), self._generation))
+            self._num_waiting += 1
