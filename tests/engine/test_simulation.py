@@ -22,6 +22,14 @@ def test_drafts_keep_every_promise_too(seed: int) -> None:
     DRAFTED.update(Simulation(seed, speculative=True).run(STEPS))
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_replays_keep_every_promise_too(seed: int) -> None:
+    simulation = Simulation(seed, speculative=seed % 2 == 0, replays=True)
+    simulation.run(STEPS)
+    counts = simulation.scheduler.replays.counts
+    assert counts.disagreements == 0 and counts.tokens > counts.requests > 0
+
+
 def test_a_finished_choice_gives_way_when_its_fork_is_preempted() -> None:
     """This seed ends a private request whose fork has yet to copy its row, then needs all blocks:
     preempting the fork has to free them at once."""

@@ -9,6 +9,7 @@ from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.admission import Admission
 from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.plan import Slice, StepPlan
+from vlm_serve.engine.replaying import Replays
 from vlm_serve.engine.roster import Roster, order
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.slicing import chunk_ends, slice_end
@@ -35,18 +36,21 @@ class SchedulerConfig:
 class Planner:
     """Reserves blocks, rows and embeddings for what runs next.
 
-    Decode tokens come first, then running prefills, oldest first, then admissions, and drafts from
-    what is left. While there are suspects of a failed step, the first of them runs alone.
+    Decode tokens come first, then running prefills and replays, oldest first, then admissions, and
+    drafts from what is left. While there are suspects of a failed step, the first of them runs
+    alone.
     """
 
     def __init__(
         self,
         roster: Roster,
         config: SchedulerConfig,
+        replays: Replays,
         tiers: TierFetcher | None = None,
         drafting: Drafting | None = None,
     ) -> None:
         self._roster = roster
+        self._replays = replays
         self._cache = roster.cache
         self._media = roster.media
         self._config = config
@@ -68,7 +72,7 @@ class Planner:
         self._reports_left = self._config.reported_tokens
         self._media.begin_step(budget)
         candidates = roster.suspects[:1] or roster.running
-        for sequence in sorted(candidates, key=lambda each: (each.prefilling, order(each))):
+        for sequence in sorted(candidates, key=_decodes_first):
             budget -= self._grant(sequence, budget)
         budget = self._admit(budget)
         if self._drafting is not None:
@@ -94,6 +98,8 @@ class Planner:
         for sequence in roster.suspects[:1] or list(roster.waiting):
             if sequence.lease is not None or sequence.fetching:
                 continue
+            if not self._replays.may_start(sequence):
+                continue
             if sequence.suspect_until:
                 self._clear_the_way()
             full = len(roster.running) >= self._config.max_num_seqs
@@ -118,23 +124,29 @@ class Planner:
         try:
             if sequence.prefilling:
                 return self._grant_prefill(sequence, budget)
-            return self._grant_decode(sequence)
+            return self._grant_decode(sequence, budget)
         except AssertionError:
             raise
         except Exception as error:
             self.failures.append((sequence, error))
             return 0
 
-    def _grant_decode(self, sequence: Sequence) -> int:
-        """Plans one decode token; returns the tokens planned."""
+    def _grant_decode(self, sequence: Sequence, budget: int) -> int:
+        """Plans one decode token, or what is replayed if the budget allows it; returns the tokens
+        planned."""
+        if sequence.replaying and budget <= 0:
+            return 0
         if sequence.lease is None or not self._make_room(sequence, sequence.num_computed + 1):
             return 0
         start = sequence.num_computed
         end = start + 1
         interval = self._config.decode_state_interval
         snapshots = self._reserve(sequence, (end,)) if interval and end % interval == 0 else ()
-        self._roster.planned.append(self._slice(sequence, start, end, snapshots))
-        return 1
+        item = self._slice(sequence, start, end, snapshots)
+        if sequence.replaying:
+            item = self._replays.extended(item, budget - 1)
+        self._roster.planned.append(item)
+        return item.end - start
 
     def _grant_prefill(self, sequence: Sequence, budget: int) -> int:
         """Plans the next slice of a prefill if budget and blocks allow it; returns its tokens."""
@@ -163,11 +175,12 @@ class Planner:
         return end - start
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Grows the lease; preempts sequences that come later in order until it fits."""
+        """Grows the lease; preempts sequences that replay, and then those that come later in order,
+        until it fits."""
         assert sequence.lease is not None
         roster = self._roster
         while not self._cache.grow(sequence.lease, num_tokens):
-            last = max(roster.running, key=order)
+            last = max(roster.running, key=lambda each: (each.replaying, order(each)))
             assert len(roster.running) > 1, "one sequence always fits: checked when submitted"
             roster.preempt(last)
             if last is sequence:
@@ -220,3 +233,7 @@ class Planner:
             reported_start=reported[0],
             reported_end=reported[1],
         )
+
+
+def _decodes_first(sequence: Sequence) -> tuple[bool, tuple[int, int, int]]:
+    return (sequence.prefilling or sequence.replaying, order(sequence))

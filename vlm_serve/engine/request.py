@@ -32,6 +32,10 @@ class Request:
     grammar: Grammar | None = None
     prediction: tuple[int, ...] = ()
     """Tokens that the caller expects in the answer."""
+    forced: tuple[tuple[int, ...], ...] = ()
+    """Tokens that the answer begins with, by choice: another engine has given them already."""
+    complete_experts: bool = False
+    """Reuses only what has its routed experts, so that no report depends on what is cached."""
 
 
 @dataclass(frozen=True)
