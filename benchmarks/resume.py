@@ -70,14 +70,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--speculative", default="off")
     parser.add_argument("--experts", type=int, default=0, help="of the random checkpoint")
-    parser.add_argument("--cache-memory", default="640KiB")
+    parser.add_argument("--cache-memory", default="1536KiB")
     options = parser.parse_args()
     config: dict[str, Any] = {
         "dtype": "float32",
         "block_size": 16,
         "threads": 1,
         "max_num_seqs": 6,
-        "max_model_len": 512,
+        "max_model_len": 768,
         "cache_memory": options.cache_memory,
         "speculative": options.speculative,
     }

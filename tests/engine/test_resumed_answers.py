@@ -130,7 +130,7 @@ def requests(engine: Engine) -> tuple[list[Prompt], list[SamplingParams]]:
     "options",
     [
         {},
-        {"cache_memory": "352KiB", "max_num_seqs": 3, "max_model_len": 128},
+        {"cache_memory": "288KiB", "max_num_seqs": 3, "max_model_len": 160},
         {"speculative": "suffix", "max_num_seqs": 5},
         {"compiled_kernels": False},
     ],

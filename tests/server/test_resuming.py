@@ -21,7 +21,7 @@ from make_checkpoint import make_checkpoint
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
-from vlm_serve.server.attempt import ATTEMPT, TOKENS, Attempt, Delivery, new_token
+from vlm_serve.server.attempt import ATTEMPT, TOKENS, Attempt, Delivery, merged, new_token
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -96,7 +96,7 @@ def test_the_bytes_are_those_of_an_undisturbed_answer(pair: Pair, part: int) -> 
 
 
 def test_likewise_with_drafts(checkpoint: Path) -> None:
-    pair = Pair(checkpoint, speculative="suffix", cache_memory="512KiB")
+    pair = Pair(checkpoint, speculative="suffix")
     try:
         check_cases(pair, range(100, 112), drafts=True)
     finally:
@@ -164,6 +164,22 @@ def test_messages_say_which_tokens_they_cover(pair: Pair) -> None:
     ), "who makes no attempts need not know"
 
 
+def test_messages_may_be_merged(pair: Pair) -> None:
+    asked = Asked(PATHS[0], ASKED.body | {"n": 2})
+    case = pair.runner.run(undisturbed(pair.first, asked, 6))
+    start, *parts = case.messages
+    single, together = Delivery(case.attempt), Delivery(case.attempt)
+    for message in case.messages:
+        single.passed(message)
+    groups = [merged(parts[place : place + 4]) for place in range(0, len(parts), 4)]
+    for message in (start, *groups):
+        together.passed(message)
+    assert single.next == together.next and single.next.usage is not None
+    assert bytes_of(groups) == case.whole and not groups[-1]["more_body"]
+    rest = bytes_of(resumed(pair, [start, *groups[:2]], case.attempt, asked))
+    assert (bytes_of(groups[:2]) + rest).replace(b',"resumed":1', b"") == case.whole
+
+
 def test_nothing_is_tried_a_third_time(pair: Pair) -> None:
     attempt = Attempt(1, "id", 2, resumed=2, delivered=10, started=True)
     (start, body) = pair.runner.run(pair.second.answer(ASKED, attempt))
@@ -195,10 +211,10 @@ def test_tokens_of_another_answer_are_refused(pair: Pair) -> None:
     tokens = {0: (pair.engines[0].preprocessor.tokenizer.encode_plain("zzz")[0],)}
     attempt = Attempt(1, "id", 2, tokens=tokens, resumed=1, delivered=5, started=True)
     messages = pair.runner.run(pair.second.answer(Asked(PATHS[0], body), attempt))
-    assert messages[0]["status"] == 400 and b"must not come" in bytes_of(messages)
+    assert b"must not come" in bytes_of(messages) and messages[0]["status"] == 400
     attempt = Attempt(1, "id", 2, tokens={0: (10**6,)}, resumed=1, delivered=5, started=True)
     messages = pair.runner.run(pair.second.answer(ASKED, attempt))
-    assert messages[0]["status"] == 400 and b"vocabulary" in bytes_of(messages)
+    assert b"vocabulary" in bytes_of(messages) and messages[0]["status"] == 400
 
 
 def test_a_failure_in_the_middle_of_a_replay_is_told_whole(
@@ -225,8 +241,7 @@ def test_no_header_makes_an_attempt(pair: Pair) -> None:
     value = repr(given).encode()
     names = (ATTEMPT, f"x-{ATTEMPT}", "vlm_serve-attempt", "x-vlm-serve-attempt", "attempt")
     headers = [(name.encode(), value) for name in names]
-    body = ASKED.body | {"stream": False, ATTEMPT: "x", "attempt": {"resumed": 2}}
-    asked = Asked(PATHS[0], body)
+    asked = Asked(PATHS[0], {"messages": ASKED.body["messages"], "max_tokens": 5, ATTEMPT: "x"})
     start, answer = pair.runner.run(pair.first.answer(asked, None, headers))
     assert start["status"] == 200
     assert b"given" not in answer["body"] and set(answer) == {"type", "body"}

@@ -99,7 +99,7 @@ class Planner:
             if sequence.lease is not None or sequence.fetching:
                 continue
             if not self._replays.may_start(sequence):
-                continue
+                continue  # nor for those that replay
             if sequence.suspect_until:
                 self._clear_the_way()
             full = len(roster.running) >= self._config.max_num_seqs

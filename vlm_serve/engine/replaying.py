@@ -57,7 +57,7 @@ class Replays:
 
     def may_start(self, sequence: Sequence) -> bool:
         """Whether a sequence may be admitted: one that replays waits for others that do."""
-        if not sequence.replaying:
+        if not sequence.replaying or sequence.suspect_until:
             return True
         jobs = {id(other.job) for other in self._roster.running if other.replaying}
         return id(sequence.job) in jobs or len(jobs) < MOST_REPLAYS

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -84,6 +84,18 @@ def new_token(attempt: Attempt | None, *place: object, size: int = 12) -> str:
     return secrets.token_hex(size) if attempt is None else attempt.token(*place, size=size)
 
 
+def merged(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several messages `http.response.body` in a row as one; at least one is given."""
+    tokens: dict[int, list[int]] = {}
+    one: dict[str, Any] = {}
+    for message in messages:
+        one |= message
+        for choice, ids in message.get(TOKENS, {}).items():
+            tokens.setdefault(choice, []).extend(ids)
+    one["body"] = b"".join(message.get("body", b"") for message in messages)
+    return one | ({TOKENS: tokens} if tokens else {})
+
+
 class Delivery:
     """What has been passed on of the answer of an attempt.
 
@@ -98,7 +110,7 @@ class Delivery:
         self._usage, self._report = attempt.usage, attempt.cache_report
         self._tokens = {choice: list(ids) for choice, ids in attempt.tokens.items()}
 
-    def passed(self, message: MutableMapping[str, Any]) -> None:
+    def passed(self, message: Mapping[str, Any]) -> None:
         """The message has been passed on whole."""
         self._started = True
         self._delivered += len(message.get("body", b""))
