@@ -212,3 +212,20 @@ def test_bad_tokens_are_refused(plain: Engine) -> None:
         plain.submit(prompts[0], params[0], lambda delta: None, forced=((1,), (2,)))
     with pytest.raises(InvalidRequestError, match="forced: -1 is outside the vocabulary"):
         plain.submit(prompts[0], params[0], lambda delta: None, forced=((1, -1),))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_several_ranks_replay_too(checkpoint: Path) -> None:
+    config = EngineConfig(tensor_parallel_size=2, max_model_len=160, **ROOMY)
+    engine = Engine.from_checkpoint(str(checkpoint), config)
+    try:
+        prompts, params = requests(engine)
+        expected = ask(engine, prompts[:4], params[:4])
+        engine.flush()
+        forced = beginnings(expected, 1)
+        found = ask(engine, prompts[:4], params[:4], forced)
+        assert [answer.visible for answer in found] == [answer.visible for answer in expected]
+        replays = engine.stats()["replays"]
+        assert replays["tokens"] > 20 and replays["disagreements"] == 0
+    finally:
+        engine.close()

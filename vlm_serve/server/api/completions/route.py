@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from fastapi import Request
@@ -49,6 +49,7 @@ def _job(service: Service, scope: Scope, arrival: float, body: CompletionRequest
             created=created,
         )
 
+    prompts: Iterable[tuple[int, str | list[int]]] = enumerate(body.prompts())
     tasks = [
         Task(
             partial(prepare_tokens, service, prompt, salt),
@@ -61,6 +62,6 @@ def _job(service: Service, scope: Scope, arrival: float, body: CompletionRequest
             attempt=attempt_of(scope),
             number=number,
         )
-        for number, prompt in enumerate(body.prompts())
+        for number, prompt in prompts
     ]
     return Job(tasks, stream_of, bool(body.stream), headers)
