@@ -172,6 +172,7 @@ class FakeEngine:
         return {
             "num_preemptions": 2,
             "num_steps": 5,
+            "replays": {"requests": 2, "tokens": 30, "disagreements": 0},
             "step_times": self.step_times.as_dict(),
             "drafts": {
                 "drafts": 4,

@@ -22,13 +22,14 @@ from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.sequence import Job
+from vlm_serve.engine.update_seats import UpdateSeats
 from vlm_serve.sampling_params import SamplingParams
 
 BLOCK = 8
 
 
 class World:
-    """Two seats, blocks of 8 tokens.
+    """Two seats unless `changes` say otherwise, blocks of 8 tokens.
 
     Args:
         num_blocks: of the cache.
@@ -45,14 +46,6 @@ class World:
         drafter: Drafter | None = None,
         changes: Mapping[str, Any] | None = None,
     ) -> None:
-        self.cache = PrefixCache(
-            CacheConfig(
-                num_blocks=num_blocks,
-                block_size=BLOCK,
-                num_live_rows=2,
-                num_snapshot_rows=snapshots,
-            )
-        )
         config = SchedulerConfig(
             max_num_seqs=2,
             max_num_batched_tokens=100,
@@ -62,15 +55,27 @@ class World:
             decode_state_interval=0,
         )
         config = replace(config, **(changes or {}))
+        self.cache = PrefixCache(
+            CacheConfig(
+                num_blocks=num_blocks,
+                block_size=BLOCK,
+                num_live_rows=config.max_num_seqs,
+                num_snapshot_rows=snapshots,
+            )
+        )
         self.scheduler = Scheduler(
             self.cache,
             MediaPlanner(EmbeddingCache(0), 4),
             config,
             drafters=[drafter] if drafter else [],
         )
-        updates = 2 * (config.speculative_tokens + 1)
+        updates = UpdateSeats.of(config.max_num_seqs, config.speculative_tokens).total
         self.executor = SymbolicExecutor(
-            num_blocks, 2 + snapshots, BLOCK, random.Random(0), num_updates=updates
+            num_blocks,
+            config.max_num_seqs + snapshots,
+            BLOCK,
+            random.Random(0),
+            num_updates=updates,
         )
         self._numbers = itertools.count()
         self._language = Language(
@@ -85,25 +90,24 @@ class World:
         *,
         ignore_eos: bool = True,
         priority: int = 0,
-        prompt_logprobs: int | None = None,
+        forced: tuple[tuple[int, ...], ...] = (),
+        **params: Any,
     ) -> Job:
-        """A request whose prompt is one token repeated."""
+        """A request whose prompt is one token repeated; `forced` is what its choices begin with."""
         request = Request(
             f"r{token}",
             make_prompt([(token,) * length], block_size=BLOCK),
             SamplingParams(
-                max_tokens=max_tokens,
-                temperature=0.0,
-                ignore_eos=ignore_eos,
-                seed=0,
-                prompt_logprobs=prompt_logprobs,
+                max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos, seed=0, **params
             ),
             lambda delta: None,
             priority,
             arrival=next(self._numbers),
+            forced=forced,
         )
         job = Job(request, self._numbers, self._language)
-        self.executor.register(job.sequences[0].info)
+        for sequence in job.sequences:
+            self.executor.register(sequence.info)
         self.scheduler.add(job)
         return job
 

@@ -51,6 +51,7 @@ from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.scheduler import Event, Scheduler
 from vlm_serve.engine.sequence import Job, Sequence
+from vlm_serve.engine.update_seats import UpdateSeats
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
@@ -294,9 +295,18 @@ class Simulation:
         seed: everything random follows from it.
         check_every: steps between two full invariant checks.
         speculative: with drafts, of which some hold.
+        replays: half of the requests come with the beginnings of their answers.
     """
 
-    def __init__(self, seed: int, *, check_every: int = 1, speculative: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        check_every: int = 1,
+        speculative: bool = False,
+        replays: bool = False,
+    ) -> None:
+        self._replays = random.Random(f"replays {seed}") if replays else None
         self.rng = random.Random(seed)
         rng = self.rng
         self._reports = random.Random(f"reports {seed}")
@@ -353,7 +363,7 @@ class Simulation:
                 self.block_size,
                 own,
                 has_state=has_state,
-                num_updates=max_num_seqs * (most + 1),
+                num_updates=UpdateSeats.of(max_num_seqs, most).total,
             )
             for own in (rng, random.Random(f"twin {seed}"))
         )
@@ -426,6 +436,8 @@ class Simulation:
             number,
             cold=rng.random() < 0.05,
         )
+        if self._replays is not None and not request.cold and self._replays.random() < 0.5:
+            request = replace(request, forced=self._beginnings(request, self._replays))
         language = Language(Letters(), frozenset({END_OF_TURN}), VOCABULARY, self.max_model_len)
         job = Job(request, self._numbers, language)
         client = Client(
@@ -441,6 +453,15 @@ class Simulation:
         self.clients[request.request_id] = client
         self.scheduler.add(job)
         self.counts["requests"] += 1
+
+    def _beginnings(self, request: Request, rng: random.Random) -> tuple[tuple[int, ...], ...]:
+        """Of its choices: what they would say anyway, as far as some other engine had come."""
+        seed, most = request.params.seed, request.params.max_tokens
+        assert seed is not None and most is not None
+        return tuple(
+            tuple(cold_answer(request, seed + index, rng.randint(0, most)))
+            for index in range(rng.randint(0, request.params.n))
+        )
 
     @staticmethod
     def _ignore(delta: Delta) -> None:

@@ -26,7 +26,7 @@ import torch
 from vlm_serve.cache.logprobs import row_type
 from vlm_serve.cache.records import LogprobRows
 from vlm_serve.engine.executor import RowsAfter, StepError
-from vlm_serve.engine.plan import Sampled, SequenceInfo, Slice, StepOutput, StepPlan
+from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.preprocess.keys import PromptKeys
 from vlm_serve.preprocess.prompt import MediaSpan, Modality, Prompt
 from vlm_serve.preprocess.stopping import Stop
@@ -182,6 +182,13 @@ def _rows_after(slices: tuple[Slice, ...], strike: int) -> RowsAfter:
     return "mixed" if strike > min(drafted) else "whole"
 
 
+def _sampled(prefix: bytes, seed: int, task: SampleTask) -> Sampled:
+    drawn = next_token(prefix, seed)
+    if task.forced is None or task.forced == drawn:
+        return Sampled(drawn, {})
+    return Sampled(task.forced, {}, drawn)
+
+
 class _Known:
     """What has reached an executor of a sequence: tokens as digests of their prefixes."""
 
@@ -308,7 +315,7 @@ class SymbolicExecutor:
             for task in item.samples:
                 assert task.position == item.end - len(known.info.token_ids)
                 seed = self._known[task.sequence].info.seed
-                sampled[task.sequence] = (Sampled(next_token(known.digests[item.end], seed), {}),)
+                sampled[task.sequence] = (_sampled(known.digests[item.end], seed, task),)
             drafts |= self._drafts(item, known, sampled.get(item.sequence, ()))
         if self.fail_next or poisoned:
             self.fail_next = False
@@ -342,9 +349,8 @@ class SymbolicExecutor:
         for end, task in enumerate(item.samples, item.start + 1):
             assert task.sequence == item.sequence
             assert task.position == end - len(known.info.token_ids)
-            token = next_token(known.digests[end], known.info.seed)
-            sampled += (Sampled(token, {}),)
-            if token != task.draft:
+            sampled += (_sampled(known.digests[end], known.info.seed, task),)
+            if sampled[-1].token_id != task.draft:
                 break
         known.certain = item.start + len(sampled)
         self.drafts_accepted += len(sampled) - 1

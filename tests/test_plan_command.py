@@ -147,12 +147,14 @@ def test_nothing_is_compiled_for_a_plan(
 
 
 def test_drafts_cost_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unit keys, changes, decays and convolution inputs of 24 layers, for 8 tokens of 8 sequences;
-    nothing without drafts."""
-    assert _plan(capsys, "qwen3.5-4b.json")["draft_update_bytes"] == 0
-    plan = _plan(capsys, "qwen3.5-4b.json", "--speculative", "suffix", "--dtype", "bfloat16")
+    """Unit keys, changes, decays and convolution inputs of 24 layers, for 5 tokens of 8 sequences;
+    without drafts for 16 tokens of the 4 that may replay."""
+    drafts = ("--speculative", "suffix", "--speculative-tokens", "4")
+    plain = _plan(capsys, "qwen3.5-4b.json", "--dtype", "bfloat16")
+    plan = _plan(capsys, "qwen3.5-4b.json", *drafts, "--dtype", "bfloat16")
     layer = 4 * (16 * 128 + 32 * 128 + 32) + 2 * (2 * 16 * 128 + 32 * 128)
-    assert plan["draft_update_bytes"] == 64 * 24 * layer
+    assert plan["draft_update_bytes"] == 8 * 5 * 24 * layer
+    assert plain["draft_update_bytes"] == 4 * 16 * 24 * layer
     model = str(DATA / "qwen3.5-4b.json")
     assert main(["plan", "--model", model, "--speculative", "suffix"]) == 0
     text = capsys.readouterr().out

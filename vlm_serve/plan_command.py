@@ -190,7 +190,8 @@ def _buckets(plan: Plan) -> list[str]:
         _bucket("live state rows", memory.num_live_rows, memory.snapshot_bytes),
     ]
     if memory.num_updates:
-        lines.append(_bucket("draft updates", memory.num_updates, memory.update_bytes))
+        what = "replay" if plan.config.speculative == "off" else "draft"
+        lines.append(_bucket(f"{what} updates", memory.num_updates, memory.update_bytes))
     if "suffix" in plan.config.speculative:
         lines.append(f"{'draft texts':<18}{'up to':>7}{'':>18}{_mib(ANSWER_BYTES)}")
     if plan.embedding_bytes:

@@ -10,6 +10,7 @@ from simulation import Simulation
 STEPS = 200
 TOTALS: Counter[str] = Counter()
 DRAFTED: Counter[str] = Counter()
+REPLAYED: Counter[str] = Counter()
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -20,6 +21,15 @@ def test_random_traffic_keeps_every_promise(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_drafts_keep_every_promise_too(seed: int) -> None:
     DRAFTED.update(Simulation(seed, speculative=True).run(STEPS))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_replays_keep_every_promise_too(seed: int) -> None:
+    simulation = Simulation(seed, speculative=seed % 2 == 0, replays=True)
+    simulation.run(STEPS)
+    counts = simulation.scheduler.replays.counts
+    assert counts.disagreements == 0
+    REPLAYED.update(counts.as_dict())
 
 
 def test_a_finished_choice_gives_way_when_its_fork_is_preempted() -> None:
@@ -36,6 +46,9 @@ def test_the_traffic_was_worth_its_name() -> None:
             TOTALS.update(Simulation(seed).run(STEPS))
     if not DRAFTED:
         DRAFTED.update(Simulation(1, speculative=True).run(STEPS))
+    if not REPLAYED:
+        test_replays_keep_every_promise_too(1)
+    assert REPLAYED["tokens"] > REPLAYED["requests"] > 0
     for what in ("drafts", "accepted drafts"):
         assert DRAFTED[what] > 0, f"no {what}"
     for what in (

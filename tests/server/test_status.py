@@ -144,6 +144,9 @@ def test_metrics_of_drafts(fake: RunningServer) -> None:
     assert found["spec_decode_num_accepted_tokens_per_pos_total 0"] == 4
     assert found["spec_decode_num_accepted_tokens_per_pos_total 1"] == 2
     assert found["spec_decode_mean_accepted_length"] == 2.5
+    assert found["replayed_requests_total"] == 2
+    assert found["replayed_tokens_total"] == 30
+    assert found["replay_disagreements_total"] == 0
 
 
 def test_metrics_name_how_requests_end(fake: RunningServer) -> None:

@@ -72,7 +72,8 @@ class Admission:
         match = self._cache.match(
             sequence.keys,
             limit=sequence.num_tokens - 1,
-            complete_experts=self._complete_experts and sequence.experts is not None,
+            complete_experts=(self._complete_experts or sequence.request.complete_experts)
+            and sequence.experts is not None,
             logprobs=sequence.job.wanted_rows,
         )
         # What made a step fail is computed anew.

@@ -12,6 +12,7 @@ from vlm_serve.engine.drafts.trust import Source, Trusts
 from vlm_serve.engine.plan import Slice
 from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Sequence
+from vlm_serve.engine.verifying import verify_room, verify_slice
 
 
 class DraftCounts:
@@ -100,7 +101,7 @@ class Drafting:
         )
         for place, (item, drafts, length) in enumerate(zip(planned, wishes, lengths, strict=True)):
             if length:
-                planned[place] = self._extended(item, drafts[:length])
+                planned[place] = verify_slice(self._roster, item, drafts[:length])
         for drafter, made in enumerate(self.drafters):
             if isinstance(made, MtpDrafter):
                 known = {
@@ -130,8 +131,8 @@ class Drafting:
 
     def _propose(self, item: Slice, budget: int) -> tuple[int, ...]:
         sequence = self._roster[item.sequence]
-        limit = min(budget, self._room(item, sequence))
-        if limit <= 0 or sequence.request.cold or sequence.suspect_until:
+        limit = min(budget, self._most, verify_room(self._roster, item, self._interval))
+        if limit <= 0 or self._goes_alone(sequence):
             return ()
         best, most = tuple[int, ...](), 0.0
         for place, drafter in enumerate(self.drafters):
@@ -143,6 +144,11 @@ class Drafting:
             if promise > most:
                 best, most, self._used[item.sequence] = drafts, promise, source
         return best
+
+    @staticmethod
+    def _goes_alone(sequence: Sequence) -> bool:
+        """Whether it is to have no drafts: nobody's guess is needed of what is forced."""
+        return sequence.request.cold or sequence.replaying or sequence.suspect_until > 0
 
     def _allowed(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
         for place, token in enumerate(drafts):
@@ -156,7 +162,7 @@ class Drafting:
         for place, item in enumerate(planned):
             sequence = self._roster[item.sequence]
             several = {task.sequence for task in item.samples} != {item.sequence}
-            if several or sequence.request.cold or sequence.suspect_until:
+            if several or self._goes_alone(sequence):
                 continue
             room = min(self._most, sequence.answer.room(sequence.num_generated + 1) - 1)
             if room > 0 and item.sequence not in known:
@@ -181,38 +187,3 @@ class Drafting:
         grown = cache.grow(lease, item.end + length)
         assert grown, "there are free blocks"
         return replace(item, drafts=length, blocks=tuple(lease.blocks[item.first_block :]))
-
-    def _room(self, item: Slice, sequence: Sequence) -> int:
-        """Drafts that would fit."""
-        cache, lease = self._roster.cache, sequence.lease
-        assert lease is not None
-        blocks = len(lease.blocks) + cache.free_block_count
-        rooms = [self._most, sequence.answer.room(sequence.num_generated) - 1]
-        rooms.append(blocks * cache.config.block_size - item.end)
-        if self._interval:
-            rooms.append(-item.end % self._interval - 1)
-        return min(rooms)
-
-    def _extended(self, item: Slice, drafts: Tokens[int]) -> Slice:
-        sequence, lease = self._roster[item.sequence], self._roster[item.sequence].lease
-        assert lease is not None and item.src_row == item.dst_row
-        tasks = sequence.draft_tasks(item.samples[0], drafts)
-        tokens = tuple([task.draft for task in tasks if task.draft is not None])
-        end = item.end + len(tokens)
-        cache = self._roster.cache
-        # Other drafts may have taken the blocks in the meantime.
-        fits = -(-end // cache.config.block_size) <= len(lease.blocks) + cache.free_block_count
-        if not tokens or not fits:
-            return item
-        grown = cache.grow(lease, end)
-        assert grown, "there are free blocks"
-        return replace(
-            item,
-            kind="verify",
-            token_ids=item.token_ids + tokens,
-            end=end,
-            blocks=tuple(lease.blocks[item.first_block :]),
-            samples=tasks,
-            updates=self._roster.updates_of(sequence),
-            pending=sequence.pending,
-        )

@@ -23,7 +23,13 @@ from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.request import Request, find_bad_words
 from vlm_serve.engine.sequence import Job
-from vlm_serve.engine.validation import check_page, check_prompt, check_request, check_ttl
+from vlm_serve.engine.validation import (
+    check_forced,
+    check_page,
+    check_prompt,
+    check_request,
+    check_ttl,
+)
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import Grammar
@@ -93,10 +99,15 @@ class Engine:
         priority: int = 0,
         grammar: Grammar | None = None,
         affinity: Sequence[AffinityKey] = (),
+        forced: Sequence[Sequence[int]] = (),
+        complete_experts: bool = False,
     ) -> str:
         """Queues a request; `on_delta` receives its increments, the last one of every choice with a
         finish reason. `grammar`: of `params.structured_outputs`, if it has been compiled already;
-        else it is compiled here. `affinity`: the request's keys for `affinity_digest`.
+        else it is compiled here. `affinity`: the request's keys for `affinity_digest`. `forced`:
+        tokens that the choices begin with, since another engine has answered so far; they come
+        again, computed as here. `complete_experts`: as the option `expert_replay`, for this
+        request alone.
 
         Raises:
             ContextLengthError: prompt and answer do not fit the context.
@@ -105,6 +116,7 @@ class Engine:
         """
         params = params.with_defaults(self.spec.generation)
         check_request(prompt, params, self.spec, self.max_model_len)
+        check_forced(forced, params.n, self.spec.vocab_size)
         if grammar is None and params.structured_outputs is not None:
             grammar = self.grammars.compile(params.structured_outputs)
         encode = self.preprocessor.tokenizer.encode_plain
@@ -120,6 +132,8 @@ class Engine:
             grammar=grammar,
             prediction=tuple(prediction),
             affinity=tuple(affinity),
+            forced=tuple(map(tuple, forced)),
+            complete_experts=complete_experts,
         )
         job = self._job(request)
         self._loop.post(lambda: self._loop.add(job))
@@ -262,6 +276,7 @@ class Engine:
             "drafts": self._scheduler.drafting.counts.as_dict()
             if self._scheduler.drafting is not None
             else None,
+            "replays": self._scheduler.replays.counts.as_dict(),
             "step_times": self._loop.step_times.as_dict(),
             "num_encoded_spans": self._media.num_encoded_spans,
             "num_decoded_media": self.preprocessor.media_counts["decoded"],

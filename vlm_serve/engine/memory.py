@@ -9,6 +9,7 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Types
+from vlm_serve.engine.update_seats import UpdateSeats
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec
 from vlm_serve.models.cache_layout import CacheLayout
@@ -87,6 +88,7 @@ def plan_memory(
     else:
         snapshots = cache_memory // 2 // snapshot_bytes
         blocks = (cache_memory - snapshots * snapshot_bytes) // block_bytes
+    drafts = 0 if config.speculative == "off" else config.speculative_tokens
     if blocks < MIN_BLOCKS:
         needed = snapshots * snapshot_bytes + MIN_BLOCKS * block_bytes
         raise ConfigError(
@@ -105,15 +107,8 @@ def plan_memory(
         num_snapshot_rows=snapshots,
         num_live_rows=config.max_num_seqs if layout.has_state else 0,
         update_bytes=layout.num_bytes("update", types.pools),
-        num_updates=_num_updates(config) if layout.has_state else 0,
+        num_updates=UpdateSeats.of(config.max_num_seqs, drafts).total if layout.has_state else 0,
     )
-
-
-def _num_updates(config: EngineConfig) -> int:
-    """One for each token of every sequence's slice of drafts: the sampled token is one of them."""
-    if config.speculative == "off":
-        return 0
-    return config.max_num_seqs * (config.speculative_tokens + 1)
 
 
 def embedding_bytes(model: ModelSpec, types: Types) -> int:

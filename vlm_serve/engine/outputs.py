@@ -78,6 +78,7 @@ class CacheReport:
         media: its media spans, in order.
         snapshots: positions of the prompt at which the cache has a state now.
         boundary_key: hexadecimal key of the cache's node that ends at `boundary`, None at 0.
+        resumed: how often the answer went on elsewhere; the rest is what the first try found.
     """
 
     prompt_tokens: int
@@ -95,6 +96,7 @@ class CacheReport:
     media: tuple[PromptMedia, ...] = ()
     snapshots: tuple[int, ...] = ()
     boundary_key: str | None = None
+    resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class SampleTask:
         position: number of tokens generated before it.
         draft: the token that is drafted for this position; if another one is sampled, the
             sequence's further tasks are void.
+        forced: this token is taken whatever is drawn.
         mask: what may come: bit `i % 8` of byte `i // 8` stands for token i; None: everything.
         unbiased: logits are taken as they are, without biases and penalties.
     """
@@ -74,6 +75,7 @@ class SampleTask:
     mask: bytes | None = None
     unbiased: bool = False
     draft: int | None = None
+    forced: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +152,12 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """A sampled token; `logprobs` maps token id to log-probability (natural log of the model's own
-    distribution), the sampled token included, or is empty when none were asked for."""
+    distribution), the sampled token included, or is empty when none were asked for. `drawn` is what
+    would have been sampled, if the token was forced and another one was drawn."""
 
     token_id: int
     logprobs: dict[int, float]
+    drawn: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from vlm_serve.engine.admission import Admission
 from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.pacing import Pace
 from vlm_serve.engine.plan import Slice, StepPlan
+from vlm_serve.engine.replaying import Replays
 from vlm_serve.engine.roster import Roster, order
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.slicing import chunk_ends, slice_end
@@ -47,10 +48,10 @@ _MOST_OVERTAKING = 8
 class Planner:
     """Reserves blocks, rows and embeddings for what runs next.
 
-    Decode tokens come first, then running prefills, oldest first, then admissions, and drafts from
-    what is left. While a prefill needs more than the step has, up to half of the step goes to
-    waiting prompts that fit into that as a whole: a short one overtakes the rest of a long one.
-    While there are suspects of a failed step, the first of them runs alone.
+    Decode tokens come first, then running prefills and replays, oldest first, then admissions, and
+    drafts from what is left. While a prefill needs more than the step has, up to half of the step
+    goes to waiting prompts that fit into that as a whole: a short one overtakes the rest of a long
+    one. While there are suspects of a failed step, the first of them runs alone.
 
     Attributes:
         pace: limits the step.
@@ -61,10 +62,12 @@ class Planner:
         self,
         roster: Roster,
         config: SchedulerConfig,
+        replays: Replays,
         tiers: TierFetcher | None = None,
         drafting: Drafting | None = None,
     ) -> None:
         self._roster = roster
+        self._replays = replays
         self._cache = roster.cache
         self._media = roster.media
         self._config = config
@@ -87,11 +90,11 @@ class Planner:
         self._reports_left = self._config.reported_tokens
         self._media.begin_step(room)
         candidates = sorted(roster.suspects[:1] or roster.running, key=order)
-        prefills = [each for each in candidates if each.prefilling]
+        later = [each for each in candidates if each.prefilling or each.replaying]
         for sequence in candidates:
-            if not sequence.prefilling:
+            if sequence not in later:
                 room -= self._grant(sequence, room)
-        room -= self._grant_prompts(prefills, self._limit(room))
+        room -= self._grant_prompts(later, self._limit(room))
         if self._drafting is not None:
             self._drafting.extend(max(0, room))
         for item in roster.planned:
@@ -118,11 +121,13 @@ class Planner:
         decodes = self._config.max_num_batched_tokens - room
         return min(room, max(self.pace.most - decodes, least))
 
-    def _grant_prompts(self, prefills: list[Sequence], budget: int) -> int:
-        """Plans slices of running prefills and admits what waits; returns the tokens planned."""
+    def _grant_prompts(self, running: list[Sequence], budget: int) -> int:
+        """Plans slices of running prefills and replays, and admits what waits; returns the tokens
+        planned."""
         left = budget
+        prefills = [each for each in running if each.prefilling]
         kept = self._kept_for_short_ones(prefills, budget)
-        for sequence in prefills:
+        for sequence in running:
             left -= self._grant(sequence, left - kept)
         # Where prefills wait for something themselves, there is room for long prompts too.
         busy = left - kept < self._config.block_size
@@ -166,6 +171,8 @@ class Planner:
         for sequence in waiting:
             if sequence.lease is not None or sequence.fetching:
                 continue
+            if not self._replays.may_start(sequence):
+                continue  # nor for those that replay
             if sequence.suspect_until:
                 self._clear_the_way()
             full = len(roster.running) >= self._config.max_num_seqs
@@ -194,23 +201,29 @@ class Planner:
         try:
             if sequence.prefilling:
                 return self._grant_prefill(sequence, budget)
-            return self._grant_decode(sequence)
+            return self._grant_decode(sequence, budget)
         except AssertionError:
             raise
         except Exception as error:
             self.failures.append((sequence, error))
             return 0
 
-    def _grant_decode(self, sequence: Sequence) -> int:
-        """Plans one decode token; returns the tokens planned."""
+    def _grant_decode(self, sequence: Sequence, budget: int) -> int:
+        """Plans one decode token, or what is replayed if the budget allows it; returns the tokens
+        planned."""
+        if sequence.replaying and budget <= 0:
+            return 0
         if sequence.lease is None or not self._make_room(sequence, sequence.num_computed + 1):
             return 0
         start = sequence.num_computed
         end = start + 1
         interval = self._config.decode_state_interval
         snapshots = self._reserve(sequence, (end,)) if interval and end % interval == 0 else ()
-        self._roster.planned.append(self._slice(sequence, start, end, snapshots))
-        return 1
+        item = self._slice(sequence, start, end, snapshots)
+        if sequence.replaying:
+            item = self._replays.extended(item, budget - 1)
+        self._roster.planned.append(item)
+        return item.end - start
 
     def _grant_prefill(self, sequence: Sequence, budget: int) -> int:
         """Plans the next slice of a prefill if budget and blocks allow it; returns its tokens."""
@@ -239,11 +252,12 @@ class Planner:
         return end - start
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Grows the lease; preempts sequences that come later in order until it fits."""
+        """Grows the lease; preempts sequences that replay, and then those that come later in order,
+        until it fits."""
         assert sequence.lease is not None
         roster = self._roster
         while not self._cache.grow(sequence.lease, num_tokens):
-            last = max(roster.running, key=order)
+            last = max(roster.running, key=lambda each: (each.replaying, order(each)))
             assert len(roster.running) > 1, "one sequence always fits: checked when submitted"
             roster.preempt(last)
             if last is sequence:

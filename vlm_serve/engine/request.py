@@ -35,6 +35,10 @@ class Request:
     """Tokens that the caller expects in the answer."""
     affinity: tuple[AffinityKey, ...] = ()
     """Affinity keys, longest prefix first: whoever routes is told what is held of them."""
+    forced: tuple[tuple[int, ...], ...] = ()
+    """Tokens that the answer begins with, by choice: another engine has given them already."""
+    complete_experts: bool = False
+    """Reuses only what has its routed experts, so that no report depends on what is cached."""
 
 
 @dataclass(frozen=True)

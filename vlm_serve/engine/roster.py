@@ -8,6 +8,7 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.plan import Slice
 from vlm_serve.engine.sequence import Job, Sequence
+from vlm_serve.engine.update_seats import UpdateSeats
 
 
 def order(sequence: Sequence) -> tuple[int, int, int]:
@@ -27,15 +28,16 @@ class Roster:
         row_copies: (source, destination) state rows of forked choices, for the next step.
         folds: (state row, first update, count) of what drafts have left for rows that somebody else
             reads, for the next step.
+        update_size: updates of a sequence, at most; 0: there is no state.
 
     Args:
         cache, media: what sequences hold places in.
-        updates: of a sequence, at most; 0: there are no drafts, or no state that they would change.
-        max_num_seqs: sequences that run.
+        seats: where it is kept what drafts and replayed tokens do to states; None: there is no
+            state.
     """
 
     def __init__(
-        self, cache: PrefixCache, media: MediaPlanner, *, updates: int = 0, max_num_seqs: int = 0
+        self, cache: PrefixCache, media: MediaPlanner, *, seats: UpdateSeats | None = None
     ) -> None:
         self.cache = cache
         self.media = media
@@ -48,8 +50,8 @@ class Roster:
         self._by_number: dict[int, Sequence] = {}
         self._retired: list[Sequence] = []
         self.folds: list[tuple[int, int, int]] = []
-        self._updates = updates
-        self._seats = list(range(max_num_seqs))
+        self.update_size = seats.size if seats is not None else 0
+        self._seats = list(range(seats.count)) if seats is not None else []
         self._taken: dict[Sequence, int] = {}
         cache.events.row_freed.subscribe(self._forget_fold)
 
@@ -87,15 +89,19 @@ class Roster:
         if sequence.pending:
             fold = (sequence.lease.row, self.updates_of(sequence), sequence.pending)
             self.folds.append(fold)
-            sequence.pending = 0
+        self._leave_seat(sequence)  # folds come before all else in a step
+
+    def has_seat(self, sequence: Sequence) -> bool:
+        """Whether `updates_of` has a place for the sequence."""
+        return not self.update_size or sequence in self._taken or bool(self._seats)
 
     def updates_of(self, sequence: Sequence) -> int:
-        """Where the updates of a running sequence's drafts are; -1 if there are none."""
-        if not self._updates:
+        """Where the updates of a running sequence's drafts are; -1 if there is no state."""
+        if not self.update_size:
             return -1
         if sequence not in self._taken:
             self._taken[sequence] = self._seats.pop()
-        return self._taken[sequence] * self._updates
+        return self._taken[sequence] * self.update_size
 
     def drop_suspended(self, rows: set[int]) -> None:
         """Nobody knows what is in these rows: whose they were starts again from the cache."""

@@ -45,6 +45,8 @@ def sample(
             one = Sampled(best[row], {})
         else:
             one = chooser.choose(logits[row], task)
+        if task.forced is not None and task.forced != one.token_id:
+            one = chooser.forced(logits[row], task.forced, one.token_id)
         sampled[task.sequence] = (*sampled.get(task.sequence, ()), one)
         if task.draft is not None and one.token_id == task.draft:
             chooser.replace(task.position, (task.draft,))
@@ -110,6 +112,10 @@ class Chooser:
         greedy = self._params.temperature == 0
         token = _best(logits[None])[0] if greedy else self._draw(logits, task.position)
         return Sampled(token, _top_logprobs(raw, token, self._params.logprobs))
+
+    def forced(self, raw: torch.Tensor, token: int, drawn: int) -> Sampled:
+        """A token that is taken in place of the one that was drawn."""
+        return Sampled(token, _top_logprobs(raw, token, self._params.logprobs), drawn)
 
     def _changed(self, raw: torch.Tensor) -> torch.Tensor:
         """A row with biases and penalties in it. Penalties as in OpenAI's API (presence, frequency:

@@ -16,11 +16,13 @@ from vlm_serve.engine.drafts.lengths import CostCurve
 from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta, FinishReason
-from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
+from vlm_serve.engine.plan import Sampled, Slice, StepOutput, StepPlan
 from vlm_serve.engine.planning import Planner, SchedulerConfig
+from vlm_serve.engine.replaying import Replays
 from vlm_serve.engine.reports import complete_report
 from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Job, Sequence
+from vlm_serve.engine.update_seats import UpdateSeats
 from vlm_serve.errors import EngineError, InvalidRequestError, OverloadedError, VlmServeError
 
 Event = tuple[Job, Delta]
@@ -42,6 +44,7 @@ class Scheduler:
         running, waiting: not to be changed.
         drafting: puts drafts into steps, if there are drafters.
         pace: is to be told what every step took.
+        replays: has answers go on that began elsewhere.
     """
 
     def __init__(
@@ -58,8 +61,9 @@ class Scheduler:
         self._cache = cache
         self._media = media
         self._config = config
-        updates = config.speculative_tokens + 1 if drafters and cache.config.has_state else 0
-        self._roster = Roster(cache, media, updates=updates, max_num_seqs=config.max_num_seqs)
+        seats = UpdateSeats.of(config.max_num_seqs, config.speculative_tokens)
+        self._roster = Roster(cache, media, seats=seats if cache.config.has_state else None)
+        self.replays = Replays(self._roster, config.decode_state_interval)
         self.drafting: Drafting | None = None
         if drafters:
             self.drafting = Drafting(
@@ -71,7 +75,7 @@ class Scheduler:
                 state_interval=config.decode_state_interval,
                 never=never_drafted,
             )
-        self._planner = Planner(self._roster, config, tiers, self.drafting)
+        self._planner = Planner(self._roster, config, self.replays, tiers, self.drafting)
         self.pace = self._planner.pace
         self.running, self.waiting = self._roster.running, self._roster.waiting
 
@@ -85,6 +89,7 @@ class Scheduler:
 
     def add(self, job: Job) -> None:
         """Queues a request."""
+        self.replays.add(job)
         self._roster.add(job)
 
     def plan(self) -> StepPlan | None:
@@ -141,28 +146,34 @@ class Scheduler:
     def _commit_drafts(self, sequence: Sequence, item: Slice, output: StepOutput) -> list[Event]:
         """Takes in what was sampled up to the first draft that did not hold, or up to the answer's
         end. What lies behind it in blocks and updates counts for nothing."""
-        assert self.drafting is not None and sequence.lease is not None
+        assert sequence.lease is not None
+        forced = item.samples[0].forced is not None
         sampled, drafted = output.sampled[sequence.number], len(item.samples) - 1
         job, events, taken = sequence.job, list[Event](), 0
-        job.drafted_tokens += drafted
+        job.drafted_tokens += 0 if forced else drafted
         rows = output.experts.get(item.sequence)
         if sequence.experts is not None and rows is not None:
             sequence.experts.put(item.start, rows[: len(sampled)])
         for taken, one in enumerate(sampled, 1):
-            job.accepted_tokens += taken < len(sampled)
-            events.append((job, sequence.accept(one)))
+            job.accepted_tokens += not forced and taken < len(sampled)
+            events.append(self._taken(sequence, one))
             if sequence.answer.finish_reason is not None:
                 break
         self._commit_tokens(sequence, item, item.start + taken, output)
         self._cache.shrink(sequence.lease, sequence.num_computed)
         sequence.pending = taken if item.updates >= 0 else 0
         sequence.check_lengths()
-        self.drafting.settle(sequence, drafted, min(taken, len(sampled) - 1))
+        if self.drafting is not None and not forced:
+            self.drafting.settle(sequence, drafted, min(taken, len(sampled) - 1))
         if sequence.answer.finish_reason is not None:
             self._remove(sequence)
         elif item.drafts:
             self._take_drafts(sequence, output)
         return events
+
+    def _taken(self, sequence: Sequence, sampled: Sampled) -> Event:
+        self.replays.count(sequence, sampled)
+        return sequence.job, sequence.accept(sampled)
 
     def _take_drafts(self, sequence: Sequence, output: StepOutput) -> None:
         """What the step has drafted behind its tokens, and the blocks back that it needed."""
@@ -260,7 +271,7 @@ class Scheduler:
         return self.end(self.waiting[0].job, failure)
 
     def _accept(self, sequence: Sequence, output: StepOutput) -> list[Event]:
-        job, events = sequence.job, []
+        job, events = sequence.job, list[Event]()
         if sequence.num_generated == 0:
             job.report = complete_report(self._cache, sequence)
         for each in (sequence, *sequence.unborn):
@@ -268,7 +279,7 @@ class Scheduler:
                 each.experts = sequence.experts.copy()
             for sampled in output.sampled[each.number]:
                 if each.answer.finish_reason is None:
-                    events.append((job, each.accept(sampled)))
+                    events.append(self._taken(each, sampled))
             if each is not sequence and each.answer.finish_reason is None:
                 self._roster.fork(sequence, each, self._config.max_num_seqs)
             elif each is not sequence:

@@ -14,6 +14,7 @@ from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.plan import PromptLogprobs, Sampled, SampleTask, SequenceInfo
 from vlm_serve.engine.prompt_rows import PromptLog
 from vlm_serve.engine.request import Language, Request
+from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.keys import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Sequence:
         fetched: what came up since it began to wait; it asks once.
         overtakes: while it waits: it may be short enough for what a long prefill leaves of a step.
         pending: updates of drafts that held, which its state row does not contain yet.
+        forced: tokens that its answer begins with, whatever is drawn.
     """
 
     def __init__(self, number: int, job: Job, index: int, answer: Answer) -> None:
@@ -133,6 +135,7 @@ class Sequence:
         self.fetched: Fetched | None = None
         self.overtakes = True
         self.pending = 0
+        self.forced = request.forced[index] if index < len(request.forced) else ()
         self.experts = ExpertLog() if params.return_routed_experts else None
 
     @property
@@ -158,24 +161,42 @@ class Sequence:
     def prefilling(self) -> bool:
         return self.num_computed < self.prefill_target
 
+    @property
+    def replaying(self) -> bool:
+        """Forced tokens are yet to come."""
+        return self.num_generated < len(self.forced)
+
     def check_lengths(self) -> None:
         assert 0 <= self.num_cached <= self.num_computed <= self.num_tokens
         assert self.prefill_target <= self.num_tokens
 
     def sample_task(self) -> SampleTask:
-        """How its next token is to be sampled."""
+        """How its next token is to be sampled.
+
+        Raises InvalidRequestError for a forced token that must not come.
+        """
         position = self.num_generated
-        return SampleTask(self.number, position, *self.answer.mask(self.token_ids, position))
+        return self._task(position, *self.answer.mask(self.token_ids, position))
 
     def draft_tasks(self, first: SampleTask, drafts: Tokens[int]) -> tuple[SampleTask, ...]:
         """How the next tokens are to be sampled if drafts hold, the very next one as in `first`.
-        Drafts that cannot come are left out, with what is behind them."""
+        Drafts that cannot come are left out, with what is behind them. Raises as `sample_task`."""
         tasks = [first]
         masks = self.answer.masks_ahead(first.mask, self.token_ids, first.position, drafts)
         for draft, mask in zip(drafts, masks, strict=False):
             tasks[-1] = replace(tasks[-1], draft=draft)
-            tasks.append(SampleTask(self.number, first.position + len(tasks), *mask))
+            tasks.append(self._task(first.position + len(tasks), *mask))
         return tuple(tasks)
+
+    def _task(self, position: int, mask: bytes | None, unbiased: bool) -> SampleTask:
+        if position >= len(self.forced):
+            return SampleTask(self.number, position, mask, unbiased)
+        forced = self.forced[position]
+        if mask is not None and not mask[forced // 8] >> forced % 8 & 1:
+            raise InvalidRequestError(
+                f"forced: token {forced} must not come in answer to this request", param="forced"
+            )
+        return SampleTask(self.number, position, mask, unbiased, forced=forced)
 
     def accept(self, sampled: Sampled) -> Delta:
         """Appends a sampled token, decides whether the choice ends, says what became visible."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from vlm_serve.errors import ContextLengthError, InvalidRequestError
 from vlm_serve.models import ModelSpec
@@ -53,6 +54,17 @@ def check_request(
                 raise InvalidRequestError(
                     f"{name}: {token} is outside the vocabulary of {vocabulary}", param=name
                 )
+
+
+def check_forced(forced: Sequence[Sequence[int]], choices: int, vocabulary: int) -> None:
+    """Raises InvalidRequestError for tokens that no answer can begin with."""
+    if len(forced) > choices:
+        raise InvalidRequestError(f"forced: there are only {choices} choices", param="forced")
+    for token in (token for tokens in forced for token in tokens):
+        if not 0 <= token < vocabulary:
+            raise InvalidRequestError(
+                f"forced: {token} is outside the vocabulary of {vocabulary}", param="forced"
+            )
 
 
 def _check_experts(length: int, params: SamplingParams, model: ModelSpec) -> None:

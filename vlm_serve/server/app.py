@@ -62,6 +62,7 @@ from vlm_serve.server.errors import (
 from vlm_serve.server.openapi import DescribedApp
 from vlm_serve.server.request_id import request_id_of
 from vlm_serve.server.request_memory import Intake
+from vlm_serve.server.resuming import Resuming
 from vlm_serve.server.service import Service
 from vlm_serve.server.static_page import StaticPage
 from vlm_serve.server.status import ModelCard, ModelList
@@ -108,7 +109,7 @@ def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> AS
     _add_posts(app, service)
     _add_gets(app, service)
     _add_stored_responses(app, service)
-    intake = Intake(_head_as_get(app), service.memory, service.config.max_body_bytes)
+    intake = Intake(Resuming(_head_as_get(app)), service.memory, service.config.max_body_bytes)
     if not service.config.page:
         return Gate(intake, service.config.api_key, tenants)
     page = StaticPage(intake)

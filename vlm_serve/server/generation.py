@@ -17,6 +17,8 @@ from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.attempt import Attempt
+from vlm_serve.server.attempt_part import AttemptPart
 from vlm_serve.server.errors import RequestTimeoutError, told_as
 from vlm_serve.server.output_parser import THINK_START
 from vlm_serve.server.request_memory import current_share
@@ -42,6 +44,8 @@ class Task:
         trace: headers of the trace that the request continues.
         names: fields as they are called here -> as the client calls them, for errors.
         affinity: keys of what the prompt begins with.
+        attempt: which try to answer the request this is; None: there will be no other.
+        number: of the prompt among the request's.
     """
 
     prepare: Callable[[], Preparation]
@@ -53,6 +57,8 @@ class Task:
     trace: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     affinity: tuple[AffinityKey, ...] = ()
+    attempt: Attempt | None = None
+    number: int = 0
 
 
 class Generation:
@@ -65,6 +71,7 @@ class Generation:
         prompt_logprobs: of the prompt's tokens from `prompt_logprobs_start` on, if asked for.
         finish_reason: of the last choice that ended; "abort" while there is none.
         unfinished: choices that have not ended.
+        part: what the task's attempt means for it, if it is one.
     """
 
     def __init__(
@@ -80,14 +87,18 @@ class Generation:
         self.finish_reason = "abort"
         self.unfinished = task.params.n
         self.queue: asyncio.Queue[Delta] = asyncio.Queue()
+        self.part: AttemptPart | None = None
+        if task.attempt is not None:
+            self.part = AttemptPart(task.attempt, task.number, task.params)
         self.first_token_time: float | None = None
         self._service = service
         self._token_times: dict[int, float] = {}
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """The deltas of all choices. Raises the error with which the engine ended the request."""
+        """The deltas of all choices: as they come, or of an attempt in turn. Raises the error with
+        which the engine ended the request."""
         while self.unfinished:
-            delta = await self.queue.get()
+            delta = await self._next()
             if delta.error is not None:
                 self.finish_reason = "error"
                 with told_as(self.task.names):
@@ -95,17 +106,35 @@ class Generation:
             if delta.finish_reason == "abort":
                 # The client is still here, so it was the engine that gave up.
                 raise EngineClosedError("the request was ended by the server", code="aborted")
-            self.usage = delta.usage
-            self.cache_report = delta.cache_report or self.cache_report
             if delta.prompt_logprobs is not None:
                 self.prompt_logprobs = delta.prompt_logprobs
             if delta.finish_reason is not None:
                 self.unfinished -= 1
                 self.finish_reason = delta.finish_reason
-            if delta.token_ids:
+            self._report(delta)
+            if delta.token_ids and not (self.part is not None and self.part.replayed):
                 self._service.num_generated_tokens += len(delta.token_ids)
                 self._observe_token(delta.index, time.monotonic())
             yield delta
+
+    async def _next(self) -> Delta:
+        if self.part is None:
+            return await self.queue.get()
+        while (delta := self.part.next()) is None:
+            delta = await self.queue.get()
+            if delta.finish_reason in ("abort", "error"):
+                return delta
+            self.part.sort(delta)
+        return delta
+
+    def _report(self, delta: Delta) -> None:
+        if self.part is None:
+            self.usage = delta.usage
+            self.cache_report = delta.cache_report or self.cache_report
+        else:
+            ended = not self.unfinished
+            self.usage = self.part.usage(delta, ended=ended)
+            self.cache_report = self.part.cache_report(delta, ended=ended)
 
     def _observe_token(self, index: int, now: float) -> None:
         service = self._service
@@ -130,8 +159,8 @@ async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
         VlmServeError: what preparation and `Engine.submit` raise.
     """
     loop, stop = asyncio.get_running_loop(), Stop()
-    with service.admitted():
-        limit = service.config.request_timeout
+    with service.admitted(resumed=task.attempt is not None and task.attempt.resumed > 0):
+        limit = _seconds(service, task)
         deadline = None if limit is None else task.arrival - time.monotonic() + loop.time() + limit
         try:
             async with asyncio.timeout_at(deadline):
@@ -142,7 +171,7 @@ async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
                 if share is not None:
                     await share.cover(share.size + _bytes_of(prompt))
         except TimeoutError:
-            raise _too_late(limit) from None
+            raise _too_late(service) from None
         generation = Generation(service, task, prompt, stop.seconds)
         mailbox, queue = service.mailbox, generation.queue
         with told_as(task.names):
@@ -153,11 +182,12 @@ async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
                 task.priority,
                 grammar,
                 task.affinity,
+                generation.part,
             )
         service.open_tokens += len(prompt)
         alarm = None
         if deadline is not None:
-            late = Delta(0, finish_reason="error", error=_too_late(limit))
+            late = Delta(0, finish_reason="error", error=_too_late(service))
             alarm = loop.call_at(deadline, queue.put_nowait, late)
         try:
             yield generation
@@ -183,8 +213,17 @@ async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | No
     return await service.compile(form, THINK_END if thinks else b"")
 
 
-def _too_late(limit: float | None) -> RequestTimeoutError:
-    return RequestTimeoutError(f"the request took longer than {limit:g} s", code="timeout")
+def _seconds(service: Service, task: Task) -> float | None:
+    """That the request may take from its arrival on, None if there is no limit."""
+    if task.attempt is None or task.attempt.deadline is None:
+        return service.config.request_timeout
+    return task.attempt.deadline - time.time() + time.monotonic() - task.arrival
+
+
+def _too_late(service: Service) -> RequestTimeoutError:
+    limit = service.config.request_timeout
+    allowed = "allowed" if limit is None else f"{limit:g} s"
+    return RequestTimeoutError(f"the request took longer than {allowed}", code="timeout")
 
 
 def _account(service: Service, generation: Generation) -> None:

@@ -176,6 +176,7 @@ class EngineStats(Collector):
         yield self._step_times(self._stats["step_times"])
         if self._stats["drafts"] is not None:
             yield from self._drafts(self._stats["drafts"])
+        yield from self._replays(self._stats["replays"])
         cache, usage = self._stats["cache"], self._stats["usage"]
         evictions = dict.fromkeys(EVICTED_KINDS, 0) | cache["evictions"]
         yield self._by_kind("state_snapshots_saved", "Snapshots published", cache["saves"])
@@ -253,6 +254,16 @@ class EngineStats(Collector):
         tokens = drafts["drafts"] + drafts["accepted_tokens"]
         text = "Tokens that a verified slice gave, on average"
         yield self._gauge("spec_decode_mean_accepted_length", text, tokens, drafts["drafts"])
+
+    def _replays(self, replays: Mapping[str, int]) -> Iterator[Metric]:
+        for name, text, key in (
+            ("replayed_requests", "Answers that began on another replica", "requests"),
+            ("replayed_tokens", "Of those, tokens that came again", "tokens"),
+            ("replay_disagreements", "Of those, where another token was drawn", "disagreements"),
+        ):
+            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+            family.add_metric([self._model_name], replays[key])
+            yield family
 
     def _audits(self, audit: Mapping[str, int]) -> Iterator[Metric]:
         for name, text in (

@@ -7,6 +7,8 @@ import re
 import secrets
 from typing import Any
 
+from vlm_serve.server.attempt import attempt_of
+
 _PLAIN = re.compile(r"[A-Za-z0-9_.:-]{1,128}", re.ASCII)
 
 
@@ -20,8 +22,11 @@ def new_request_id() -> str:
 
 
 def request_id_of(scope: Any) -> str:
-    """The id of the request with this ASGI scope: the client's X-Request-Id if it is plain, else a
-    new one; the same on every call."""
+    """The id of the request with this ASGI scope: its attempt's, else the client's X-Request-Id if
+    it is plain, else a new one; the same on every call."""
+    attempt = attempt_of(scope)
+    if attempt is not None:
+        return attempt.request_id
     state = scope.setdefault("state", {})
     if "request_id" not in state:
         given = next((v for k, v in scope.get("headers", ()) if k == b"x-request-id"), b"")

@@ -6,11 +6,12 @@ Conversations grow by turns that share their past, so every turn is held, and co
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from vlm_serve.server.attempt import Attempt, new_token
 
 Item = dict[str, Any]
 
@@ -152,9 +153,9 @@ class ResponseStore:
         account.release(stored.turn)
 
 
-def new_response_id() -> str:
-    """128 random bits: nobody finds another's by trying."""
-    return f"resp_{secrets.token_hex(16)}"
+def new_response_id(attempt: Attempt | None = None) -> str:
+    """128 random bits, or what an attempt makes of its seed: nobody finds another's by trying."""
+    return f"resp_{new_token(attempt, 'response', size=16)}"
 
 
 def memory_of(value: Any) -> int:

@@ -20,6 +20,7 @@ from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.attempt_part import AttemptPart
 from vlm_serve.server.cache_feed import CacheFeed
 from vlm_serve.server.cache_status import status_of
 from vlm_serve.server.config import ServerConfig
@@ -142,12 +143,18 @@ class Service:
         return name
 
     @contextlib.contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self, *, resumed: bool = False) -> Iterator[None]:
         """Counts one request in and out.
+
+        Args:
+            resumed: its answer has begun elsewhere. There it had its place in the queue, which it
+                keeps: no more of them come than another replica had.
 
         Raises DrainingError, OverloadedError or EngineClosedError at once: nothing waits here.
         """
-        self._refuse_if_full()
+        self._refuse_if_closed()
+        if not resumed:
+            self._refuse_if_full()
         self.num_open += 1
         try:
             yield
@@ -156,11 +163,13 @@ class Service:
             if not self.num_open:
                 self._became_idle()
 
-    def _refuse_if_full(self) -> None:
+    def _refuse_if_closed(self) -> None:
         if self.draining:
             raise DrainingError("the server is shutting down", code="shutting_down")
         if not self.engine.alive:
             raise EngineClosedError("the engine has stopped", code="engine_stopped")
+
+    def _refuse_if_full(self) -> None:
         limit = self.engine.config.max_num_seqs + self.config.max_queued_requests
         if self.num_open >= limit:
             raise OverloadedError(f"{limit} requests are open already", code="queue_full")
@@ -178,6 +187,7 @@ class Service:
         priority: int,
         grammar: Grammar | None = None,
         affinity: tuple[AffinityKey, ...] = (),
+        part: AttemptPart | None = None,
     ) -> str:
         """Hands a prompt to the engine and returns the engine's id for it. Raises as it does."""
         if not self.engine.num_running + self.engine.num_waiting:
@@ -185,6 +195,10 @@ class Service:
         options: dict[str, Any] = {"priority": priority, "affinity": affinity}
         if grammar is not None:
             options["grammar"] = grammar
+        if part is not None:
+            params = part.seeded(params)
+            # Experts that nobody has recorded would be a gap on one replica and none on another.
+            options |= {"forced": part.forced, "complete_experts": True}
         return self.engine.submit(prompt, params, on_delta, **options)
 
     def warm_up(self) -> None:

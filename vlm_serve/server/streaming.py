@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -78,17 +78,26 @@ async def as_events(chunks: Chunks, *, named: bool = False) -> Events:
         yield DONE
 
 
+Extra = Callable[[], Mapping[str, Any]]
+"""What else goes into the ASGI message of the chunk that has come last."""
+
+
+def nothing() -> Mapping[str, Any]:
+    return {}
+
+
 async def stream_response(
     request: Request,
     chunks: Chunks,
     headers: Mapping[str, str],
     *,
     named: bool = False,
+    extra: Extra = nothing,
 ) -> Response:
     """Waits for the first chunk, so that errors up to there have a status of their own."""
     events = as_events(chunks, named=named)
     first = await until_disconnected(request, anext(events))
-    return EventStream(first, events, headers)
+    return EventStream(first, events, headers, extra)
 
 
 class EventStream(Response):
@@ -100,11 +109,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: Events, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, first: bytes, rest: Events, headers: Mapping[str, str], extra: Extra = nothing
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", **headers})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._extra = extra
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -121,7 +133,8 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        part = {"type": "http.response.body", "more_body": True}
+        await send({**part, **self._extra(), "body": self._first})
         async for chunk in self._rest:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({**part, **self._extra(), "body": chunk})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

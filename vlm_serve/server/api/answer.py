@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import VlmServeError
+from vlm_serve.server.api.covering import Cover, CoveredResponse
 from vlm_serve.server.errors import envelope, public_error
 from vlm_serve.server.generation import Generation, Task, answering
 from vlm_serve.server.service import Service
@@ -75,19 +76,24 @@ async def respond(service: Service, request: Request, job: Job) -> Response:
 
     Raises VlmServeError; ClientGoneError if nobody waits for the answer any more.
     """
+    cover = Cover()
     if job.stream:
-        return await stream_response(request, _events(service, job), job.headers, named=job.named)
-    answer = await until_disconnected(request, _whole(service, job))
-    return Response(answer, media_type="application/json", headers=dict(job.headers))
+        events = _events(service, job, cover)
+        return await stream_response(
+            request, events, job.headers, named=job.named, extra=cover.take
+        )
+    answer = await until_disconnected(request, _whole(service, job, cover))
+    return CoveredResponse(answer, job.headers, cover.take())
 
 
-async def _whole(service: Service, job: Job) -> str:
+async def _whole(service: Service, job: Job, cover: Cover) -> str:
     """The answer as JSON. Log-probabilities are many times as long as the text that they are
     about: telling them does not keep the event loop."""
     asked = [task.params for task in job.tasks]
     long = any(each.logprobs is not None or each.prompt_logprobs is not None for each in asked)
     async with _submitted(service, job) as generations:
         answer, kept = job.stream_of(generations), list[tuple[int, Delta]]()
+        cover.begin(generations)
 
         def made() -> str:
             for prompt, delta in kept:
@@ -96,6 +102,7 @@ async def _whole(service: Service, job: Job) -> str:
 
         async with aclosing(_merged(generations)) as deltas:
             async for prompt, delta in deltas:
+                cover.add(prompt, delta)
                 if long:
                     kept.append((prompt, delta))
                 else:
@@ -103,15 +110,17 @@ async def _whole(service: Service, job: Job) -> str:
         return await service.in_pool(made) if long else made()
 
 
-async def _events(service: Service, job: Job) -> Chunks:
+async def _events(service: Service, job: Job, cover: Cover) -> Chunks:
     """What goes wrong before the first event is raised; later it is an event itself, since the
     status has been sent."""
     async with _submitted(service, job) as generations:
         answer = job.stream_of(generations)
+        cover.begin(generations)
         sent = False
         try:
             async with aclosing(_merged(generations)) as deltas:
                 async for prompt, delta in deltas:
+                    cover.add(prompt, delta)
                     events = [] if sent else answer.start()
                     events += answer.push(prompt, delta)
                     for event in events:
@@ -120,11 +129,22 @@ async def _events(service: Service, job: Job) -> Chunks:
         except Exception as error:
             if not sent:
                 raise
+            cover.fail()
             for event in answer.failed(public_error(error, job.tasks[0].request_id)):
                 yield event
             return
         for event in answer.end():
             yield event
+
+
+async def _in_turn(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
+    streams = [generation.deltas() for generation in generations]
+    unfinished = list(range(len(streams)))
+    while unfinished:
+        for number in list(unfinished):
+            yield number, await anext(streams[number])
+            if not generations[number].unfinished:
+                unfinished.remove(number)
 
 
 @asynccontextmanager
@@ -137,10 +157,11 @@ async def _submitted(service: Service, job: Job) -> AsyncIterator[list[Generatio
 async def _merged(
     generations: Sequence[Generation],
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """The deltas of all generations as they come, each with its generation's number."""
-    if len(generations) == 1:
-        async for delta in generations[0].deltas():
-            yield 0, delta
+    """The deltas of all generations as they come, or of an attempt in turn, each with its
+    generation's number."""
+    if len(generations) == 1 or generations[0].part is not None:
+        async for numbered in _in_turn(generations):
+            yield numbered
         return
     waiting: dict[asyncio.Future[Delta], int] = {}
     streams = [generation.deltas() for generation in generations]

@@ -6,13 +6,13 @@ A stream tells of every block that it opens, grows and closes.
 
 from __future__ import annotations
 
-import secrets
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.server.api.answer import AnswerStream, Event
+from vlm_serve.server.attempt import Attempt, new_token
 from vlm_serve.server.output_parser import OutputParser
 from vlm_serve.server.pieces import Piece
 
@@ -23,7 +23,7 @@ class Block:
 
     Attributes:
         index: its place in the answer.
-        token: random letters for the block's ids.
+        token: letters for the block's ids.
         name: of the function, in a call.
         text: what it has so far; of a call the arguments.
         logprobs: of the tokens of a text, if they are wanted.
@@ -46,7 +46,8 @@ class BlockStream(AnswerStream):
         reasoning_tokens: tokens up to the end of the reasoning.
     """
 
-    def __init__(self, parser: OutputParser) -> None:
+    def __init__(self, parser: OutputParser, attempt: Attempt | None = None) -> None:
+        self._attempt = attempt
         self.blocks: list[Block] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -111,7 +112,8 @@ class BlockStream(AnswerStream):
         if self._open is not None and self._open.kind == kind and kind != "call":
             return []
         events = self._close()
-        self._open = Block(kind, len(self.blocks), secrets.token_hex(12), name)
+        index = len(self.blocks)
+        self._open = Block(kind, index, new_token(self._attempt, "block", index), name)
         self.blocks.append(self._open)
         return events + self.opened(self._open)
 

@@ -61,6 +61,7 @@ class CacheReportBody(BaseModel):
     media: list[PromptMediaBody]
     snapshots: list[int]
     boundary_key: str | None
+    resumed: Optional[int] = None
 
 
 class TopLogprob(BaseModel):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from vlm_serve.server.api.fields import AnswerRequest
 from vlm_serve.server.api.media_sources import check_media_sources
 from vlm_serve.server.api.structured import ToolChoice, with_tools
 from vlm_serve.server.api.truncation import prepare_what_fits
+from vlm_serve.server.attempt import attempt_of, created_of
 from vlm_serve.server.errors import told_as
 from vlm_serve.server.generation import Generation, Task
 from vlm_serve.server.output_parser import THINK_START, OutputParser
@@ -191,13 +191,14 @@ def conversation_task(
             trace=trace_context_of(scope),
             names={**asked.names, "structured_outputs": form_field},
             affinity=affinity_of(scope),
+            attempt=attempt_of(scope),
         ),
         model=service.resolve_model(body.model),
         tools=None
         if choice.mode == "none"
         else {name: schema or {} for name, schema in schemas.items()},
         tool_form=service.tool_form,
-        created=int(time.time()),
+        created=created_of(scope),
     )
 
 

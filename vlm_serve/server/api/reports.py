@@ -62,5 +62,12 @@ def routed_experts_fields(delta: Delta) -> dict[str, Any]:
     return fields
 
 
+def cache_report_fields(report: CacheReport) -> dict[str, Any]:
+    fields = dataclasses.asdict(report)
+    if not report.resumed:
+        del fields["resumed"]
+    return fields
+
+
 def cache_report_body(report: CacheReport | None) -> CacheReportBody | None:
-    return None if report is None else CacheReportBody(**dataclasses.asdict(report))
+    return None if report is None else CacheReportBody(**cache_report_fields(report))

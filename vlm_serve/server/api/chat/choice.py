@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ from vlm_serve.server.api.bodies import ChatLogprobs, TokenLogprob
 from vlm_serve.server.api.chat.bodies import AssistantMessage, ChatChoice, FunctionCall, ToolCall
 from vlm_serve.server.api.logprobs import chat_logprobs
 from vlm_serve.server.api.reports import routed_experts_fields
+from vlm_serve.server.attempt import Attempt, new_token
 from vlm_serve.server.output_parser import OutputParser
 from vlm_serve.server.pieces import Piece
 
@@ -25,6 +25,7 @@ class ChatChoiceState:
         tokenizer: spells tokens in logprobs.
         top_logprobs: rivals per token, None for no logprobs at all.
         keep_token_ids: token ids were asked for.
+        attempt: what ids are made of; None: they are random.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class ChatChoiceState:
         tokenizer: Tokenizer,
         top_logprobs: int | None,
         keep_token_ids: bool,
+        attempt: Attempt | None = None,
     ) -> None:
         self._index = index
         self._parser = parser
         self._tokenizer = tokenizer
         self._top_logprobs = top_logprobs
         self._keep_token_ids = keep_token_ids
+        self._attempt = attempt
         self._started = False
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -92,7 +95,8 @@ class ChatChoiceState:
                     fields[name] = fields.get(name, "") + piece.text
             elif piece.kind == "tool_name":
                 function = FunctionCall(name=piece.text, arguments="")
-                call = ToolCall(id=f"call_{secrets.token_hex(12)}", function=function)
+                token = new_token(self._attempt, "call", self._index, len(self._calls))
+                call = ToolCall(id=f"call_{token}", function=function)
                 self._calls.append(call)
                 calls[piece.call] = {"index": piece.call, **call.model_dump()}
             else:

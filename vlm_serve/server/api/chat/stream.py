@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from vlm_serve.engine.outputs import Delta
@@ -13,7 +12,7 @@ from vlm_serve.server.api.chat.choice import ChatChoiceState
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.conversation import ConversationTask
 from vlm_serve.server.api.logprobs import prompt_logprobs_body
-from vlm_serve.server.api.reports import cache_report_body, usage_body
+from vlm_serve.server.api.reports import cache_report_body, cache_report_fields, usage_body
 from vlm_serve.server.generation import Generation
 
 
@@ -38,6 +37,7 @@ class ChatStream(AnswerStream):
                 tokenizer=tokenizer,
                 top_logprobs=body.top_logprobs or 0 if body.logprobs else None,
                 keep_token_ids=bool(body.return_token_ids),
+                attempt=chat.task.attempt,
             )
             for index in range(chat.task.params.n)
         ]
@@ -101,4 +101,4 @@ class ChatStream(AnswerStream):
         report = self._generation.cache_report
         if not self._body.cache_report or report is None:
             return {}
-        return {"cache_report": dataclasses.asdict(report)}
+        return {"cache_report": cache_report_fields(report)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.completions.stream import CompletionStream
 from vlm_serve.server.api.prompts import prepare_tokens
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.attempt import attempt_of, created_of
 from vlm_serve.server.body import read_request
 from vlm_serve.server.generation import Generation, Task
 from vlm_serve.server.request_id import request_id_of, trace_context_of
@@ -37,7 +38,7 @@ def _job(service: Service, scope: Scope, arrival: float, body: CompletionRequest
     params = body.sampling_params()
     request_id = body.request_id or request_id_of(scope)
     salt = salt_of(scope, body.cache_salt)
-    model, created = service.resolve_model(body.model), int(time.time())
+    model, created = service.resolve_model(body.model), created_of(scope)
     names = {"messages": "prompt", "structured_outputs": body.form_field}
 
     def stream_of(generations: Sequence[Generation]) -> CompletionStream:
@@ -50,6 +51,7 @@ def _job(service: Service, scope: Scope, arrival: float, body: CompletionRequest
             created=created,
         )
 
+    prompts: Iterable[tuple[int, str | list[int]]] = enumerate(body.prompts())
     tasks = [
         Task(
             partial(prepare_tokens, service, prompt, salt),
@@ -59,8 +61,10 @@ def _job(service: Service, scope: Scope, arrival: float, body: CompletionRequest
             body.priority or 0,
             trace=trace_context_of(scope),
             names=names,
+            attempt=attempt_of(scope),
+            number=number,
         )
-        for prompt in body.prompts()
+        for number, prompt in prompts
     ]
     tasks[0] = replace(tasks[0], affinity=affinity_of(scope))
     return Job(tasks, stream_of, bool(body.stream), headers)

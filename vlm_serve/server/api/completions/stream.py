@@ -13,7 +13,12 @@ from vlm_serve.server.api.bodies import CacheReportBody, UsageBody
 from vlm_serve.server.api.completions.bodies import Completion
 from vlm_serve.server.api.completions.choice import CompletionChoiceState
 from vlm_serve.server.api.completions.request import CompletionRequest
-from vlm_serve.server.api.reports import add_usage, cache_report_body, usage_body
+from vlm_serve.server.api.reports import (
+    add_usage,
+    cache_report_body,
+    cache_report_fields,
+    usage_body,
+)
 from vlm_serve.server.generation import Generation
 
 
@@ -98,7 +103,7 @@ class CompletionStream(AnswerStream):
         if not self._body.cache_report:
             return {}
         reports = [
-            dataclasses.asdict(generation.cache_report)
+            cache_report_fields(generation.cache_report)
             for generation in self._generations
             if generation.cache_report
         ]

@@ -21,6 +21,7 @@ from vlm_serve.server.api.generate.request import (
 from vlm_serve.server.api.generate.stream import GenerateStream
 from vlm_serve.server.api.prompts import prepare_tokens
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.attempt import attempt_of, created_of
 from vlm_serve.server.body import read_request
 from vlm_serve.server.errors import told_as
 from vlm_serve.server.generation import Generation, Task
@@ -40,7 +41,7 @@ async def generate(service: Service, request: Request) -> Response:
 def _job(service: Service, scope: Scope, arrival: float, body: GenerateRequest) -> Job:
     headers = ignored_header(_ignored(body))
     salt = salt_of(scope, body.cache_salt)
-    model, created = service.resolve_model(body.model), int(time.time())
+    model, created = service.resolve_model(body.model), created_of(scope)
 
     def stream_of(generations: Sequence[Generation]) -> GenerateStream:
         return GenerateStream(body, service.tokenizer, generations[0], model=model, created=created)
@@ -54,6 +55,7 @@ def _job(service: Service, scope: Scope, arrival: float, body: GenerateRequest) 
         trace=trace_context_of(scope),
         names=NAMES,
         affinity=affinity_of(scope),
+        attempt=attempt_of(scope),
     )
     return Job([task], stream_of, bool(body.stream), headers)
 

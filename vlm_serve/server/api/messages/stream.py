@@ -49,7 +49,7 @@ class MessageStream(BlockStream):
     def __init__(
         self, body: MessagesRequest, chat: ConversationTask, generation: Generation
     ) -> None:
-        super().__init__(chat.parser(generation))
+        super().__init__(chat.parser(generation), chat.task.attempt)
         self._asked = body
         self._chat = chat
         self._generation = generation

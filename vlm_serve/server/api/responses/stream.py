@@ -61,7 +61,7 @@ class ResponseStream(BlockStream):
         generation: Generation,
         turn: NewTurn,
     ) -> None:
-        super().__init__(chat.parser(generation))
+        super().__init__(chat.parser(generation), chat.task.attempt)
         self._chat = chat
         self._tokenizer = tokenizer
         self._asked = body

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from starlette.types import Scope
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.server.api.responses.request import ResponsesRequest
+from vlm_serve.server.attempt import Attempt, attempt_of, new_token
 from vlm_serve.server.errors import UnsupportedFieldError
 from vlm_serve.server.response_store import (
     Owner,
@@ -76,7 +76,8 @@ def new_turn(service: Service, scope: Scope, body: ResponsesRequest) -> NewTurn:
     past = items_until(parent)
     if responses is None or body.store is False:
         return NewTurn(past, parent, [], 0, owner, responses, None)
-    given = [_with_id(item) for item in body.items()]
+    attempt = attempt_of(scope)
+    given = [_with_id(item, attempt, index) for index, item in enumerate(body.items())]
     if any(isinstance(part, float) and not math.isfinite(part) for part in parts_of(given)):
         # Its items could not be listed: JSON has no way to say that.
         raise FieldError("input", "has a number that is too large")
@@ -89,7 +90,7 @@ def new_turn(service: Service, scope: Scope, body: ResponsesRequest) -> NewTurn:
             "bytes that are kept",
             param="store",
         )
-    response_id = new_response_id() if fits else None
+    response_id = new_response_id(attempt) if fits else None
     return NewTurn(past, parent, given, num_bytes, owner, responses, response_id)
 
 
@@ -123,8 +124,8 @@ def found(
     return turn
 
 
-def _with_id(item: dict[str, Any]) -> dict[str, Any]:
+def _with_id(item: dict[str, Any], attempt: Attempt | None, index: int) -> dict[str, Any]:
     if isinstance(item.get("id"), str):
         return item
     prefix = _ID_PREFIXES.get(str(item.get("type")), "msg_")
-    return item | {"id": prefix + secrets.token_hex(12)}
+    return item | {"id": prefix + new_token(attempt, "item", index)}

@@ -1,0 +1,54 @@
+"""Slices that verify: a sampled token and what may follow it, each computed as a decode token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from dataclasses import replace
+
+from vlm_serve.engine.plan import Slice
+from vlm_serve.engine.roster import Roster
+
+
+def verify_room(roster: Roster, item: Slice, state_interval: int) -> int:
+    """Tokens that fit behind a decode token: into the answer, the free blocks and up to the next
+    position whose state is wanted, which only a decode token leaves.
+
+    Args:
+        state_interval: tokens between state snapshots while decoding; 0: none.
+    """
+    sequence, cache = roster[item.sequence], roster.cache
+    lease = sequence.lease
+    assert lease is not None
+    blocks = len(lease.blocks) + cache.free_block_count
+    rooms = [sequence.answer.room(sequence.num_generated) - 1]
+    rooms.append(blocks * cache.config.block_size - item.end)
+    if state_interval:
+        rooms.append(-item.end % state_interval - 1)
+    return min(rooms)
+
+
+def verify_slice(roster: Roster, item: Slice, drafts: Tokens[int]) -> Slice:
+    """A planned decode token with drafts behind it, as many as may come; the slice as it is if
+    there are none, or no blocks for them."""
+    sequence = roster[item.sequence]
+    lease, cache = sequence.lease, roster.cache
+    assert lease is not None and item.src_row == item.dst_row
+    tasks = sequence.draft_tasks(item.samples[0], drafts)
+    tokens = tuple([task.draft for task in tasks if task.draft is not None])
+    end = item.end + len(tokens)
+    # Other drafts may have taken the blocks in the meantime.
+    fits = -(-end // cache.config.block_size) <= len(lease.blocks) + cache.free_block_count
+    if not tokens or not fits:
+        return item
+    grown = cache.grow(lease, end)
+    assert grown, "there are free blocks"
+    return replace(
+        item,
+        kind="verify",
+        token_ids=item.token_ids + tokens,
+        end=end,
+        blocks=tuple(lease.blocks[item.first_block :]),
+        samples=tasks,
+        updates=roster.updates_of(sequence),
+        pending=sequence.pending,
+    )
