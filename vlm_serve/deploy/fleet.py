@@ -13,6 +13,7 @@ import pickle
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
@@ -205,7 +206,9 @@ class Fleet:
         running = BOARD.replicas
         for name in running:
             if name not in self._links:
-                self._links[name] = _Link(asyncio.ensure_future(self._follow(name)))
+                following = asyncio.ensure_future(self._follow(name))
+                self._links[name] = _Link(following)
+                following.add_done_callback(partial(self._ended, name))
         busy = {exchange.replica for exchange in self._open.values()}
         for name, link in tuple(self._links.items()):
             link.silent += TICK_SECONDS
@@ -230,9 +233,10 @@ class Fleet:
             raise
         except Exception as error:
             _log.warning("the link to replica %s has ended: %s", name, type(error).__name__)
-        finally:
-            del self._links[name]
-            self._lose(name)
+
+    def _ended(self, name: str, _: asyncio.Task[None]) -> None:
+        del self._links[name]
+        self._lose(name)
 
     def _deliver(self, name: str, letters: Sequence[Letter]) -> None:
         for number, message in letters:
