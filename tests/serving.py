@@ -23,7 +23,7 @@ WAIT_SECONDS = 30.0
 class RunningServer:
     """What a test sees of a server: its URL, a client, and its insides."""
 
-    def __init__(self, server: DrainingServer, engine: Any, url: str) -> None:
+    def __init__(self, server: DrainingServer[Service], engine: Any, url: str) -> None:
         self.server = server
         self.engine = engine
         self.url = url

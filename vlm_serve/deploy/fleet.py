@@ -223,7 +223,7 @@ class Fleet:
                     exchange.put(ReplicaLostError(exchange.replica or BOARD.routed.get(number)))
 
     async def _follow(self, name: str) -> None:
-        batches = self._handle.options(stream=True).link.remote(self._name, replica=name)
+        batches: Any = self._handle.options(stream=True).link.remote(self._name, replica=name)
         try:
             async for batch in batches:
                 self._links[name].silent = 0.0

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from fastapi import Request
@@ -222,7 +223,7 @@ class _Began(Exception):
         self.error = error
 
 
-def plain(scope: Scope, query: bytes | None = None) -> Scope:
+def plain(scope: Scope, query: bytes | None = None) -> dict[str, Any]:
     """What a replica is told of a request: plain data, without credentials."""
     state = scope.get("state", {})
     headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]

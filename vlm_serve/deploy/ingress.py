@@ -58,7 +58,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     check(deploy, server, engine)
     read_tenant_keys(server.tenant_keys)
     setup = ReplicaSetup(model, engine, server, server.served_model_name or (model,), _now())
-    front = serve.deployment(
+    front: Any = serve.deployment(
         serve.ingress()(Ingress),
         name="front",
         num_replicas=fronts,
@@ -66,7 +66,8 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 1},
         logging_config={"enable_access_log": False},
     )
-    return front.bind(application(setup, deploy), setup, deploy)
+    made: serve.Application = front.bind(application(setup, deploy), setup, deploy)
+    return made
 
 
 class Ingress:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import Any
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.checks import check
@@ -81,7 +82,7 @@ def _run(
         )
         _log.info("starting %d replicas of %s", options.replicas, model)
         try:
-            handle: DeploymentHandle = serve.run(
+            handle: DeploymentHandle[Any] = serve.run(
                 application(setup, options), name=APPLICATION, route_prefix=None
             )
         except RuntimeError as error:

@@ -119,7 +119,7 @@ class EngineReplica:
         setup: plain data.
     """
 
-    async def __init__(self, setup: ReplicaSetup) -> None:
+    def __init__(self, setup: ReplicaSetup) -> None:
         from vlm_serve.engine.engine import Engine
         from vlm_serve.server.app import create_routes
         from vlm_serve.server.main import SWITCH_SECONDS, leave_alone_what_stays
@@ -133,7 +133,7 @@ class EngineReplica:
         sys.setswitchinterval(SWITCH_SECONDS)
         self.name = replica_name()
         self._boxes = Boxes()
-        engine = await asyncio.to_thread(Engine.from_checkpoint, setup.model, setup.engine)
+        engine = Engine.from_checkpoint(setup.model, setup.engine)
         self._service: Service = Service(engine, setup.server, setup.names)
         self._service.created = setup.created
         self._service.warm_up()

@@ -29,47 +29,54 @@ def seats_of(setup: ReplicaSetup) -> int:
 def application(setup: ReplicaSetup, deploy: DeployConfig) -> serve.Application:
     """The replicas as a Serve application."""
     engine = setup.engine
-    ranks = engine.tensor_parallel_size
-    on_gpus = engine.device.startswith("cuda")
-    resources = {"CPU": float(ranks)} | ({"GPU": float(ranks)} if on_gpus else {})
-    actor: dict[str, Any] = {"num_cpus": resources["CPU"]}
-    if on_gpus:
-        actor["num_gpus"] = resources["GPU"]
-    number: dict[str, Any] = {"num_replicas": deploy.replicas}
-    if deploy.max_replicas is not None:
-        number = {
-            "num_replicas": "auto",
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=deploy.replicas,
-                initial_replicas=deploy.replicas,
-                max_replicas=deploy.max_replicas,
-                policy={
-                    "policy_function": f"{__name__}:{WantedReplicas.__name__}",
-                    "policy_kwargs": {"target": deploy.target_queued_tokens},
-                },
-            ),
-        }
-    deployment = serve.deployment(
+    routing: dict[str, Any] = {
+        "request_router_class": "vlm_serve.deploy.router:AffinityRouter",
+        "request_routing_stats_period_s": STATS_SECONDS,
+        "request_routing_stats_timeout_s": HEALTH_SECONDS,
+    }
+    deployment: Any = serve.deployment(
         EngineReplica,
         name="replicas",
-        # The ranks of one engine are processes of its actor: all on one machine.
-        placement_group_bundles=[resources] if ranks > 1 else None,
-        placement_group_strategy="STRICT_PACK" if ranks > 1 else None,
-        ray_actor_options=actor,
         max_ongoing_requests=seats_of(setup) + LINKS,
         health_check_period_s=HEALTH_SECONDS,
         health_check_timeout_s=engine.stall_timeout,
         graceful_shutdown_timeout_s=setup.server.shutdown_timeout + LEAVING_SECONDS,
         graceful_shutdown_wait_loop_s=LEAVING_SECONDS,
-        request_router_config=RequestRouterConfig(
-            request_router_class="vlm_serve.deploy.router:AffinityRouter",
-            request_routing_stats_period_s=STATS_SECONDS,
-            request_routing_stats_timeout_s=HEALTH_SECONDS,
-        ),
+        request_router_config=RequestRouterConfig(**routing),
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
-        **number,
+        **_resources(engine),
+        **_number(deploy),
     )
-    return deployment.bind(setup)
+    made: serve.Application = deployment.bind(setup)
+    return made
+
+
+def _resources(engine: EngineConfig) -> dict[str, Any]:
+    """What a replica needs of a machine: all of its ranks, which are processes of its actor, on
+    one of them."""
+    ranks = engine.tensor_parallel_size
+    on_gpus = engine.device.startswith("cuda")
+    bundle = {"CPU": float(ranks)} | ({"GPU": float(ranks)} if on_gpus else {})
+    actor: dict[str, Any] = {"num_cpus": ranks} | ({"num_gpus": ranks} if on_gpus else {})
+    if ranks == 1:
+        return {"ray_actor_options": actor}
+    group = {"placement_group_bundles": [bundle], "placement_group_strategy": "STRICT_PACK"}
+    return {"ray_actor_options": actor, **group}
+
+
+def _number(deploy: DeployConfig) -> dict[str, Any]:
+    if deploy.max_replicas is None:
+        return {"num_replicas": deploy.replicas}
+    scaling: dict[str, Any] = {
+        "min_replicas": deploy.replicas,
+        "initial_replicas": deploy.replicas,
+        "max_replicas": deploy.max_replicas,
+        "policy": {
+            "policy_function": f"{__name__}:{WantedReplicas.__name__}",
+            "policy_kwargs": {"target": deploy.target_queued_tokens},
+        },
+    }
+    return {"num_replicas": "auto", "autoscaling_config": AutoscalingConfig(**scaling)}
 
 
 @dataclass

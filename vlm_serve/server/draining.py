@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -48,7 +48,10 @@ class Work(Protocol):
         """Ends all there is."""
 
 
-class DrainingServer(uvicorn.Server):
+W = TypeVar("W", bound=Work)
+
+
+class DrainingServer(uvicorn.Server, Generic[W]):
     """Stops in two steps. The first signal refuses new work (/ready says so at once, the port stays
     open to tell) and lets running requests end; the timeout ends everything. A second signal calls
     `on_second_signal`, in the signal's handler."""
@@ -56,7 +59,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        service: Work,
+        service: W,
         connections: Connections,
         on_listening: Callable[[], None] = lambda: None,
         on_second_signal: Callable[[], None] = lambda: None,

@@ -36,7 +36,7 @@ def make_server(
     model_names: tuple[str, ...],
     on_listening: Callable[[], None] = lambda: None,
     on_second_signal: Callable[[], None] = lambda: None,
-) -> DrainingServer:
+) -> DrainingServer[Service]:
     """A server that is not running yet; run it with `run(sockets=[...])`. It closes the engine.
 
     `on_listening` is called once it accepts connections, `on_second_signal` if it is told to stop
