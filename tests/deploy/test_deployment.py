@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import pytest
@@ -61,10 +61,22 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(keys_file: Path) -> Iterator[ServerProcess]:
+    """What it logs is shown if it does not start."""
+    log = keys_file.with_name("log")
+    try:
+        with log.open("w") as written:
+            yield from deployed(keys_file, written)
+    except AssertionError as error:
+        raise AssertionError(log.read_text()[-4000:]) from error
+
+
+def deployed(keys_file: Path, log: IO[str]) -> Iterator[ServerProcess]:
     # A busy machine may keep a process waiting; dead ones are noticed without it.
     patience = ("--silence-timeout", "60")
     arguments = ("demo", *SMALL, *patience, "--replicas", "2", "--api-key", KEY)
-    with server_process(*arguments, "--tenant-keys", str(keys_file), command="deploy") as running:
+    with server_process(
+        *arguments, "--tenant-keys", str(keys_file), command="deploy", log=log
+    ) as running:
         yield running
 
 
