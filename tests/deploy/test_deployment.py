@@ -213,7 +213,7 @@ def test_no_client_can_give_itself_a_salt(server: ServerProcess, client: httpx.C
             "/v1/cache/probe", json=probe, params={"replica": name}, headers=headers
         )
         assert asked.status_code == 200, asked.text
-        assert asked.json()["cached_tokens"] == 0
+        assert asked.json()["boundary"] == 0
     salted = client.post("/v1/chat/completions", json=question(cache_salt="tenant:first"))
     assert salted.status_code == 400
 
