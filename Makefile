@@ -1,4 +1,6 @@
 # make serve   sets up .venv from nothing and serves a model on http://127.0.0.1:8000
+# make deploy  sets up .venv and serves the model with two replicas, and with a store that they share
+#              if there is a redis-server
 # make test    sets up .venv with the development dependencies and runs every test, on up to four cores;
 #              the tests of the page need Debian's chromium
 # make lint    ruff, clang-format and mypy, as CI runs them
@@ -27,10 +29,24 @@ LMMS := $(VENV)/lmms
 MODEL ?= demo
 CPP := $(wildcard kernels/native/* vlm_serve/models/native/* tests/native/*.cpp tests/native/*.h)
 
-.PHONY: serve test test-sanitized test-lmms test-isa native-digest screenshots lint format clean
+.PHONY: serve deploy test test-sanitized test-lmms test-isa native-digest screenshots lint format clean
 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+# A store for these replicas alone, on a port of its own; both end together.
+REPLICAS ?= 2
+STORE_PORT ?= 6390
+deploy: $(VENV)/installed-ray
+	if $(BIN)/vlm-serve deploy --help | grep -q -- --shared-store && command -v redis-server >/dev/null; then \
+		redis-server --port $(STORE_PORT) --bind 127.0.0.1 --save "" --maxmemory 256mb \
+			--maxmemory-policy allkeys-lru --loglevel warning & \
+		trap "kill $$!" EXIT; \
+		$(BIN)/vlm-serve deploy $(MODEL) --replicas $(REPLICAS) --host $(HOST) --port $(PORT) \
+			--shared-store redis://127.0.0.1:$(STORE_PORT)/0 $(ARGS); \
+	else \
+		exec $(BIN)/vlm-serve deploy $(MODEL) --replicas $(REPLICAS) --host $(HOST) --port $(PORT) $(ARGS); \
+	fi
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
@@ -80,6 +96,11 @@ $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
 	@echo "Installing what vlm-serve needs into $(VENV), torch among it: a few minutes, once."
 	$(PIP) install --quiet --constraint constraints.txt setuptools
 	$(PIP) install --progress-bar on --constraint constraints.txt --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/installed-ray: $(VENV)/installed
+	@echo "Installing Ray Serve as well: a minute, once."
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[ray]'
 	touch $@
 
 # torchvision is an oracle of the preprocessing tests. It names a CUDA build of torch as its dependency,

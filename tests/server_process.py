@@ -37,19 +37,21 @@ def server_process(
     environment: Mapping[str, str] | None = None,
     log: IO[str] | int = subprocess.DEVNULL,
     folder: Path | None = None,
+    command: str = "serve",
 ) -> Iterator[ServerProcess]:
     """Serves until the end, when the process is killed.
 
     Args:
-        arguments: of `vlm-serve serve`, the model among them.
+        arguments: of the command, the model among them.
         port: to listen on; 0 takes any free one.
         environment: variables besides this process's own.
         log: where its standard error goes.
         folder: the checkout that serves, if it is not this one.
+        command: `serve` or `deploy`.
     """
     path = {"PYTHONPATH": str(folder)} if folder is not None else {}
     process = subprocess.Popen(
-        [*COMMAND, "serve", *arguments, "--port", str(port)],
+        [*COMMAND, command, *arguments, "--port", str(port)],
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.run import DrainingServer, listen, make_server, url_of
+from vlm_serve.server.draining import DrainingServer, listen, url_of
+from vlm_serve.server.run import make_server
 from vlm_serve.server.service import Service
 
 WAIT_SECONDS = 30.0
@@ -22,7 +23,7 @@ WAIT_SECONDS = 30.0
 class RunningServer:
     """What a test sees of a server: its URL, a client, and its insides."""
 
-    def __init__(self, server: DrainingServer, engine: Any, url: str) -> None:
+    def __init__(self, server: DrainingServer[Service], engine: Any, url: str) -> None:
         self.server = server
         self.engine = engine
         self.url = url
@@ -84,9 +85,9 @@ def running(
         bound.close()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits until something that happens in another thread has happened."""
-    deadline = time.monotonic() + WAIT_SECONDS
+def wait_for(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
+    """Waits until something that happens in another thread or process has happened."""
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.options import markdown_table, options_of
 from vlm_serve.server.api.cache import PinRequest, ProbeRequest
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
@@ -33,6 +34,7 @@ def section(text: str, name: str) -> str:
 
 def test_the_readme_has_the_option_tables() -> None:
     assert section(README, "server options") == markdown_table(options_of(ServerConfig))
+    assert section(README, "deploy options") == markdown_table(options_of(DeployConfig))
     assert section(README, "engine options") == markdown_table(options_of(EngineConfig))
 
 

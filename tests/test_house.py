@@ -142,7 +142,9 @@ def test_constraints_pin_every_dependency_exactly() -> None:
     for extra in project["optional-dependencies"].values():
         wanted += extra
     for requirement in wanted:
-        name = requirement.split(">")[0].split("=")[0].strip().lower().replace("_", "-")
+        name = (
+            requirement.split("[")[0].split(">")[0].split("=")[0].strip().lower().replace("_", "-")
+        )
         assert name in names, requirement
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError, VlmServeError
 from vlm_serve.options import (
     Option,
@@ -23,6 +24,11 @@ from vlm_serve.options import (
 from vlm_serve.server.config import ServerConfig
 
 DEMO_MODEL = "demo"
+ALL_OPTIONS = (
+    *options_of(DeployConfig),
+    *options_of(ServerConfig),
+    *options_of(EngineConfig),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,6 +86,17 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model(serve)
     _add_options(serve, options_of(ServerConfig))
     _add_options(serve, options_of(EngineConfig))
+
+    deploy = commands.add_parser(
+        "deploy",
+        help="serve a model with several engines, on Ray Serve",
+        allow_abbrev=False,
+    )
+    deploy.set_defaults(run=run_deploy)
+    _add_model(deploy)
+    _add_options(deploy, options_of(DeployConfig))
+    _add_options(deploy, options_of(ServerConfig))
+    _add_options(deploy, options_of(EngineConfig))
 
     plan = commands.add_parser(
         "plan", help="show what fits into the cache memory, from a config", allow_abbrev=False
@@ -279,12 +296,12 @@ def read_config_file(path: str | None) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"config file {path}: it must map options to values", param="config")
     model = content.pop("model", None)
-    found = from_mapping((*options_of(ServerConfig), *options_of(EngineConfig)), content)
+    found = from_mapping(ALL_OPTIONS, content)
     return found | ({} if model is None else {"model": model})
 
 
 def _engine_config(options: argparse.Namespace, file: Mapping[str, Any]) -> EngineConfig:
-    check_environment((*options_of(ServerConfig), *options_of(EngineConfig)), os.environ)
+    check_environment(ALL_OPTIONS, os.environ)
     return EngineConfig(**collect(options_of(EngineConfig), vars(options), os.environ, file))
 
 
@@ -311,6 +328,15 @@ def run_serve(options: argparse.Namespace) -> int:
     from vlm_serve.server.main import serve
 
     return serve(*configured)
+
+
+def run_deploy(options: argparse.Namespace) -> int:
+    configured = _model_and_configs(options)
+    file = read_config_file(options.config)
+    deployment = DeployConfig(**collect(options_of(DeployConfig), vars(options), os.environ, file))
+    from vlm_serve.deploy.main import deploy
+
+    return deploy(*configured, deployment)
 
 
 def run_batch(options: argparse.Namespace) -> int:

@@ -52,7 +52,7 @@ from vlm_serve.server.api.tokenization import (
     detokenize,
     tokenize,
 )
-from vlm_serve.server.auth import Gate
+from vlm_serve.server.auth import guarded
 from vlm_serve.server.errors import (
     MESSAGES_PATH,
     error_for,
@@ -64,7 +64,6 @@ from vlm_serve.server.request_id import request_id_of
 from vlm_serve.server.request_memory import Intake
 from vlm_serve.server.resuming import Resuming
 from vlm_serve.server.service import Service
-from vlm_serve.server.static_page import StaticPage
 from vlm_serve.server.status import ModelCard, ModelList
 from vlm_serve.server.streaming import ClientGoneError
 
@@ -88,6 +87,11 @@ def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> AS
     Args:
         tenants: further API keys, each with the cache salt that its requests always have.
     """
+    return guarded(create_routes(service), service.config, tenants)
+
+
+def create_routes(service: Service) -> ASGIApp:
+    """The routes alone, for whoever has checked the requests already; see `create_app`."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -109,11 +113,7 @@ def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> AS
     _add_posts(app, service)
     _add_gets(app, service)
     _add_stored_responses(app, service)
-    intake = Intake(Resuming(_head_as_get(app)), service.memory, service.config.max_body_bytes)
-    if not service.config.page:
-        return Gate(intake, service.config.api_key, tenants)
-    page = StaticPage(intake)
-    return Gate(page, service.config.api_key, tenants, open_paths=page.paths)
+    return Intake(Resuming(_head_as_get(app)), service.memory, service.config.max_body_bytes)
 
 
 def _head_as_get(app: ASGIApp) -> ASGIApp:

@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.errors import AuthenticationError, error_for
 from vlm_serve.server.request_id import request_id_of
+from vlm_serve.server.static_page import StaticPage
 from vlm_serve.server.tenants import bind
 
 OPEN_PATHS = frozenset({b"/health", b"/ready", b"/metrics"})
@@ -77,6 +79,14 @@ class Gate:
             return False
         bind(scope, found[0], self._salts[found[0]])
         return True
+
+
+def guarded(app: ASGIApp, config: ServerConfig, tenants: Mapping[str, str] | None = None) -> Gate:
+    """What answers, with the page before it and the gate before both, as the options say."""
+    if not config.page:
+        return Gate(app, config.api_key, tenants)
+    page = StaticPage(app)
+    return Gate(page, config.api_key, tenants, open_paths=page.paths)
 
 
 def _key_of(scope: Scope) -> bytes | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -21,8 +21,10 @@ from vlm_serve.server.json_body import (
     validate,
 )
 from vlm_serve.server.request_memory import current_share
-from vlm_serve.server.service import Service
 from vlm_serve.server.streaming import until_disconnected
+
+if TYPE_CHECKING:
+    from vlm_serve.server.service import Service
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")

@@ -20,8 +20,9 @@ from vlm_serve.options import format_size
 from vlm_serve.server.bounds import total
 from vlm_serve.server.browsers import is_loopback
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.draining import listen, url_of
 from vlm_serve.server.pieces import form_of
-from vlm_serve.server.run import listen, make_server, url_of
+from vlm_serve.server.run import make_server
 from vlm_serve.server.tenants import read_tenant_keys
 
 _log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
         announce = partial(print, table(rows), flush=True)
         server = make_server(engine, config, names, announce, _leave_at_once)
         server.service.warm_up()
-        _leave_alone_what_stays()
+        leave_alone_what_stays()
         server.run(sockets=[bound])
     finally:
         engine.close()
@@ -76,7 +77,7 @@ def is_open_to_all(config: ServerConfig) -> bool:
     return config.page and not has_keys and not is_loopback(config.host)
 
 
-def _leave_alone_what_stays() -> None:
+def leave_alone_what_stays() -> None:
     """Takes what there is before the first request, half a million objects of libraries and model,
     out of the garbage collector's sight. Looking through them all stops every thread for 0.2 s,
     again and again while requests come and go."""

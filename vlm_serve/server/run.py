@@ -1,110 +1,22 @@
-"""Running a server: listening, start-up table, and an orderly end."""
+"""Making the server of one engine."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import socket
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING
-
-import uvicorn
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.server.app import create_app
 from vlm_serve.server.browsers import for_browsers
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.connections import Connections
+from vlm_serve.server.draining import DrainingServer, uvicorn_config
 from vlm_serve.server.service import Service
 from vlm_serve.server.tenants import read_tenant_keys
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
     from vlm_serve.server.tracing import RequestTracer
-
-_log = logging.getLogger(__name__)
-
-GRACE_SECONDS = 5
-"""How long connections may take to notice that their request has been ended."""
-
-BACKLOG = 128
-"""Connections that may wait to be accepted; asyncio accepts as many in one go."""
-
-
-class DrainingServer(uvicorn.Server):
-    """Stops in two steps. The first signal refuses new work (/ready says so at once, the port stays
-    open to tell) and lets running requests end; the timeout ends everything. A second signal calls
-    `on_second_signal`, in the signal's handler."""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        service: Service,
-        connections: Connections,
-        on_listening: Callable[[], None] = lambda: None,
-        on_second_signal: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(config)
-        self.service = service
-        self.connections = connections
-        self._on_listening = on_listening
-        self._on_second_signal = on_second_signal
-        self._watching: asyncio.Task[None] | None = None
-        self._draining: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._watching = asyncio.ensure_future(self.connections.watch())
-        await super().startup(sockets)
-        self._on_listening()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.service.cache_feed.close()
-        await super().shutdown(sockets)
-        if self._watching is not None:
-            self._watching.cancel()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.service.draining or self._loop is None:
-            self.should_exit = True
-            self.force_exit = True
-            self._on_second_signal()
-            return
-        self.service.draining = True
-        self._loop.call_soon_threadsafe(self._start_draining)
-
-    def _start_draining(self) -> None:
-        self._draining = asyncio.ensure_future(self._drain())
-
-    async def _drain(self) -> None:
-        timeout = self.service.config.shutdown_timeout
-        _log.info("stopping: %d requests are open", self.service.num_open)
-        if not await self.service.drain(timeout):
-            _log.warning("%d requests did not end within %g s", self.service.num_open, timeout)
-            await self.service.close()
-        self.should_exit = True
-
-
-def listen(config: ServerConfig) -> socket.socket:
-    """A socket bound to the configured address. Raises ConfigError if it cannot be."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    bound = socket.socket(family)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((config.host, config.port))
-    except OSError as error:
-        bound.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}", param="port"
-        ) from None
-    return bound
-
-
-def url_of(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _tracer(endpoint: str, model: str) -> RequestTracer:
@@ -124,7 +36,7 @@ def make_server(
     model_names: tuple[str, ...],
     on_listening: Callable[[], None] = lambda: None,
     on_second_signal: Callable[[], None] = lambda: None,
-) -> DrainingServer:
+) -> DrainingServer[Service]:
     """A server that is not running yet; run it with `run(sockets=[...])`. It closes the engine.
 
     `on_listening` is called once it accepts connections, `on_second_signal` if it is told to stop
@@ -136,17 +48,6 @@ def make_server(
     if config.otlp_traces_endpoint is not None:
         service.tracer = _tracer(config.otlp_traces_endpoint, model_names[0])
     connections = Connections(config)
-    settings = uvicorn.Config(
-        for_browsers(create_app(service, read_tenant_keys(config.tenant_keys)), config),
-        http=connections.protocol,  # type: ignore[arg-type]
-        loop="asyncio",
-        backlog=BACKLOG,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=config.keep_alive_timeout,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-        lifespan="on",
-        ws="none",
-    )
+    app = for_browsers(create_app(service, read_tenant_keys(config.tenant_keys)), config)
+    settings = uvicorn_config(app, connections)
     return DrainingServer(settings, service, connections, on_listening, on_second_signal)

@@ -322,6 +322,10 @@ class Service:
         if asking.done() and asking.exception() is None:
             self.metrics.engine_stats.update(asking.result())
 
+    def end_streams(self) -> None:
+        """Ends the streams that would go on for ever."""
+        self.cache_feed.close()
+
     async def drain(self, timeout: float) -> bool:
         """Takes no more work and waits for what runs. True if all of it ended in time."""
         self.draining = True

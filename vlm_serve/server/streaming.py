@@ -52,11 +52,11 @@ async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
             return working.result()
         raise ClientGoneError
     finally:
-        await _cancel(watching)
-        await _cancel(working)
+        await cancelled(watching)
+        await cancelled(working)
 
 
-async def _cancel(task: asyncio.Future[Any]) -> None:
+async def cancelled(task: asyncio.Future[Any]) -> None:
     """Cancels a task and waits until its cleaning up is done; its result is of no interest."""
     task.cancel()
     await asyncio.wait({task})
@@ -126,8 +126,8 @@ class EventStream(Response):
             if sending.done():
                 sending.result()
         finally:
-            await _cancel(watching)
-            await _cancel(sending)
+            await cancelled(watching)
+            await cancelled(sending)
             await self._rest.aclose()
 
     async def _send(self, send: Send) -> None:

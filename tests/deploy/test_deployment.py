@@ -1,0 +1,325 @@
+"""`vlm-serve deploy` with real replicas: what clients get, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import pytest
+from server_process import ServerProcess, server_process
+from serving import wait_for
+
+SMALL = ("--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1")
+SECONDS = 120.0
+KEY, TENANTS = "open", {"first-key": "first", "second-key": "second"}
+TEXT = "The prefix that all of these requests share is a little longer than one block of it. " * 4
+
+
+def processes_below(pid: int) -> dict[int, str]:
+    """Command lines of all descendants."""
+    found: dict[int, str] = {}
+    layer = [pid]
+    while layer:
+        children: list[int] = []
+        for each in layer:
+            with contextlib.suppress(OSError):
+                for path in Path(f"/proc/{each}/task").glob("*/children"):
+                    children += map(int, path.read_text().split())
+        for child in children:
+            with contextlib.suppress(OSError):
+                line = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ")
+                found[child] = line.decode().strip()
+        layer = children
+    return found
+
+
+def replica_pids(server: ServerProcess) -> list[int]:
+    below = processes_below(server.process.pid)
+    return [pid for pid, line in below.items() if line.startswith("ray::ServeReplica:")]
+
+
+def client_of(url: str, key: str | None = None) -> httpx.Client:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=url, timeout=SECONDS, trust_env=False, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    path.write_text("".join(f"{key}: {salt}\n" for key, salt in TENANTS.items()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(keys_file: Path) -> Iterator[ServerProcess]:
+    """What it logs is shown if it does not start."""
+    log = keys_file.with_name("log")
+    try:
+        with log.open("w") as written:
+            yield from deployed(keys_file, written)
+    except AssertionError as error:
+        raise AssertionError(log.read_text()[-4000:]) from error
+
+
+def deployed(keys_file: Path, log: IO[str]) -> Iterator[ServerProcess]:
+    # A busy machine may keep a process waiting; dead ones are noticed without it.
+    patience = ("--silence-timeout", "60")
+    arguments = ("demo", *SMALL, *patience, "--replicas", "2", "--api-key", KEY)
+    with server_process(
+        *arguments, "--tenant-keys", str(keys_file), command="deploy", log=log
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[httpx.Client]:
+    with client_of(server.url, KEY) as client:
+        wait_for(lambda: len(replica_names(client)) == 2, SECONDS)
+        yield client
+
+
+def replica_names(client: httpx.Client) -> list[str]:
+    answer = client.get("/v1/cache/stats")
+    return [each["replica"] for each in answer.json().get("data", ())]
+
+
+def question(text: str = TEXT, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "max_tokens": 12, "temperature": 0, "seed": 1, **fields}
+
+
+def streamed(client: httpx.Client, body: dict[str, Any]) -> list[str]:
+    with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200, answer.read()
+        return [line for line in answer.iter_lines() if line]
+
+
+def running(client: httpx.Client) -> int:
+    load = client.get("/load").json()
+    return int(load["num_requests_running"] + load["num_requests_waiting"] + load["server_load"])
+
+
+def test_answers_equal_those_of_one_process(client: httpx.Client) -> None:
+    with (
+        server_process("demo", *SMALL) as alone,
+        client_of(alone.url) as other,
+    ):
+        for path, body in (
+            ("/v1/chat/completions", question(logprobs=True, top_logprobs=2)),
+            ("/v1/completions", {"prompt": "One, two,", "max_tokens": 8, "temperature": 0}),
+            ("/v1/responses", {"input": "Say it.", "max_output_tokens": 8, "temperature": 0}),
+            ("/v1/messages", {**question(), "model": "demo", "max_tokens": 8}),
+            ("/tokenize", {"prompt": "One, two, three"}),
+        ):
+            body.pop("seed", None) if path == "/v1/messages" else None
+            got, wanted = client.post(path, json=body), other.post(path, json=body)
+            assert got.status_code == wanted.status_code == 200, (path, got.text, wanted.text)
+            assert undated(got.json()) == undated(wanted.json()), path
+        models = [each.get("/v1/models").json()["data"][0] for each in (client, other)]
+        assert undated(models[0]) == undated(models[1])
+        bad = {"messages": "nothing"}
+        refusals = [each.post("/v1/chat/completions", json=bad) for each in (client, other)]
+        assert refusals[0].status_code == refusals[1].status_code == 400
+        assert refusals[0].json() == refusals[1].json()
+
+
+def undated(value: Any) -> Any:
+    """Without what differs from one time to another, and with what is cached."""
+    if isinstance(value, dict):
+        hidden = {"id", "created", "created_at", "completed_at", "cache_report"}
+        hidden |= {"cached_tokens", "cache_read_input_tokens", "input_tokens"}
+        return {name: undated(each) for name, each in value.items() if name not in hidden}
+    if isinstance(value, list):
+        return [undated(each) for each in value]
+    return value
+
+
+def test_streams_come_piece_by_piece(client: httpx.Client) -> None:
+    lines = streamed(client, question(max_tokens=8, ignore_eos=True))
+    assert lines[-1] == "data: [DONE]" and len(lines) > 6
+
+
+def test_every_response_has_one_id(client: httpx.Client) -> None:
+    answer = client.post("/v1/chat/completions", json=question(), headers={"x-request-id": "mine"})
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+
+
+def test_metrics_say_of_which_replica_they_are(client: httpx.Client) -> None:
+    client.post("/v1/chat/completions", json=question())
+    names, text = replica_names(client), client.get("/metrics").text
+    assert len(set(names)) == 2
+    for name in names:
+        assert f'vlm_serve:generation_tokens_total{{replica="{name}",model_name="demo"}}' in text
+    assert "vlm_serve:replicas 2.0" in text
+    assert text.count("# TYPE vlm_serve:generation_tokens_total counter") == 1
+
+
+def test_one_replica_can_be_looked_into(client: httpx.Client) -> None:
+    for name in replica_names(client):
+        tree = client.get("/v1/cache/tree", params={"replica": name, "limit": 1})
+        assert tree.status_code == 200 and tree.json()["object"] == "cache.tree"
+        with client.stream("GET", "/v1/cache/events", params={"replica": name}) as events:
+            assert next(events.iter_lines()).startswith("id: ")
+    unknown = client.get("/v1/cache/tree", params={"replica": "nobody"})
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["param"] == "replica"
+
+
+def test_a_flush_reaches_all_replicas(client: httpx.Client) -> None:
+    for _ in range(4):
+        client.post("/v1/chat/completions", json=question())
+    assert client.post("/v1/cache/flush", json={}).status_code == 200
+    for name in replica_names(client):
+        assert client.get("/v1/cache/tree", params={"replica": name}).json()["total"] == 0
+
+
+def test_tenants_do_not_see_each_others_cache(server: ServerProcess, client: httpx.Client) -> None:
+    client.post("/v1/cache/flush", json={})
+    totals = {}
+    for key in TENANTS:
+        with client_of(server.url, key) as tenant:
+            if key == "first-key":
+                for _ in range(4):
+                    tenant.post("/v1/chat/completions", json=question())
+            totals[key] = sum(
+                tenant.get("/v1/cache/tree", params={"replica": name}).json()["total"]
+                for name in replica_names(client)
+            )
+            assert tenant.get("/v1/cache/stats").status_code == 403
+            assert tenant.post("/v1/cache/flush", json={}).status_code == 403
+    assert totals["first-key"] > 0 and totals["second-key"] == 0
+
+
+def test_no_client_can_give_itself_a_salt(server: ServerProcess, client: httpx.Client) -> None:
+    """What the gate has found out travels beside the headers, never as one of them."""
+    client.post("/v1/cache/flush", json={})
+    with client_of(server.url, "first-key") as tenant:
+        for _ in range(4):
+            tenant.post("/v1/chat/completions", json=question())
+    names = ("tenant_salt", "tenant-salt", "state", "vlm_serve.salt", "x-tenant-salt")
+    headers = dict.fromkeys(names, "first")
+    probe = {"messages": question()["messages"]}
+    for name in replica_names(client):
+        asked = client.post(
+            "/v1/cache/probe", json=probe, params={"replica": name}, headers=headers
+        )
+        assert asked.status_code == 200, asked.text
+        assert asked.json()["boundary"] == 0
+    salted = client.post("/v1/chat/completions", json=question(cache_salt="tenant:first"))
+    assert salted.status_code == 400
+
+
+def test_without_a_key_nobody_is_let_in(server: ServerProcess) -> None:
+    with client_of(server.url) as nobody:
+        assert nobody.post("/v1/chat/completions", json=question()).status_code == 401
+        assert nobody.get("/health").status_code == 200
+
+
+def test_a_body_that_is_too_large_stops_at_the_front(client: httpx.Client) -> None:
+    answer = client.post("/v1/chat/completions", content=b" " * ((64 << 20) + 1))
+    assert answer.status_code in (413, 415)
+
+
+def test_a_client_that_leaves_ends_its_request(client: httpx.Client, server: ServerProcess) -> None:
+    async def leave() -> None:
+        limits = httpx.Limits(max_connections=None)
+        headers = {"authorization": f"Bearer {KEY}"}
+        body = question(max_tokens=1500, ignore_eos=True, stream=True)
+        async with httpx.AsyncClient(
+            base_url=server.url, timeout=SECONDS, trust_env=False, headers=headers, limits=limits
+        ) as many:
+
+            async def one() -> None:
+                async with many.stream("POST", "/v1/chat/completions", json=body) as answer:
+                    assert answer.status_code == 200
+
+            await asyncio.gather(*(one() for _ in range(40)))
+
+    asyncio.run(leave())
+    wait_for(lambda: running(client) == 0, SECONDS)
+
+
+def test_only_our_port_is_open(server: ServerProcess) -> None:
+    pids = [server.process.pid, *processes_below(server.process.pid)]
+    inodes = set()
+    for pid in pids:
+        for path in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                name = os.readlink(path)
+                if name.startswith("socket:["):
+                    inodes.add(name[8:-1])
+    loopback = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+    listening, elsewhere = 0, []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                listening += 1
+                if fields[1].split(":")[0] not in loopback:
+                    elsewhere.append(line)
+    assert listening > 3
+    assert not elsewhere
+    for table in ("udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            assert fields[9] not in inodes or fields[1].split(":")[0] in loopback, line
+
+
+def test_a_dead_idle_replica_is_not_missed(client: httpx.Client, server: ServerProcess) -> None:
+    before = set(replica_names(client))
+    os.kill(replica_pids(server)[0], signal.SIGKILL)
+    for _ in range(6):
+        answer = client.post("/v1/chat/completions", json=question())
+        assert answer.status_code == 200, answer.text
+    wait_for(lambda: len(set(replica_names(client)) - before) == 1, SECONDS)  # Serve's new one
+
+
+def test_an_answer_whose_replica_dies_says_so(client: httpx.Client, server: ServerProcess) -> None:
+    """One stream on each of the two: that of the dead one ends with an error, or is gone on with
+    where replicas can do that; the other one does not notice."""
+    body = question(max_tokens=600, ignore_eos=True)
+    begun = threading.Barrier(3, timeout=SECONDS)
+
+    def one(number: int) -> str:
+        text = ""
+        with (
+            client_of(server.url, KEY) as own,
+            own.stream(
+                "POST", "/v1/chat/completions", json={**body, "seed": number, "stream": True}
+            ) as answer,
+        ):
+            for index, line in enumerate(answer.iter_lines()):
+                text += f"{line}\n"
+                if index == 0:
+                    begun.wait()
+        return text
+
+    with ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(one, number) for number in range(2)]
+        begun.wait()
+        os.kill(replica_pids(server)[0], signal.SIGKILL)
+        texts = [stream.result(SECONDS) for stream in streams]
+    whole = [text for text in texts if text.rstrip().endswith("data: [DONE]")]
+    broken = [text for text in texts if text not in whole]
+    assert whole and all('"code": "replica_lost"' in text for text in broken), texts
+    assert client.post("/v1/chat/completions", json=question()).status_code == 200
+
+
+def test_a_signal_ends_all_that_was_started(server: ServerProcess) -> None:
+    below = processes_below(server.process.pid)
+    assert any("raylet" in line for line in below.values())
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(SECONDS) == 0
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in below if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, {pid: below[pid] for pid in left}
+        time.sleep(0.1)

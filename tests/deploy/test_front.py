@@ -1,0 +1,198 @@
+"""What the front does with replicas that answer, break off or are not there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, cast
+
+import httpx
+import pytest
+from starlette.types import Message
+
+from vlm_serve.deploy.fleet import BrokenAnswerError, Call, Fleet, ReplicaLostError
+from vlm_serve.deploy.front import Front
+from vlm_serve.server.auth import guarded
+from vlm_serve.server.config import ServerConfig
+
+START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"text/event-stream")],
+}
+
+
+def body(data: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+WHOLE = [START, body(b"data: 1\n\n"), body(b"data: [DONE]\n\n", more=False)]
+
+
+class ScriptedFleet:
+    """Replicas that say what they are told to; an exception ends what one of them says."""
+
+    def __init__(self, *scripts: list[Message | Exception]) -> None:
+        self.names: tuple[str, ...] = ("r1", "r2")
+        self.calls: list[Call] = []
+        self._scripts = list(scripts)
+
+    async def run(self) -> None:
+        pass
+
+    async def answers(self, call: Call) -> AsyncGenerator[Message, None]:
+        self.calls.append(call)
+        for each in self._scripts.pop(0):
+            if isinstance(each, Exception):
+                raise each
+            yield each
+
+
+def front_of(fleet: ScriptedFleet, **options: Any) -> Front:
+    return Front(cast(Fleet, fleet), ServerConfig(page=False, **options), "demo", 1)
+
+
+async def post(front: Front, path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(
+        cast(Any, guarded(front, front.config, {"tenant-key": "mine"})),
+        raise_app_exceptions=False,
+    )
+    headers = {"authorization": "Bearer tenant-key", **fields.pop("headers", {})}
+    async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+        return await client.post(path, json={"messages": []}, headers=headers, **fields)
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        await work()
+
+    asyncio.run(whole())
+
+
+def test_an_answer_passes_as_it_is() -> None:
+    async def work() -> None:
+        fleet = ScriptedFleet([*WHOLE])
+        answer = await post(front_of(fleet))
+        assert answer.status_code == 200
+        assert answer.text == "data: 1\n\ndata: [DONE]\n\n"
+
+    run(work)
+
+
+def test_what_the_gate_knows_travels_beside_the_headers() -> None:
+    async def work() -> None:
+        fleet = ScriptedFleet([*WHOLE])
+        await post(front_of(fleet), headers={"tenant_salt": "other", "x-request-id": "mine"})
+        scope = fleet.calls[0].scope
+        assert scope["state"]["tenant_salt"] == "mine"
+        assert scope["state"]["request_id"] == "mine"
+        names = [name for name, _ in scope["headers"]]
+        assert b"authorization" not in names and b"content-type" in names
+        assert fleet.calls[0].body == b'{"messages":[]}'
+
+    run(work)
+
+
+def test_a_request_that_has_not_begun_goes_to_another_replica() -> None:
+    async def work() -> None:
+        fleet = ScriptedFleet([ReplicaLostError("r1")], [*WHOLE])
+        front = front_of(fleet)
+        assert (await post(front)).text.endswith("[DONE]\n\n")
+        assert fleet.calls[0].avoid == () and fleet.calls[1].avoid == ("r1",)
+        assert front.num_lost == 1
+
+    run(work)
+
+
+def test_a_third_replica_is_never_asked() -> None:
+    async def work() -> None:
+        fleet = ScriptedFleet([ReplicaLostError("r1")], [ReplicaLostError("r2")], [*WHOLE])
+        answer = await post(front_of(fleet))
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "replica_lost"
+        assert len(fleet.calls) == 2
+
+    run(work)
+
+
+def test_a_request_that_makes_a_replica_fail_is_not_sent_to_another() -> None:
+    async def work() -> None:
+        fleet = ScriptedFleet([BrokenAnswerError("it failed")], [*WHOLE])
+        answer = await post(front_of(fleet))
+        assert answer.status_code == 500 and len(fleet.calls) == 1
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("path", "begin"),
+    [("/v1/chat/completions", 'data: {"error"'), ("/v1/messages", "event: error\ndata: ")],
+)
+def test_a_stream_that_breaks_off_ends_with_an_error_event(path: str, begin: str) -> None:
+    async def work() -> None:
+        broken = BrokenAnswerError("it failed")
+        fleet = ScriptedFleet([START, body(b"data: 1\n\n"), broken])
+        answer = await post(front_of(fleet), path)
+        first, last = answer.text.split("\n\n", 1)
+        assert answer.status_code == 200 and first == "data: 1"
+        assert last.startswith(begin)
+        assert json.loads(last.split("data: ")[1])["error"]["message"]
+
+    run(work)
+
+
+def test_the_budget_of_seats_is_the_fronts() -> None:
+    async def work() -> None:
+        front = front_of(ScriptedFleet([*WHOLE]))
+        front.num_open = 2  # one for each replica
+        answer = await post(front)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "queue_full"
+
+    run(work)
+
+
+def test_without_replicas_nobody_waits() -> None:
+    async def work() -> None:
+        fleet = ScriptedFleet()
+        fleet.names = ()
+        answer = await post(front_of(fleet))
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "no_replica"
+        assert answer.headers["retry-after"]
+
+    run(work)
+
+
+def test_too_large_a_body_reaches_no_replica() -> None:
+    async def work() -> None:
+        fleet = ScriptedFleet()
+        answer = await post(front_of(fleet, max_body_size=10))
+        assert answer.status_code == 413 and not fleet.calls
+
+    run(work)
+
+
+def test_a_front_that_drains_takes_no_more() -> None:
+    async def work() -> None:
+        fleet = ScriptedFleet()
+        front = front_of(fleet)
+        assert await front.drain(1.0)
+        assert (await post(front)).json()["error"]["code"] == "shutting_down"
+
+    run(work)
+
+
+def test_a_question_about_one_replica_names_it_in_the_query() -> None:
+    async def work() -> None:
+        fleet = ScriptedFleet([*WHOLE], [*WHOLE])
+        front = front_of(fleet)
+        await post(front, "/v1/cache/probe?replica=r2&x=1")
+        assert fleet.calls[0].replica == "r2" and fleet.calls[0].scope["query_string"] == b"x=1"
+        await post(front, "/v1/cache/probe")
+        assert fleet.calls[1].replica is None
+        unknown = await post(front, "/v1/cache/probe?replica=r3")
+        assert unknown.status_code == 404 and unknown.json()["error"]["param"] == "replica"
+
+    run(work)

@@ -1,0 +1,111 @@
+"""The order in which Serve asks replicas, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve.config import RequestRouterConfig
+
+from vlm_serve.deploy import board
+from vlm_serve.deploy.core import InTurn
+from vlm_serve.deploy.router import AffinityRouter
+
+
+@pytest.fixture
+def adapter() -> AffinityRouter:
+    """Without what Serve's constructor connects to."""
+    made = AffinityRouter.__new__(AffinityRouter)
+    made.initialize_state()
+    made._core = InTurn()
+    return made
+
+
+def replicas(*names: str) -> list[Any]:
+    return [
+        SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats={"load": 1.0})
+        for name in names
+    ]
+
+
+def request(*args: Any, **wishes: Any) -> Any:
+    return SimpleNamespace(
+        args=list(args),
+        kwargs=wishes,
+        routing_context=SimpleNamespace(should_backoff=False),
+        metadata=SimpleNamespace(internal_request_id="one"),
+    )
+
+
+def ranked(adapter: AffinityRouter, names: list[Any], pending: Any) -> list[list[str]]:
+    groups = asyncio.run(adapter.choose_replicas(names, pending))
+    return [[each.replica_id.unique_id for each in group] for group in groups]
+
+
+def test_requests_go_to_the_replicas_in_turn(adapter: AffinityRouter) -> None:
+    candidates = replicas("a", "b", "c")
+    first = [ranked(adapter, candidates, request())[0][0] for _ in range(6)]
+    assert sorted(first) == ["a", "a", "b", "b", "c", "c"]
+
+
+def test_without_a_request_there_is_an_order_too(adapter: AffinityRouter) -> None:
+    assert sorted(sum(ranked(adapter, replicas("a", "b"), None), [])) == ["a", "b"]
+
+
+def test_a_request_that_names_its_replica_goes_nowhere_else(adapter: AffinityRouter) -> None:
+    candidates = replicas("a", "b")
+    assert ranked(adapter, candidates, request(replica="b")) == [["b"]]
+    assert ranked(adapter, candidates, request(replica="gone")) == []
+
+
+def test_avoided_replicas_come_last(adapter: AffinityRouter) -> None:
+    candidates = replicas("a", "b", "c")
+    for _ in range(3):
+        assert ranked(adapter, candidates, request(avoid=("a", "b")))[0] == ["c"]
+    assert len(ranked(adapter, replicas("a"), request(avoid=("a",)))) == 1
+
+
+@pytest.mark.parametrize("pending", [None, "request"])
+def test_it_never_raises(adapter: AffinityRouter, pending: Any) -> None:
+    class Failing(InTurn):
+        def choose(self, *_: Any) -> list[str]:
+            raise ValueError("injected")
+
+    adapter._core = Failing()
+    asked = request() if pending else None
+    assert ranked(adapter, replicas("a", "b"), asked) == [["a", "b"]]
+
+
+def test_the_core_hears_of_requests_from_begin_to_end(
+    adapter: AffinityRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[Any, ...]] = []
+
+    class Noting(InTurn):
+        def sent(self, *said: Any) -> None:
+            heard.append(("sent", *said))
+
+        def ended(self, *said: Any) -> None:
+            heard.append(("ended", *said))
+
+        def removed(self, name: str) -> None:
+            heard.append(("removed", name))
+
+    monkeypatch.setattr(board, "BOARD", board.Board(replicas=("a", "b")))
+    adapter._core = Noting()
+    (replica,) = replicas("a")
+    adapter.on_request_routed(request("front", 7, keys=(b"k",), tokens=5), replica.replica_id, None)
+    assert board.BOARD.routed == {7: "a"}
+    adapter.on_request_completed(replica.replica_id, "one")
+    adapter.on_request_completed(replica.replica_id, "one")
+    adapter._now_running(["b"])
+    assert board.BOARD.replicas == ("b",)
+    assert heard == [("sent", "a", (b"k",), 5), ("ended", "a", (b"k",), 5), ("removed", "a")]
+
+
+def test_serve_carries_the_class_but_not_the_board() -> None:
+    named: dict[str, Any] = {"request_router_class": "vlm_serve.deploy.router:AffinityRouter"}
+    carried: Any = RequestRouterConfig(**named).get_request_router_class()
+    assert carried.update_replicas.__globals__["board"] is board

@@ -1,0 +1,69 @@
+"""The affinity keys of a request, made on a thread from what its client has sent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from starlette.types import Scope
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.server.json_body import count_json, parse_counted
+from vlm_serve.server.request_memory import current_share
+from vlm_serve.server.tenants import salt_of
+
+try:
+    from vlm_serve.preprocess.affinity import (  # type: ignore[import-not-found]
+        affinity_keys_of_body,
+    )
+except ImportError:  # requests go to the replicas in turn
+    affinity_keys_of_body = None
+
+_log = logging.getLogger(__name__)
+
+APIS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/cache/probe": "chat",
+    "/v1/cache/pin": "chat",
+}
+"""Routes whose requests go where their beginning may be cached."""
+
+
+_threads = ThreadPoolExecutor(1, thread_name_prefix="affinity")
+"""One: parsing holds the interpreter's lock, and several would take turns."""
+
+
+async def keys_of(scope: Scope, body: bytes, model: str) -> tuple[bytes, ...]:
+    """Longest prefix first; none for what is no request of an API, or a bad one: the replica that
+    gets it says what is wrong."""
+    api = APIS.get(scope["path"])
+    if api is None or affinity_keys_of_body is None:
+        return ()
+    loop, share = asyncio.get_running_loop(), current_share()
+    try:
+        cost = await loop.run_in_executor(_threads, count_json, body)
+        if share is not None:
+            await share.cover(cost.to_parse())
+        return await loop.run_in_executor(_threads, _keys, api, body, scope, model)
+    except InvalidRequestError:
+        return ()
+    except Exception:
+        _log.exception("a request goes to any replica, for it has no affinity keys")
+        return ()
+    finally:
+        if share is not None:
+            share.shrink(len(body))
+
+
+def _keys(api: str, body: bytes, scope: Scope, model: str) -> tuple[bytes, ...]:
+    value = parse_counted(body)
+    if not isinstance(value, Mapping):
+        return ()
+    asked = value.get("cache_salt")
+    salt = salt_of(scope, asked if isinstance(asked, str) else None)
+    return tuple(affinity_keys_of_body(api, value, salt=salt, model=model))

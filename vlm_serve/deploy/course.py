@@ -1,0 +1,87 @@
+"""How far an answer has come, so that another replica can go on with it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from starlette.types import Message, Scope
+
+from vlm_serve.errors import VlmServeError
+from vlm_serve.server.errors import envelope, is_anthropic, messages_envelope
+from vlm_serve.server.request_id import request_id_of
+
+try:
+    from vlm_serve.server.attempt import Attempt, Delivery  # type: ignore[import-not-found]
+except ImportError:  # an answer that has begun cannot be gone on with
+    Attempt = Delivery = None
+
+MAX_TOKENS = 1 << 20
+"""An answer with more of them cannot be gone on with."""
+INTERNAL = "vlm_serve."
+"""Begins the keys of a message that are for the front alone."""
+TOKENS = INTERNAL + "tokens"
+
+
+class Course:
+    """Of one request, whose answer's messages pass here one after the other.
+
+    Args:
+        attempt: what was fixed before any replica was asked; None: nothing, so that an answer that
+            has begun cannot be gone on with.
+
+    Attributes:
+        started: the client has a status.
+    """
+
+    def __init__(self, attempt: Any) -> None:
+        self.attempt = attempt
+        self.started = False
+        self._delivery = None if attempt is None else Delivery(attempt)
+        self._streams = False
+        self._num_tokens = 0
+
+    def passed(self, message: Message) -> None:
+        """Notes a message that the client has got."""
+        self._num_tokens += sum(map(len, message.get(TOKENS, {}).values()))
+        if message["type"] == "http.response.start":
+            self.started = True
+            self._streams = any(
+                name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+                for name, value in message.get("headers", ())
+            )
+        if self._delivery is not None and self._num_tokens <= MAX_TOKENS:
+            self._delivery.passed(message)
+
+    def can_go_on(self) -> bool:
+        """Whether another replica can be asked now."""
+        return not self.started or (self._delivery is not None and self._num_tokens <= MAX_TOKENS)
+
+    def go_on(self) -> None:
+        """Makes the attempt one that goes on from here."""
+        if self._delivery is not None:
+            self.attempt = self._delivery.next
+
+    def last_words(self, scope: Scope, error: VlmServeError) -> bytes | None:
+        """The end of a stream that broke off; None for an answer that must just break off."""
+        if not self._streams:
+            return None
+        if is_anthropic(scope):
+            body, head = messages_envelope(error, request_id_of(scope)), "event: error\n"
+        else:
+            body, head = envelope(error), ""
+        return f"{head}data: {json.dumps(body)}\n\n".encode()
+
+
+def for_client(message: Message) -> Message:
+    """A message without what is for the front alone."""
+    return {name: value for name, value in message.items() if not name.startswith(INTERNAL)}
+
+
+def first_attempt(scope: Scope, request_timeout: float | None) -> Any:
+    """What is random or dated, fixed before any replica is asked; None if replicas take none."""
+    if Attempt is None:
+        return None
+    deadline = None if request_timeout is None else time.time() + request_timeout
+    return Attempt.first(request_id_of(scope), deadline)

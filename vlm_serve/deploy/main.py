@@ -1,0 +1,128 @@
+"""`vlm-serve deploy`: start Ray and the replicas, say so, listen until told to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Any
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.deploy.checks import check
+from vlm_serve.deploy.cluster import Cluster, end_on_signals, leave_at_once
+from vlm_serve.deploy.options import DeployConfig
+from vlm_serve.errors import ConfigError, EngineError
+from vlm_serve.server.auth import guarded
+from vlm_serve.server.browsers import for_browsers
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.connections import Connections
+from vlm_serve.server.draining import DrainingServer, listen, url_of, uvicorn_config
+from vlm_serve.server.tenants import read_tenant_keys
+
+_log = logging.getLogger(__name__)
+
+APPLICATION = "vlm-serve"
+
+
+def deploy(
+    model: str, engine_config: EngineConfig, config: ServerConfig, options: DeployConfig
+) -> int:
+    """Runs until a signal ends it; returns the exit status.
+
+    Raises ConfigError or EngineError if it cannot start.
+    """
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    check(options, config, engine_config)
+    read_tenant_keys(config.tenant_keys)  # before anything is started, as with the port
+    if find_spec("ray") is None:
+        raise ConfigError(
+            "deploy needs the extra `ray`: pip install 'vlm-serve[ray]'", param="replicas"
+        )
+    bound = listen(config)
+    end_on_signals()
+    try:
+        return _run(model, engine_config, config, options, bound)
+    finally:
+        bound.close()
+
+
+def _run(
+    model: str,
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    options: DeployConfig,
+    bound: socket.socket,
+) -> int:
+    begun = time.monotonic()
+    ranks = engine_config.tensor_parallel_size
+    with Cluster(options.most * ranks, config.max_body_bytes):
+        from ray import serve
+        from ray.serve.handle import DeploymentHandle
+
+        from vlm_serve.deploy.fleet import Fleet
+        from vlm_serve.deploy.front import Front
+        from vlm_serve.deploy.replica import ReplicaSetup
+        from vlm_serve.deploy.serving import application, seats_of, with_threads
+
+        processors = len(os.sched_getaffinity(0))
+        setup = ReplicaSetup(
+            model,
+            with_threads(engine_config, processors, options.replicas),
+            config,
+            config.served_model_name or (model,),
+            int(time.time()),
+            loopback=True,
+        )
+        _log.info("starting %d replicas of %s", options.replicas, model)
+        try:
+            handle: DeploymentHandle[Any] = serve.run(
+                application(setup, options), name=APPLICATION, route_prefix=None
+            )
+        except RuntimeError as error:
+            raise EngineError(f"the replicas could not be started: {_reason(error)}") from None
+        fleet = Fleet(handle, options.silence_timeout)
+        front = Front(fleet, config, setup.names[0], seats_of(setup))
+        connections = Connections(config)
+        app = guarded(front, config, read_tenant_keys(config.tenant_keys))
+        rows = list(startup_rows(setup.names, options, config, url_of(bound)))
+        rows.append(("started in", f"{time.monotonic() - begun:.0f} s"))
+        server = DrainingServer(
+            uvicorn_config(for_browsers(app, config), connections),
+            front,
+            connections,
+            lambda: print(table(rows), flush=True),
+            leave_at_once,
+        )
+        server.run(sockets=[bound])
+    return 0
+
+
+def _reason(error: RuntimeError) -> str:
+    """The last exception in what Serve says of a replica that did not start."""
+    found = re.findall(r"^(?:\S*\) )?[\w.]*Error: (.+)$", str(error), re.MULTILINE)
+    return found[-1] if found else str(error)
+
+
+def startup_rows(
+    names: tuple[str, ...], options: DeployConfig, config: ServerConfig, url: str
+) -> Iterable[tuple[str, str]]:
+    """What an operator wants to know first."""
+    yield "model", ", ".join(names)
+    grow = f", up to {options.max_replicas}" if options.max_replicas else ""
+    yield "replicas", f"{options.replicas}{grow}"
+    yield "API keys", str(len(config.api_key)) if config.api_key else "none: everybody may ask"
+    yield "URL", f"{url}/v1"
+
+
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    """Two aligned columns."""
+    pairs = list(rows)
+    width = max(len(name) for name, _ in pairs)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in pairs)

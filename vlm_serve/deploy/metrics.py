@@ -1,0 +1,70 @@
+"""The metrics of all replicas as one text, in Prometheus' exposition format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily
+
+_SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(\{)?")
+
+
+def labelled(texts: Mapping[str, str]) -> str:
+    """One text in which every sample has a label `replica`; families stay together.
+
+    Args:
+        texts: by the replica's name.
+    """
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for name, text in texts.items():
+        headers, samples = families.setdefault("", ([], []))
+        for line in text.splitlines():
+            if line.startswith("# HELP "):
+                family = line.split(" ", 3)[2]
+                headers, samples = families.setdefault(family, ([], []))
+                if not samples:
+                    headers[:] = [line]
+            elif line.startswith("#"):
+                if line not in headers:
+                    headers.append(line)
+            elif line:
+                samples.append(_with_label(line, name))
+    lines = [line for headers, samples in families.values() for line in (*headers, *samples)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _with_label(line: str, replica: str) -> str:
+    found = _SAMPLE.match(line)
+    assert found is not None, line
+    rest = line[found.end() :]
+    label = f'replica="{replica}"'
+    return f"{found[1]}{{{label},{rest}" if found[2] else f"{found[1]}{{{label}}}{rest}"
+
+
+def own_metrics(replicas: int, num_open: int, num_lost: int) -> str:
+    """What only the front knows."""
+    registry = CollectorRegistry()
+    for name, text, value in (
+        ("vlm_serve:replicas", "Replicas that answer", replicas),
+        ("vlm_serve:front_open_requests", "Requests that the front has let in", num_open),
+    ):
+        Gauge(name, text, registry=registry).set(value)
+    lost = CounterMetricFamily(
+        "vlm_serve:failovers",
+        "Requests that went to another replica when theirs was lost",
+        num_lost,
+    )
+    registry.register(_Single(lost))
+    return generate_latest(registry).decode()
+
+
+class _Single:
+    """A collector of one family."""
+
+    def __init__(self, family: CounterMetricFamily) -> None:
+        self._family = family
+
+    def collect(self) -> list[CounterMetricFamily]:
+        return [self._family]

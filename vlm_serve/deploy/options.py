@@ -1,0 +1,72 @@
+"""Options of `vlm-serve deploy` beside those of the server and the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlm_serve.errors import ConfigError
+from vlm_serve.options import normalise_all, option
+
+_REPLICAS = "replicas"
+
+
+@dataclass(frozen=True)
+class DeployConfig:
+    """Options of a deployment, validated together when it is built.
+
+    Raises:
+        ConfigError: names every option whose value is bad, not only the first one.
+    """
+
+    replicas: int = option(
+        2,
+        "engines that answer, each with weights and a cache of its own",
+        group=_REPLICAS,
+        kind="int",
+        low=1,
+        high=256,
+    )
+    max_replicas: int | None = option(
+        None,
+        "let their number grow up to this many while prompts wait, and shrink again",
+        group=_REPLICAS,
+        kind="int",
+        low=1,
+        high=256,
+        default_text="none: their number stays",
+    )
+    target_queued_tokens: int = option(
+        16_384,
+        "prompt tokens of open requests that a replica should have when their number may grow",
+        group=_REPLICAS,
+        kind="int",
+        low=1,
+    )
+    silence_timeout: float = option(
+        10.0,
+        "seconds without a sign of life after which a replica's requests go to another one",
+        group=_REPLICAS,
+        kind="float",
+        low=2.0,
+        metavar="SECONDS",
+    )
+    without_keys: bool = option(
+        False,
+        "listen on another address than loopback although no API key is needed",
+        group=_REPLICAS,
+        kind="bool",
+    )
+
+    def __post_init__(self) -> None:
+        problems = normalise_all(self)
+        if not problems and self.max_replicas is not None and self.max_replicas < self.replicas:
+            problems = [
+                f"max_replicas must be at least replicas ({self.replicas}), got {self.max_replicas}"
+            ]
+        if problems:
+            raise ConfigError("; ".join(problems), param=problems[0].split(" ", 1)[0])
+
+    @property
+    def most(self) -> int:
+        """Replicas that there may be."""
+        return self.max_replicas or self.replicas

@@ -1,0 +1,239 @@
+"""One replica: an engine, its routes, and a box for each front in which answers wait to be sent.
+
+What a request is answered travels on its front's link, not with its own call: all that a step gives
+to all requests of a front is one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message, Receive
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.deploy.loopback import bind_replica
+from vlm_serve.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from vlm_serve.server.service import Service
+
+HEARTBEAT_SECONDS = 1.0
+UNREAD_SECONDS = 60.0
+"""A front whose link nobody has read for so long is gone, and what waits for it is thrown away."""
+
+Letter = tuple[int, Message | None]
+"""The number of a request, and a message of its answer; None: there is nothing more."""
+
+BEGUN: Message = {"type": "vlm_serve.begun"}
+"""The first letter of every request: who reads it knows which replica has it."""
+
+
+@dataclass(frozen=True)
+class ReplicaSetup:
+    """What a replica is made from; plain data.
+
+    Attributes:
+        model: as for `serve`.
+        names: under which requests may ask for it.
+        created: seconds since 1970 at which the deployment began, for lists of models.
+        loopback: nothing of it listens on another address.
+    """
+
+    model: str
+    engine: EngineConfig
+    server: ServerConfig
+    names: tuple[str, ...]
+    created: int
+    loopback: bool = False
+
+
+class Box:
+    """What waits for one front. All on one event loop.
+
+    Attributes:
+        read: monotonic time at which the front last took something.
+        closed: nothing more comes, and who waits is told so.
+    """
+
+    def __init__(self) -> None:
+        self.read = time.monotonic()
+        self.closed = False
+        self._letters: list[Letter] = []
+        self._filled = asyncio.Event()
+
+    def put(self, number: int, message: Message | None) -> None:
+        if not self.closed:
+            self._letters.append((number, message))
+            self._filled.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self._filled.set()
+
+    async def take(self, seconds: float) -> list[Letter]:
+        """Everything that waits, at the latest after that time: then there may be nothing."""
+        self.read = time.monotonic()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._filled.wait()
+        except TimeoutError:
+            return []
+        await asyncio.sleep(0)  # what the same step gives to others comes within this turn
+        self._filled.clear()
+        letters, self._letters = self._letters, []
+        return letters
+
+
+class Boxes:
+    """The boxes of all fronts."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, Box] = {}
+
+    def __getitem__(self, front: str) -> Box:
+        if front not in self._all:
+            now = time.monotonic()
+            old = [name for name, box in self._all.items() if now - box.read > UNREAD_SECONDS]
+            for name in old:
+                del self._all[name]
+            self._all[front] = Box()
+        return self._all[front]
+
+    def close(self) -> None:
+        """Says no more: fronts take what is unanswered elsewhere."""
+        for box in self._all.values():
+            box.close()
+
+
+class EngineReplica:
+    """The class of the deployment; Serve calls its methods.
+
+    Args:
+        setup: plain data.
+    """
+
+    def __init__(self, setup: ReplicaSetup) -> None:
+        from vlm_serve.engine.engine import Engine
+        from vlm_serve.server.app import create_routes
+        from vlm_serve.server.main import SWITCH_SECONDS, leave_alone_what_stays
+        from vlm_serve.server.service import Service
+
+        if setup.loopback:
+            bind_replica()
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
+        sys.setswitchinterval(SWITCH_SECONDS)
+        self.name = replica_name()
+        self._boxes = Boxes()
+        engine = Engine.from_checkpoint(setup.model, setup.engine)
+        self._service: Service = Service(engine, setup.server, setup.names)
+        self._service.created = setup.created
+        self._service.warm_up()
+        self._app: ASGIApp = create_routes(self._service)
+        leave_alone_what_stays()
+
+    async def answer(
+        self,
+        front: str,
+        number: int,
+        scope: dict[str, Any],
+        body: bytes,
+        *,
+        keys: Sequence[bytes] = (),
+        tokens: int = 0,
+        attempt: Any = None,
+        replica: str | None = None,
+        avoid: Sequence[str] = (),
+    ) -> bool:
+        """Answers a request, letter by letter, in its front's box. Cancelling it ends the request
+        as a client does that goes away.
+
+        Args:
+            scope: a plain ASGI scope.
+            keys: affinity keys, also for the router.
+            attempt: what was fixed before the first attempt, if it is known.
+            replica: the only one that may answer, for the router.
+            avoid: those that should not, for the router.
+
+        Returns whether it was answered: not by another replica than the wanted one.
+        """
+        if replica is not None and replica != self.name:
+            return False
+        box = self._boxes[front]
+        box.put(number, BEGUN)
+        if keys:
+            scope["vlm_serve.affinity"] = tuple(keys)
+        if attempt is not None:
+            scope["vlm_serve.attempt"] = attempt
+
+        async def send(message: Message) -> None:
+            box.put(number, message)
+
+        try:
+            await self._app(scope, receiver(body), send)
+        finally:
+            box.put(number, None)
+        return True
+
+    async def link(self, front: str, *, replica: str) -> AsyncIterator[bytes]:
+        """What waits for a front, as pickled lists of letters; an empty one every second in which
+        there is nothing, so that silence means trouble."""
+        if replica != self.name:
+            return
+        box = self._boxes[front]
+        while not box.closed:
+            yield pickle.dumps(await box.take(HEARTBEAT_SECONDS), pickle.HIGHEST_PROTOCOL)
+
+    def check_health(self) -> None:
+        """For Serve, which replaces a replica whose engine has stopped."""
+        from vlm_serve.server.status import problem
+
+        trouble = problem(self._service)
+        if trouble is not None:
+            raise RuntimeError(trouble)
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """For routers: the load, and the paths that the cache holds."""
+        stats: dict[str, Any] = {"load": float(self._service.open_tokens)}
+        digest = getattr(self._service.engine, "affinity_digest", None)
+        if digest is not None:
+            stats["digest"] = digest()
+        return stats
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For `serving.replicas_for`."""
+        return {"open_tokens": float(self._service.open_tokens)}
+
+    async def __del__(self) -> None:
+        service = getattr(self, "_service", None)
+        if service is not None:
+            self._boxes.close()
+            await service.close()
+
+
+def replica_name() -> str:
+    """The name by which everybody knows the replica in this process."""
+    from ray import serve
+
+    return str(serve.get_replica_context().replica_id.unique_id)
+
+
+def receiver(body: bytes) -> Receive:
+    """Of a request whose body is there already and whose client stays."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    return receive

@@ -1,0 +1,115 @@
+"""What Serve is told of the replicas: resources, health, number, routing, their end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRouterConfig
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.deploy.options import DeployConfig
+from vlm_serve.deploy.replica import EngineReplica, ReplicaSetup
+
+LINKS = 64
+"""Calls beside requests that a replica takes: one for each front."""
+STATS_SECONDS = 2.0
+HEALTH_SECONDS = 5.0
+DIGEST_SECONDS = 5.0
+LEAVING_SECONDS = 1.0
+
+
+def seats_of(setup: ReplicaSetup) -> int:
+    """Requests that a replica may have open."""
+    return setup.engine.max_num_seqs + setup.server.max_queued_requests
+
+
+def application(setup: ReplicaSetup, deploy: DeployConfig) -> serve.Application:
+    """The replicas as a Serve application."""
+    engine = setup.engine
+    routing: dict[str, Any] = {
+        "request_router_class": "vlm_serve.deploy.router:AffinityRouter",
+        "request_routing_stats_period_s": STATS_SECONDS,
+        "request_routing_stats_timeout_s": HEALTH_SECONDS,
+    }
+    deployment: Any = serve.deployment(
+        EngineReplica,
+        name="replicas",
+        max_ongoing_requests=seats_of(setup) + LINKS,
+        health_check_period_s=HEALTH_SECONDS,
+        health_check_timeout_s=engine.stall_timeout,
+        graceful_shutdown_timeout_s=setup.server.shutdown_timeout + LEAVING_SECONDS,
+        graceful_shutdown_wait_loop_s=LEAVING_SECONDS,
+        request_router_config=RequestRouterConfig(**routing),
+        logging_config={"enable_access_log": False, "log_level": "WARNING"},
+        **_resources(engine),
+        **_number(deploy),
+    )
+    made: serve.Application = deployment.bind(setup)
+    return made
+
+
+def _resources(engine: EngineConfig) -> dict[str, Any]:
+    """What a replica needs of a machine: all of its ranks, which are processes of its actor, on
+    one of them."""
+    ranks = engine.tensor_parallel_size
+    on_gpus = engine.device.startswith("cuda")
+    bundle = {"CPU": float(ranks)} | ({"GPU": float(ranks)} if on_gpus else {})
+    actor: dict[str, Any] = {"num_cpus": ranks} | ({"num_gpus": ranks} if on_gpus else {})
+    if ranks == 1:
+        return {"ray_actor_options": actor}
+    group = {"placement_group_bundles": [bundle], "placement_group_strategy": "STRICT_PACK"}
+    return {"ray_actor_options": actor, **group}
+
+
+def _number(deploy: DeployConfig) -> dict[str, Any]:
+    if deploy.max_replicas is None:
+        return {"num_replicas": deploy.replicas}
+    scaling: dict[str, Any] = {
+        "min_replicas": deploy.replicas,
+        "initial_replicas": deploy.replicas,
+        "max_replicas": deploy.max_replicas,
+        "policy": {
+            "policy_function": f"{__name__}:{WantedReplicas.__name__}",
+            "policy_kwargs": {"target": deploy.target_queued_tokens},
+        },
+    }
+    return {"num_replicas": "auto", "autoscaling_config": AutoscalingConfig(**scaling)}
+
+
+@dataclass
+class WantedReplicas:
+    """A policy of Serve's autoscaling: how many replicas there should be.
+
+    Args:
+        target: prompt tokens of open requests that one should have.
+    """
+
+    target: int
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        series = (context.raw_metrics or {}).get("open_tokens", {})
+        newest = [values[-1].value for values in series.values() if values]
+        wanted = replicas_for(
+            int(sum(newest)),
+            self.target,
+            context.capacity_adjusted_min_replicas,
+            context.capacity_adjusted_max_replicas,
+        )
+        return wanted, {}
+
+
+def replicas_for(tokens: int, target: int, least: int, most: int) -> int:
+    """Replicas for so many open prompt tokens, if each should have `target`."""
+    return min(most, max(least, math.ceil(tokens / target)))
+
+
+def with_threads(engine: EngineConfig, processors: int, replicas: int) -> EngineConfig:
+    """The options with a share of the machine's processors, unless they say how many; by itself
+    Ray gives an actor one."""
+    if engine.threads is not None:
+        return engine
+    ranks = engine.tensor_parallel_size
+    return replace(engine, threads=max(1, processors // (replicas * ranks)))
