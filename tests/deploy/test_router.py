@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,20 @@ import pytest
 from ray.serve.config import RequestRouterConfig
 
 from vlm_serve.deploy import board
-from vlm_serve.deploy.core import InTurn
+from vlm_serve.deploy.core import Core
 from vlm_serve.deploy.router import AffinityRouter
+
+
+class InTurn(Core):
+    """One replica after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = itertools.count()
+
+    def choose(self, keys: Sequence[bytes], tokens: int, names: Sequence[str]) -> list[str]:
+        first = next(self._turn) % len(names)
+        return [*names[first:], *names[:first]]
 
 
 @pytest.fixture

@@ -10,16 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from starlette.types import Scope
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.affinity import affinity_keys_of_body
 from vlm_serve.server.json_body import count_json, parse_counted
 from vlm_serve.server.request_memory import current_share
 from vlm_serve.server.tenants import salt_of
-
-try:
-    from vlm_serve.preprocess.affinity import (  # type: ignore[import-not-found]
-        affinity_keys_of_body,
-    )
-except ImportError:  # requests go to the replicas in turn
-    affinity_keys_of_body = None
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +36,7 @@ async def keys_of(scope: Scope, body: bytes, model: str) -> tuple[bytes, ...]:
     """Longest prefix first; none for what is no request of an API, or a bad one: the replica that
     gets it says what is wrong."""
     api = APIS.get(scope["path"])
-    if api is None or affinity_keys_of_body is None:
+    if api is None:
         return ()
     loop, share = asyncio.get_running_loop(), current_share()
     try:
@@ -66,4 +60,4 @@ def _keys(api: str, body: bytes, scope: Scope, model: str) -> tuple[bytes, ...]:
         return ()
     asked = value.get("cache_salt")
     salt = salt_of(scope, asked if isinstance(asked, str) else None)
-    return tuple(affinity_keys_of_body(api, value, salt=salt, model=model))
+    return affinity_keys_of_body(api, value, salt=salt, model=model)

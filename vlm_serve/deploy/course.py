@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
 
 from starlette.types import Message, Scope
 
 from vlm_serve.errors import VlmServeError
+from vlm_serve.server.attempt import TOKENS, Attempt, Delivery
 from vlm_serve.server.errors import envelope, is_anthropic, messages_envelope
 from vlm_serve.server.request_id import request_id_of
-
-try:
-    from vlm_serve.server.attempt import Attempt, Delivery  # type: ignore[import-not-found]
-except ImportError:  # an answer that has begun cannot be gone on with
-    Attempt = Delivery = None
 
 MAX_TOKENS = 1 << 20
 """An answer with more of them cannot be gone on with."""
 INTERNAL = "vlm_serve."
 """Begins the keys of a message that are for the front alone."""
-TOKENS = INTERNAL + "tokens"
 
 
 class Course:
     """Of one request, whose answer's messages pass here one after the other.
 
     Args:
-        attempt: what was fixed before any replica was asked; None: nothing, so that an answer that
-            has begun cannot be gone on with.
+        attempt: what was fixed before any replica was asked.
 
     Attributes:
         started: the client has a status.
     """
 
-    def __init__(self, attempt: Any) -> None:
+    def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
         self.started = False
-        self._delivery = None if attempt is None else Delivery(attempt)
+        self._delivery = Delivery(attempt)
         self._streams = False
         self._num_tokens = 0
 
@@ -51,17 +44,16 @@ class Course:
                 name.lower() == b"content-type" and value.startswith(b"text/event-stream")
                 for name, value in message.get("headers", ())
             )
-        if self._delivery is not None and self._num_tokens <= MAX_TOKENS:
+        if self._num_tokens <= MAX_TOKENS:
             self._delivery.passed(message)
 
     def can_go_on(self) -> bool:
         """Whether another replica can be asked now."""
-        return not self.started or (self._delivery is not None and self._num_tokens <= MAX_TOKENS)
+        return not self.started or self._num_tokens <= MAX_TOKENS
 
     def go_on(self) -> None:
         """Makes the attempt one that goes on from here."""
-        if self._delivery is not None:
-            self.attempt = self._delivery.next
+        self.attempt = self._delivery.next
 
     def last_words(self, scope: Scope, error: VlmServeError) -> bytes | None:
         """The end of a stream that broke off; None for an answer that must just break off."""
@@ -79,9 +71,7 @@ def for_client(message: Message) -> Message:
     return {name: value for name, value in message.items() if not name.startswith(INTERNAL)}
 
 
-def first_attempt(scope: Scope, request_timeout: float | None) -> Any:
-    """What is random or dated, fixed before any replica is asked; None if replicas take none."""
-    if Attempt is None:
-        return None
+def first_attempt(scope: Scope, request_timeout: float | None) -> Attempt:
+    """What is random or dated, fixed before any replica is asked."""
     deadline = None if request_timeout is None else time.time() + request_timeout
     return Attempt.first(request_id_of(scope), deadline)

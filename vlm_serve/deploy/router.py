@@ -18,7 +18,7 @@ from ray.serve.request_router import (
 )
 
 from vlm_serve.deploy import board
-from vlm_serve.deploy.core import Core, make_core
+from vlm_serve.deploy.core import Core
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class AffinityRouter(RequestRouter):
     nothing any more."""
 
     def initialize_state(self, **_: Any) -> None:
-        self._core: Core = make_core()
+        self._core = Core()
         self._sent: dict[str, tuple[Sequence[bytes], int]] = {}
 
     async def choose_replicas(
