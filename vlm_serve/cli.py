@@ -8,15 +8,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError, VlmServeError
+from vlm_serve.flags import Parser, add_options
 from vlm_serve.options import (
     Option,
     check_environment,
-    did_you_mean,
     from_environment,
     from_mapping,
     options_of,
@@ -29,31 +29,6 @@ ALL_OPTIONS = (
     *options_of(ServerConfig),
     *options_of(EngineConfig),
 )
-
-
-class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and what might have been meant."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            flags = self._flags_of(options)
-            said = [f"there is no {name}{did_you_mean(name, flags)}" for name in unknown]
-            self.error("; ".join(said))
-        return options
-
-    def _flags_of(self, options: argparse.Namespace) -> set[str]:
-        """Those of the command that was given."""
-        flags: set[str] = set()
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    if parser.get_default("run") is options.run:
-                        flags |= parser._option_string_actions.keys()
-        return flags
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help shows all)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,8 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
     serve.set_defaults(run=run_serve)
     _add_model(serve)
-    _add_options(serve, options_of(ServerConfig))
-    _add_options(serve, options_of(EngineConfig))
+    add_options(serve, options_of(ServerConfig))
+    add_options(serve, options_of(EngineConfig))
 
     deploy = commands.add_parser(
         "deploy",
@@ -94,9 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     deploy.set_defaults(run=run_deploy)
     _add_model(deploy)
-    _add_options(deploy, options_of(DeployConfig))
-    _add_options(deploy, options_of(ServerConfig))
-    _add_options(deploy, options_of(EngineConfig))
+    add_options(deploy, options_of(DeployConfig))
+    add_options(deploy, options_of(ServerConfig))
+    add_options(deploy, options_of(EngineConfig))
 
     plan = commands.add_parser(
         "plan", help="show what fits into the cache memory, from a config", allow_abbrev=False
@@ -105,8 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model(plan, also="; or a config.json")
     plan.add_argument("--json", action="store_true", help="print JSON and nothing else")
     # The server's options change nothing here, but what follows `serve` may follow `plan`.
-    _add_options(plan, options_of(ServerConfig))
-    _add_options(plan, options_of(EngineConfig))
+    add_options(plan, options_of(ServerConfig))
+    add_options(plan, options_of(EngineConfig))
 
     models = commands.add_parser(
         "models", help="list the models that can be served, and what each gets", allow_abbrev=False
@@ -140,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     chat.add_argument("--report", action="store_true", help="also print what the cache did")
     _add_config_file(chat)
-    _add_options(chat, options_of(EngineConfig))
+    add_options(chat, options_of(EngineConfig))
     return parser
 
 
@@ -201,8 +176,8 @@ def _add_batch_options(parser: argparse.ArgumentParser) -> None:
         help="requests that are open at a time (default: twice max_num_seqs)",
     )
     _add_config_file(parser)
-    _add_options(parser, options_of(ServerConfig))
-    _add_options(parser, options_of(EngineConfig))
+    add_options(parser, options_of(ServerConfig))
+    add_options(parser, options_of(EngineConfig))
 
 
 def _positive(text: str) -> int:
@@ -229,44 +204,6 @@ def _add_config_file(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="YAML file of options; flags and VLM_SERVE_* environment variables win over it",
     )
-
-
-def _add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
-    """One flag per option, grouped. Flags that are not given leave no trace in the result."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for item in options:
-        if item.group not in groups:
-            groups[item.group] = parser.add_argument_group(item.group)
-        text = f"{item.help} (default: {item.shown_default})".replace("%", "%%")
-        settings: dict[str, Any] = {
-            "dest": item.name,
-            "default": argparse.SUPPRESS,
-            "help": text,
-        }
-        if item.kind == "bool":
-            settings["action"] = argparse.BooleanOptionalAction
-        else:
-            settings["type"] = _reader(item)
-            settings["metavar"] = item.metavar or _metavar(item)
-        if item.kind == "list":
-            settings["action"] = "extend"  # given several times, it is all of them
-        groups[item.group].add_argument(*item.flags, **settings)
-
-
-def _metavar(item: Option) -> str:
-    if item.choices:
-        return "{" + ",".join(str(choice) for choice in item.choices) + "}"
-    return {"int": "N", "float": "X", "text": "TEXT", "list": "A,B", "size": "SIZE"}[item.kind]
-
-
-def _reader(item: Option) -> Any:
-    def read(text: str) -> Any:
-        try:
-            return item.normalise(item.parse(text))
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(error.message) from None
-
-    return read
 
 
 def collect(

@@ -1,0 +1,73 @@
+"""Options as flags: one for each, and in one line what is wrong with what was given."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from vlm_serve.errors import ConfigError
+from vlm_serve.options import Option, did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and what might have been meant."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = self._flags_of(options)
+            said = [f"there is no {name}{did_you_mean(name, flags)}" for name in unknown]
+            self.error("; ".join(said))
+        return options
+
+    def _flags_of(self, options: argparse.Namespace) -> set[str]:
+        """Those of the command that was given."""
+        flags: set[str] = set()
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    if parser.get_default("run") is options.run:
+                        flags |= parser._option_string_actions.keys()
+        return flags
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help shows all)\n")
+
+
+def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    """One flag per option, grouped. Flags that are not given leave no trace in the result."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for item in options:
+        if item.group not in groups:
+            groups[item.group] = parser.add_argument_group(item.group)
+        text = f"{item.help} (default: {item.shown_default})".replace("%", "%%")
+        settings: dict[str, Any] = {
+            "dest": item.name,
+            "default": argparse.SUPPRESS,
+            "help": text,
+        }
+        if item.kind == "bool":
+            settings["action"] = argparse.BooleanOptionalAction
+        else:
+            settings["type"] = _reader(item)
+            settings["metavar"] = item.metavar or _metavar(item)
+        if item.kind == "list":
+            settings["action"] = "extend"  # given several times, it is all of them
+        groups[item.group].add_argument(*item.flags, **settings)
+
+
+def _metavar(item: Option) -> str:
+    if item.choices:
+        return "{" + ",".join(str(choice) for choice in item.choices) + "}"
+    return {"int": "N", "float": "X", "text": "TEXT", "list": "A,B", "size": "SIZE"}[item.kind]
+
+
+def _reader(item: Option) -> Any:
+    def read(text: str) -> Any:
+        try:
+            return item.normalise(item.parse(text))
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(error.message) from None
+
+    return read
