@@ -74,6 +74,17 @@ _MINICPMV4_6: Shapes = {
 }
 _MINICPMV4_7: Shapes = {
     "minicpm on a canvas": CheckpointSpec(family="minicpmv4_7", vision_depth=3, seed=17),
+    "minicpm on a canvas, 4x, tied": CheckpointSpec(
+        family="minicpmv4_7",
+        vision_heads=4,
+        window_layer=1,
+        gdn_value_heads=2,
+        downsample_mode="4x",
+        max_slices=4,
+        num_position_embeddings=49,
+        tied_embeddings=True,
+        seed=18,
+    ),
 }
 
 FAMILIES: dict[str, Shapes] = {
