@@ -184,6 +184,7 @@ class FakeEngine:
             "cache": {"saves": {"media": 3}, "skips": {}, "evictions": {"kv": 1}},
             "usage": {"blocks": 10, "free_blocks": 4, "cached_blocks": 1, "rows": {"free": 7}},
             "held_bytes": {"kv": 6, "grammars": 0},
+            "tiers": {},
             "embeddings": {"encoded": 3, "disk": 2},
             "uploads": {"decoded": 4, "tiers": 1},
         }
