@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import pickle
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import Message
 
 from vlm_serve.deploy.board import BOARD
-from vlm_serve.deploy.replica import BEGUN, Letter
+from vlm_serve.deploy.box import BEGUN, Letter
+from vlm_serve.deploy.link import letters_at
 from vlm_serve.errors import OverloadedError, VlmServeError
 
 _log = logging.getLogger(__name__)
@@ -223,14 +223,12 @@ class Fleet:
                     exchange.put(ReplicaLostError(exchange.replica or BOARD.routed.get(number)))
 
     async def _follow(self, name: str) -> None:
-        batches: Any = self._handle.options(stream=True).link.remote(self._name, replica=name)
         try:
-            async for batch in batches:
-                self._links[name].silent = 0.0
-                self._deliver(name, pickle.loads(batch))
-        except asyncio.CancelledError:
-            batches.cancel()
-            raise
+            address = await self._handle.link.remote(self._name, replica=name)
+            if address is not None:
+                async for letters in letters_at(address):
+                    self._links[name].silent = 0.0
+                    self._deliver(name, letters)
         except Exception as error:
             _log.warning("the link to replica %s has ended: %s", name, type(error).__name__)
 
