@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +16,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.checks import check
 from vlm_serve.deploy.cluster import Cluster, end_on_signals, leave_at_once
 from vlm_serve.deploy.options import DeployConfig
+from vlm_serve.deploy.restart import Restarts
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.server.auth import guarded
 from vlm_serve.server.browsers import for_browsers
@@ -80,13 +82,17 @@ def _run(
             int(time.time()),
             loopback=True,
         )
+
+        def start(generation: int) -> DeploymentHandle[Any]:
+            made = application(replace(setup, generation=generation), options)
+            return serve.run(made, name=APPLICATION, route_prefix=None)
+
         _log.info("starting %d replicas of %s", options.replicas, model)
         try:
-            handle: DeploymentHandle[Any] = serve.run(
-                application(setup, options), name=APPLICATION, route_prefix=None
-            )
+            handle = start(0)
         except RuntimeError as error:
             raise EngineError(f"the replicas could not be started: {_reason(error)}") from None
+        Restarts(start)
         fleet = Fleet(handle, options.silence_timeout)
         front = Front(fleet, config, setup.names[0], seats_of(setup))
         connections = Connections(config)

@@ -34,6 +34,7 @@ class ReplicaSetup:
         model: as for `serve`.
         names: under which requests may ask for it.
         created: seconds since 1970 at which the deployment began, for lists of models.
+        generation: Serve replaces replicas of another one.
         loopback: nothing of it listens on another address.
     """
 
@@ -42,6 +43,7 @@ class ReplicaSetup:
     server: ServerConfig
     names: tuple[str, ...]
     created: int
+    generation: int = 0
     loopback: bool = False
 
 
