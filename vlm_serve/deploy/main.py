@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from vlm_serve.server.auth import guarded
 from vlm_serve.server.browsers import for_browsers
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.connections import Connections
-from vlm_serve.server.draining import DrainingServer, listen, url_of, uvicorn_config
+from vlm_serve.server.draining import SWITCH_SECONDS, DrainingServer, listen, url_of, uvicorn_config
 from vlm_serve.server.tenants import read_tenant_keys
 
 _log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def deploy(
 
     Raises ConfigError or EngineError if it cannot start.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)  # Serve's router and keys of large bodies have threads
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
