@@ -38,7 +38,7 @@ serve: $(VENV)/installed
 REPLICAS ?= 2
 STORE_PORT ?= 6390
 deploy: $(VENV)/installed-ray
-	if $(BIN)/vlm-serve deploy --help | grep -q -- --shared-store && command -v redis-server >/dev/null; then \
+	if command -v redis-server >/dev/null; then \
 		redis-server --port $(STORE_PORT) --bind 127.0.0.1 --save "" --maxmemory 256mb \
 			--maxmemory-policy allkeys-lru --loglevel warning & \
 		trap "kill $$!" EXIT; \
@@ -99,8 +99,8 @@ $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed-ray: $(VENV)/installed
-	@echo "Installing Ray Serve as well: a minute, once."
-	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[ray]'
+	@echo "Installing Ray Serve and a client for a store as well: a minute, once."
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[ray,store]'
 	touch $@
 
 # torchvision is an oracle of the preprocessing tests. It names a CUDA build of torch as its dependency,

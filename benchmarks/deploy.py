@@ -4,9 +4,9 @@
 
 One server of each kind, the deployment with a single replica and as many threads as the other, take
 turns: streams at the same time (tokens/s), then single requests (time to the first token). Then
-clients that come and leave at once, after which nothing may be left running. Then a deployment with
-two replicas: seconds until it answers, and the sum of PSS of all of its processes. `--part` runs
-only one of these.
+which process takes how much processor time. Then clients that come and leave at once, after which
+nothing may be left running. Then a deployment with two replicas: seconds until it answers, and the
+sum of PSS of all of its processes. `--part` runs only one of these.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from machine import describe
+from process_tree import processes_below
 from server_process import ServerProcess, server_process
 
 GOAL_RATIO, GOAL_ADDED_MS, GOAL_START_SECONDS, GOAL_GIB = 0.8, 10.0, 60.0, 3.0
@@ -147,6 +148,31 @@ def compare(options: argparse.Namespace) -> None:
         print(f" ({'reached' if more <= GOAL_ADDED_MS else 'missed'}: {GOAL_ADDED_MS:g} ms)")
 
 
+def processor_time(options: argparse.Namespace) -> None:
+    """Which process takes it: of `serve`, and of a deployment with one replica."""
+    for command, more in (("serve", ()), ("deploy", ("--replicas", "1"))):
+        with server_process(options.model, *OPTIONS, *more, command=command) as server:
+            asyncio.run(throughput(server.url, options.streams, 8, 99))
+            before = processor_seconds(server.process.pid)
+            asyncio.run(throughput(server.url, options.streams, 3 * options.tokens, 1))
+            after = processor_seconds(server.process.pid)
+            print(f"{command}, {options.streams} x {3 * options.tokens} tokens")
+            for name, seconds in after.items():
+                if (spent := seconds - before.get(name, 0.0)) >= 0.02:
+                    print(f"  {spent:6.2f} s  {name}")
+
+
+def processor_seconds(pid: int) -> dict[str, float]:
+    """Of a process and all below it."""
+    seconds: dict[str, float] = {}
+    for each, line in {pid: "the process itself", **processes_below(pid)}.items():
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            ticks = int(fields[11]) + int(fields[12])
+            seconds[f"{each} {line[:60]}"] = ticks / os.sysconf("SC_CLK_TCK")
+    return seconds
+
+
 def count_leavers(options: argparse.Namespace) -> None:
     command = ("--replicas", "1")
     with server_process(options.model, *OPTIONS, *command, command="deploy") as front:
@@ -188,7 +214,7 @@ def pss_of_tree(pid: int) -> dict[str, int]:
     return sizes
 
 
-PARTS = {"compare": compare, "leavers": count_leavers, "start": start}
+PARTS = {"compare": compare, "processor": processor_time, "leavers": count_leavers, "start": start}
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from typing import IO, Any
 
 import httpx
 import pytest
+from process_tree import processes_below, replica_pids
 from server_process import ServerProcess, server_process
 from serving import wait_for
 
@@ -22,29 +24,6 @@ SMALL = ("--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048"
 SECONDS = 120.0
 KEY, TENANTS = "open", {"first-key": "first", "second-key": "second"}
 TEXT = "The prefix that all of these requests share is a little longer than one block of it. " * 4
-
-
-def processes_below(pid: int) -> dict[int, str]:
-    """Command lines of all descendants."""
-    found: dict[int, str] = {}
-    layer = [pid]
-    while layer:
-        children: list[int] = []
-        for each in layer:
-            with contextlib.suppress(OSError):
-                for path in Path(f"/proc/{each}/task").glob("*/children"):
-                    children += map(int, path.read_text().split())
-        for child in children:
-            with contextlib.suppress(OSError):
-                line = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ")
-                found[child] = line.decode().strip()
-        layer = children
-    return found
-
-
-def replica_pids(server: ServerProcess) -> list[int]:
-    below = processes_below(server.process.pid)
-    return [pid for pid, line in below.items() if line.startswith("ray::ServeReplica:")]
 
 
 def client_of(url: str, key: str | None = None) -> httpx.Client:
@@ -73,7 +52,17 @@ def server(keys_file: Path) -> Iterator[ServerProcess]:
 def deployed(keys_file: Path, log: IO[str]) -> Iterator[ServerProcess]:
     # A busy machine may keep a process waiting; dead ones are noticed without it.
     patience = ("--silence-timeout", "60")
-    arguments = ("demo", *SMALL, *patience, "--replicas", "2", "--api-key", KEY)
+    arguments = (
+        "demo",
+        *SMALL,
+        *patience,
+        "--shutdown-timeout",
+        "1",
+        "--replicas",
+        "2",
+        "--api-key",
+        KEY,
+    )
     with server_process(
         *arguments, "--tenant-keys", str(keys_file), command="deploy", log=log
     ) as running:
@@ -248,6 +237,12 @@ def test_a_client_that_leaves_ends_its_request(client: httpx.Client, server: Ser
     wait_for(lambda: running(client) == 0, SECONDS)
 
 
+def test_replicas_are_no_less_important_than_the_front(server: ServerProcess) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, server.process.pid)
+    pids = replica_pids(server.process.pid)
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in pids] == [own] * 2
+
+
 def test_only_our_port_is_open(server: ServerProcess) -> None:
     pids = [server.process.pid, *processes_below(server.process.pid)]
     inodes = set()
@@ -276,42 +271,68 @@ def test_only_our_port_is_open(server: ServerProcess) -> None:
 
 def test_a_dead_idle_replica_is_not_missed(client: httpx.Client, server: ServerProcess) -> None:
     before = set(replica_names(client))
-    os.kill(replica_pids(server)[0], signal.SIGKILL)
+    os.kill(replica_pids(server.process.pid)[0], signal.SIGKILL)
     for _ in range(6):
         answer = client.post("/v1/chat/completions", json=question())
         assert answer.status_code == 200, answer.text
     wait_for(lambda: len(set(replica_names(client)) - before) == 1, SECONDS)  # Serve's new one
 
 
-def test_an_answer_whose_replica_dies_says_so(client: httpx.Client, server: ServerProcess) -> None:
-    """One stream on each of the two: that of the dead one ends with an error, or is gone on with
-    where replicas can do that; the other one does not notice."""
-    body = question(max_tokens=600, ignore_eos=True)
-    begun = threading.Barrier(3, timeout=SECONDS)
+def test_answers_whose_replica_dies_are_whole(client: httpx.Client, server: ServerProcess) -> None:
+    """Streams on both replicas, one of which is killed: every one of them has what it had when
+    nothing happened, choices, log-probabilities, calls and usage included."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    bodies = [
+        question(ignore_eos=True, temperature=1),
+        question(ignore_eos=True, n=2, temperature=1),
+        question(ignore_eos=True, logprobs=True, top_logprobs=2),
+        question(tools=[tool], tool_choice="required"),
+    ]
+    bodies = [
+        {**body, "max_tokens": 300, "seed": number, "stream_options": {"include_usage": True}}
+        for number, body in enumerate(bodies)
+    ]
+    undisturbed = [said(streamed(client, body)) for body in bodies]
+    begun = threading.Barrier(len(bodies) + 1, timeout=SECONDS)
 
-    def one(number: int) -> str:
-        text = ""
+    def one(body: dict[str, Any]) -> list[str]:
+        lines: list[str] = []
+        asked = {**body, "stream": True}
         with (
             client_of(server.url, KEY) as own,
-            own.stream(
-                "POST", "/v1/chat/completions", json={**body, "seed": number, "stream": True}
-            ) as answer,
+            own.stream("POST", "/v1/chat/completions", json=asked) as answer,
         ):
-            for index, line in enumerate(answer.iter_lines()):
-                text += f"{line}\n"
-                if index == 0:
+            for line in answer.iter_lines():
+                if not lines:
                     begun.wait()
-        return text
+                lines += [line] if line else []
+        return lines
 
-    with ThreadPoolExecutor(2) as pool:
-        streams = [pool.submit(one, number) for number in range(2)]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        streams = [pool.submit(one, body) for body in bodies]
         begun.wait()
-        os.kill(replica_pids(server)[0], signal.SIGKILL)
-        texts = [stream.result(SECONDS) for stream in streams]
-    whole = [text for text in texts if text.rstrip().endswith("data: [DONE]")]
-    broken = [text for text in texts if text not in whole]
-    assert whole and all('"code": "replica_lost"' in text for text in broken), texts
+        os.kill(replica_pids(server.process.pid)[0], signal.SIGKILL)
+        answers = [said(stream.result(SECONDS)) for stream in streams]
+    assert answers == undisturbed
     assert client.post("/v1/chat/completions", json=question()).status_code == 200
+    wait_for(lambda: len(replica_names(client)) == 2, SECONDS)
+
+
+def said(lines: list[str]) -> list[Any]:
+    """What a stream said, without what differs from one time to another."""
+    assert lines[-1] == "data: [DONE]", lines[-1]
+    return [undated(json.loads(line.removeprefix("data: "))) for line in lines[:-1]]
+
+
+def test_new_replicas_take_over_what_runs(client: httpx.Client, server: ServerProcess) -> None:
+    old = set(replica_names(client))
+    server.process.send_signal(signal.SIGUSR1)
+    body = question(max_tokens=400, ignore_eos=True)
+    undisturbed = said(streamed(client, body))
+    deadline = time.monotonic() + SECONDS
+    while old & set(now := replica_names(client)) or len(now) < 2:
+        assert said(streamed(client, body)) == undisturbed
+        assert time.monotonic() < deadline
 
 
 def test_a_signal_ends_all_that_was_started(server: ServerProcess) -> None:

@@ -116,6 +116,22 @@ def test_a_third_replica_is_never_asked() -> None:
     run(work)
 
 
+def test_replicas_that_end_in_order_are_no_deaths() -> None:
+    async def work() -> None:
+        left = [ReplicaLostError(name, died=False) for name in ("r1", "r2")]
+        begun = [START, body(b"data: 1\n\n")]
+        fleet = ScriptedFleet([*begun, left[0]], [left[1]], [ReplicaLostError("r3")], [*WHOLE[2:]])
+        answer = await post(front_of(fleet))
+        assert answer.text == "data: 1\n\ndata: [DONE]\n\n"
+        attempts = [call.attempt for call in fleet.calls]
+        assert [each.resumed for each in attempts] == [0, 1, 2, 3]
+        assert [each.deaths for each in attempts] == [0, 0, 0, 1]
+        assert [each.delivered for each in attempts] == [0, 9, 9, 9]
+        assert fleet.calls[-1].avoid == ("r1", "r2", "r3")
+
+    run(work)
+
+
 def test_a_request_that_makes_a_replica_fail_is_not_sent_to_another() -> None:
     async def work() -> None:
         fleet = ScriptedFleet([BrokenAnswerError("it failed")], [*WHOLE])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import RequestRouter
 
 from vlm_serve.deploy import board
 from vlm_serve.deploy.core import Core
@@ -117,6 +118,17 @@ def test_the_core_hears_of_requests_from_begin_to_end(
     adapter._now_running(["b"])
     assert board.BOARD.replicas == ("b",)
     assert heard == [("sent", "a", (b"k",), 5), ("ended", "a", (b"k",), 5), ("removed", "a")]
+
+
+def test_the_board_tells_an_end_in_order_from_a_death(
+    adapter: AffinityRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "BOARD", board.Board(replicas=("a", "b", "c")))
+    for name in ("update_replicas", "on_replica_actor_died"):
+        monkeypatch.setattr(RequestRouter, name, lambda *_: None)
+    adapter.on_replica_actor_died(replicas("a")[0].replica_id)
+    adapter.update_replicas(replicas("c"))
+    assert board.BOARD.replicas == ("c",) and board.BOARD.left == ("b",)
 
 
 def test_serve_carries_the_class_but_not_the_board() -> None:

@@ -181,7 +181,7 @@ def test_messages_may_be_merged(pair: Pair) -> None:
 
 
 def test_nothing_is_tried_a_third_time(pair: Pair) -> None:
-    attempt = Attempt(1, "id", 2, resumed=2, delivered=10, started=True)
+    attempt = Attempt(1, "id", 2, resumed=2, deaths=2, delivered=10, started=True)
     (start, body) = pair.runner.run(pair.second.answer(ASKED, attempt))
     assert start["status"] == 503
     assert json.loads(body["body"])["error"]["code"] == "resumed_twice"

@@ -1,11 +1,13 @@
-"""The affinity keys of a request, made on a thread from what its client has sent."""
+"""The affinity keys of a request, from what its client has sent: off the loop, if it is much."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.types import Scope
 
@@ -15,6 +17,7 @@ from vlm_serve.server.json_body import count_json, parse_counted
 from vlm_serve.server.request_memory import current_share
 from vlm_serve.server.tenants import salt_of
 
+R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 APIS = {
@@ -28,6 +31,9 @@ APIS = {
 """Routes whose requests go where their beginning may be cached."""
 
 
+SMALL_BYTES = 1 << 14
+"""A body that is read sooner than a thread wakes up."""
+
 _threads = ThreadPoolExecutor(1, thread_name_prefix="affinity")
 """One: parsing holds the interpreter's lock, and several would take turns."""
 
@@ -38,12 +44,12 @@ async def keys_of(scope: Scope, body: bytes, model: str) -> tuple[bytes, ...]:
     api = APIS.get(scope["path"])
     if api is None:
         return ()
-    loop, share = asyncio.get_running_loop(), current_share()
+    share = current_share()
     try:
-        cost = await loop.run_in_executor(_threads, count_json, body)
+        cost = await _off_the_loop(body, count_json, body)
         if share is not None:
             await share.cover(cost.to_parse())
-        return await loop.run_in_executor(_threads, _keys, api, body, scope, model)
+        return await _off_the_loop(body, _keys, api, body, scope, model)
     except InvalidRequestError:
         return ()
     except Exception:
@@ -52,6 +58,13 @@ async def keys_of(scope: Scope, body: bytes, model: str) -> tuple[bytes, ...]:
     finally:
         if share is not None:
             share.shrink(len(body))
+
+
+async def _off_the_loop(body: bytes, work: Callable[..., R], *args: Any) -> R:
+    """What a function says, called on a thread unless the body is small."""
+    if len(body) <= SMALL_BYTES:
+        return work(*args)
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(work, *args))
 
 
 def _keys(api: str, body: bytes, scope: Scope, model: str) -> tuple[bytes, ...]:

@@ -15,11 +15,15 @@ class Board:
 
     Attributes:
         replicas: names of those that run.
+        left: the last of those that ended in order, or are about to.
         routed: the number of a request -> the replica that has taken it, until it is forgotten.
     """
 
     replicas: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     routed: dict[int, str] = field(default_factory=dict)
 
+
+MAX_LEFT = 256
 
 BOARD = Board()

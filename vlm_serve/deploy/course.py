@@ -47,13 +47,20 @@ class Course:
         if self._num_tokens <= MAX_TOKENS:
             self._delivery.passed(message)
 
-    def can_go_on(self) -> bool:
-        """Whether another replica can be asked now."""
+    def can_go_on(self, *, died: bool) -> bool:
+        """Whether another replica can be asked now.
+
+        Args:
+            died: the replica that had it; else it has ended in order.
+        """
+        if died and self.attempt.deaths:
+            return False
         return not self.started or self._num_tokens <= MAX_TOKENS
 
-    def go_on(self) -> None:
+    def go_on(self, *, died: bool) -> None:
         """Makes the attempt one that goes on from here."""
-        self.attempt = self._delivery.next
+        self.attempt = self._delivery.next if died else self._delivery.moved
+        self._delivery = Delivery(self.attempt)
 
     def last_words(self, scope: Scope, error: VlmServeError) -> bytes | None:
         """The end of a stream that broke off; None for an answer that must just break off."""

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import pickle
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import Message
 
 from vlm_serve.deploy.board import BOARD
-from vlm_serve.deploy.replica import BEGUN, Letter
+from vlm_serve.deploy.box import BEGUN, Letter
+from vlm_serve.deploy.link import letters_at
 from vlm_serve.errors import OverloadedError, VlmServeError
 
 _log = logging.getLogger(__name__)
@@ -39,11 +39,13 @@ class ReplicaLostError(Exception):
 
     Attributes:
         replica: its name, None if nobody had it.
+        died: it did not end in order.
     """
 
-    def __init__(self, replica: str | None) -> None:
+    def __init__(self, replica: str | None, *, died: bool = True) -> None:
         super().__init__(f"replica {replica} is lost")
         self.replica = replica
+        self.died = died
 
 
 class BrokenAnswerError(Exception):
@@ -116,17 +118,21 @@ class Fleet:
         self._numbers = itertools.count()
         self._open: dict[int, _Exchange] = {}
         self._links: dict[str, _Link] = {}
+        self._cut_off: set[str] = set()
         self._watching: set[asyncio.Task[None]] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The replicas that run and are not silent."""
-        return tuple(name for name in BOARD.replicas if name not in self.silent)
+        """The replicas that run, as far as is known here."""
+        missing = self.missing
+        return tuple(name for name in BOARD.replicas if name not in missing)
 
     @property
-    def silent(self) -> tuple[str, ...]:
-        """Those of which nothing has been heard for too long."""
-        return tuple(n for n, link in self._links.items() if link.silent > self._timeout)
+    def missing(self) -> set[str]:
+        """Those of which nothing has been heard for too long, or whose link has ended: Ray may
+        learn later that they are dead."""
+        silent = {name for name, link in self._links.items() if link.silent > self._timeout}
+        return silent | self._cut_off
 
     async def run(self) -> None:
         """Until it is cancelled: keeps a link to every replica, and looks who is silent."""
@@ -158,9 +164,9 @@ class Fleet:
             tokens=call.tokens,
             attempt=call.attempt,
             replica=call.replica,
-            avoid=tuple({*call.avoid, *self.silent}),
+            avoid=tuple({*call.avoid, *self.missing}),
         )
-        watching = asyncio.ensure_future(self._watch(response, exchange))
+        watching = asyncio.ensure_future(self._watch(response, number, exchange))
         self._watching.add(watching)
         watching.add_done_callback(self._watching.discard)
         ended = False
@@ -179,14 +185,14 @@ class Fleet:
             del self._open[number]
             BOARD.routed.pop(number, None)
 
-    async def _watch(self, response: Any, exchange: _Exchange) -> None:
+    async def _watch(self, response: Any, number: int, exchange: _Exchange) -> None:
         """Tells an exchange how its call has ended, if that was not an answer."""
         try:
             taken = await response
         except asyncio.CancelledError:
             return  # it was ended before a replica had it
         except (RayActorError, TaskCancelledError):
-            exchange.put(ReplicaLostError(exchange.replica))
+            exchange.put(_lost(exchange.replica or BOARD.routed.get(number)))
         except (BackPressureError, DeploymentUnavailableError):
             exchange.put(OverloadedError("no replica can take the request", code="no_replica"))
         except RayTaskError as error:
@@ -200,10 +206,11 @@ class Fleet:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_LETTERS_SECONDS if taken else 0):
                     await exchange.over.wait()
-            exchange.put(ReplicaLostError(exchange.replica))
+            exchange.put(_lost(exchange.replica))
 
     def _tend(self) -> None:
         running = BOARD.replicas
+        self._cut_off &= set(running)
         for name in running:
             if name not in self._links:
                 following = asyncio.ensure_future(self._follow(name))
@@ -220,21 +227,22 @@ class Fleet:
             if exchange.replica not in self._links:
                 exchange.silent += TICK_SECONDS
                 if exchange.silent > self._timeout:
-                    exchange.put(ReplicaLostError(exchange.replica or BOARD.routed.get(number)))
+                    exchange.put(_lost(exchange.replica or BOARD.routed.get(number)))
 
     async def _follow(self, name: str) -> None:
-        batches: Any = self._handle.options(stream=True).link.remote(self._name, replica=name)
         try:
-            async for batch in batches:
-                self._links[name].silent = 0.0
-                self._deliver(name, pickle.loads(batch))
-        except asyncio.CancelledError:
-            batches.cancel()
-            raise
+            address = await self._handle.link.remote(self._name, replica=name)
+            if address is not None:
+                async for letters in letters_at(address):
+                    self._cut_off.discard(name)
+                    self._links[name].silent = 0.0
+                    self._deliver(name, letters)
         except Exception as error:
             _log.warning("the link to replica %s has ended: %s", name, type(error).__name__)
 
     def _ended(self, name: str, _: asyncio.Task[None]) -> None:
+        if name in BOARD.replicas:
+            self._cut_off.add(name)
         del self._links[name]
         self._lose(name)
 
@@ -248,7 +256,11 @@ class Fleet:
     def _lose(self, name: str) -> None:
         for exchange in self._open.values():
             if exchange.replica == name:
-                exchange.put(ReplicaLostError(name))
+                exchange.put(_lost(name))
+
+
+def _lost(replica: str | None) -> ReplicaLostError:
+    return ReplicaLostError(replica, died=replica not in BOARD.left)
 
 
 def no_replica() -> VlmServeError:

@@ -52,7 +52,7 @@ class Front:
         seats_per_replica: requests that each replica may have open.
 
     Attributes:
-        num_lost: requests that went to another replica because theirs was lost.
+        num_lost: times that a request went to another replica because its own was lost.
     """
 
     def __init__(
@@ -149,17 +149,21 @@ class Front:
                 await cancelled(sending)
 
     async def _send(self, call: Call, scope: Scope, send: Send) -> None:
-        """Sends what replicas answer: what the first one cannot end, a second one does."""
+        """Sends what replicas answer: what one of them cannot end, another one does. A
+        request is moved as often as replicas end in order, but goes on after one death only."""
         course = Course(first_attempt(scope, self.config.request_timeout))
         try:
-            try:
-                await self._send_one(call, course, send)
-            except ReplicaLostError as lost:
-                if not course.can_go_on() or call.replica is not None or not lost.replica:
-                    raise
-                self.num_lost += 1
-                course.go_on()
-                await self._send_one(replace(call, avoid=(lost.replica,)), course, send)
+            while True:
+                try:
+                    await self._send_one(call, course, send)
+                    return
+                except ReplicaLostError as lost:
+                    bound = call.replica is not None or not lost.replica
+                    if bound or not course.can_go_on(died=lost.died):
+                        raise
+                    self.num_lost += 1
+                    course.go_on(died=lost.died)
+                    call = replace(call, avoid=(*call.avoid, lost.replica))
         except (ReplicaLostError, BrokenAnswerError, VlmServeError) as error:
             problem = error if isinstance(error, VlmServeError) else _broken(error)
             if not course.started:

@@ -6,8 +6,10 @@ import logging
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,12 +17,13 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.checks import check
 from vlm_serve.deploy.cluster import Cluster, end_on_signals, leave_at_once
 from vlm_serve.deploy.options import DeployConfig
+from vlm_serve.deploy.restart import Restarts
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.server.auth import guarded
 from vlm_serve.server.browsers import for_browsers
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.connections import Connections
-from vlm_serve.server.draining import DrainingServer, listen, url_of, uvicorn_config
+from vlm_serve.server.draining import SWITCH_SECONDS, DrainingServer, listen, url_of, uvicorn_config
 from vlm_serve.server.tenants import read_tenant_keys
 
 _log = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ def deploy(
 
     Raises ConfigError or EngineError if it cannot start.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)  # Serve's router and keys of large bodies have threads
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -80,13 +84,17 @@ def _run(
             int(time.time()),
             loopback=True,
         )
+
+        def start(generation: int) -> DeploymentHandle[Any]:
+            made = application(replace(setup, generation=generation), options)
+            return serve.run(made, name=APPLICATION, route_prefix=None)
+
         _log.info("starting %d replicas of %s", options.replicas, model)
         try:
-            handle: DeploymentHandle[Any] = serve.run(
-                application(setup, options), name=APPLICATION, route_prefix=None
-            )
+            handle = start(0)
         except RuntimeError as error:
             raise EngineError(f"the replicas could not be started: {_reason(error)}") from None
+        Restarts(start)
         fleet = Fleet(handle, options.silence_timeout)
         front = Front(fleet, config, setup.names[0], seats_of(setup))
         connections = Connections(config)

@@ -1,38 +1,29 @@
-"""One replica: an engine, its routes, and a box for each front in which answers wait to be sent.
+"""One replica: an engine, its routes, and a link to each front.
 
-What a request is answered travels on its front's link, not with its own call: all that a step gives
-to all requests of a front is one message.
+What a request is answered travels on its front's link, not with its own call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 import sys
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.deploy.box import BEGUN, Boxes
+from vlm_serve.deploy.link import Address, Links
 from vlm_serve.deploy.loopback import bind_replica
 from vlm_serve.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service
 
-HEARTBEAT_SECONDS = 1.0
-UNREAD_SECONDS = 60.0
-"""A front whose link nobody has read for so long is gone, and what waits for it is thrown away."""
-
-Letter = tuple[int, Message | None]
-"""The number of a request, and a message of its answer; None: there is nothing more."""
-
-BEGUN: Message = {"type": "vlm_serve.begun"}
-"""The first letter of every request: who reads it knows which replica has it."""
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -43,6 +34,7 @@ class ReplicaSetup:
         model: as for `serve`.
         names: under which requests may ask for it.
         created: seconds since 1970 at which the deployment began, for lists of models.
+        generation: Serve replaces replicas of another one.
         loopback: nothing of it listens on another address.
     """
 
@@ -51,65 +43,8 @@ class ReplicaSetup:
     server: ServerConfig
     names: tuple[str, ...]
     created: int
+    generation: int = 0
     loopback: bool = False
-
-
-class Box:
-    """What waits for one front. All on one event loop.
-
-    Attributes:
-        read: monotonic time at which the front last took something.
-        closed: nothing more comes, and who waits is told so.
-    """
-
-    def __init__(self) -> None:
-        self.read = time.monotonic()
-        self.closed = False
-        self._letters: list[Letter] = []
-        self._filled = asyncio.Event()
-
-    def put(self, number: int, message: Message | None) -> None:
-        if not self.closed:
-            self._letters.append((number, message))
-            self._filled.set()
-
-    def close(self) -> None:
-        self.closed = True
-        self._filled.set()
-
-    async def take(self, seconds: float) -> list[Letter]:
-        """Everything that waits, at the latest after that time: then there may be nothing."""
-        self.read = time.monotonic()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._filled.wait()
-        except TimeoutError:
-            return []
-        await asyncio.sleep(0)  # what the same step gives to others comes within this turn
-        self._filled.clear()
-        letters, self._letters = self._letters, []
-        return letters
-
-
-class Boxes:
-    """The boxes of all fronts."""
-
-    def __init__(self) -> None:
-        self._all: dict[str, Box] = {}
-
-    def __getitem__(self, front: str) -> Box:
-        if front not in self._all:
-            now = time.monotonic()
-            old = [name for name, box in self._all.items() if now - box.read > UNREAD_SECONDS]
-            for name in old:
-                del self._all[name]
-            self._all[front] = Box()
-        return self._all[front]
-
-    def close(self) -> None:
-        """Says no more: fronts take what is unanswered elsewhere."""
-        for box in self._all.values():
-            box.close()
 
 
 class EngineReplica:
@@ -122,7 +57,8 @@ class EngineReplica:
     def __init__(self, setup: ReplicaSetup) -> None:
         from vlm_serve.engine.engine import Engine
         from vlm_serve.server.app import create_routes
-        from vlm_serve.server.main import SWITCH_SECONDS, leave_alone_what_stays
+        from vlm_serve.server.draining import SWITCH_SECONDS
+        from vlm_serve.server.main import leave_alone_what_stays
         from vlm_serve.server.service import Service
 
         if setup.loopback:
@@ -133,6 +69,7 @@ class EngineReplica:
         sys.setswitchinterval(SWITCH_SECONDS)
         self.name = replica_name()
         self._boxes = Boxes()
+        self._links = Links(self._boxes, LOOPBACK if setup.loopback else node_address())
         engine = Engine.from_checkpoint(setup.model, setup.engine)
         self._service: Service = Service(engine, setup.server, setup.names)
         self._service.created = setup.created
@@ -183,14 +120,9 @@ class EngineReplica:
             box.put(number, None)
         return True
 
-    async def link(self, front: str, *, replica: str) -> AsyncIterator[bytes]:
-        """What waits for a front, as pickled lists of letters; an empty one every second in which
-        there is nothing, so that silence means trouble."""
-        if replica != self.name:
-            return
-        box = self._boxes[front]
-        while not box.closed:
-            yield pickle.dumps(await box.take(HEARTBEAT_SECONDS), pickle.HIGHEST_PROTOCOL)
+    async def link(self, front: str, *, replica: str) -> Address | None:
+        """Where a front can read its letters; None: this is another replica than the wanted one."""
+        return await self._links.address(front) if replica == self.name else None
 
     def check_health(self) -> None:
         """For Serve, which replaces a replica whose engine has stopped."""
@@ -215,7 +147,7 @@ class EngineReplica:
     async def __del__(self) -> None:
         service = getattr(self, "_service", None)
         if service is not None:
-            self._boxes.close()
+            await self._links.close()
             await service.close()
 
 
@@ -224,6 +156,13 @@ def replica_name() -> str:
     from ray import serve
 
     return str(serve.get_replica_context().replica_id.unique_id)
+
+
+def node_address() -> str:
+    """Of this machine, as the others of the cluster know it."""
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())
 
 
 def receiver(body: bytes) -> Receive:

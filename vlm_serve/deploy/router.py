@@ -63,7 +63,8 @@ class AffinityRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._now_running(each.replica_id.unique_id for each in replicas)
+        left = self._now_running(each.replica_id.unique_id for each in replicas)
+        board.BOARD.left = (*board.BOARD.left, *left)[-board.MAX_LEFT :]
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -86,11 +87,14 @@ class AffinityRouter(RequestRouter):
         if request is not None:
             self._core.ended(replica_id.unique_id, *request)
 
-    def _now_running(self, names: Iterable[str]) -> None:
+    def _now_running(self, names: Iterable[str]) -> set[str]:
+        """Those that did until now, and do no more."""
         before = board.BOARD.replicas
         board.BOARD.replicas = tuple(sorted(names))
-        for name in set(before) - set(board.BOARD.replicas):
+        gone = set(before) - set(board.BOARD.replicas)
+        for name in gone:
             self._core.removed(name)
+        return gone
 
 
 def _wishes(pending_request: PendingRequest | None) -> dict[str, Any]:

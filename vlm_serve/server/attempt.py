@@ -40,6 +40,7 @@ class Attempt:
         delivered: bytes of the response's body that have been delivered.
         usage, cache_report: of each prompt, as far as the attempts before had told them.
         resumed: attempts before this one.
+        deaths: of them those whose replica died; the others were moved in time.
         started: the response's status and headers have been delivered.
     """
 
@@ -52,6 +53,7 @@ class Attempt:
     usage: tuple[Mapping[str, int] | None, ...] | None = None
     cache_report: tuple[Mapping[str, Any] | None, ...] | None = None
     resumed: int = 0
+    deaths: int = 0
     started: bool = False
 
     @classmethod
@@ -121,7 +123,12 @@ class Delivery:
 
     @property
     def next(self) -> Attempt:
-        """The attempt that goes on where this one ends."""
+        """The attempt that goes on where this one ends because its replica has died."""
+        return replace(self.moved, deaths=self._attempt.deaths + 1)
+
+    @property
+    def moved(self) -> Attempt:
+        """The attempt that goes on where this one ends because its replica ends in order."""
         return replace(
             self._attempt,
             tokens={choice: tuple(ids) for choice, ids in self._tokens.items()},

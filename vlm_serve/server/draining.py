@@ -16,6 +16,10 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.connections import Connections
 
+SWITCH_SECONDS = 0.0005
+"""Longest that a thread which computes in Python keeps the event loop waiting for its turn. With
+Python's own 5 ms, /health waits several times as long while prompts are being prepared."""
+
 _log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5

@@ -20,7 +20,7 @@ from vlm_serve.options import format_size
 from vlm_serve.server.bounds import total
 from vlm_serve.server.browsers import is_loopback
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.draining import listen, url_of
+from vlm_serve.server.draining import SWITCH_SECONDS, listen, url_of
 from vlm_serve.server.pieces import form_of
 from vlm_serve.server.run import make_server
 from vlm_serve.server.tenants import read_tenant_keys
@@ -31,9 +31,6 @@ OPEN_TO_ALL = (
     "everybody who reaches this address can use the page, and see and empty the cache: "
     "set --api-key, listen on loopback, or use --no-page"
 )
-SWITCH_SECONDS = 0.0005
-"""Longest that a thread which computes in Python keeps the event loop waiting for its turn. With
-Python's own 5 ms, /health waits several times as long while prompts are being prepared."""
 
 
 def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:

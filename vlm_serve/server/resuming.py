@@ -12,7 +12,7 @@ from vlm_serve.server.errors import error_for
 
 _log = logging.getLogger(__name__)
 
-MOST_RESUMED = 1
+MOST_DEATHS = 1
 """A request that was running when two replicas died may be what has killed them."""
 
 
@@ -25,7 +25,7 @@ class Resuming:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         attempt = attempt_of(scope)
-        if attempt is not None and attempt.resumed > MOST_RESUMED:
+        if attempt is not None and attempt.deaths > MOST_DEATHS:
             refusal = OverloadedError(
                 "two replicas ended while they answered this request: it is not tried again",
                 code="resumed_twice",
