@@ -8,10 +8,11 @@ own output in place of the hidden state.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch
-from demo_data import Batch
+from demo_data import IGNORE, Batch
 from demo_model import DemoModel, Layer, RMSNorm
 from demo_shape import DemoShape
 from torch import Tensor, nn
@@ -39,21 +40,42 @@ class Drafter(nn.Module):
         return cast(Tensor, self.norm(x))
 
 
-def drafts(model: DemoModel, drafter: Drafter, batch: Batch, depth: int) -> list[Tensor]:
+@dataclass(frozen=True)
+class Reading:
+    """What the model made of a batch. It never changes while the drafter learns, so it is made
+    once and read often."""
+
+    embedded: Tensor
+    """[B, T, hidden]: what the first layer reads."""
+    hidden: Tensor
+    """[B, T, hidden]: what the output projection reads."""
+    cos: Tensor
+    """[B, 1, T, rotary dimensions], and the same for `sin`."""
+    sin: Tensor
+    answers: Tensor
+    """[B, T]: True where the next token is of an answer."""
+
+
+@torch.no_grad()
+def reading(model: DemoModel, batch: Batch) -> Reading:
+    """The model's side of a batch."""
+    embedded = model.embedded(batch, model.see(batch))
+    hidden = model.language_model(embedded, batch.positions)[0]
+    turn = model.language_model.rotation(batch.positions)
+    return Reading(embedded, hidden, *turn, batch.targets != IGNORE)
+
+
+def drafts(drafter: Drafter, read: Reading, depth: int) -> list[Tensor]:
     """What `drafter` reads out at each place for `depth` tokens in a row.
 
     Entry d is [B, T - 1 - d, hidden]; its place t predicts token t + d + 2.
     """
-    with torch.no_grad():
-        embedded = model.embedded(batch, model.see(batch))
-        hidden = model.language_model(embedded, batch.positions)[0]
-        cos, sin = model.language_model.rotation(batch.positions)
     found = []
-    state = hidden
+    state = read.hidden
     for step in range(depth):
-        length = hidden.shape[1] - 1 - step
-        following = embedded[:, step + 1 :]
-        turn = (cos[:, :, step : step + length], sin[:, :, step : step + length])
+        length = read.hidden.shape[1] - 1 - step
+        following = read.embedded[:, step + 1 :]
+        turn = (read.cos[:, :, step : step + length], read.sin[:, :, step : step + length])
         state = drafter(following, state[:, :length], *turn)
         found.append(state)
     return found

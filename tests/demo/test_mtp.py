@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
 from demo_chat import ChatFormat
-from demo_data import Batch
+from demo_data import IGNORE, Batch, BatchMaker, BatchSizes
 from demo_drafts import print_drafts
 from demo_export import export
-from demo_mtp import Drafter
+from demo_mtp import Drafter, reading
 from demo_mtp import drafts as read_out
 from finish import load
 from guesses import draft_freely
+from mtp import HELD, accepted, loss, train
 from parity_cases import random_ids
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -62,11 +61,26 @@ def test_drafts_of_the_engine_are_those_of_the_recipe(chat: ChatFormat, checkpoi
     weights.load_state_dict(own)
     ids = torch.tensor([[*prompt, *answer.token_ids]])
     positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
-    batch = cast(Batch, SimpleNamespace(ids=ids, positions=positions, slots=[]))
-    (read,) = read_out(model, weights, batch, 1)
+    batch = Batch("text", ids, torch.full_like(ids, IGNORE), ids, positions)
+    (read,) = read_out(weights, reading(model, batch), 1)
     expected = model.logits(read)[0].argmax(-1).tolist()
     same = [expected[count - 2] == token for count, token in made.items()]
     assert len(same) > 10 and sum(same) >= len(same) - 1
+
+
+def test_drafts_are_learned_from_what_was_read_once(
+    chat: ChatFormat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(3)
+    model = load(DENSE, chat).demo.requires_grad_(False)
+    drafter = Drafter(model.shape)
+    maker = BatchMaker(chat, 1, BatchSizes(text=4))
+    read = [reading(model, maker.make(step, "text", turns=1)) for step in range(HELD + 2)]
+    before = loss(model, drafter, read[0], 2).item()
+    train(model, drafter, read, steps=16)
+    assert loss(model, drafter, read[0], 2).item() < 0.8 * before
+    assert accepted(model, drafter, read[:1])[0] > 0
+    assert "accepted by position:" in capsys.readouterr().out
 
 
 def test_what_drafts_are_worth_is_printed(

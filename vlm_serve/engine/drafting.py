@@ -49,7 +49,7 @@ class Drafting:
         roster: whose planned slices are extended.
         drafters: guess; of their guesses for a sequence, those that promise most are taken.
         most: drafts of a sequence in one step.
-        costs: of a step's rows.
+        costs: of a step's rows and sequences.
         pass_costs: of a pass of the model's layer for drafts, by sequences.
         state_interval: tokens between state snapshots while decoding; 0: none.
         never: tokens that are no drafts.

@@ -96,7 +96,9 @@ class LocalExecutor:
         with launching_on(self._caches.device):
             self._compute(plan)
 
-    def measure(self, *, most_sequences: int, most_tokens: int) -> list[tuple[int, float]]:
+    def measure(
+        self, *, most_sequences: int, most_tokens: int
+    ) -> tuple[list[tuple[int, float]], float]:
         """What rows cost, see `measure_rows`; before the first step."""
         return measure_rows(
             self._model, self._caches, most_sequences=most_sequences, most_tokens=most_tokens

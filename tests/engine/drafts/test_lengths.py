@@ -35,6 +35,21 @@ def test_the_likeliest_come_first_and_a_jump_in_costs_ends_them() -> None:
     assert lengths((0.9, 7), (0.5, 7), costs=FREE, budget=3) == [3, 0]
 
 
+def test_sequences_with_states_to_read_are_dear_already_so_drafts_are_not() -> None:
+    """Eight rows of eight sequences take longer than of one, and a second row each adds less."""
+    points = [(1, 1.0), (8, 1.7), (16, 2.5)]
+    wishes = [(0.3, 1)] * 8
+    assert lengths(*wishes, costs=CostCurve(points)) == [0] * 8
+    several = CostCurve(points, sequence=0.2, tokens=8)
+    assert lengths(*wishes, costs=several) == [1] * 8
+    assert several.seconds(8, 8) == pytest.approx(1.7 + 7 * 0.2)
+    assert several.seconds(16, 8) == pytest.approx(2.5 + 6 * 0.2)
+    assert several.seconds(16, 1) == several.seconds(16) == 2.5
+    sure = [Trust(rate=0.3) for _ in range(8)]
+    assert depths(sure, [1] * 8, costs=CostCurve(points), pass_costs=None) == [0] * 8
+    assert depths(sure, [1] * 8, costs=several, pass_costs=None) == [1] * 8
+
+
 def test_a_prefill_beside_makes_rows_dearer() -> None:
     curve = CostCurve([(1, 1.0), (8, 1.05), (100, 9.0)])
     assert lengths((0.9, 7), costs=curve) == [7]

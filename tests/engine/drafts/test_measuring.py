@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
 from vlm_serve.engine.drafts import measuring
-from vlm_serve.engine.drafts.measuring import ascending, sizes
+from vlm_serve.engine.drafts.measuring import ascending, measure_rows, sizes
+from vlm_serve.models import Model
+from vlm_serve.models.cache_layout import CacheTensors
 
 
 def test_sizes_that_are_measured() -> None:
@@ -35,3 +40,25 @@ def test_what_disturbs_one_round_leaves_no_trace(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     points = measuring._points(8, lambda size: size, on_cpu=True)  # type: ignore[arg-type, return-value]
     assert points == [(size, float(size)) for size in sizes(8)]
+
+
+def test_what_a_sequence_more_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row takes a second, a state half of one."""
+
+    def step(model: object, caches: object, rows: int, most_tokens: int) -> float:
+        return rows + 0.5 * -(-rows // most_tokens)
+
+    monkeypatch.setattr(measuring, "_step", step)
+    monkeypatch.setattr(measuring, "_seconds", lambda run, on_cpu: run)
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    caches = SimpleNamespace(num_blocks=20, block_size=16, num_rows=0, device=torch.device("cpu"))
+    for sequences in (2, 8):
+        points, sequence = measure_rows(
+            cast(Model, None),
+            cast(CacheTensors, caches),
+            most_sequences=sequences,
+            most_tokens=4,
+        )
+        assert points[:4] == [(1, 1.5), (2, 2.5), (3, 3.5), (4, 4.5)]
+        assert points[-1][0] == 4 * sequences
+        assert sequence == 0.5

@@ -13,12 +13,23 @@ class CostCurve:
 
     Args:
         points: (rows, seconds), ascending in both; none: rows cost nothing.
+        sequence: seconds that a sequence more takes beside as many rows.
+        tokens: rows of a sequence in what was measured.
     """
 
-    def __init__(self, points: Sequence[tuple[int, float]] = ()) -> None:
+    def __init__(
+        self, points: Sequence[tuple[int, float]] = (), *, sequence: float = 0.0, tokens: int = 1
+    ) -> None:
         self._points = list(points) or [(1, 1.0)]
+        self._sequence = sequence
+        self._tokens = tokens
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: int, sequences: int = 0) -> float:
+        """Of a step of `rows`, of so many sequences or more."""
+        more = max(0, sequences - -(-rows // self._tokens))
+        return self._together(rows) + self._sequence * more
+
+    def _together(self, rows: int) -> float:
         points = self._points
         right = bisect_left(points, (rows,))
         if right < len(points) and points[right][0] == rows:
@@ -53,7 +64,8 @@ def depths(
         tokens = count + sum(
             trust.promise(min(depth, room)) for trust, room in zip(trusts, rooms, strict=True)
         )
-        seconds = costs.seconds(count + sum(min(depth, room) for room in rooms)) + depth * each
+        rows = count + sum(min(depth, room) for room in rooms)
+        seconds = costs.seconds(rows, count) + depth * each
         if tokens / seconds >= best:
             best, chosen = tokens / seconds, depth
     if chosen:
@@ -83,11 +95,12 @@ def share(
         ),
         reverse=True,
     )[:budget]
-    best, wanted, tokens = decodes / costs.seconds(rows), 0, float(decodes)
+    best, wanted, tokens = decodes / costs.seconds(rows, decodes), 0, float(decodes)
     for number, (chance, _) in enumerate(chances, 1):
         tokens += chance
-        if tokens / costs.seconds(rows + number) >= best:
-            best, wanted = tokens / costs.seconds(rows + number), number
+        speed = tokens / costs.seconds(rows + number, decodes)
+        if speed >= best:
+            best, wanted = speed, number
     lengths = [0] * len(wishes)
     for _, index in chances[:wanted]:
         lengths[-index] += 1

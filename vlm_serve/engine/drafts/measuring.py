@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
 import torch
 
@@ -17,11 +18,14 @@ from vlm_serve.models.cache_layout import CacheTensors
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _SECONDS = 2.0
 
+Shape = TypeVar("Shape", bound=Hashable)
+
 
 def measure_rows(
     model: Model, caches: CacheTensors, *, most_sequences: int, most_tokens: int
-) -> list[tuple[int, float]]:
-    """(rows, seconds) of steps of drafted tokens. The pools must be unused yet.
+) -> tuple[list[tuple[int, float]], float]:
+    """(rows, seconds) of steps of drafted tokens of as few sequences as have them, and the seconds
+    that a sequence more takes beside as many rows: its state is read. The pools must be unused yet.
 
     Args:
         model: what computes.
@@ -33,12 +37,16 @@ def measure_rows(
     for kind in ("recurrent", "conv"):
         if caches.num_rows:
             caches[kind][:most_sequences].zero_()
+    # The last one is of sequences with one token each.
+    apart = min(most_sequences, most_tokens, caches.num_blocks)
+    shapes = [*((rows, most_tokens) for rows in sizes(most)), (apart, 1)]
     with launching_on(caches.device):
-        return _points(
-            most,
-            lambda rows: _step(model, caches, rows, most_tokens),
-            on_cpu=caches.device.type == "cpu",
-        )
+        runs = {shape: _step(model, caches, *shape) for shape in shapes}
+        least = _least(runs, on_cpu=caches.device.type == "cpu")
+    points = ascending({rows: least[rows, most_tokens] for rows in sizes(most)})
+    together = max(seconds for rows, seconds in points if rows <= apart)
+    more = apart - -(-apart // most_tokens)
+    return points, max(0.0, least[apart, 1] - together) / more if more else 0.0
 
 
 def measure_passes(
@@ -57,18 +65,24 @@ def measure_passes(
 def _points(
     most: int, make: Callable[[int], Callable[[], ForwardOutput]], *, on_cpu: bool
 ) -> list[tuple[int, float]]:
-    """Times what is made for 1, 2, 3, 4, 6, 8, ... up to `most`, all of them in every round: what
-    else the machine does for a while then does not stand for the cost of one size."""
-    runs = {size: make(size) for size in sizes(most)}
+    """Times what is made for 1, 2, 3, 4, 6, 8, ... up to `most`."""
+    return ascending(_least({size: make(size) for size in sizes(most)}, on_cpu=on_cpu))
+
+
+def _least(
+    runs: Mapping[Shape, Callable[[], ForwardOutput]], *, on_cpu: bool
+) -> dict[Shape, float]:
+    """The least seconds of each, all of them in every round: what else the machine does for a while
+    then does not stand for the cost of one size."""
     least = dict.fromkeys(runs, math.inf)
     begin, rounds = time.perf_counter(), 0
     while rounds < _LEAST_ROUNDS or (
         rounds < _MOST_ROUNDS and time.perf_counter() - begin < _SECONDS
     ):
-        for size, run in runs.items():
-            least[size] = min(least[size], _seconds(run, on_cpu))
+        for shape, run in runs.items():
+            least[shape] = min(least[shape], _seconds(run, on_cpu))
         rounds += 1
-    return ascending(least)
+    return least
 
 
 def sizes(most: int) -> list[int]:

@@ -56,6 +56,8 @@ def measure_costs(
 ) -> tuple[CostCurve, CostCurve | None]:
     """Of a step's rows, and of passes of the model's own layer for drafts if there is one."""
     most = config.max_num_seqs
-    rows = executor.measure(most_sequences=most, most_tokens=config.speculative_tokens + 1)
+    tokens = config.speculative_tokens + 1
+    rows, sequence = executor.measure(most_sequences=most, most_tokens=tokens)
     passes = measure_passes(model, caches, most_sequences=most) if model.drafts else None
-    return CostCurve(rows), CostCurve(passes) if passes is not None else None
+    costs = CostCurve(rows, sequence=sequence, tokens=tokens)
+    return costs, CostCurve(passes) if passes is not None else None

@@ -91,7 +91,9 @@ class ShardedExecutor(LocalExecutor):
         except Exception as error:
             raise StepError(error, "unknown") from error
 
-    def measure(self, *, most_sequences: int, most_tokens: int) -> list[tuple[int, float]]:
+    def measure(
+        self, *, most_sequences: int, most_tokens: int
+    ) -> tuple[list[tuple[int, float]], float]:
         measure = super().measure
         return self._together(
             lambda: measure(most_sequences=most_sequences, most_tokens=most_tokens),
