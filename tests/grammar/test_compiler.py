@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import platform
 import subprocess
 import threading
@@ -124,13 +125,14 @@ def test_the_process_keeps_nothing_of_long_texts(tokenizer: Tokenizer) -> None:
         GrammarCompiler(tokenizer, WIDTH, tokenizer.eos_ids, seconds=60.0)
     ) as compiler:
         compiler.compile(StructuredOutputs(regex="ab"))
-        assert compiler._process is not None
-        running = compiler._process._process
+        compiling = compiler._process
+        assert compiling is not None
+        running = compiling._process
         assert running is not None
         before = anonymous(running.pid)
         for letter in "abc":
-            form = StructuredOutputs(json={"type": "null", "description": letter * 20_000_000})
-            compiler.compile(form)
+            source = json.dumps({"type": "null", "description": letter * 20_000_000})
+            compiling.compile({"kind": "json", "source": source, "strict": True})
         deadline = time.monotonic() + 10  # it answers before it gives back
         while (kept := anonymous(running.pid) - before) > 8 << 20 and time.monotonic() < deadline:
             time.sleep(0.01)
