@@ -47,24 +47,39 @@ Workplace& own_workplace();
 // How a product is shared out: blocks of rows times groups of panels.
 struct Split {
     int64_t rows, panels, blocks, groups;
+    int64_t large = 0, ahead = 0;  // groups that come first, and the panels that they have together
 
     Split(int64_t count, const Weight& weight, int64_t threads)
         : rows(count), panels(panels_of(weight)) {
         const int64_t most = most_rows(weight.depth);
         blocks = (rows + most - 1) / most;
+        const int64_t bytes = panel_bytes(weight.depth, weight.type);
+        if (rows == 1 && threads > 1) {
+            split_row(bytes, threads);
+            return;
+        }
         // Threads end together if there is enough to take; a few rows are read with long strides.
-        const int64_t wanted =
-            std::max<int64_t>(1, (rows == 1 ? 64 : 16) * threads / std::max<int64_t>(blocks, 1));
-        // One row waits for the memory alone: threads end together if they take less at a time.
-        const int64_t bytes = rows == 1 ? STRIDE / 4 : STRIDE;
-        const int64_t stride = bytes / panel_bytes(weight.depth, weight.type);
-        const int64_t least = blocks > 1 ? 8 : std::max<int64_t>(1, stride);
+        const int64_t wanted = std::max<int64_t>(1, 16 * threads / std::max<int64_t>(blocks, 1));
+        const int64_t least = blocks > 1 ? 8 : std::max<int64_t>(1, STRIDE / bytes);
         groups = std::max<int64_t>(1, std::min(wanted, panels / least));
     }
 
     int64_t items() const { return blocks * groups; }
     int64_t first_row(int64_t block) const { return block * rows / blocks; }
-    int64_t first_panel(int64_t group) const { return group * panels / groups; }
+    int64_t first_panel(int64_t group) const {
+        if (group < large) return group * ahead / large;
+        return ahead + (group - large) * (panels - ahead) / std::max<int64_t>(1, groups - large);
+    }
+
+  private:
+    // One row waits for the memory alone. Every place where its reading begins anew costs time, so
+    // that each thread has a long part; short ones are left for those that are done first.
+    void split_row(int64_t bytes, int64_t threads) {
+        const int64_t each = std::max<int64_t>(1, STRIDE / 8 / bytes);
+        large = threads;
+        ahead = panels * 3 / 4 / threads * threads;
+        groups = large + (panels - ahead + each - 1) / each;
+    }
 };
 
 // Inside a parallel region: the panels of `weight`, shared out among its threads, which all have

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import platform
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -114,3 +117,29 @@ def test_what_a_grammar_was_made_from_counts_too(compiler: GrammarCompiler) -> N
         before = compiler.num_bytes
         compiler.compile(StructuredOutputs(json={"type": "null", "description": letter * 50_000}))
         assert compiler.num_bytes >= before + 50_000
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its allocator can be asked")
+def test_the_process_keeps_nothing_of_long_texts(tokenizer: Tokenizer) -> None:
+    with contextlib.closing(
+        GrammarCompiler(tokenizer, WIDTH, tokenizer.eos_ids, seconds=60.0)
+    ) as compiler:
+        compiler.compile(StructuredOutputs(regex="ab"))
+        compiling = compiler._process
+        assert compiling is not None
+        running = compiling._process
+        assert running is not None
+        before = anonymous(running.pid)
+        for letter in "abc":
+            source = json.dumps({"type": "null", "description": letter * 20_000_000})
+            compiling.compile({"kind": "json", "source": source, "strict": True})
+        deadline = time.monotonic() + 10  # it answers before it gives back
+        while (kept := anonymous(running.pid) - before) > 8 << 20 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert kept <= 8 << 20
+
+
+def anonymous(process: int) -> int:
+    """Bytes of memory that belong to no file."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])

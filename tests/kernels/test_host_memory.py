@@ -1,4 +1,5 @@
-"""Freed tensors stay in the process: once warm, large tensors touch no fresh pages."""
+"""Freed tensors stay in the process: once warm, large tensors touch no fresh pages. They are given
+back when that is asked for."""
 
 from __future__ import annotations
 
@@ -40,3 +41,35 @@ def test_large_tensors_of_a_thread_reuse_memory() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         faults[mode] = int(done.stdout)
     assert 4 * faults["retain"] < faults["plain"], faults
+
+
+RELEASE = """
+import re
+import torch
+from vlm_serve.kernels.host_memory import release_freed_memory, retain_freed_memory
+
+def resident():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+
+assert retain_freed_memory()
+before = resident()
+between = []
+for _ in range(20):
+    large = torch.ones(1_000_000)
+    between.append((large, torch.ones(1000)))
+between = [small for _, small in between]
+del large
+print(resident() - before)
+assert release_freed_memory()
+print(resident() - before)
+assert all(bool((small == 1).all()) for small in between)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_what_is_free_between_tensors_can_be_given_back() -> None:
+    command = [sys.executable, "-c", RELEASE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    kept, left = map(int, done.stdout.split())
+    assert kept > 70_000_000, "the tensors were not on the heap"
+    assert left < 20_000_000

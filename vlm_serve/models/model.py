@@ -291,4 +291,6 @@ def load_model(
         bits=bits,
         dynamic=dynamic,
     )
-    return Model(spec, weights, fingerprint(directory), drafts=drafts)
+    model = Model(spec, weights, fingerprint(directory), drafts=drafts)
+    weights.release()
+    return model

@@ -8,16 +8,15 @@ Python looks for it, which a quiet server has no reason to do.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
+
+from vlm_serve.kernels.host_memory import release_freed_memory
 
 TRIM_BYTES = 16 << 20
 """What must have been freed since the last time while requests come and go."""
 PAUSE_SECONDS = 2.0
 QUIET_SECONDS = 10.0
 """After that long without a request that ended, the rest is looked for and given back too."""
-
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
 
 
 class Trimmer:
@@ -39,8 +38,6 @@ class Trimmer:
     def freed(self, size: int) -> None:
         """Counts bytes that a request has given back. To be called on the event loop."""
         self._freed += size
-        if _malloc_trim is None:
-            return
         self._quiet_at = asyncio.get_running_loop().time() + QUIET_SECONDS
         if self._task is None:
             self._task = asyncio.ensure_future(self._tend())
@@ -67,7 +64,6 @@ class Trimmer:
             self._task = None
 
     async def _trim(self) -> None:
-        assert _malloc_trim is not None
         self._freed = 0
-        await asyncio.to_thread(_malloc_trim, 0)
+        await asyncio.to_thread(release_freed_memory)
         self.num_trims += 1
