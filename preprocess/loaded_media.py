@@ -22,6 +22,7 @@ class LoadedMedia:
         config: of the processor that made it.
         processed: with the pixels; None while they are only known by their hashes.
         reload: makes them, if they are only known so; raises MediaError.
+        waited: seconds that somebody beyond this process was asked for the record.
     """
 
     def __init__(
@@ -30,12 +31,14 @@ class LoadedMedia:
         config: PictureConfig,
         processed: Processed | None,
         reload: Callable[[Stop], Processed] | None = None,
+        waited: float = 0.0,
     ) -> None:
         assert (processed is None) != (reload is None)
         self.record = record
         self.modality = record.modality
         self.grid = record.grid
         self.decoded = processed is not None
+        self.waited = waited
         self._config = config
         self._processed = processed
         self._reload = reload
@@ -71,7 +74,9 @@ class LoadedMedia:
         """What decoding has given, where that is not what was recorded; else itself."""
         with self._lock:
             other = self._other
-        return self if other is None else LoadedMedia(other.record, self._config, other)
+        if other is None:
+            return self
+        return LoadedMedia(other.record, self._config, other, waited=self.waited)
 
     def _get_processed(self, stop: Stop) -> Processed:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -155,12 +156,14 @@ class MediaLoader:
         key = key_of(source) if isinstance(source, bytes) or _is_contiguous(source) else None
         known_as = tuple(each for each in (key, url_key) if each is not None)
         upload = _Upload(part, options, processor, key_of, known_as, lambda _: source)
+        began = time.monotonic()
         known = self._look_up(key, source)
+        waited = time.monotonic() - began
         if known is not None:
-            item = self._recall(known, upload)
+            item = self._recall(known, upload, waited)
         else:
             done = self._process(upload, source, stop)
-            item = LoadedMedia(done.record, processor.config, done)
+            item = LoadedMedia(done.record, processor.config, done, waited=waited)
             if key is not None and isinstance(source, bytes) and self._records is not None:
                 self._records.put(upload_key(key, self._path), done.record)
         for each in known_as:
@@ -179,7 +182,7 @@ class MediaLoader:
                 self._count("tiers")
         return known
 
-    def _recall(self, known: MediaRecord, upload: _Upload) -> LoadedMedia:
+    def _recall(self, known: MediaRecord, upload: _Upload, waited: float = 0.0) -> LoadedMedia:
         """An item that is known by its record alone."""
 
         def process(stop: Stop) -> Processed:
@@ -189,7 +192,7 @@ class MediaLoader:
                 self._correct(upload, source, done.record)
             return done
 
-        return LoadedMedia(known, upload.processor.config, None, process)
+        return LoadedMedia(known, upload.processor.config, None, process, waited)
 
     def _correct(self, upload: _Upload, source: Any, record: MediaRecord) -> None:
         """What was recorded of an upload is wrong. Of an array that has changed meanwhile nothing

@@ -327,6 +327,8 @@ class Preprocessor:
             message_ends=tuple(expansion.message_ends),
             system_end=draft.system_end(expansion),
             stable_end=self._stable_end(draft, expansion),
+            # They are asked about at the same time.
+            waited=max((item.waited for item in media), default=0.0),
             text=draft.typed.restore(draft.text),
             corrected=None
             if all(item.ready for item in media)

@@ -99,6 +99,8 @@ class Prompt:
     """Position after the end-of-turn token of a leading system message, else 0."""
     stable_end: int = 0
     """Length of the prefix that the next turn's rendering shares with this one; 0: unknown."""
+    waited: float = field(default=0.0, compare=False)
+    """Seconds that its preparation has waited for what others know of its uploads."""
     text: str = field(default="", repr=False)
     """The rendered template before expansion; for logs and debugging."""
     corrected: Callable[[], Prompt] | None = field(default=None, repr=False, compare=False)

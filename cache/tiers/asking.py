@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from vlm_serve.cache.tiers.store import Store
@@ -22,6 +23,17 @@ SLOW_SHARE = 0.5
 """A call that takes more of its time limit than that is slow."""
 MOST_SLOW = 3
 """Slow calls in a row after which a store is left alone."""
+
+
+@dataclass
+class Patience:
+    """What one request has waited for lower tiers so far: a store's time limit is for all of it.
+
+    Attributes:
+        spent: seconds.
+    """
+
+    spent: float = 0.0
 
 
 Turn = Literal["call", "probe"]
@@ -88,7 +100,8 @@ class Asker:
         since: float | None = None,
         limit: float | None = None,
     ) -> _T | None:
-        """What a store answers; None if it fails, is too slow or has been lately.
+        """What a store answers; None if it fails, is too slow or has been lately, or if the time is
+        over already.
 
         Args:
             since: when the time that it has began, by the loop's clock; None: now.
@@ -104,13 +117,14 @@ class Asker:
         loop, limit = asyncio.get_running_loop(), store.time_limit if limit is None else limit
         began = loop.time()
         breaker = self._breakers.setdefault(store, Breaker(self._rest_seconds))
-        turn = breaker.admit(began)
+        deadline = (began if since is None else since) + limit
+        turn = breaker.admit(began) if began < deadline else None
         if turn is None:
             self._counts[f"skipped_{store.name}"] += 1
             return None
         failed = slow = False
         try:
-            async with asyncio.timeout_at((began if since is None else since) + limit):
+            async with asyncio.timeout_at(deadline):
                 answer = await call(what)
             slow = loop.time() - began > SLOW_SHARE * limit
             return answer

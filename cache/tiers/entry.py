@@ -112,18 +112,21 @@ class Sealed:
 
 
 class Outline(NamedTuple):
-    """What a header says of its payload: tokens covered, and bytes."""
+    """What a header says of its payload, tokens covered and bytes; and its own size."""
 
     num_tokens: int
     num_bytes: int
+    header_bytes: int
 
 
-def outline(header: bytes) -> Outline | None:
-    """What a header says, nothing of which is verified; None if it is none."""
-    if not _FIXED.size + CHECKSUM_BYTES <= len(header) <= MAX_HEADER_BYTES:
+def outline(data: bytes) -> Outline | None:
+    """What the header at the beginning says, nothing of which is verified; None if it is none."""
+    if len(data) < _FIXED.size:
         return None
-    fields = _FIXED.unpack_from(header)
-    return Outline(fields[8], fields[10]) if fields[0] == MAGIC else None
+    fields = _FIXED.unpack_from(data)
+    size = _FIXED.size + fields[9] + CHECKSUM_BYTES
+    whole = fields[0] == MAGIC and size <= min(len(data), MAX_HEADER_BYTES)
+    return Outline(fields[8], fields[10], size) if whole else None
 
 
 def seal(entry: Entry, origin: Origin) -> Sealed:

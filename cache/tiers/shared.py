@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import RedisError
-
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Sealed
+from vlm_serve.cache.tiers.shared_commands import (
+    MAX_OTHER_BYTES,
+    batches,
+    checked,
+    joined,
+    manifest_of,
+    most_bytes,
+    one_by_one,
+    run,
+)
 from vlm_serve.cache.tiers.shared_format import (
-    MAX_MANIFEST_BYTES,
     Keyring,
     Manifest,
     chunks,
+    lies_in_manifest,
     new_epoch,
 )
 
@@ -34,10 +42,6 @@ FRESH_SECONDS = 60.0
 DOUBT_SECONDS = 60.0
 """How long an entry that was bad is not read again, unless it has been replaced."""
 EPOCH_SECONDS = 30 * 24 * 3600
-MAX_OTHER_BYTES = 256 << 20
-"""Most bytes of an entry whose size does not follow from the model's layout."""
-READ_BYTES = 64 << 20
-"""Bytes of one pipeline's replies, about."""
 _REMEMBERED = 1 << 14
 
 SizeOf = Callable[[Kind, int], int | None]
@@ -109,8 +113,7 @@ class SharedStore:
             found |= await self._look_up(others)
         now = asyncio.get_running_loop().time()
         found = {i: each for i, each in found.items() if self._doubted.get(i, now) <= now}
-        self._counts["hits"] += len(found)
-        self._counts["misses"] += len(ids) - len(found)
+        self._count_found(len(found), len(ids))
         if len(self._manifests) + len(found) > _REMEMBERED:
             self._manifests.clear()
         self._manifests |= found
@@ -120,21 +123,24 @@ class SharedStore:
         manifests = {each: self._manifests.pop(each) for each in ids if each in self._manifests}
         rest = [each for each in ids if each not in manifests]
         if rest:
-            manifests |= await self._look_up(rest)
+            looked_up = await self._look_up(rest)
+            self._count_found(len(looked_up), len(rest))
+            manifests |= looked_up
         found = {}
-        for batch in _batches(manifests):
+        for batch in batches(manifests):
             parts = [
                 (entry_id, self._keys.chunk_name(manifest.digest, index), size)
                 for entry_id, manifest in batch.items()
                 for index, size in enumerate(manifest.chunk_sizes)
             ]
-            replies = await self._run([("GETRANGE", name, 0, size - 1) for _, name, size in parts])
+            commands = [("GETRANGE", name, 0, size - 1) for _, name, size in parts]
+            replies = await run(self._client, commands) if commands else []
             pieces: dict[EntryId, list[bytes]] = {entry_id: [] for entry_id in batch}
             for (entry_id, _, size), reply in zip(parts, replies, strict=True):
                 if isinstance(reply, bytes) and len(reply) == size:
                     pieces[entry_id].append(reply)
             for entry_id, manifest in batch.items():
-                payload = _joined(pieces[entry_id])
+                payload = manifest.payload or joined(pieces[entry_id])
                 if len(payload) == manifest.outline.num_bytes:
                     found[entry_id] = Sealed(manifest.header, payload)
                     self._counts["read_bytes"] += len(payload)
@@ -145,9 +151,7 @@ class SharedStore:
 
     async def _look_up(self, ids: Sequence[EntryId]) -> dict[EntryId, Manifest]:
         """The manifests there are, in one pipeline; two if the epoch has changed meanwhile."""
-        names, replies = await self._read(
-            ids, lambda name: [("GETRANGE", name, 0, MAX_MANIFEST_BYTES)]
-        )
+        names, replies = await self._read(ids, lambda each, name: [manifest_of(each, name)])
         found = {}
         for entry_id, name, reply in zip(ids, names, replies, strict=True):
             manifest = self._manifest(entry_id, name, reply)
@@ -160,14 +164,23 @@ class SharedStore:
         if reply == b"":
             return None
         manifest = self._keys.unpack(name, reply) if isinstance(reply, bytes) else None
-        if manifest is not None:
-            num_tokens, num_bytes = manifest.outline
-            expected = self._size_of(entry_id.kind, num_tokens)
-            if num_bytes == expected or (expected is None and num_bytes <= MAX_OTHER_BYTES):
-                return manifest
+        if manifest is not None and self._fits(entry_id, manifest):
+            return manifest
         self._counts["bad"] += 1
         self._doubt(entry_id)
         return None
+
+    def _fits(self, entry_id: EntryId, manifest: Manifest) -> bool:
+        num_tokens, num_bytes, _ = manifest.outline
+        if len(manifest.payload) != (num_bytes if lies_in_manifest(entry_id) else 0):
+            return False
+        expected = self._size_of(entry_id.kind, num_tokens)
+        bounded = entry_id.kind in (Kind.KV, Kind.STATE) or num_bytes <= MAX_OTHER_BYTES
+        return bounded and (expected is None or num_bytes == expected)
+
+    def _count_found(self, found: int, asked: int) -> None:
+        self._counts["hits"] += found
+        self._counts["misses"] += asked - found
 
     # Writing
 
@@ -181,13 +194,15 @@ class SharedStore:
         if not asked:
             return set()
         names, replies = await self._read(
-            asked, lambda name: [("GETRANGE", name, 0, MAX_MANIFEST_BYTES), ("TTL", name)]
+            asked, lambda each, name: [manifest_of(each, name), ("TTL", name)]
         )
         missing, renewed = dict[EntryId, bytes](), list[bytes]()
         for index, (entry_id, name) in enumerate(zip(asked, names, strict=True)):
-            manifest = self._manifest(entry_id, name, replies[2 * index])
+            there = replies[2 * index]
+            manifest = self._manifest(entry_id, name, there)
             if manifest is None or entry_id in self._doubted:
-                missing[entry_id] = self._keys.claim_name(name)
+                found = there if isinstance(there, bytes) else b"?"
+                missing[entry_id] = self._keys.claim_name(name, found)
                 continue
             self._saw(entry_id, now)
             if replies[2 * index + 1] < self._lifetime // 2:
@@ -196,7 +211,7 @@ class SharedStore:
                 renewed.append(name)
         claims = [("SET", name, b"", "NX", "EX", CLAIM_SECONDS) for name in missing.values()]
         renewals = [("EXPIRE", name, self._lifetime) for name in renewed]
-        answers = await self._run([*claims, *renewals]) if claims or renewals else []
+        answers = await run(self._client, [*claims, *renewals]) if claims or renewals else []
         if self._has_refused(answers):
             return set()
         claimed = {each for each, answer in zip(missing, answers, strict=False) if answer}
@@ -204,31 +219,34 @@ class SharedStore:
         return claimed
 
     async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
-        """Chunks first, manifests when all of them are there."""
+        """Chunks first, manifests when all of them are there. Too large ones are not taken."""
         now = asyncio.get_running_loop().time()
         if now < self._writes_again:
             return dict(entries)
         await self._settle()
         assert self._epoch is not None
         pieces, manifests = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
-        for entry_id, sealed in entries.items():
-            name = self._keys.name(self._epoch, entry_id)
-            manifest, digest = self._keys.pack(name, sealed.header)
+        large = {i: each for i, each in entries.items() if len(each.payload) > most_bytes(i)}
+        taken = {i: each for i, each in entries.items() if i not in large}
+        for entry_id, sealed in taken.items():
+            name, whole = self._keys.name(self._epoch, entry_id), lies_in_manifest(entry_id)
+            inside = sealed.payload if whole else b""
+            manifest, digest = self._keys.pack(name, sealed.header, inside)
             manifests.append(("SET", name, manifest, "EX", self._lifetime))
-            for index, piece in enumerate(chunks(sealed.payload)):
+            for index, piece in enumerate(() if whole else chunks(sealed.payload)):
                 chunk = self._keys.chunk_name(digest, index)
                 pieces.append(("SET", chunk, piece, "EX", self._lifetime))
-        for command in _one_by_one(pieces):
-            if self._has_refused(await self._run(command)):
+        for command in one_by_one(pieces):
+            if self._has_refused(await run(self._client, command)):
                 return dict(entries)
-        if self._has_refused(await self._run(manifests)):
+        if manifests and self._has_refused(await run(self._client, manifests)):
             return dict(entries)
-        for entry_id, sealed in entries.items():
+        for entry_id, sealed in taken.items():
             self._saw(entry_id, now)
             self._doubted.pop(entry_id, None)
             self._counts["written"] += 1
             self._counts["written_bytes"] += len(sealed.payload)
-        return {}
+        return dict(large)
 
     def _saw(self, entry_id: EntryId, now: float) -> None:
         if len(self._fresh) >= _REMEMBERED:
@@ -278,23 +296,22 @@ class SharedStore:
     # Epochs
 
     async def _read(
-        self, ids: Sequence[EntryId], commands: Callable[[bytes], list[tuple[Any, ...]]]
+        self, ids: Sequence[EntryId], commands: Callable[[EntryId, bytes], list[tuple[Any, ...]]]
     ) -> tuple[list[bytes], list[Any]]:
         """Names in the current epoch, and the replies to the commands for each."""
         while True:
             await self._settle()
             assert self._epoch is not None
             names = [self._keys.name(self._epoch, entry_id) for entry_id in ids]
-            asked = [command for name in names for command in commands(name)]
-            record, *replies = await self._run([("GET", self._keys.epoch_name), *asked])
+            asked = [each for pair in zip(ids, names, strict=True) for each in commands(*pair)]
+            record, *replies = await run(self._client, [("GET", self._keys.epoch_name), *asked])
             epoch = self._keys.unpack_epoch(record if isinstance(record, bytes) else None)
-            if epoch == self._epoch:
-                return names, [_checked(reply) for reply in replies]
             if epoch is None:  # the store has lost it, and probably all else
                 epoch = await self._record_epoch(self._epoch, replace=record is not None)
                 self._fresh.clear()
-            if epoch != self._epoch:
-                self._begin_epoch(epoch)
+            if epoch == self._epoch:
+                return names, [checked(reply) for reply in replies]
+            self._begin_epoch(epoch)
 
     async def _settle(self) -> None:
         """Makes sure that there is an epoch, and that the store knows of the last flush."""
@@ -307,15 +324,20 @@ class SharedStore:
             self._begin_epoch(recorded)
 
     async def _record_epoch(self, epoch: bytes, *, replace: bool) -> bytes:
-        """Stores an epoch, if there is none or it is to be replaced; returns what is there then."""
+        """Stores an epoch, if there is none or it is to be replaced; returns what is there then. A
+        store that is full goes without one: it is the next one's to store."""
         name, options = self._keys.epoch_name, () if replace else ("NX",)
         record = self._keys.pack_epoch(epoch)
-        _, reply = await self._run(
-            [("SET", name, record, "EX", EPOCH_SECONDS, *options), ("GET", name)]
+        told, reply = await run(
+            self._client, [("SET", name, record, "EX", EPOCH_SECONDS, *options), ("GET", name)]
         )
         found = self._keys.unpack_epoch(reply if isinstance(reply, bytes) else None)
         if found is not None and (found == epoch or not replace):
             return found
+        if isinstance(told, Exception) and not self._flushing:
+            checked(reply)
+            self._has_refused([told])
+            return epoch
         if replace:
             raise OSError("the store did not take the new epoch")
         return await self._record_epoch(epoch, replace=True)
@@ -325,52 +347,3 @@ class SharedStore:
         self._manifests.clear()
         self._doubted.clear()
         self._fresh.clear()
-
-    async def _run(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """The replies, error replies among them."""
-        pipeline = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
-        try:
-            replies: list[Any] = await pipeline.execute(raise_on_error=False)
-        except RedisError as error:
-            raise OSError(str(error) or type(error).__name__) from error
-        return replies
-
-
-def _checked(reply: Any) -> Any:
-    """Another type under a name is that name's fault; any other error is the store's."""
-    if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
-        raise OSError(str(reply))
-    return reply
-
-
-def _joined(pieces: list[bytes]) -> bytes:
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-def _batches(manifests: Mapping[EntryId, Manifest]) -> Iterator[dict[EntryId, Manifest]]:
-    """Manifests in pieces with payloads of about READ_BYTES."""
-    batch, size = dict[EntryId, Manifest](), 0
-    for entry_id, manifest in manifests.items():
-        batch[entry_id] = manifest
-        size += manifest.outline.num_bytes
-        if size >= READ_BYTES:
-            yield batch
-            batch, size = {}, 0
-    if batch:
-        yield batch
-
-
-def _one_by_one(commands: Sequence[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
-    """SET commands in pieces of about a full chunk's size, so that a store that is full refuses
-    early."""
-    batch, size = list[tuple[Any, ...]](), 0
-    for command in commands:
-        batch.append(command)
-        size += len(command[2])
-        if size >= 1 << 20:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

@@ -4,7 +4,8 @@ An entry is a manifest and the payload in chunks. The manifest is the entry's he
 a keyed checksum of the header and of the manifest's own name. The header holds the payload's length
 and checksum, so that whoever lacks the key can neither write an entry that is believed nor tell
 what one is about. Names are keyed digests of everything that an id says, of the model, and of the
-deployment's epoch.
+deployment's epoch. What is known of an upload has no chunks: it lies in the manifest, masked too,
+since whoever has the same file could recognise it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from vlm_serve.cache.tiers.entry import MAX_HEADER_BYTES, EntryId, Origin, Outline, outline
+from vlm_serve.cache.tiers.entry import MAX_HEADER_BYTES, EntryId, Kind, Origin, Outline, outline
 
 PREFIX = b"vlm-serve:"
 CHUNK_BYTES = 8 << 20
 DIGEST_BYTES = 32
 EPOCH_BYTES = 16
 MAX_MANIFEST_BYTES = DIGEST_BYTES + MAX_HEADER_BYTES
+MAX_RECORD_BYTES = 64 << 10
+"""Most bytes of what is known of an upload: of a video with some 1 600 spans."""
 _CONTEXT = "vlm-serve 2026 shared store, version 1"
 
 
@@ -34,17 +37,20 @@ class Manifest:
         header: of the sealed entry.
         outline: what the header says of the content.
         digest: keyed checksum; chunks are named after it.
+        payload: if it lies in the manifest; else empty.
     """
 
     header: bytes
     outline: Outline
     digest: bytes
+    payload: bytes = b""
 
     @property
     def chunk_sizes(self) -> Iterator[int]:
         """Bytes of each chunk, in order."""
-        for start in range(0, self.outline.num_bytes, CHUNK_BYTES):
-            yield min(CHUNK_BYTES, self.outline.num_bytes - start)
+        size = self.outline.num_bytes - len(self.payload)
+        for start in range(0, size, CHUNK_BYTES):
+            yield min(CHUNK_BYTES, size - start)
 
 
 class Keyring:
@@ -68,30 +74,38 @@ class Keyring:
         )
         return PREFIX + digest.hex().encode()
 
-    def claim_name(self, name: bytes) -> bytes:
-        """The key that says somebody is about to write the entry of that name."""
-        return PREFIX + self._digest(b"claim ", name).hex().encode()
+    def claim_name(self, name: bytes, found: bytes = b"") -> bytes:
+        """The key that says somebody is about to write the entry of that name, in place of what was
+        found there."""
+        return PREFIX + self._digest(b"claim ", name, found).hex().encode()
 
     def chunk_name(self, digest: bytes, index: int) -> bytes:
         """The key of a chunk. It follows from the content, so that chunks of two writers whose bits
         differ never mix."""
         return PREFIX + self._digest(b"chunk ", digest, b"%d" % index).hex().encode()
 
-    def pack(self, name: bytes, header: bytes) -> tuple[bytes, bytes]:
-        """The manifest of a sealed entry, and its digest."""
-        digest = self._digest(b"manifest ", name, header)
-        return digest + self._mask(name, digest, header), digest
+    def pack(self, name: bytes, header: bytes, payload: bytes = b"") -> tuple[bytes, bytes]:
+        """The manifest of a sealed entry, and its digest.
+
+        Args:
+            payload: what is to lie in the manifest, instead of in chunks.
+        """
+        digest = self._digest(b"manifest ", name, header, payload)
+        return digest + self._mask(name, digest, header + payload), digest
 
     def unpack(self, name: bytes, data: bytes) -> Manifest | None:
         """The manifest in what lies under a name; None if it is not to be believed."""
-        if not DIGEST_BYTES < len(data) <= MAX_MANIFEST_BYTES:
+        if not DIGEST_BYTES < len(data) <= MAX_MANIFEST_BYTES + MAX_RECORD_BYTES:
             return None
         digest = data[:DIGEST_BYTES]
-        header = self._mask(name, digest, data[DIGEST_BYTES:])
-        if not hmac.compare_digest(digest, self._digest(b"manifest ", name, header)):
+        content = self._mask(name, digest, data[DIGEST_BYTES:])
+        if not hmac.compare_digest(digest, self._digest(b"manifest ", name, content)):
             return None
-        described = outline(header)
-        return Manifest(header, described, digest) if described is not None else None
+        described = outline(content)
+        if described is None:
+            return None
+        size = described.header_bytes
+        return Manifest(content[:size], described, digest, content[size:])
 
     def pack_epoch(self, epoch: bytes) -> bytes:
         return epoch + self._digest(b"epoch is ", self._whose, epoch)
@@ -111,6 +125,10 @@ class Keyring:
         stream = blake3(b"mask " + name + digest, key=self._key).digest(length=len(data))
         mixed = int.from_bytes(data, "little") ^ int.from_bytes(stream, "little")
         return mixed.to_bytes(len(data), "little")
+
+
+def lies_in_manifest(entry_id: EntryId) -> bool:
+    return entry_id.kind is Kind.UPLOAD
 
 
 def new_epoch() -> bytes:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vlm_serve.cache.adopting import Arrival, Places
 from vlm_serve.cache.prefix_cache import Match, PrefixCache
 from vlm_serve.cache.records import Rows
+from vlm_serve.cache.tiers.asking import Patience
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
 from vlm_serve.cache.tiers.lookup import Deeper, Question, Segment
 from vlm_serve.cache.tiers.stack import TierStack
@@ -33,6 +34,7 @@ class Fetch:
     question: Question
     generation: int
     arrived: Arrived
+    patience: Patience
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,20 @@ class TierFetcher:
         """Sequences wait for entries."""
         return self._num_waiting > 0
 
-    def ask(self, keys: PromptKeys, match: Match, limit: int, arrived: Arrived) -> bool:
+    def ask(
+        self,
+        keys: PromptKeys,
+        match: Match,
+        limit: int,
+        arrived: Arrived,
+        patience: Patience | None = None,
+    ) -> bool:
         """True if the tiers are to be asked for more of a prompt than the match has, up to `limit`:
-        the sequence waits until `arrived` is called."""
+        the sequence waits until `arrived` is called, and what it waits is added to its patience."""
         question = self._question(keys, match, limit)
         if question is None:
             return False
-        self.starting.append(Fetch(question, self._generation, arrived))
+        self.starting.append(Fetch(question, self._generation, arrived, patience or Patience()))
         self._num_waiting += 1
         return True
 
@@ -111,8 +120,15 @@ class TierFetcher:
 
     async def read(self, fetch: Fetch) -> Reading:
         """Looks up, chooses and reads. Sequences that wait for the same entries share one read."""
-        since = asyncio.get_running_loop().time()
-        deeper = await self._choose(fetch.question, since)
+        loop, patience = asyncio.get_running_loop(), fetch.patience
+        since = loop.time() - patience.spent
+        try:
+            return await self._look_and_read(fetch.question, since)
+        finally:
+            patience.spent = loop.time() - since
+
+    async def _look_and_read(self, question: Question, since: float) -> Reading:
+        deeper = await self._choose(question, since)
         if deeper is None:
             return Reading()
         last = deeper.needed[-1]

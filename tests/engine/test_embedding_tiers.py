@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Collection, Iterator
+from functools import partial
 
 import pytest
 import torch
 
-from vlm_serve.cache.tiers.entry import Entry, Kind, Origin
+from vlm_serve.cache.tiers.asking import Patience
+from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Origin
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.engine import embedding_tiers
@@ -109,6 +112,27 @@ def test_what_is_on_its_way_during_a_flush_is_not_taken_in(
     arrive(tiers, stack)
     assert tiers.num_bytes == 0
     assert tiers.look(0, key(1), list) is False and tiers.look(1, key(2), list) is False
+
+
+def test_a_store_s_time_limit_is_for_all_that_a_request_waits(
+    tiers: EmbeddingTiers, stack: TierStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[float]()
+    locate = stack.locate
+
+    async def slow(ids: Collection[EntryId], since: float | None = None) -> dict[EntryId, str]:
+        assert since is not None
+        told.append(asyncio.get_running_loop().time() - since)
+        await asyncio.sleep(0.02)
+        return await locate(ids, since)
+
+    monkeypatch.setattr(stack, "locate", slow)
+    patience = Patience(0.5)
+    for number in (1, 2):
+        tiers.look(0, key(number), partial(following, number), patience)
+        arrive(tiers, stack)
+    assert told[0] >= 0.5 and told[0] + 0.02 <= told[1]
+    assert told[1] + 0.02 <= patience.spent < 60
 
 
 def test_a_read_that_raises_is_a_counted_miss(tiers: EmbeddingTiers, stack: TierStack) -> None:

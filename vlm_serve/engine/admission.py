@@ -96,7 +96,9 @@ class Admission:
             sequence.fetching = False
             sequence.fetched = Fetched(segments, failed)
 
-        sequence.fetching = self._tiers.ask(sequence.keys, match, match.limit, arrived)
+        sequence.fetching = self._tiers.ask(
+            sequence.keys, match, match.limit, arrived, sequence.patience
+        )
         return sequence.fetching
 
     def _start(self, sequence: Sequence, match: Match | None, budget: int, *, whole: bool) -> bool:

@@ -141,18 +141,21 @@ def _assemble(
     if poison:
         cache.events.block_freed.subscribe(lambda block: executor.poison_freed((block,), ()))
         cache.events.row_freed.subscribe(lambda row: executor.poison_freed((), (row,)))
+    form = None
+    if spec.vision is not None:
+        form = EmbeddingForm(spec.embedding_width, types.vision)
     tiers = make_tiers(
         config,
         cache,
         executor.pages,
         preprocessor.root_key(),
+        form=form,
         address=address,
         promised=what.compiled,
     )
     fetcher = tiers.fetcher if tiers is not None else None
     embeddings = None
-    if tiers is not None and spec.vision is not None:
-        form = EmbeddingForm(spec.embedding_width, types.vision)
+    if tiers is not None and form is not None:
         embeddings = EmbeddingTiers(tiers.stack, form, executor.embedding)
         preprocessor.keep_records(UploadTiers(tiers.stack))
     token_bytes = embedding_bytes(spec, types)

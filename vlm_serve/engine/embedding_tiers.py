@@ -3,6 +3,7 @@ before a request would have it made once more."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vlm_serve.cache.tiers.asking import Patience
 from vlm_serve.cache.tiers.entry import Entry, Kind
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.engine.tier_transfer import to_bytes
@@ -59,6 +61,7 @@ class EmbeddingFetch:
 
     wanted: tuple[tuple[bytes, int], ...]
     generation: int
+    patience: Patience
 
 
 class EmbeddingTiers:
@@ -111,16 +114,21 @@ class EmbeddingTiers:
             _log.exception("an embedding could not be handed to the lower tiers")
 
     def look(
-        self, sequence: int, key: bytes, following: Callable[[], Sequence[tuple[bytes, int]]]
+        self,
+        sequence: int,
+        key: bytes,
+        following: Callable[[], Sequence[tuple[bytes, int]]],
+        patience: Patience | None = None,
     ) -> bool | None:
         """Whether an embedding has come up: True or False, or None: the sequence has to wait.
 
         Args:
             following: (key, number of tokens) of this one and of those that will be needed next.
+            patience: the sequence's; what it waits is added.
         """
         asked = self._asked.setdefault(sequence, set())
         if key not in asked:
-            self._ask(asked, following())
+            self._ask(asked, following(), patience or Patience())
         if key in self._here:
             return True
         return None if key in self._under_way else False
@@ -164,10 +172,18 @@ class EmbeddingTiers:
 
     async def read(self, fetch: EmbeddingFetch) -> dict[bytes, Found]:
         """What the tiers have of it."""
+        loop, patience = asyncio.get_running_loop(), fetch.patience
+        since = loop.time() - patience.spent
+        try:
+            return await self._look_and_read(fetch, since)
+        finally:
+            patience.spent = loop.time() - since
+
+    async def _look_and_read(self, fetch: EmbeddingFetch, since: float) -> dict[bytes, Found]:
         origin = self._stack.origin
         ids = {origin.id(Kind.EMBEDDINGS, key): tokens for key, tokens in fetch.wanted}
-        places = await self._stack.locate(ids)
-        entries = await self._stack.get(tuple(places)) if places else {}
+        places = await self._stack.locate(ids, since)
+        entries = await self._stack.get(tuple(places), since) if places else {}
         rows = {each: self._form.rows(entry, ids[each]) for each, entry in entries.items()}
         foreign = [each for each, content in rows.items() if content is None]
         if foreign:
@@ -182,7 +198,9 @@ class EmbeddingTiers:
         ids = [self._stack.origin.id(Kind.EMBEDDINGS, key) for key in keys]
         return {each.key: tier for each, tier in (await self._stack.locate(ids)).items()}
 
-    def _ask(self, asked: set[bytes], following: Sequence[tuple[bytes, int]]) -> None:
+    def _ask(
+        self, asked: set[bytes], following: Sequence[tuple[bytes, int]], patience: Patience
+    ) -> None:
         wanted, size = [], 0
         for key, num_tokens in following:
             if key in asked:
@@ -197,5 +215,5 @@ class EmbeddingTiers:
                 wanted.append((key, num_tokens))
         if wanted:
             self._under_way.update(key for key, _ in wanted)
-            self.starting.append(EmbeddingFetch(tuple(wanted), self._generation))
+            self.starting.append(EmbeddingFetch(tuple(wanted), self._generation, patience))
             self._num_waiting += 1

@@ -144,7 +144,8 @@ class MediaPlanner:
             }
             return [each for each in wanted.items() if each[0] not in self.cache]
 
-        return self.tiers.look(sequence.number, self._key(sequence, span), following)
+        key = self._key(sequence, span)
+        return self.tiers.look(sequence.number, key, following, sequence.patience)
 
     def take_encodes(self) -> tuple[Encode, ...]:
         encodes, self._encodes = tuple(self._encodes), []

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.tiers.asking import Patience
 from vlm_serve.engine.answer import Answer
 from vlm_serve.engine.expert_log import ExpertLog, Gaps, Rows
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
@@ -102,6 +103,7 @@ class Sequence:
             computed that many tokens.
         experts: the routed experts of its tokens, None if they were not asked for.
         fetching: entries of lower cache tiers are on their way up for it.
+        patience: what it has waited for lower cache tiers, as its preparation did.
         fetched: what came up since it began to wait; it asks once.
         overtakes: while it waits: it may be short enough for what a long prefill leaves of a step.
         pending: updates of drafts that held, which its state row does not contain yet.
@@ -133,6 +135,7 @@ class Sequence:
         self.suspect_until = 0
         self.fetching = False
         self.fetched: Fetched | None = None
+        self.patience = Patience(prompt.waited)
         self.overtakes = True
         self.pending = 0
         self.forced = request.forced[index] if index < len(request.forced) else ()

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tiers.disk import DiskStore
 from vlm_serve.cache.tiers.down import TierSaver
-from vlm_serve.cache.tiers.entry import Origin
+from vlm_serve.cache.tiers.entry import Kind, Origin
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.sharing import POLICIES, Sharer, Sharing
 from vlm_serve.cache.tiers.stack import TierStack
@@ -22,7 +23,7 @@ from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.cache.tiers.up import Fetch, Reading, TierFetcher
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.embedding_tiers import EmbeddingFetch, EmbeddingTiers, Found
+from vlm_serve.engine.embedding_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers, Found
 from vlm_serve.engine.shared_store import SharedAddress
 from vlm_serve.errors import ConfigError, EngineClosedError
 
@@ -48,6 +49,7 @@ def make_tiers(
     transfer: Transfer,
     model: bytes,
     *,
+    form: EmbeddingForm | None = None,
     address: SharedAddress | None = None,
     promised: bool = True,
 ) -> Tiers | None:
@@ -56,6 +58,7 @@ def make_tiers(
 
     Args:
         model: 32 bytes that identify weights, types and numerics.
+        form: of the embeddings; None: a model without a vision tower.
         address: of the shared store; None: there is none.
         promised: a hit has the bits of a cold run whatever made the entries.
     """
@@ -72,7 +75,9 @@ def make_tiers(
     if not (stores or address) or not config.enable_prefix_caching:
         return None
     origin = Origin(model, world=config.tensor_parallel_size)
-    shared = None if address is None else address.open(config, origin, transfer.num_bytes)
+    shared = None
+    if address is not None:
+        shared = address.open(config, origin, partial(_num_bytes, transfer, form))
     stack = TierStack(origin, stores, shared)
     saver = TierSaver(stack, transfer, cache.config)
     if stores:
@@ -87,6 +92,15 @@ def make_tiers(
         sharer.listen(cache.events)
         stack.share = sharer.offer
     return Tiers(stack, saver, TierFetcher(cache, stack, transfer), sharer)
+
+
+def _num_bytes(
+    transfer: Transfer, form: EmbeddingForm | None, kind: Kind, num_tokens: int
+) -> int | None:
+    """Bytes of an entry's payload; None if that does not follow from the layout."""
+    if kind is Kind.EMBEDDINGS and form is not None:
+        return num_tokens * form.token_bytes
+    return transfer.num_bytes(kind, num_tokens)
 
 
 class TierLoading:

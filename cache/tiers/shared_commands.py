@@ -1,0 +1,88 @@
+"""What is asked of the shared store: commands, many at once, in pieces of a bearable size."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import RedisError
+
+from vlm_serve.cache.tiers.entry import EntryId, Kind
+from vlm_serve.cache.tiers.shared_format import (
+    MAX_MANIFEST_BYTES,
+    MAX_RECORD_BYTES,
+    Manifest,
+    lies_in_manifest,
+)
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+MAX_OTHER_BYTES = 256 << 20
+"""Most bytes of an entry whose size does not follow from the model's layout alone."""
+READ_BYTES = 64 << 20
+"""Bytes of one pipeline's replies, about."""
+
+
+async def run(client: Redis, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The replies of one pipeline, error replies among them. Raises OSError."""
+    pipeline = client.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command)
+    try:
+        replies: list[Any] = await pipeline.execute(raise_on_error=False)
+    except RedisError as error:
+        raise OSError(str(error) or type(error).__name__) from error
+    return replies
+
+
+def checked(reply: Any) -> Any:
+    """Another type under a name is that name's fault; any other error is the store's."""
+    if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
+        raise OSError(str(reply))
+    return reply
+
+
+def most_bytes(entry_id: EntryId) -> int:
+    """Of a payload that is written."""
+    if entry_id.kind in (Kind.KV, Kind.STATE):
+        return sys.maxsize
+    return MAX_RECORD_BYTES if lies_in_manifest(entry_id) else MAX_OTHER_BYTES
+
+
+def manifest_of(entry_id: EntryId, name: bytes) -> tuple[Any, ...]:
+    """What asks for a manifest; of one that is too long, for more than it may have."""
+    payload = MAX_RECORD_BYTES if lies_in_manifest(entry_id) else 0
+    return ("GETRANGE", name, 0, MAX_MANIFEST_BYTES + payload)
+
+
+def joined(pieces: list[bytes]) -> bytes:
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def batches(manifests: Mapping[EntryId, Manifest]) -> Iterator[dict[EntryId, Manifest]]:
+    """Manifests in pieces with payloads of about READ_BYTES."""
+    batch, size = dict[EntryId, Manifest](), 0
+    for entry_id, manifest in manifests.items():
+        batch[entry_id] = manifest
+        size += manifest.outline.num_bytes
+        if size >= READ_BYTES:
+            yield batch
+            batch, size = {}, 0
+    if batch:
+        yield batch
+
+
+def one_by_one(commands: Sequence[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
+    """SET commands in pieces of about a full chunk's size, so that a store that is full refuses
+    early."""
+    batch, size = list[tuple[Any, ...]](), 0
+    for command in commands:
+        batch.append(command)
+        size += len(command[2])
+        if size >= 1 << 20:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
