@@ -158,8 +158,9 @@ class Front:
                     await self._send_one(call, course, send)
                     return
                 except ReplicaLostError as lost:
-                    bound = call.replica is not None or not lost.replica
-                    if bound or not course.can_go_on(died=lost.died):
+                    if call.replica is not None or not lost.replica:
+                        raise
+                    if not course.can_go_on(died=lost.died):
                         raise
                     self.num_lost += 1
                     course.go_on(died=lost.died)

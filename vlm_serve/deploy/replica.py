@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +162,8 @@ def node_address() -> str:
     """Of this machine, as the others of the cluster know it."""
     from ray.util import get_node_ip_address
 
-    return str(get_node_ip_address())
+    find: Callable[[], str] = get_node_ip_address
+    return find()
 
 
 def receiver(body: bytes) -> Receive:
