@@ -158,12 +158,12 @@ class Front:
                     await self._send_one(call, course, send)
                     return
                 except ReplicaLostError as lost:
-                    bound = call.replica is not None or not lost.replica
-                    if bound or not course.can_go_on(died=lost.died):
+                    name = lost.replica if call.replica is None else None
+                    if name is None or not course.can_go_on(died=lost.died):
                         raise
                     self.num_lost += 1
                     course.go_on(died=lost.died)
-                    call = replace(call, avoid=(*call.avoid, lost.replica))
+                    call = replace(call, avoid=(*call.avoid, name))
         except (ReplicaLostError, BrokenAnswerError, VlmServeError) as error:
             problem = error if isinstance(error, VlmServeError) else _broken(error)
             if not course.started:
