@@ -105,6 +105,17 @@ def test_a_request_that_has_not_begun_goes_to_another_replica() -> None:
     run(work)
 
 
+def test_a_request_that_nobody_has_begun_is_sent_again_once() -> None:
+    async def work() -> None:
+        nobody = ReplicaLostError(None)
+        fleet = ScriptedFleet([nobody], [*WHOLE])
+        assert (await post(front_of(fleet))).status_code == 200
+        fleet = ScriptedFleet([nobody], [nobody], [*WHOLE])
+        assert (await post(front_of(fleet))).status_code == 503 and len(fleet.calls) == 2
+
+    run(work)
+
+
 def test_a_third_replica_is_never_asked() -> None:
     async def work() -> None:
         fleet = ScriptedFleet([ReplicaLostError("r1")], [ReplicaLostError("r2")], [*WHOLE])

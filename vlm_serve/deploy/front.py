@@ -158,13 +158,12 @@ class Front:
                     await self._send_one(call, course, send)
                     return
                 except ReplicaLostError as lost:
-                    if call.replica is not None or not lost.replica:
+                    if call.replica is not None or not course.can_go_on(died=lost.died):
                         raise
-                    if not course.can_go_on(died=lost.died):
-                        raise
+                    names = [lost.replica] if lost.replica else []
                     self.num_lost += 1
                     course.go_on(died=lost.died)
-                    call = replace(call, avoid=(*call.avoid, lost.replica))
+                    call = replace(call, avoid=(*call.avoid, *names))
         except (ReplicaLostError, BrokenAnswerError, VlmServeError) as error:
             problem = error if isinstance(error, VlmServeError) else _broken(error)
             if not course.started:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive
@@ -160,10 +161,8 @@ def replica_name() -> str:
 
 def node_address() -> str:
     """Of this machine, as the others of the cluster know it."""
-    from ray.util import get_node_ip_address
-
-    find: Callable[[], str] = get_node_ip_address
-    return find()
+    util: Any = import_module("ray.util")
+    return str(util.get_node_ip_address())
 
 
 def receiver(body: bytes) -> Receive:
