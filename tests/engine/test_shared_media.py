@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ from parity_cases import photograph, user, video
 from rank_processes import on_ranks_of, rank_processes
 from redis_server import StoreServer, running
 
+from vlm_serve.cache.tiers.shared_format import DIGEST_BYTES, EPOCH_BYTES
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
 from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.preprocess.upload_records import pack_record
 
 SPECS = {"dense": CheckpointSpec(), "moe": CheckpointSpec(num_experts=8)}
 PICTURE, CLIP = photograph("coffee.png"), video("carphone_pristine.mp4")
@@ -153,3 +157,78 @@ def test_two_ranks_share_media_among_themselves(dense: Path, store: StoreServer)
     with opened(dense, store) as alone:
         alone.chat(CHATS["both"], greedy(1))
         assert counts(alone)["shared_hits"] == 0 < worked(alone)[1]
+
+
+def test_a_frozen_store_delays_a_request_about_media_once(dense: Path, store: StoreServer) -> None:
+    """Uploads, KV and embeddings are asked for in turn; the limit is that of them all."""
+    limit = 2.0
+    with opened(dense, None) as alone:
+        cold = answer(alone, CHATS["both"])
+    with opened(dense, store, shared_store_timeout=limit) as pipe:
+        store.freeze()
+        try:
+            output = pipe.engine.preprocessor.prepare(CHATS["both"])
+            assert limit <= output.waited
+            found = answer(pipe, CHATS["both"])
+        finally:
+            store.thaw()
+        assert same(found, cold)
+        asked = counts(pipe)
+        # Both uploads were asked about at once; after that the store is left alone.
+        assert 1 <= asked["failed_shared"] <= 2 and asked["opened_shared"] == 1
+        assert asked["skipped_shared"] >= 1
+
+
+def test_damaged_media_on_the_store_are_counted_misses_and_replaced(
+    dense: Path, store: StoreServer
+) -> None:
+    with opened(dense, None) as alone:
+        cold = answer(alone, CHATS["both"])
+    with opened(dense, store) as first:
+        answer(first, CHATS["both"])
+        settle(first)
+        names = store.names()
+    rng = random.Random(3)
+    for name in names:
+        value = store.client.get(name)
+        if isinstance(value, bytes) and len(value) != EPOCH_BYTES + DIGEST_BYTES and value:
+            place = rng.randrange(len(value))
+            changed = value[:place] + bytes([value[place] ^ 1]) + value[place + 1 :]
+            store.client.set(name, changed, keepttl=True)
+    with opened(dense, store) as second:
+        assert same(answer(second, CHATS["both"]), cold)
+        settle(second)
+        assert counts(second)["shared_bad"] >= 2 and worked(second)[0] == 2
+    with opened(dense, store) as third:
+        assert same(answer(third, CHATS["both"]), cold)
+        assert worked(third) == (0, 0) and counts(third)["shared_bad"] == 0
+
+
+def test_a_record_that_lies_is_overwritten_for_everybody(dense: Path, store: StoreServer) -> None:
+    """From who has the key: decoding does not confirm it."""
+    chat = CHATS["picture"]
+    with opened(dense, None) as alone:
+        cold = answer(alone, chat)
+    with opened(dense, store) as liar, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "vlm_serve.engine.upload_tiers.pack_record",
+            lambda record: pack_record(replace(record, hashes=(b"?" * 32,))),
+        )
+        liar.engine.preprocessor.prepare(chat)
+        settle(liar)
+    for unconfirmed in (1, 0):
+        with opened(dense, store) as pipe:
+            assert same(answer(pipe, chat), cold)
+            settle(pipe)
+            stats = pipe.engine.stats()
+            assert stats["uploads"].get("unconfirmed", 0) == unconfirmed
+            assert stats["num_decoded_media"] == unconfirmed
+
+
+def test_a_flush_is_one_for_media_too(dense: Path, store: StoreServer) -> None:
+    with opened(dense, store) as first, opened(dense, store) as second:
+        cold = answer(first, CHATS["both"])
+        settle(first)
+        first.engine.flush()
+        assert same(answer(second, CHATS["both"]), cold)
+        assert worked(second)[0] == 2 and worked(second)[1] > 0
