@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -28,6 +27,7 @@ from vlm_serve.server.errors import DrainingError, error_for, public_error
 from vlm_serve.server.request_id import request_id_of
 from vlm_serve.server.request_memory import Intake, RequestMemory
 from vlm_serve.server.streaming import cancelled, disconnected
+from vlm_serve.server.work import Work
 
 STATE = ("request_id", "tenant_salt", "api_key_digest")
 """What the gate has found out; no client can say it."""
@@ -42,8 +42,8 @@ class UnknownReplicaError(InvalidRequestError):
     status = 404
 
 
-class Front:
-    """An ASGI application, and what a server does with it; see `draining.Work`.
+class Front(Work):
+    """An ASGI application, and what a server does with it.
 
     Args:
         fleet: the replicas.
@@ -58,9 +58,7 @@ class Front:
     def __init__(
         self, fleet: Fleet, config: ServerConfig, model: str, seats_per_replica: int
     ) -> None:
-        self.config = config
-        self.draining = False
-        self.num_open = 0
+        super().__init__(config)
         self.num_lost = 0
         self.fleet = fleet
         self.memory = RequestMemory(config.max_request_bytes)
@@ -68,7 +66,6 @@ class Front:
         self._seats = seats_per_replica
         self._running: asyncio.Task[None] | None = None
         self._streams: set[asyncio.Future[None]] = set()
-        self._all_done = asyncio.Event()
         self._app: ASGIApp = Intake(self._answer, self.memory, config.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,16 +91,6 @@ class Front:
         """Ends the streams that would go on for ever."""
         for stream in self._streams:
             stream.cancel()
-
-    async def drain(self, timeout: float) -> bool:
-        """Takes no more work and waits for what runs. True if all of it ended in time."""
-        self.draining = True
-        deadline = time.monotonic() + timeout
-        while self.num_open and (left := deadline - time.monotonic()) > 0:
-            self._all_done.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_done.wait(), left)
-        return not self.num_open
 
     async def close(self) -> None:
         """Looks after the replicas no more."""
@@ -192,13 +179,8 @@ class Front:
             raise no_replica()
         if self.num_open >= self._seats * len(names):
             raise OverloadedError(f"{self.num_open} requests are open already", code="queue_full")
-        self.num_open += 1
-        try:
+        with self.counted():
             yield
-        finally:
-            self.num_open -= 1
-            if not self.num_open:
-                self._all_done.set()
 
     def _named_replica(self, scope: Scope, single: bool) -> tuple[bytes, str | None]:
         """The query without `replica`, and the replica that it named; else the first, if only one

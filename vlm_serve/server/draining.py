@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from vlm_serve.errors import ConfigError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.connections import Connections
+from vlm_serve.server.work import Work
 
 SWITCH_SECONDS = 0.0005
 """Longest that a thread which computes in Python keeps the event loop waiting for its turn. With
@@ -27,29 +28,6 @@ GRACE_SECONDS = 5
 
 BACKLOG = 128
 """Connections that may wait to be accepted; asyncio accepts as many in one go."""
-
-
-class Work(Protocol):
-    """What a server answers with.
-
-    Attributes:
-        config: the server's options.
-        draining: no new work is taken.
-        num_open: requests that have been let in and have not ended.
-    """
-
-    config: ServerConfig
-    draining: bool
-    num_open: int
-
-    def end_streams(self) -> None:
-        """Ends the streams that would go on for ever."""
-
-    async def drain(self, timeout: float) -> bool:
-        """Takes no more work and waits for what runs. True if all of it ended in time."""
-
-    async def close(self) -> None:
-        """Ends all there is."""
 
 
 W = TypeVar("W", bound=Work)

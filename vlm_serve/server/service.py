@@ -33,6 +33,7 @@ from vlm_serve.server.recent import Recent
 from vlm_serve.server.request_memory import RequestMemory, current_share
 from vlm_serve.server.response_store import ResponseStore
 from vlm_serve.server.trimming import Trimmer
+from vlm_serve.server.work import Work
 from vlm_serve.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def large_threads(preprocess_threads: int) -> int:
     return max(1, preprocess_threads // 2)
 
 
-class Service:
+class Service(Work):
     """State of one server. Everything here runs on the event loop unless it says otherwise.
 
     Args:
@@ -67,7 +68,6 @@ class Service:
         model_names: names under which requests may ask for the model; the first is its own.
 
     Attributes:
-        draining: no new work is taken.
         responses: what /v1/responses has stored, None if it stores nothing.
         tracer: makes a span of every request, None if traces are off.
         busy_since: monotonic time at which the engine last got work while it had none.
@@ -76,18 +76,15 @@ class Service:
         recent_first_tokens, recent_tokens: seconds until a first token, and between two tokens.
         num_generated_tokens: so far, of all requests.
         cache_feed: tells what the cache does.
-        num_open, open_tokens: requests that have been let in and have not ended, and the tokens of
-            their prompts.
+        open_tokens: of the prompts of open requests.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig, model_names: tuple[str, ...]) -> None:
         assert model_names
         self.engine = engine
-        self.config = config
+        super().__init__(config)
         self.model_names = model_names
         self.created = int(time.time())
-        self.draining = False
-        self.num_open = 0
         self.open_tokens = 0
         self.busy_since = time.monotonic()
         self.check_failed = False
@@ -111,7 +108,6 @@ class Service:
         self._mailbox: Mailbox | None = None
         self._idle_check: asyncio.Task[None] | None = None
         self._asking: asyncio.Future[dict[str, Any]] | None = None
-        self._all_done = asyncio.Event()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -155,11 +151,10 @@ class Service:
         self._refuse_if_closed()
         if not resumed:
             self._refuse_if_full()
-        self.num_open += 1
         try:
-            yield
+            with self.counted():
+                yield
         finally:
-            self.num_open -= 1
             if not self.num_open:
                 self._became_idle()
 
@@ -292,7 +287,6 @@ class Service:
             return await self.in_pool(partial(preprocessor.finish, draft, media))
 
     def _became_idle(self) -> None:
-        self._all_done.set()
         if self.config.idle_check and self._idle_check is None and self.engine.alive:
             self._idle_check = asyncio.ensure_future(self._check_when_idle())
 
@@ -325,16 +319,6 @@ class Service:
     def end_streams(self) -> None:
         """Ends the streams that would go on for ever."""
         self.cache_feed.close()
-
-    async def drain(self, timeout: float) -> bool:
-        """Takes no more work and waits for what runs. True if all of it ended in time."""
-        self.draining = True
-        deadline = time.monotonic() + timeout
-        while self.num_open and (left := deadline - time.monotonic()) > 0:
-            self._all_done.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_done.wait(), left)
-        return not self.num_open
 
     def count_fetched(self) -> None:
         """From now on, media that are fetched count into `memory`. On the event loop."""
