@@ -95,7 +95,7 @@ $(VENV)/created:
 $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
 	@echo "Installing what vlm-serve needs into $(VENV), torch among it: a few minutes, once."
 	$(PIP) install --quiet --constraint constraints.txt setuptools
-	$(PIP) install --progress-bar on --constraint constraints.txt --no-build-isolation --editable .
+	$(PIP) install --progress-bar on --constraint constraints.txt --no-build-isolation --editable '.[store]'
 	touch $@
 
 $(VENV)/installed-ray: $(VENV)/installed
