@@ -90,10 +90,12 @@ class Planner:
         self._reports_left = self._config.reported_tokens
         self._media.begin_step(room)
         candidates = sorted(roster.suspects[:1] or roster.running, key=order)
-        later = [each for each in candidates if each.prefilling or each.replaying]
+        decoding: list[Sequence] = []
+        later: list[Sequence] = []
         for sequence in candidates:
-            if sequence not in later:
-                room -= self._grant(sequence, room)
+            (later if sequence.prefilling or sequence.replaying else decoding).append(sequence)
+        for sequence in decoding:
+            room -= self._grant(sequence, room)
         room -= self._grant_prompts(later, self._limit(room))
         if self._drafting is not None:
             self._drafting.extend(max(0, room))

@@ -167,7 +167,7 @@ class Sequence:
     @property
     def replaying(self) -> bool:
         """Forced tokens are yet to come."""
-        return self.num_generated < len(self.forced)
+        return bool(self.forced) and self.num_generated < len(self.forced)
 
     def check_lengths(self) -> None:
         assert 0 <= self.num_cached <= self.num_computed <= self.num_tokens
