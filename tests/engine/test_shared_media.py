@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
+from engines_on_a_store import opened, settings, settle
 from make_checkpoint import make_checkpoint
 from parity import greedy, tapped
 from parity_cases import photograph, user, video
@@ -20,9 +20,6 @@ from rank_processes import on_ranks_of, rank_processes
 from redis_server import StoreServer, running
 
 from vlm_serve.cache.tiers.shared_format import DIGEST_BYTES, EPOCH_BYTES
-from vlm_serve.config import EngineConfig
-from vlm_serve.engine.build import build
-from vlm_serve.engine.engine import Engine
 from vlm_serve.pipeline import Output, Pipeline
 from vlm_serve.preprocess.upload_records import pack_record
 
@@ -54,24 +51,6 @@ def store(tmp_path: Path) -> Iterator[StoreServer]:
         yield server
 
 
-def settings(store: StoreServer | None, **options: object) -> EngineConfig:
-    given: dict[str, object] = {
-        "dtype": "float32",
-        "block_size": 16,
-        "cache_memory": "32MiB",
-        "max_num_seqs": 3,
-        "max_model_len": 4096,
-        "shared_store": None if store is None else store.url,
-        "shared_store_timeout": 30.0,  # a machine that runs all tests at once is slow
-    }
-    return EngineConfig(**(given | options))  # type: ignore[arg-type]
-
-
-def opened(checkpoint: Path | str, store: StoreServer | None, **options: object) -> Pipeline:
-    config = settings(store, **options)
-    return Pipeline.from_engine(Engine(build(str(checkpoint), config, poison=True)))
-
-
 def answer(pipe: Pipeline, chat: list[dict[str, Any]]) -> Answer:
     """With the logits that its tokens were chosen from."""
     with tapped(pipe.engine) as tap:
@@ -83,16 +62,6 @@ def answer(pipe: Pipeline, chat: list[dict[str, Any]]) -> Answer:
 
 def same(found: Answer, expected: Answer) -> bool:
     return found[0].token_ids == expected[0].token_ids and torch.equal(found[1], expected[1])
-
-
-def settle(pipe: Pipeline) -> None:
-    """Waits until what is wanted elsewhere is written."""
-    tiers = pipe.engine._loop.tiers._tiers
-    assert tiers is not None and tiers.sharer is not None
-    deadline = time.monotonic() + 60
-    while not tiers.sharer.idle:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def worked(pipe: Pipeline) -> tuple[int, int]:

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
+from engines_on_a_store import opened, settle
 from make_checkpoint import make_checkpoint
 from parity import greedy, tapped
 from parity_cases import CONVERSATIONS, assistant, photograph, random_ids, user
@@ -22,14 +24,13 @@ from rank_processes import on_ranks_of, rank_processes
 from redis_server import StoreServer, running
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.build import build
-from vlm_serve.engine.engine import Engine
 from vlm_serve.pipeline import Output, Pipeline
 
 LENGTH = 210
 CACHED = 208
 """The deepest block boundary before the last token."""
 CHILD = Path(__file__).parents[1] / "shared_store_child.py"
+open_pipeline = partial(opened, cache_memory="8MiB")
 SPECS = {
     "dense": CheckpointSpec(),
     "moe": CheckpointSpec(num_experts=8),
@@ -53,34 +54,10 @@ def store(tmp_path: Path) -> Iterator[StoreServer]:
         yield server
 
 
-def open_pipeline(checkpoint: Path, store: StoreServer | None, **options: object) -> Pipeline:
-    settings: dict[str, object] = {
-        "dtype": "float32",
-        "block_size": 16,
-        "cache_memory": "8MiB",
-        "max_num_seqs": 3,
-        "max_model_len": 4096,
-        "shared_store": None if store is None else store.url,
-        "shared_store_timeout": 30.0,  # a machine that runs all tests at once is slow
-    }
-    config = EngineConfig(**(settings | options))  # type: ignore[arg-type]
-    return Pipeline.from_engine(Engine(build(str(checkpoint), config, poison=True)))
-
-
 def ask(pipe: Pipeline, seed: int = 1) -> Output:
     output = pipe.generate(random_ids(LENGTH, seed=seed), greedy(12))
     pipe.engine.check()
     return output
-
-
-def settle(pipe: Pipeline) -> None:
-    """Waits until what is wanted elsewhere is written."""
-    tiers = pipe.engine._loop.tiers._tiers
-    assert tiers is not None and tiers.sharer is not None
-    deadline = time.monotonic() + 60
-    while not tiers.sharer.idle:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def counts(pipe: Pipeline) -> dict[str, int]:
