@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 
-from vlm_serve.kernels.elementwise import silu
+from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.base import Activation, Linear
 
 MIN_ROWS = 16
@@ -96,7 +96,7 @@ class TorchDense(Linear):
     def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
         if not self._weight.is_mkldnn:
             gate = self(x, deterministic=deterministic)
-            return silu(gate) * up(x, deterministic=deterministic)
+            return silu_times(gate, up(x, deterministic=deterministic))
         gate = self(x, activation="silu", deterministic=deterministic)
         return up(x, times=gate, deterministic=deterministic)
 
@@ -128,6 +128,8 @@ class TorchDense(Linear):
     ) -> torch.Tensor:
         out: torch.Tensor
         if not weight.is_mkldnn:
+            if plus is not None and bias is None and x.device.type != "cpu":
+                return torch.addmm(plus, x, weight.T)  # in one launch, rounded once
             out = F.linear(x, weight, bias)
             if activation is not None:
                 out = _ACTIVATIONS[activation](out)

@@ -20,7 +20,7 @@ from vlm_serve.kernels.triton_support import Tables, launch, once, prefill_table
 __all__ = ["attention_decode", "attention_prefill"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
     q,
     out,
