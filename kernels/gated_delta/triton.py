@@ -169,8 +169,8 @@ def chunk_gated_delta(
         "PRECISION": target.dot_precision,
     }
     grid = (triton.cdiv(value_dim, columns), heads, len(meta))
-    # One stage: with two, Triton 3.6 gave wrong outputs on an H100 (errors of a tenth, though states
-    # were right), and on CDNA a second stage does not fit in the 64 KiB of LDS.
+    # One stage: with two, Triton 3.6 gave wrong outputs on an H100 (errors of a tenth, with right
+    # states), and on CDNA a second stage does not fit in the 64 KiB of LDS.
     launch(_scan_kernel, grid, arguments, num_warps=8 if wide else 4)
     return out
 

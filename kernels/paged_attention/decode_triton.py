@@ -22,7 +22,7 @@ MAX_SPLITS = 64
 KEYS_WORTH_A_SPLIT = 256
 
 
-# The table's stride is the longest sequence's blocks: no reason to compile anew in the middle of work.
+# The table's stride is the longest sequence's blocks: no reason to compile anew amid work.
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q,

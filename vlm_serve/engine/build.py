@@ -27,6 +27,7 @@ from vlm_serve.engine.memory import (
 )
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.planning import SchedulerConfig
+from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.ranks.executor import ShardedExecutor
 from vlm_serve.engine.ranks.process import RankProcesses
 from vlm_serve.engine.ranks.start import Loading, load
@@ -36,9 +37,9 @@ from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.shared_store import SharedAddress, find_store
 from vlm_serve.engine.step_paths import (
     compile_steps,
-    decode_graphs,
     find_backend,
     graphs_wanted,
+    step_graphs,
 )
 from vlm_serve.engine.tier_loading import make_tiers
 from vlm_serve.engine.upload_tiers import UploadTiers
@@ -131,7 +132,7 @@ def _assemble(
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
     pools = Pools.of(types, memory, rows, deterministic=config.deterministic)
     caches = pools.allocate(model)
-    graphs = decode_graphs(model, caches, config, max_model_len) if with_graphs else None
+    graphs = step_graphs(model, caches, config, max_model_len) if with_graphs else ()
     if what.compiled:
         compile_steps(model, caches)
     executor = _executor(loaded, caches, pools, graphs, config)
@@ -162,7 +163,7 @@ def _assemble(
     media = MediaPlanner(EmbeddingCache(EMBEDDING_CACHE_BYTES), token_bytes, embeddings)
     tokenizer = preprocessor.tokenizer
     return EngineParts(
-        config=_decided(config, what, graphs=graphs is not None),
+        config=_decided(config, what, graphs=bool(graphs)),
         spec=spec,
         arithmetic=what.arithmetic,
         weights=weight_bytes(
@@ -200,7 +201,7 @@ def _executor(
     loaded: _Loaded,
     caches: CacheTensors,
     pools: Pools,
-    graphs: DecodeGraphs | None,
+    graphs: tuple[DecodeGraphs | PrefillGraphs, ...],
     config: EngineConfig,
 ) -> LocalExecutor:
     model, processes = loaded.model, loaded.processes
