@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,8 @@ def cases() -> Iterator[Case]:
     for name, spec in (("dense", dense), ("moe", moe)):
         yield Case(f"{name}, no graphs", spec, only_here={"cuda_graphs": False})
         yield Case(f"{name}, drafts", spec, only_here={"speculative": "suffix"})
-        yield Case(f"{name}, deterministic", spec, only_here={"deterministic": True})
+        seeing = replace(spec, vision_depth=2)
+        yield Case(f"{name}, deterministic", seeing, only_here={"deterministic": True})
         stored = replace(spec, dtype="bfloat16")
         for weights in ("int8", "int4"):
             yield Case(f"{name}, {weights}", stored, {"quantization": weights})
@@ -132,28 +133,34 @@ def hits(checkpoint: Path, case: Case, device: str, count: int) -> str:
     return "; ".join(told)
 
 
+def report(device: str, only: Sequence[str] = ("",), pairs: int = 12) -> tuple[list[str], int]:
+    """A line for each case whose name has one of these words, and how many failed."""
+    lines, failed = [], 0
+    for case in cases():
+        if not any(word in case.name for word in only):
+            continue
+        begin = time.monotonic()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint = make_checkpoint(folder, case.spec)
+                line = agreement(checkpoint, case, device)
+                line += "; hits of " + hits(checkpoint, case, device, pairs)
+        except Exception as error:
+            failed += 1
+            traceback.print_exc()
+            line = f"FAILED: {type(error).__name__}: {error}"
+        lines.append(f"- {case.name}: {line}")
+        print(f"{lines[-1]} ({time.monotonic() - begin:.0f} s)", flush=True)
+    return lines, failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[""], help="cases with one of these words")
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
-    failed = 0
-    for case in cases():
-        if not any(word in case.name for word in given.only):
-            continue
-        begin = time.monotonic()
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                checkpoint = make_checkpoint(folder, case.spec)
-                line = agreement(checkpoint, case, given.device)
-                line += "; hits of " + hits(checkpoint, case, given.device, given.pairs)
-        except Exception as error:
-            failed += 1
-            traceback.print_exc()
-            line = f"FAILED: {type(error).__name__}: {error}"
-        print(f"- {case.name}: {line} ({time.monotonic() - begin:.0f} s)", flush=True)
-    return 1 if failed else 0
+    return 1 if report(given.device, given.only, given.pairs)[1] else 0
 
 
 if __name__ == "__main__":

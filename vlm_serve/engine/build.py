@@ -56,8 +56,9 @@ DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 REPORTED_LOGITS_BYTES = 256 << 20
 """Logits of prompt tokens that one step may compute for requests that want to see them."""
-LEAST_STEP_TOKENS = 256
-"""Of prompts, whatever a step with them takes."""
+LEAST_STEP_TOKENS, GPU_LEAST_STEP_TOKENS = 256, 1024
+"""Of prompts, whatever a step with them takes. On a GPU the host takes tens of milliseconds to
+launch a step of any size."""
 
 
 def build(
@@ -183,7 +184,7 @@ def _assemble(
         scheduler=Scheduler(
             cache,
             media,
-            _scheduler_config(config, spec),
+            _scheduler_config(config, spec, what.device),
             fetcher,
             drafters,
             costs=costs,
@@ -320,9 +321,12 @@ def _cache_config(config: EngineConfig, memory: MemoryPlan, has_state: bool) -> 
     )
 
 
-def _scheduler_config(config: EngineConfig, model: ModelSpec) -> SchedulerConfig:
+def _scheduler_config(
+    config: EngineConfig, model: ModelSpec, device: torch.device
+) -> SchedulerConfig:
     block_size = config.block_size
     assert block_size is not None
+    least = LEAST_STEP_TOKENS if device.type == "cpu" else GPU_LEAST_STEP_TOKENS
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -334,5 +338,5 @@ def _scheduler_config(config: EngineConfig, model: ModelSpec) -> SchedulerConfig
         complete_experts=config.expert_replay == "complete",
         speculative_tokens=0 if config.speculative == "off" else config.speculative_tokens,
         step_seconds=config.step_time_target / 1000,
-        least_step_tokens=max(LEAST_STEP_TOKENS, block_size),
+        least_step_tokens=max(least, block_size),
     )
