@@ -120,13 +120,19 @@ class DecodeTables:
 
 
 class TokenBuffers:
-    """Token ids, positions and slots of `size` tokens; a slot of -1 is written nowhere."""
+    """Token ids, positions and slots of `size` tokens; a slot of -1 is written nowhere.
+
+    Attributes:
+        token_ids, positions, slots: on the device, see `ForwardBatch`.
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._tables = FixedTables(
             {"token_ids": (size,), "positions": (3, size), "slots": (size,)}, torch.int64, device
         )
-        self.fixed = self._tables.fixed
+        fixed = self._tables.fixed
+        self.token_ids, self.positions = fixed["token_ids"], fixed["positions"]
+        self.slots = fixed["slots"]
 
     def fill(self, batch: ForwardBatch | None, *places: tuple[slice, int]) -> None:
         """Takes over runs of a batch's tokens, each to begin at a place; the others are padding."""
@@ -154,7 +160,9 @@ class DecodeBuffers:
         self._tokens = TokenBuffers(size, device)
         self._decode = DecodeTables(size, limits, device)
         self.batch = ForwardBatch(
-            **self._tokens.fixed,
+            token_ids=self._tokens.token_ids,
+            positions=self._tokens.positions,
+            slots=self._tokens.slots,
             decode=self._decode.meta,
             prefill=None,
             media=(),

@@ -169,7 +169,9 @@ class PrefillBuffers:
         self._prefill = PrefillTables(sizes, limits, device)
         self._wanted = FixedTables({"rows": (sizes.logits,)}, torch.int64, device)
         self.batch = ForwardBatch(
-            **self._tokens.fixed,
+            token_ids=self._tokens.token_ids,
+            positions=self._tokens.positions,
+            slots=self._tokens.slots,
             decode=self._decode.meta,
             prefill=self._prefill.meta,
             media=(),
