@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from vlm_serve.options import (
     from_mapping,
     options_of,
 )
+from vlm_serve.own_version import own_version
 from vlm_serve.server.config import ServerConfig
 
 DEMO_MODEL = "demo"
@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="vlm-serve",
         description="Serves hybrid vision-language models and reuses what it has computed.",
     )
-    parser.add_argument("--version", action="version", version=f"vlm-serve {version('vlm-serve')}")
+    parser.add_argument("--version", action="version", version=f"vlm-serve {own_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
