@@ -12,6 +12,9 @@
 #                 processor here and for x86-64-v3; ARGS="--tests x86-64-v3" only for the latter
 # make native-digest    prints the digest of the compiled kernels' arithmetic, for kernels/native_self_test.py
 #
+# make image-steps   goes through the Dockerfile without a container, in a root folder made by Debian's debootstrap, and
+#                    asks the server there (as root; a few minutes, 6 GB of disk)
+# make plots         draws the figures of docs/performance.md anew from benchmarks/results
 # make screenshots   takes pictures of every view of the page, with Debian's chromium, into docs/screenshots
 #
 # PYTHON, MODEL, HOST, PORT and ARGS may be given: make serve MODEL=Qwen/Qwen3.5-4B ARGS="--block-size 64"
@@ -29,7 +32,7 @@ LMMS := $(VENV)/lmms
 MODEL ?= demo
 CPP := $(wildcard kernels/native/* vlm_serve/models/native/* tests/native/*.cpp tests/native/*.h)
 
-.PHONY: serve deploy test test-sanitized test-lmms test-isa native-digest screenshots lint format clean
+.PHONY: serve deploy test test-sanitized test-lmms test-isa native-digest image-steps plots screenshots lint format clean
 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -68,6 +71,12 @@ test-isa: $(VENV)/installed-dev
 
 native-digest: $(VENV)/installed
 	$(BIN)/python -m vlm_serve.kernels.native_self_test
+
+image-steps:
+	$(PYTHON) tests/image_steps.py $(ARGS)
+
+plots:
+	$(PYTHON) benchmarks/plots.py
 
 screenshots: $(VENV)/installed-dev
 	$(BIN)/python tests/page_screenshots.py

@@ -44,7 +44,7 @@ def receive(sock: socket.socket, deadline: float | None = None) -> tuple[dict[st
     Args:
         deadline: of `time.monotonic`.
 
-    Raises GoneError, TimeoutError at the deadline.
+    Raises GoneError, also at what is no message, TimeoutError at the deadline.
     """
     descriptors: list[int] = []
     try:
@@ -66,11 +66,13 @@ def receive(sock: socket.socket, deadline: float | None = None) -> tuple[dict[st
             if not piece:
                 raise GoneError
             body += piece
-        message: dict[str, Any] = json.loads(body)
+        message = json.loads(body)
+        if not isinstance(message, dict):
+            raise GoneError
         return message, descriptors.pop() if descriptors else -1
     except TimeoutError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise GoneError from error
     finally:
         for descriptor in descriptors:
@@ -78,11 +80,10 @@ def receive(sock: socket.socket, deadline: float | None = None) -> tuple[dict[st
 
 
 def _wait_until(sock: socket.socket, deadline: float | None) -> None:
-    if deadline is not None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        sock.settimeout(left)
+    left = None if deadline is None else deadline - time.monotonic()
+    if left is not None and left <= 0:
+        raise TimeoutError
+    sock.settimeout(left)
 
 
 class SharedArray:

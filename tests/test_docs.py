@@ -8,6 +8,7 @@ from pathlib import Path
 from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.options import markdown_table, options_of
+from vlm_serve.plan_command import make as make_plan
 from vlm_serve.server.api.cache import PinRequest, ProbeRequest
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.completions.request import CompletionRequest
@@ -38,6 +39,38 @@ def test_the_readme_has_the_option_tables() -> None:
     assert section(README, "engine options") == markdown_table(options_of(EngineConfig))
 
 
+def memory_table() -> str:
+    """What `vlm-serve plan` says of the weights of public shapes, in GiB."""
+    heads = ("checkpoint", "GPU", "GPU, int8", "GPU, int4", "CPU", "CPU, int8", "CPU, int4")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name in ("Qwen3.5-4B", "Qwen3.5-27B", "Qwen3.5-35B-A3B"):
+        model = str(ROOT / "tests" / "data" / f"{name.lower()}.json")
+        cells = [name]
+        for device in ("cuda", "cpu"):
+            for quantization in (None, "int8", "int4"):
+                config = EngineConfig(
+                    device=device,
+                    dtype="bfloat16",
+                    quantization=quantization,
+                    cache_memory="4GiB",
+                )
+                size = make_plan(model, config).weights.in_memory
+                cells.append(f"{size / (1 << 30):.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_readme_says_what_real_checkpoints_take() -> None:
+    assert section(README, "memory") == memory_table()
+    plan = make_plan(
+        str(ROOT / "tests" / "data" / "qwen3.5-4b.json"),
+        EngineConfig(device="cpu", dtype="bfloat16", cache_memory="4GiB"),
+    )
+    blocks, snapshots = plan.memory.num_blocks, plan.memory.num_snapshot_rows
+    tokens = f"{blocks * 64:,}".replace(",", " ")
+    assert f"holds {tokens} tokens and {snapshots}\nsnapshots" in README
+
+
 def fields_in(text: str) -> set[str]:
     """Names in the first column of a table."""
     rows = re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
@@ -58,14 +91,19 @@ def test_every_field_with_an_effect_is_documented() -> None:
     assert documented == declared
 
 
-def test_every_reason_is_documented() -> None:
+def given_reasons() -> set[str]:
+    """Those that the code gives: `cache/reasons.py`, and what sets one elsewhere."""
     code = (ROOT / "cache" / "reasons.py").read_text(encoding="utf-8")
-    given = {
-        name for line in re.findall(r"return .*", code) for name in re.findall(r'"(\w+)"', line)
-    }
-    assert "unseen" in given
-    elsewhere = {"disabled", "prompt_logprobs", "tier_error"}
-    assert fields_in(section(HTTP, "reasons")) == given | elsewhere
+    found = re.findall(r"return .*", code)
+    for path in (ROOT / "cache" / "prefix_cache.py", ROOT / "vlm_serve/engine/admission.py"):
+        found += re.findall(r"reason=?.*", path.read_text(encoding="utf-8"))
+    return {name for line in found for name in re.findall(r'"(\w+)"', line)}
+
+
+def test_every_reason_is_documented() -> None:
+    given = given_reasons()
+    assert {"unseen", "disabled", "prompt_logprobs", "tier_error"} <= given
+    assert fields_in(section(HTTP, "reasons")) == given
 
 
 def test_the_fields_of_the_other_forms_of_chat_are_documented() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -199,6 +201,20 @@ def test_the_openapi_document_is_closed(fake: RunningServer) -> None:
     collect(document)
     assert names <= set(schemas)
     assert "temperature" in schemas["ChatCompletionRequest"]["properties"]
+
+
+def test_routes_that_documents_name_are_in_the_openapi_document(fake: RunningServer) -> None:
+    paths = fake.client.get("/openapi.json").json()["paths"]
+    known = {re.sub(r"\{\w+\}", "{}", path) for path in paths}
+    root = Path(__file__).resolve().parents[2]
+    seen = set()
+    for document in (root / "README.md", *(root / "docs").glob("*.md")):
+        text = document.read_text(encoding="utf-8")
+        for path in re.findall(r"`(?:[A-Z]+ )?(/v1/[\w/{}]+)", text):
+            route = re.sub(r"\{\w+\}|KEY", "{}", path)
+            seen.add(route)
+            assert route in known or route + "/{}" in known, f"{document.name}: {path}"
+    assert len(seen) > 10
 
 
 def test_the_openapi_document_knows_what_streams(fake: RunningServer) -> None:

@@ -1,4 +1,4 @@
-"""The engine, as other threads see it: the doors they knock on. Its own thread is `loop`'s."""
+"""The engine as other threads use it: submit, abort, probe, pin, stats. `loop` runs its thread."""
 
 from __future__ import annotations
 

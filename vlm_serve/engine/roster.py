@@ -1,4 +1,4 @@
-"""Who waits, who runs, and what each of them holds: the state that planning and settling share."""
+"""The waiting and the running sequences with their leases: the state that plan and commit share."""
 
 from __future__ import annotations
 

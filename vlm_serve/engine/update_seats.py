@@ -1,4 +1,4 @@
-"""Where it is kept what drafted and replayed tokens do to a state, before it is folded in."""
+"""The update slots of sequences: they keep what a verify slice does to a state until the fold."""
 
 from __future__ import annotations
 

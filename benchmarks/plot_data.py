@@ -1,0 +1,82 @@
+"""Results that are kept: `results/PROCESSOR/SCRIPT.json`, the newest figures of a script there.
+
+A file names its `processor` and has `figures`. Each of them says how it came to be (`command`,
+`date`, `conditions`, `commit` where it is known, `noted`: the commit that wrote it down) and where
+it is told in full (`source`: a heading of a file beside this one); and what it is: `series`, and
+`rows` with a value for each, null where nothing was measured. `scale` is how it is drawn: `ratio`
+around one, `linear` from zero, `log`, or `each row` linear by itself. `measured` is our own side of
+a ratio, in its unit.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+FOLDER = Path(__file__).resolve().parent / "results"
+
+Scale = Literal["ratio", "linear", "log", "each row"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: a value for each series, the least and most of it where several were measured."""
+
+    name: str
+    values: list[float | None]
+    ranges: list[list[float] | None] = field(default_factory=list)
+    measured: str = ""
+
+    def span(self, index: int) -> list[float] | None:
+        """Least and most of a value."""
+        return self.ranges[index] if self.ranges else None
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What one run of a script has shown."""
+
+    name: str
+    title: str
+    unit: str
+    scale: Scale
+    command: str
+    date: str
+    noted: str
+    conditions: str
+    source: str
+    series: list[str]
+    rows: list[Row]
+    commit: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The figures of one script on one processor."""
+
+    machine: str
+    script: str
+    processor: str
+    figures: list[Figure]
+
+
+def load(folder: Path = FOLDER) -> list[Result]:
+    """All that is kept, by processor and script.
+
+    Raises:
+        TypeError: a figure lacks a field or has one that nobody knows.
+    """
+    return [_read(path) for path in sorted(folder.glob("*/*.json"))]
+
+
+def _read(path: Path) -> Result:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    figures = [_figure(**each) for each in content["figures"]]
+    return Result(path.parent.name, path.stem, content["processor"], figures)
+
+
+def _figure(rows: list[dict[str, Any]], **fields: Any) -> Figure:
+    return Figure(rows=[Row(**row) for row in rows], **fields)

@@ -1,0 +1,80 @@
+"""Messages between an engine and its ranks, over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from vlm_serve.engine.ranks.wire import GoneError, Wire
+
+
+@contextmanager
+def wires() -> Iterator[tuple[Wire, Wire]]:
+    left, right = (Wire(each.detach()) for each in socket.socketpair())
+    try:
+        yield left, right
+    finally:
+        left.close()
+        right.close()
+
+
+def test_messages_come_in_order_and_whole() -> None:
+    with wires() as (left, right):
+        left.send("step", {"slices": [1, 2]}, None)
+        left.send("free", b"\0" * 100)
+        assert right.receive() == ("step", {"slices": [1, 2]}, None)
+        assert right.receive(1.0) == ("free", b"\0" * 100)
+        right.send()
+        assert left.receive(1.0) == ()
+
+
+def test_tensors_travel_by_value() -> None:
+    with wires() as (left, right):
+        sent = torch.arange(6.0).view(2, 3)
+        left.send("rows", sent)
+        sent.zero_()
+        _, got = right.receive(1.0)
+        assert torch.equal(got, torch.arange(6.0).view(2, 3))
+        got.fill_(7.0)
+        assert not sent.any()
+
+
+def test_a_message_larger_than_the_socket_holds() -> None:
+    with wires() as (left, right):
+        sent = torch.arange(1 << 20)
+        sender = threading.Thread(target=left.send, args=("rows", sent))
+        sender.start()
+        name, got = right.receive(20.0)
+        sender.join(20.0)
+        assert name == "rows" and torch.equal(got, sent)
+
+
+def test_who_does_not_answer_in_time_is_gone() -> None:
+    with wires() as (left, _right), pytest.raises(GoneError):
+        left.receive(0.01)
+
+
+def test_who_has_closed_is_gone_for_sender_and_receiver() -> None:
+    with wires() as (left, right):
+        right.send("last")
+        right.close()
+        assert left.receive(1.0) == ("last",), "what was said before still arrives"
+        with pytest.raises(GoneError):
+            left.receive()
+        with pytest.raises(GoneError):
+            for _ in range(2):
+                left.send("step")
+
+
+def test_a_wire_that_was_closed_here_says_so_too() -> None:
+    with wires() as (left, _right):
+        left.close()
+        with pytest.raises(GoneError):
+            left.send("step")
+        with pytest.raises(GoneError):
+            left.receive()

@@ -1,0 +1,73 @@
+"""Deltas on their way from the engine's thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.server.mailbox import Mailbox
+
+
+class CountingLoop:
+    """Of an event loop, what a mailbox uses; counts how often it is woken."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.wakes = 0
+
+    def call_soon_threadsafe(self, call: Callable[..., Any]) -> Any:
+        self.wakes += 1
+        return self._loop.call_soon_threadsafe(call)
+
+
+async def received(queue: asyncio.Queue[Delta], count: int) -> list[str]:
+    return [(await asyncio.wait_for(queue.get(), 20)).text for _ in range(count)]
+
+
+def test_every_queue_gets_its_deltas_in_order_from_other_threads() -> None:
+    async def run() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        queues: list[asyncio.Queue[Delta]] = [asyncio.Queue() for _ in range(4)]
+
+        def engine(mine: asyncio.Queue[Delta]) -> None:
+            for number in range(500):
+                mailbox.post(mine, Delta(0, str(number)))
+
+        threads = [threading.Thread(target=engine, args=(queue,)) for queue in queues]
+        for thread in threads:
+            thread.start()
+        for queue in queues:
+            assert await received(queue, 500) == [str(number) for number in range(500)]
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
+
+    asyncio.run(run())
+
+
+def test_a_whole_step_wakes_the_loop_once() -> None:
+    async def run() -> None:
+        loop = CountingLoop(asyncio.get_running_loop())
+        mailbox = Mailbox(loop)  # type: ignore[arg-type]
+        queue: asyncio.Queue[Delta] = asyncio.Queue()
+        for number in range(8):
+            mailbox.post(queue, Delta(0, str(number)))
+        assert loop.wakes == 1
+        assert await received(queue, 8) == [str(number) for number in range(8)]
+        mailbox.post(queue, Delta(0, "next step"))
+        assert loop.wakes == 2
+        assert await received(queue, 1) == ["next step"]
+
+    asyncio.run(run())
+
+
+def test_posting_to_a_loop_that_is_closed_is_no_error() -> None:
+    loop = asyncio.new_event_loop()
+    mailbox = Mailbox(loop)
+    queue: asyncio.Queue[Delta] = asyncio.Queue()
+    loop.close()
+    for _ in range(3):
+        mailbox.post(queue, Delta(0, "late"))
+    assert queue.empty()
