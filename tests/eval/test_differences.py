@@ -16,11 +16,12 @@ from vlm_serve import EngineConfig, Output, Pipeline, SamplingParams
 from vlm_serve.cli import main
 from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.errors import EngineClosedError, EngineError
-from vlm_serve.eval.command import compare_and_report
+from vlm_serve.eval.command import report_on
 from vlm_serve.eval.longbench import LongBenchOptions, longbench_parts
 from vlm_serve.eval.longbench_data import read_items
 from vlm_serve.eval.replies import Part
 from vlm_serve.eval.report import Subject
+from vlm_serve.eval.sides import run_sides
 
 SAMPLE = Path(__file__).parents[2] / "examples" / "eval" / "longbench.json"
 CONFIG = EngineConfig(cache_memory="64MiB")
@@ -76,7 +77,7 @@ def run(fault: str, part: str, output: Path, *, with_caching: bool = False) -> i
     options = LongBenchOptions((part,), ("greedy",), max_tokens=4)
     parts: list[Part] = list(longbench_parts(read_items(SAMPLE, 3), options))
     subject = Subject("LongBench v2", "demo", SAMPLE, {"note": "<made> for & tests"})
-    return compare_and_report(subject, parts, open_side, output)
+    return report_on(subject, run_sides(open_side, parts), output)
 
 
 @pytest.mark.parametrize(

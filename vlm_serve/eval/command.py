@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError, InvalidRequestError
+from vlm_serve.eval.comparing import Comparison
 from vlm_serve.eval.longbench import DEFAULT_PARTS, LongBenchOptions, longbench_parts
 from vlm_serve.eval.longbench_data import find_data, read_items
 from vlm_serve.eval.replies import DECODING, Part
 from vlm_serve.eval.report import Subject, check_output, make_report, status_of, write_report
-from vlm_serve.eval.sides import Opener, opener_of, run_sides
+from vlm_serve.eval.sides import opener_of, run_sides
 from vlm_serve.eval.video import VideoOptions, video_parts
 from vlm_serve.eval.video_data import read_videos
 from vlm_serve.options import format_size, options_of
@@ -25,38 +27,57 @@ def evaluate(options: argparse.Namespace, model: str, config: EngineConfig) -> i
 
     Raises:
         ConfigError: options or files that cannot be used.
-        CheckpointError, EngineClosedError: see `run_sides`.
+        CheckpointError, EngineClosedError, EvaluationError: see `run_sides` and `compare_lmms`.
     """
     check_output(options.output)
+    if not config.enable_prefix_caching:
+        raise ConfigError(
+            "enable_prefix_caching is what eval compares: leave it out",
+            param="enable_prefix_caching",
+        )
+    if options.benchmark == "lmms":
+        return report_on(*_lmms(options, model, config), options.output)
     read = {"longbench": _longbench, "video": _video}[options.benchmark]
     try:
         title, data, parts = read(options)
     except InvalidRequestError as error:  # of sampling
         raise ConfigError(error.message, param=error.param) from None
-    asked = {"decoding": ", ".join(_decoding(options)), "max_tokens": options.max_tokens}
-    if options.benchmark == "longbench":
-        asked["reasoning_tokens"] = options.reasoning_tokens
-    if "seeded" in _decoding(options):
-        asked |= {"temperature": options.temperature, "seed": options.seed}
-    asked |= {"concurrency": options.concurrency} | _changed(config)
-    subject = Subject(title, model, data, asked)
-    return compare_and_report(
-        subject, parts, opener_of(model, config), options.output, options.concurrency
-    )
+    subject = Subject(title, model, data, _asked(options) | _shown(config))
+    compared = run_sides(opener_of(model, config), parts, options.concurrency)
+    return report_on(subject, compared, options.output)
 
 
-def compare_and_report(
-    subject: Subject, parts: Sequence[Part], open_side: Opener, output: Path, concurrency: int = 1
-) -> int:
-    """Asks both sides, writes the report and says the outcome; returns the exit status. Raises as
-    `evaluate` does."""
-    report = make_report(subject, run_sides(open_side, parts, concurrency))
+def report_on(subject: Subject, compared: Iterable[Comparison], output: Path) -> int:
+    """Writes the report and says the outcome; returns the exit status.
+
+    Raises ConfigError if it cannot be written.
+    """
+    report = make_report(subject, list(compared))
     write_report(report, output)
     print(f"{report['verdict']} {output}")
-    status: int = status_of(report)
+    status = status_of(report)
     if status:
         _print_trouble(report)
     return status
+
+
+def _lmms(
+    options: argparse.Namespace, model: str, config: EngineConfig
+) -> tuple[Subject, Iterator[Comparison]]:
+    from vlm_serve.eval.lmms import THROUGH, LmmsOptions, compare_lmms
+
+    how = LmmsOptions(
+        tuple(shlex.split(options.lmms_eval)) or (sys.executable, "-m", "vlm_serve.eval.lmms_run"),
+        options.tasks,
+        tuple(dict.fromkeys(options.through or THROUGH)),
+        options.include_path,
+        options.limit,
+        options.max_frames,
+        options.timeout,
+    )
+    asked = {"tasks": how.tasks, "max_frames": how.max_frames, "limit": how.limit or "none"}
+    subject = Subject("lmms-eval", model, None, asked | _shown(config))
+    return subject, compare_lmms(model, config, _changed(config), how)
 
 
 def _longbench(options: argparse.Namespace) -> tuple[str, Path, list[Part]]:
@@ -84,14 +105,30 @@ def _decoding(options: argparse.Namespace) -> tuple[str, ...]:
     return tuple(dict.fromkeys(options.decoding or DECODING))
 
 
+def _asked(options: argparse.Namespace) -> dict[str, Any]:
+    """How the questions are asked, as the report has it."""
+    asked = {"decoding": ", ".join(_decoding(options)), "max_tokens": options.max_tokens}
+    if options.benchmark == "longbench":
+        asked["reasoning_tokens"] = options.reasoning_tokens
+    if "seeded" in _decoding(options):
+        asked |= {"temperature": options.temperature, "seed": options.seed}
+    return asked | {"concurrency": options.concurrency}
+
+
 def _changed(config: EngineConfig) -> dict[str, Any]:
-    """The engine's options that are not as they are by themselves, as a reader wants them."""
-    found = {}
-    for each in options_of(EngineConfig):
-        value = getattr(config, each.name)
-        if value != getattr(EngineConfig(), each.name):
-            found[each.name] = format_size(value) if each.kind == "size" else value
-    return found
+    """The engine's options that are not as they are by themselves."""
+    values = {each.name: getattr(config, each.name) for each in options_of(EngineConfig)}
+    standard = EngineConfig()
+    return {name: value for name, value in values.items() if value != getattr(standard, name)}
+
+
+def _shown(config: EngineConfig) -> dict[str, Any]:
+    """Those options as a reader wants them."""
+    sizes = {each.name for each in options_of(EngineConfig) if each.kind == "size"}
+    return {
+        name: format_size(value) if name in sizes else value
+        for name, value in _changed(config).items()
+    }
 
 
 def _print_trouble(report: dict[str, Any], most: int = 20) -> None:

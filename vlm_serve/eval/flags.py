@@ -60,6 +60,43 @@ def add_eval_commands(
         help=".csv or .jsonl with video, question, answer and, if wanted, choices",
     )
     _finish(video, "video", run, model, temperature=0.7)
+    _add_lmms(benchmarks, run, model)
+
+
+def _add_lmms(benchmarks: Any, run: Callable[[argparse.Namespace], int], model: Adder) -> None:
+    lmms = benchmarks.add_parser(
+        "lmms", help="tasks of lmms-eval, which is installed apart", allow_abbrev=False
+    )
+    lmms.set_defaults(run=run, benchmark="lmms")
+    lmms.add_argument("--tasks", required=True, metavar="A,B", help="as for lmms-eval")
+    lmms.add_argument(
+        "--through",
+        action="append",
+        choices=("server", "pipeline"),
+        help="how the model is asked; may be given repeatedly (default: both)",
+    )
+    lmms.add_argument("--include-path", type=Path, metavar="DIR", help="folder of further tasks")
+    lmms.add_argument(
+        "--lmms-eval",
+        default="",
+        metavar="COMMAND",
+        help="what starts lmms-eval, where it is in another environment: its python with "
+        "-m vlm_serve.eval.lmms_run (default: this python)",
+    )
+    lmms.add_argument(
+        "--max-frames", type=positive, default=8, metavar="N", help="of a video (default: 8)"
+    )
+    lmms.add_argument(
+        "--limit", type=positive, metavar="N", help="only so many samples of a task (default: all)"
+    )
+    lmms.add_argument(
+        "--timeout",
+        type=positive,
+        default=3600,
+        metavar="SECONDS",
+        help="for each of lmms-eval's runs (default: 3600)",
+    )
+    _add_common(lmms, "lmms", model)
 
 
 def _finish(
@@ -98,12 +135,10 @@ def _finish(
         metavar="N",
         help="documents or videos that are asked about side by side (default: 1)",
     )
-    add_output(parser, name)
-    model(parser)
-    add_options(parser, [each for each in options_of(EngineConfig) if each.name != _COMPARED])
+    _add_common(parser, name, model)
 
 
-def add_output(parser: argparse.ArgumentParser, name: str) -> None:
+def _add_common(parser: argparse.ArgumentParser, name: str, model: Adder) -> None:
     parser.add_argument(
         "-o",
         "--output",
@@ -112,3 +147,5 @@ def add_output(parser: argparse.ArgumentParser, name: str) -> None:
         metavar="FILE",
         help=f"the report; the same as .json beside it (default: eval-{name}.html)",
     )
+    model(parser)
+    add_options(parser, [each for each in options_of(EngineConfig) if each.name != _COMPARED])

@@ -40,13 +40,10 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def _facts(report: Mapping[str, Any]) -> str:
-    facts = {
-        "model": report["model"],
-        "questions": report["data"]["file"],
-        "SHA-256": report["data"]["sha256"] or "",
-        **report["machine"],
-        **report["settings"],
-    }
+    facts = {"model": report["model"]}
+    if report["data"] is not None:
+        facts |= {"questions": report["data"]["file"], "SHA-256": report["data"]["sha256"]}
+    facts |= report["machine"] | report["settings"]
     rows = (
         f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items()
     )

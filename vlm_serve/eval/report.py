@@ -32,12 +32,12 @@ _MEANING = (
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was evaluated: the benchmark's name, the model as it was named, the file of questions,
-    and the settings that were given."""
+    """What was evaluated: the benchmark's name, the model as it was named, the file of questions if
+    there is one, and the settings that were given."""
 
     title: str
     model: str
-    data: Path
+    data: Path | None
     settings: Mapping[str, Any]
 
 
@@ -49,7 +49,9 @@ def make_report(subject: Subject, comparisons: Sequence[Comparison]) -> dict[str
     return {
         "title": subject.title,
         "model": subject.model,
-        "data": {"file": subject.data.name, "sha256": _digest(subject.data)},
+        "data": {"file": subject.data.name, "sha256": _digest(subject.data)}
+        if subject.data is not None
+        else None,
         "settings": dict(subject.settings),
         "machine": {
             "processor": processor_name(),

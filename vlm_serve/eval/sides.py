@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.errors import ConfigError, EngineClosedError, VlmServeError
+from vlm_serve.errors import EngineClosedError, VlmServeError
 from vlm_serve.eval.comparing import Comparison, compare
 from vlm_serve.eval.replies import Part, Question, Reply, Run, Tokens
 from vlm_serve.pipeline import Pipeline
@@ -20,12 +20,7 @@ Opener = Callable[[bool], AbstractContextManager[Pipeline]]
 
 
 def opener_of(model: str, config: EngineConfig) -> Opener:
-    """Opens pipelines over a checkpoint. Raises ConfigError if one side is switched off."""
-    if not config.enable_prefix_caching:
-        raise ConfigError(
-            "enable_prefix_caching is what eval compares: leave it out",
-            param="enable_prefix_caching",
-        )
+    """Opens pipelines over a checkpoint."""
     return lambda caching: Pipeline(model, replace(config, enable_prefix_caching=caching))
 
 
