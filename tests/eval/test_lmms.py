@@ -51,6 +51,7 @@ def test_a_request_that_failed_fails_the_run(
         ("silent", (), "ended with status 0 and no answers: an error that is only logged"),
         ("slow", ("--timeout", "1"), "took more than 1 seconds"),
         ("fine", ("--lmms-eval", "/nowhere/python"), "/nowhere/python: No such file"),
+        ("fine", ("--lmms-eval", ""), "lmms-eval is not installed beside vlm-serve"),
     ],
 )
 def test_lmms_eval_that_fails_as_a_whole_is_quoted(

@@ -3,9 +3,14 @@ vlm_serve --model_args model=demo --tasks ...`. All arguments are lmms-eval's.""
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
 
 def main() -> None:
     """Runs lmms-eval's command line; it has to be installed beside vlm-serve."""
+    if find_spec("lmms_eval") is None:
+        sys.exit("lmms-eval is not installed beside vlm-serve (docs/evaluation.md says how)")
     from lmms_eval.cli.dispatch import main as lmms_main
     from lmms_eval.models import MODEL_REGISTRY_V2
     from lmms_eval.models.registry_v2 import ModelManifest
