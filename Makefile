@@ -6,7 +6,8 @@
 # make lint    ruff, clang-format and mypy, as CI runs them
 # make test-sanitized   runs the tests of the compiled kernels with a library that checks its memory
 #                       accesses and arithmetic (GCC; the first start compiles for a minute)
-# make test-lmms   has lmms-eval's own client ask a server about a video (300 MB of packages, once)
+# make test-lmms   has lmms-eval ask a server and a pipeline about pictures and videos, with and without
+#                  caching (300 MB of packages, once; some minutes)
 # make test-isa   compares what the compiled kernels compute on x86-64-v3, x86-64-v4, znver4 and aarch64
 #                 (with Debian's g++-aarch64-linux-gnu and qemu-user), then runs their tests for the
 #                 processor here and for x86-64-v3; ARGS="--tests x86-64-v3" only for the latter

@@ -9,8 +9,10 @@ import torch
 from gpu_shapes import ALL, Shapes
 
 from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
+from vlm_serve.kernels.elementwise import silu_times, times_sigmoid
 from vlm_serve.kernels.gated_delta import (
     chunk_gated_delta,
+    gates,
     recurrent_gated_delta,
     verify_gated_delta,
 )
@@ -68,6 +70,11 @@ def _elementwise(shapes: Shapes) -> Iterator[Case]:
     yield "norms", partial(rms_norm, hidden, weight, 1e-6)
     heads = _half(TOKENS, shapes.value_heads, shapes.state_dim)
     yield "norms", partial(gated_rms_norm, heads, heads, _half(shapes.state_dim), 1e-6)
+    yield "elementwise", partial(silu_times, hidden, hidden)
+    yield "elementwise", partial(times_sigmoid, hidden, hidden[:, :1])
+    raw = _half(TOKENS, 2 * shapes.value_heads)
+    factors = torch.empty(shapes.value_heads)
+    yield "elementwise", partial(gates, raw, factors, factors)
     q = _half(TOKENS, shapes.query_heads, 2 * shapes.head_dim)[..., : shapes.head_dim]
     k = _half(TOKENS, shapes.kv_heads, shapes.head_dim)
     weight, angles = _half(shapes.head_dim), torch.empty(TOKENS, shapes.rotated // 2)

@@ -63,9 +63,10 @@ class Transformers:
     def complete(self, prompts: list[list[int]], count: int) -> float:
         begin = time.perf_counter()
         with torch.inference_mode():
+            ids = torch.tensor(prompts, device=self._model.device)
             self._model.generate(
-                input_ids=torch.tensor(prompts),
-                attention_mask=torch.ones(len(prompts), len(prompts[0]), dtype=torch.int64),
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
                 max_new_tokens=count,
                 do_sample=False,
                 eos_token_id=oracle.NO_TOKEN,

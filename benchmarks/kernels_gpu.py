@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -118,6 +119,17 @@ def _measured(name: str) -> Device:
     return Device(name, 2 * source.numel() / copy, 2 * 8192**3 / product)
 
 
+def _commit() -> str:
+    """A measurement is not lost where there is no repository."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", action="store_true", help="also measure the whole engine")
@@ -138,10 +150,9 @@ def main() -> int:
 
         engine = ["", "# The engine", "", *engine_gpu.report(None, "cuda", rounds=5)]
     if arguments.write:
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-        )
-        title = f"{datetime.date.today()}, {bench.device.name}, commit {commit.stdout.strip()}"
+        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "triton"))
+        where = f"{bench.device.name} ({versions})"
+        title = f"{datetime.date.today()}, {where}, commit {_commit()}"
         lines = ["# Kernels on a GPU", "", title, "", *head, *(row.text() for row in bench.rows)]
         lines += engine
         OUTPUT.write_text("\n".join(lines) + "\n", encoding="utf-8")

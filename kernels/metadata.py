@@ -81,6 +81,11 @@ class PrefillMeta:
     def num_tokens(self) -> int:
         return self.cu_seqlens[-1]
 
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        """Keys that each slice's last token attends to."""
+        return _kv_lens(self.starts, self.cu_seqlens)
+
 
 @dataclass(frozen=True)
 class VerifyMeta:
@@ -117,13 +122,17 @@ class VerifyMeta:
     @property
     def kv_lens(self) -> tuple[int, ...]:
         """Keys that each sequence's last token attends to."""
-        slices = zip(self.starts, self.cu_seqlens, self.cu_seqlens[1:], strict=False)
-        return tuple([start + end - begin for start, begin, end in slices])
+        return _kv_lens(self.starts, self.cu_seqlens)
 
     @property
     def folds(self) -> tuple[tuple[int, int, int], ...]:
         """(row, first update, count) of what is folded."""
         return tuple(fold for fold in zip(self.rows, self.updates, self.folded, strict=True))
+
+
+def _kv_lens(starts: Sequence[int], offsets: Sequence[int]) -> tuple[int, ...]:
+    slices = zip(starts, offsets, offsets[1:], strict=False)
+    return tuple([start + end - begin for start, begin, end in slices])
 
 
 @dataclass(frozen=True)

@@ -164,9 +164,14 @@ def prefill_tables(meta: PrefillMeta, device: torch.device) -> Tables:
     `chunk_bounds [C + 1]` over all sequences' chunks in order, `chunk_sequence [C]`,
     `chunk_snapshot [C]` (state row or -1), `first_chunk [P + 1]`; `tail_stop`, `tail_row` (packed
     offset and state row of every conv tail to write, sequence by sequence, the final one last) and
-    `first_tail [P + 1]`.
+    `first_tail [P + 1]`. As with `decode_tables`, a graph may have tensors of its caller's under
+    these names: more chunks and sequences than a step has, of no tokens then.
     """
-    once(meta.tensors, "chunk_bounds", lambda: _prefill_tables(meta, device))
+
+    def build() -> Tables:
+        return _shape_blocks(to_device(prefill_parts(meta), device), len(meta))
+
+    once(meta.tensors, "chunk_bounds", build)
     return meta.tensors
 
 
@@ -181,7 +186,8 @@ def decode_tables(meta: DecodeMeta, device: torch.device) -> Tables:
     return meta.tensors
 
 
-def _prefill_tables(meta: PrefillMeta, device: torch.device) -> Tables:
+def prefill_parts(meta: PrefillMeta) -> dict[str, Sequence[int]]:
+    """What `prefill_tables` sends to the device, on the host; tables flat, row by row."""
     rows = {(sequence, chunk): row for sequence, chunk, row in meta.snapshots}
     assert len(rows) == len(meta.snapshots), "a chunk's state goes to one snapshot row"
     bounds, sequences, snapshots, first_chunk = [0], [], [], [0]
@@ -199,7 +205,7 @@ def _prefill_tables(meta: PrefillMeta, device: torch.device) -> Tables:
         tail_stop.append(meta.cu_seqlens[i + 1])
         tail_row.append(meta.dst_rows[i])
         first_tail.append(len(tail_row))
-    parts: dict[str, Sequence[int]] = {
+    return {
         "cu_seqlens": meta.cu_seqlens,
         "starts": meta.starts,
         "src_rows": meta.src_rows,
@@ -213,7 +219,18 @@ def _prefill_tables(meta: PrefillMeta, device: torch.device) -> Tables:
         "first_tail": first_tail,
         "block_tables": _rectangle(meta.block_tables),
     }
-    return _shape_blocks(to_device(parts, device), len(meta))
+
+
+def query_tiles(meta: PrefillMeta, rows: int, group: int) -> tuple[list[int], list[int]]:
+    """Tiles of attention's query rows, `group` of them for each token: sequence and first row of
+    each; long sequences' last tiles, which have the most keys, come first."""
+    tiles = [
+        (meta.starts[i] + row // group, i, row)
+        for i in range(len(meta))
+        for row in range(0, (meta.cu_seqlens[i + 1] - meta.cu_seqlens[i]) * group, rows)
+    ]
+    tiles.sort(key=lambda tile: -tile[0])
+    return [i for _, i, _ in tiles], [row for _, _, row in tiles]
 
 
 def _decode_tables(meta: DecodeMeta, device: torch.device) -> Tables:

@@ -9,9 +9,11 @@ from typing import Any
 
 
 def data_folder(package: str, *parts: str) -> Path:
-    """A folder inside an installed wheel, found without importing the package."""
+    """A folder inside an installed wheel, found without importing the package; where it is not
+    installed, a path whose error says so to whoever opens it."""
     spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.origin is not None, f"{package} is not installed"
+    if spec is None or spec.origin is None:
+        return Path(f"({package} is not installed)", *parts)
     return Path(spec.origin).parent.joinpath(*parts)
 
 

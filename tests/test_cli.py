@@ -26,7 +26,11 @@ def flags_of(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "serve", "plan", "models", "doctor", "chat", "run-batch", "video-qa"]
+    "command",
+    [
+        *("", "serve", "plan", "models", "doctor", "chat", "run-batch", "video-qa"),
+        *("eval", "eval longbench", "eval video", "eval lmms"),
+    ],
 )
 def test_help_loads_nothing_heavy(command: str) -> None:
     code = (

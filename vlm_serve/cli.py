@@ -6,14 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError, VlmServeError
-from vlm_serve.flags import Parser, add_options
+from vlm_serve.eval.flags import add_eval_commands
+from vlm_serve.flags import Parser, add_options, positive
 from vlm_serve.options import (
     Option,
     check_environment,
@@ -21,6 +21,7 @@ from vlm_serve.options import (
     from_mapping,
     options_of,
 )
+from vlm_serve.own_version import own_version
 from vlm_serve.server.config import ServerConfig
 
 DEMO_MODEL = "demo"
@@ -33,7 +34,7 @@ ALL_OPTIONS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the process's exit status (2: bad options, 1: it failed, 3: a batch
-    has ended and could not answer all)."""
+    or an evaluation has ended and could not answer all, 4: answers differ)."""
     options = build_parser().parse_args(arguments)
     try:
         status: int = options.run(options)
@@ -53,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="vlm-serve",
         description="Serves hybrid vision-language models and reuses what it has computed.",
     )
-    parser.add_argument("--version", action="version", version=f"vlm-serve {version('vlm-serve')}")
+    parser.add_argument("--version", action="version", version=f"vlm-serve {own_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
@@ -98,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
     add_batch_commands(commands)
+    add_eval_commands(commands, run_eval, _add_model)
 
     chat = commands.add_parser("chat", help="answer one question and exit", allow_abbrev=False)
     chat.set_defaults(run=run_chat)
@@ -171,19 +173,13 @@ def _add_batch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=None, help=f"as for serve (default: {DEMO_MODEL})")
     parser.add_argument(
         "--concurrency",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="requests that are open at a time (default: twice max_num_seqs)",
     )
     _add_config_file(parser)
     add_options(parser, options_of(ServerConfig))
     add_options(parser, options_of(EngineConfig))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
-    return int(text)
 
 
 def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
@@ -301,6 +297,14 @@ def run_video_qa(options: argparse.Namespace) -> int:
         options=video_qa.AnswerOptions(options.max_tokens, options.temperature),
         concurrency=options.concurrency,
     )
+
+
+def run_eval(options: argparse.Namespace) -> int:
+    file = read_config_file(options.config)
+    engine_config = _engine_config(options, file)
+    from vlm_serve.eval.command import evaluate
+
+    return evaluate(options, _model(options, file), engine_config)
 
 
 def run_plan(options: argparse.Namespace) -> int:

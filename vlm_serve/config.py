@@ -124,7 +124,7 @@ class EngineConfig:
     )
     cuda_graphs: bool | None = option(
         None,
-        "on a GPU, run decode steps from CUDA graphs that are captured at start-up",
+        "on a GPU, run decode steps and short prefills from CUDA graphs, captured at start-up",
         group=_MODEL,
         kind="bool",
         default_text="on with a GPU",

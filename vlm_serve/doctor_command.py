@@ -18,6 +18,7 @@ from vlm_serve.kernels import native_build, native_library
 from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.kernels.native_processor import processor_name
 from vlm_serve.options import format_size
+from vlm_serve.own_version import own_version
 
 PACKAGES = ("torch", "triton", "transformers", "pillow", "av", "blake3", "fastapi", "uvicorn")
 INSTRUCTIONS = {
@@ -50,7 +51,7 @@ def run(*, as_json: bool) -> None:
 def examine() -> dict[str, str]:
     """A sentence for each thing that decides what runs."""
     return {
-        "vlm-serve": f"{version('vlm-serve')}, Python {platform.python_version()}",
+        "vlm-serve": f"{own_version()}, Python {platform.python_version()}",
         "processor": f"{processor_name()}, {os.cpu_count()} threads",
         "memory": f"{format_size(free_host_memory())} free",
         "compiler": _compiler(),

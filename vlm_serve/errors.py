@@ -100,3 +100,9 @@ class EngineClosedError(VlmServeError):
 
     status = 503
     type = "engine_closed_error"
+
+
+class EvaluationError(VlmServeError):
+    """A harness that was to ask questions has failed as a whole."""
+
+    type = "evaluation_error"

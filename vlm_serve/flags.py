@@ -29,10 +29,18 @@ class Parser(argparse.ArgumentParser):
                 for parser in action.choices.values():
                     if parser.get_default("run") is options.run:
                         flags |= parser._option_string_actions.keys()
+                    flags |= parser._flags_of(options)
         return flags
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help shows all)\n")
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, from a flag. Raises ArgumentTypeError for any other text."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
 
 
 def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:

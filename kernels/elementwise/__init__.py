@@ -13,8 +13,11 @@ import torch
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.elementwise import compiled, torch_cpu
 
-_times_sigmoid = Op(torch_cpu.times_sigmoid, compiled=compiled.times_sigmoid)
-_silu_times = Op(torch_cpu.silu_times, compiled=compiled.silu_times)
+_TRITON = "vlm_serve.kernels.elementwise.triton"
+_times_sigmoid = Op(
+    torch_cpu.times_sigmoid, compiled=compiled.times_sigmoid, triton=f"{_TRITON}:times_sigmoid"
+)
+_silu_times = Op(torch_cpu.silu_times, compiled=compiled.silu_times, triton=f"{_TRITON}:silu_times")
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Products with sigmoid and SiLU, torch path, for every device."""
+"""Products with sigmoid and SiLU, torch path."""
 
 from __future__ import annotations
 

@@ -40,7 +40,11 @@ _recurrent = Op(
 _DRAFTS_TRITON = "vlm_serve.kernels.gated_delta.drafts_triton"
 _verify = Op(torch_drafts.verify_gated_delta, triton=f"{_DRAFTS_TRITON}:verify_gated_delta")
 _fold = Op(torch_drafts.fold_gated_delta, triton=f"{_DRAFTS_TRITON}:fold_gated_delta")
-_gates = Op(torch_cpu.gates, compiled=compiled.gates)
+_gates = Op(
+    torch_cpu.gates,
+    compiled=compiled.gates,
+    triton="vlm_serve.kernels.gated_delta.gates_triton:gates",
+)
 
 
 def chunk_gated_delta(

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 
-from vlm_serve.kernels.elementwise import silu
+from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.base import Activation, Linear
 
 MIN_ROWS = 16
 MIN_COLUMNS = 16
+ROWS_AT_ONCE = 128
+"""Of a deterministic product on a GPU."""
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -77,26 +79,34 @@ class TorchDense(Linear):
         on how many rows share the call, and with some code also on its place in a tile that is not
         full. In whole tiles of 16 rows they do not (measured, float32 and bfloat16), except that
         one-column products of a plain weight take a GEMV path of their own. `deterministic` pads
-        both away."""
+        both away; on a GPU, where algorithms go by the number of rows whatever that is, products
+        have always as many."""
         self._check(x, activation, times, plus)
         if not deterministic:
             return self._product(x, self._weight, self._bias, activation, times, plus)
         rows, weight, bias = x.shape[0], self._weight, self._bias
-        if rows % MIN_ROWS:
-            padded = -(-rows // MIN_ROWS) * MIN_ROWS
-            x = with_rows(x, padded)
-            times = None if times is None else with_rows(times, padded)
-            plus = None if plus is None else with_rows(plus, padded)
         if self.columns == 1 and not weight.is_mkldnn:
             weight = with_rows(weight, MIN_COLUMNS)
             bias = None if bias is None else with_rows(bias, MIN_COLUMNS)
-        out = self._product(x, weight, bias, activation, times, plus)
+        on_cpu = x.device.type == "cpu"
+        least = MIN_ROWS if on_cpu else ROWS_AT_ONCE
+        padded = max(1, -(-rows // least)) * least
+        if rows != padded:
+            x = with_rows(x, padded)
+            times = None if times is None else with_rows(times, padded)
+            plus = None if plus is None else with_rows(plus, padded)
+        step = padded if on_cpu else ROWS_AT_ONCE
+        tiles = [
+            self._product(x[own], weight, bias, activation, _of(times, own), _of(plus, own))
+            for own in (slice(first, first + step) for first in range(0, padded, step))
+        ]
+        out = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
         return out[:rows, : self.columns]
 
     def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
         if not self._weight.is_mkldnn:
             gate = self(x, deterministic=deterministic)
-            return silu(gate) * up(x, deterministic=deterministic)
+            return silu_times(gate, up(x, deterministic=deterministic))
         gate = self(x, activation="silu", deterministic=deterministic)
         return up(x, times=gate, deterministic=deterministic)
 
@@ -128,6 +138,8 @@ class TorchDense(Linear):
     ) -> torch.Tensor:
         out: torch.Tensor
         if not weight.is_mkldnn:
+            if plus is not None and bias is None and x.device.type != "cpu":
+                return torch.addmm(plus, x, weight.T)  # in one launch, rounded once
             out = F.linear(x, weight, bias)
             if activation is not None:
                 out = _ACTIVATIONS[activation](out)
@@ -142,6 +154,10 @@ class TorchDense(Linear):
             post_op, algorithm = ("none", "") if activation is None else _POST_OPS[activation]
             out = _packed_unary(x, weight, bias, post_op, [], algorithm)
         return out
+
+
+def _of(part: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return None if part is None else part[rows]
 
 
 def with_rows(part: torch.Tensor, rows: int) -> torch.Tensor:

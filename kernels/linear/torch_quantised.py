@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.elementwise import silu
+from vlm_serve.kernels.elementwise import silu, silu_times
 from vlm_serve.kernels.linear.base import CHUNK_BYTES, Activation, Linear
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
@@ -94,7 +94,7 @@ class TorchQuantised(Linear):
 
     def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
         gate = self(x, deterministic=deterministic)
-        return silu(gate) * up(x, deterministic=deterministic)
+        return silu_times(gate, up(x, deterministic=deterministic))
 
     def record(self) -> ctypes.Structure | None:
         return None

@@ -65,13 +65,7 @@ def attention_prefill(
     _check(q, kv)
     if len(meta.cu_seqlens) != len(meta) + 1 or meta.num_tokens != q.shape[0]:
         raise KernelArgumentError("meta.cu_seqlens", f"must end at {q.shape[0]}")
-    lengths = [
-        start + end - begin
-        for start, begin, end in zip(
-            meta.starts, meta.cu_seqlens, meta.cu_seqlens[1:], strict=False
-        )
-    ]
-    check_block_tables(meta, lengths, kv.k.shape[0], kv.k.shape[1])
+    check_block_tables(meta, meta.kv_lens, kv.k.shape[0], kv.k.shape[1])
     return _prefill(q.device, q, kv, meta, scale=scale, deterministic=deterministic)
 
 

@@ -22,7 +22,8 @@ MAX_SPLITS = 64
 KEYS_WORTH_A_SPLIT = 256
 
 
-@triton.jit
+# The table's stride is the longest sequence's blocks: no reason to compile anew amid work.
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q,
     out,
@@ -120,7 +121,7 @@ def _decode_kernel(
         tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
     else:
         rows = (token * HEADS + heads) * SPLITS + split
-        tl.store(best_parts + rows, best, mask=members < GROUP)
+        tl.store(best_parts + rows, best * score_scale, mask=members < GROUP)
         tl.store(norm_parts + rows, norm, mask=members < GROUP)
         tl.store(total_parts + rows[:, None] * DIM + dims[None, :], total, mask=inside)
 
@@ -141,7 +142,7 @@ def _combine_kernel(
     dims = tl.arange(0, BLOCK_DIM)
     inside = dims < DIM
     best = tl.load(best_parts + parts)
-    # A part without keys has a best of -inf and weighs nothing.
+    # In powers of two; a part without keys has a best of -inf and weighs nothing.
     weights = tl.exp2(best - tl.max(best, axis=0))
     norm = tl.sum(tl.load(norm_parts + parts) * weights, axis=0)
     places = parts[:, None] * DIM + dims[None, :]

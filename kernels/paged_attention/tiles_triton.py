@@ -124,7 +124,8 @@ def attend_range(
 
     Args:
         queries: `[R, BLOCK_DIM]`; positions: `[R]`, the last key each row sees.
-        best, norm: float32 `[R]`, largest score (in powers of two) and sum of weights so far.
+        best, norm: float32 `[R]`, largest score and sum of weights so far. `score_scale`, by which
+            scores become powers of two, is positive.
         total: float32 `[R, BLOCK_DIM]`, weighted values so far.
     """
     offsets = tl.arange(0, KEY_TILE)
@@ -159,12 +160,13 @@ def attend_range(
         if FORM == INT8:
             scale = tl.load(k_scales + scale_at + scale_rows, mask=known, other=0.0).to(tl.float32)
             scores = scores * scale[None, :]
-        scores *= score_scale
         if MASKED:
             scores = tl.where(keys_at[None, :] <= positions[:, None], scores, float("-inf"))
         larger = tl.maximum(best, tl.max(scores, axis=1))
-        shrink = tl.exp2(best - larger)
-        weights = tl.exp2(scores - larger[:, None])
+        # Fused by hand: what the compiler fuses differs with and without masks, and a row that
+        # meets a key in either must give it the same weight.
+        shrink = tl.exp2((best - larger) * score_scale)
+        weights = tl.exp2(tl.fma(scores, score_scale, (-larger * score_scale)[:, None]))
         norm = norm * shrink + tl.sum(weights, axis=1)
         total = total * shrink[:, None]
         best = larger

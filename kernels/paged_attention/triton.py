@@ -15,12 +15,18 @@ from vlm_serve.kernels.paged_attention.tiles_triton import (
     attention_arguments,
     prefill_tile,
 )
-from vlm_serve.kernels.triton_support import Tables, launch, once, prefill_tables, to_device
+from vlm_serve.kernels.triton_support import (
+    launch,
+    once,
+    prefill_tables,
+    query_tiles,
+    to_device,
+)
 
 __all__ = ["attention_decode", "attention_prefill"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
     q,
     out,
@@ -139,7 +145,13 @@ def attention_prefill(
     group = q.shape[1] // kv_heads
     tile = prefill_tile(q.dtype, q.shape[2], kv.k_scale is not None)
     names = f"tile_sequence/{tile.rows}/{group}", f"tile_row/{tile.rows}/{group}"
-    once(meta.tensors, names[0], lambda: _query_tiles(meta, names, tile.rows, group, q.device))
+    once(
+        meta.tensors,
+        names[0],
+        lambda: to_device(
+            dict(zip(names, query_tiles(meta, tile.rows, group), strict=True)), q.device
+        ),
+    )
     arguments = {
         "out": out,
         "tile_sequence": tables[names[0]],
@@ -151,18 +163,3 @@ def attention_prefill(
     grid = (tables[names[0]].shape[0], kv_heads)
     launch(_prefill_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
     return out
-
-
-def _query_tiles(
-    meta: PrefillMeta, names: tuple[str, str], rows: int, group: int, device: torch.device
-) -> Tables:
-    """Which rows of which sequence each program takes; long sequences' last tiles, which have the
-    most keys, are started first."""
-    tiles = [
-        (meta.starts[i] + row // group, i, row)
-        for i in range(len(meta))
-        for row in range(0, (meta.cu_seqlens[i + 1] - meta.cu_seqlens[i]) * group, rows)
-    ]
-    tiles.sort(key=lambda tile: -tile[0])
-    sequences, first_rows = [i for _, i, _ in tiles], [row for _, _, row in tiles]
-    return to_device({names[0]: sequences, names[1]: first_rows}, device)

@@ -1,34 +1,24 @@
-"""Decode steps from fixed buffers, padded: the same answers, and nothing else touched.
-
-The Triton kernels run in their interpreter; real graphs are captured by `benchmarks/engine_gpu.py`
-on a GPU. Instead of a graph the model's forward is called again on the very batch that would be
-captured, whose host values are no step's: whatever a step read from anywhere but its tensors would
-be wrong.
-"""
+"""Decode steps from fixed buffers, padded: the same answers, and nothing else touched."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
-from model_driver import Driver, Sequence_, text_sequence
+from model_driver import Driver, text_sequence
 from parity import executor_of
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton_case import kernels
+from step_graphs import SPECS, HostFree, Repeating, bits, started, with_graphs
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine import build as building
-from vlm_serve.engine import step_paths
 from vlm_serve.engine.build import build
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits, FixedTables
-from vlm_serve.engine.decode_graphs import DecodeGraphs, Step, padded_sizes
+from vlm_serve.engine.decode_graphs import DecodeGraphs, padded_sizes
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
@@ -43,12 +33,6 @@ from vlm_serve.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
 
-SPECS = {
-    "dense": CheckpointSpec(num_layers=2, full_attention_interval=2, vision_depth=0),
-    "moe": CheckpointSpec(
-        num_layers=2, full_attention_interval=2, num_experts=4, vision_depth=0, kv_heads=1
-    ),
-}
 MAX_LEN = 100
 
 
@@ -65,21 +49,6 @@ def model(checkpoint: Path) -> Iterator[Model]:
         yield load_model(checkpoint, torch.float32, "cpu")
 
 
-class Repeating:
-    """In place of a capture: a step that calls the function again. Counts the calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, step: Step) -> Step:
-        def again() -> None:
-            self.calls += 1
-            with kernels():
-                step()
-
-        return again
-
-
 def graphs_over(driver: Driver, most: int = 4) -> DecodeGraphs:
     return DecodeGraphs(
         driver.model,
@@ -89,23 +58,6 @@ def graphs_over(driver: Driver, most: int = 4) -> DecodeGraphs:
         max_num_seqs=most,
         capture=Repeating(),
     )
-
-
-def started(driver: Driver, lengths: Sequence[int]) -> list[Sequence_]:
-    """Sequences whose prompts are in the caches and whose first token is chosen."""
-    draw = random.Random(1)
-    prompts = [text_sequence(draw.choices(range(400), k=length)) for length in lengths]
-    for one in prompts:
-        logits = driver.step(prefills=[(one, 0, len(one.tokens))], all_logits=False).logits
-        one.tokens.append(int(logits[0].argmax()))
-    return prompts
-
-
-def bits(caches: CacheTensors) -> list[torch.Tensor]:
-    """Copies that compare equal where the bits do, NaNs included."""
-    return [
-        pool.view(torch.int32).clone() for pool in caches.of_unit("block") + caches.of_unit("row")
-    ]
 
 
 def test_sizes() -> None:
@@ -183,6 +135,8 @@ def test_padding_touches_its_scratch_row_alone(model: Model) -> None:
     sequences = started(driver, (5, 40, 33))
     snapshot = driver.take_row()
     graphs = graphs_over(driver)
+    scratch = driver.caches.num_rows - 1
+    driver.caches["recurrent"][scratch] = driver.caches["conv"][scratch] = float("nan")
 
     def run(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
         assert batch.decode is not None
@@ -198,7 +152,6 @@ def test_padding_touches_its_scratch_row_alone(model: Model) -> None:
     slots = {driver._slot(one, len(one.tokens) - 1) for one in sequences}
     changed = (before[0] != after[0]).any(dim=(1, 2, 4, 5)).nonzero().tolist()
     assert {block * driver.block_size + offset for block, offset in changed} == slots
-    scratch = driver.caches.num_rows - 1
     for old, new in zip(before[1:], after[1:], strict=True):
         rows = set((old != new).flatten(1).any(1).nonzero().flatten().tolist())
         assert rows == {*(one.row for one in sequences), snapshot, scratch}
@@ -246,21 +199,6 @@ def test_bad_rows_and_blocks_are_refused(model: Model) -> None:
     assert all(map(torch.equal, before, bits(driver.caches)))
 
 
-class HostFree(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what a stream under capture cannot do: wait for a value, take one from the host."""
-
-    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "_pin_memory")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        masks = name == "index" and any(
-            each is not None and each.dtype == torch.bool for each in args[1]
-        )
-        if masks or name in self.REFUSED:
-            raise AssertionError(f"{func} under capture")
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
     driver = Driver(model, scratch_rows=1)
     limits = DecodeLimits(driver.block_size, 4, driver.caches.num_rows - 1)
@@ -277,12 +215,6 @@ def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
                 model.forward(
                     replace(batch, decode=replace(batch.decode, tensors={})), driver.caches
                 )
-
-
-def with_graphs(monkeypatch: pytest.MonkeyPatch, capture: Callable[[], object]) -> None:
-    """Has engines built on the CPU as they are on a GPU, with another kind of capture."""
-    monkeypatch.setattr(building, "graphs_wanted", lambda option, device, ranks: True)
-    monkeypatch.setattr(step_paths, "CudaCapture", capture)
 
 
 def test_the_engine_answers_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +255,7 @@ def test_a_capture_that_fails(
     with_graphs(monkeypatch, fail)
     config = EngineConfig(dtype="float32", block_size=16, cache_memory="16MiB")
     assert build(checkpoint, config).config.cuda_graphs is False
-    assert "decode runs without CUDA graphs: driver too old" in caplog.text
+    assert "steps run without CUDA graphs: driver too old" in caplog.text
     with pytest.raises(ConfigError, match="cuda_graphs: driver too old"):
         build(checkpoint, replace(config, cuda_graphs=True))
 

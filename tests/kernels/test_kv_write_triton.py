@@ -16,13 +16,15 @@ BLOCKS, SIZE, LAYERS = 5, 4, 2
 FORMS = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8]
 
 
-def layer(dtype: torch.dtype, heads: int, dim: int) -> tuple[KVLayer, torch.Tensor, torch.Tensor]:
+def layer(
+    dtype: torch.dtype, heads: int, dim: int, device: torch.device = DEVICE
+) -> tuple[KVLayer, torch.Tensor, torch.Tensor]:
     """The second layer of a pool filled with 0x7f bytes (NaN in every float form)."""
     shape = (BLOCKS, LAYERS, 2, SIZE, heads, dim)
-    pool = torch.full((*shape, dtype.itemsize), 0x7F, dtype=torch.uint8, device=DEVICE)
+    pool = torch.full((*shape, dtype.itemsize), 0x7F, dtype=torch.uint8, device=device)
     pool = pool.view(dtype).squeeze(-1)
     scales = torch.full(
-        (BLOCKS, LAYERS, 4, SIZE, heads), float("nan"), dtype=torch.float16, device=DEVICE
+        (BLOCKS, LAYERS, 4, SIZE, heads), float("nan"), dtype=torch.float16, device=device
     )
     views = [scales[:, 1, i] if dtype == torch.uint8 else None for i in range(4)]
     return KVLayer(pool[:, 1, 0], pool[:, 1, 1], *views), pool, scales
@@ -44,7 +46,7 @@ def test_pages_hold_the_bits_of_the_cpu_path(
     wide[2] = 0
     k, v = wide[:, 0, :, :dim], wide[:, 1, :, :dim]
     slots = torch.tensor([13, -1, 0, 7, 19, -1, 12], device=DEVICE)
-    got, expected = layer(form, heads, dim), layer(form, heads, dim)
+    got, expected = layer(form, heads, dim), layer(form, heads, dim, torch.device("cpu"))
     with kernels():
         write_kv(k, v, got[0], slots)
     write_kv(k.cpu(), v.cpu(), expected[0], slots.cpu())

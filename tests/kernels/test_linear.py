@@ -4,6 +4,8 @@ and loading from parts."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import Linear, Part, Shard, dense, load
 from vlm_serve.kernels.linear.dense import PackedDense
+from vlm_serve.kernels.linear.torch_dense import ROWS_AT_ONCE, TorchDense
 
 SHAPES = [(1, 64), (37, 65), (200, 64), (48, 300), (272, 2304)]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -247,3 +250,20 @@ def test_types_that_do_not_meet() -> None:
         projection(randn(2, 16, dtype=torch.bfloat16))
     with pytest.raises(KernelArgumentError, match=r"float16 beside"):
         projection(randn(2, 16, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 128, 300])
+def test_deterministic_products_on_a_gpu_have_always_as_many_rows(rows: int) -> None:
+    """Its libraries choose an algorithm by their number. Nothing is computed here."""
+    calls = []
+
+    def product(self: TorchDense, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        calls.append(x.shape[0])
+        return plain(self, x, *rest)
+
+    plain = TorchDense._product
+    x, plus = torch.empty(rows, 8, device="meta"), torch.empty(rows, 6, device="meta")
+    linear = TorchDense(torch.empty(6, 8, device="meta"), None)
+    with patch.object(TorchDense, "_product", product):
+        assert linear(x, plus=plus, deterministic=True).shape == (rows, 6)
+    assert calls == [ROWS_AT_ONCE] * max(1, -(-rows // ROWS_AT_ONCE))

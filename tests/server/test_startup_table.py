@@ -44,10 +44,13 @@ def rows(
     return dict(startup_rows(engine, server or ServerConfig(), ("name",), "http://there"))
 
 
+SIZES = "12 sequences and 512 prompt tokens"
+
+
 @pytest.mark.parametrize(
     ("graphs", "said"),
     [
-        (True, "CUDA graphs for up to 12 sequences, a scratch state of 3 MiB on top"),
+        (True, f"CUDA graphs for up to {SIZES}, a scratch state of 3 MiB on top"),
         (False, "without CUDA graphs"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -15,6 +14,7 @@ from starlette.types import Message, Receive, Scope
 from vlm_serve.deploy.fleet import BrokenAnswerError, Call, ReplicaLostError, no_replica
 from vlm_serve.deploy.metrics import labelled, own_metrics
 from vlm_serve.errors import OverloadedError, VlmServeError
+from vlm_serve.own_version import own_version
 from vlm_serve.server.body import read_body
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ async def ready(front: Front, request: Request) -> Response:
 
 
 async def show_version(front: Front, request: Request) -> Response:
-    return JSONResponse({"version": version("vlm-serve")})
+    return JSONResponse({"version": own_version()})
 
 
 async def load(front: Front, request: Request) -> Response:

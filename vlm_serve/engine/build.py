@@ -27,6 +27,7 @@ from vlm_serve.engine.memory import (
 )
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.planning import SchedulerConfig
+from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.ranks.executor import ShardedExecutor
 from vlm_serve.engine.ranks.process import RankProcesses
 from vlm_serve.engine.ranks.start import Loading, load
@@ -36,9 +37,9 @@ from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.shared_store import SharedAddress, find_store
 from vlm_serve.engine.step_paths import (
     compile_steps,
-    decode_graphs,
     find_backend,
     graphs_wanted,
+    step_graphs,
 )
 from vlm_serve.engine.tier_loading import make_tiers
 from vlm_serve.engine.upload_tiers import UploadTiers
@@ -55,8 +56,9 @@ DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 REPORTED_LOGITS_BYTES = 256 << 20
 """Logits of prompt tokens that one step may compute for requests that want to see them."""
-LEAST_STEP_TOKENS = 256
-"""Of prompts, whatever a step with them takes."""
+LEAST_STEP_TOKENS, GPU_LEAST_STEP_TOKENS = 256, 1024
+"""Of prompts, whatever a step with them takes. On a GPU the host takes tens of milliseconds to
+launch a step of any size."""
 
 
 def build(
@@ -131,7 +133,7 @@ def _assemble(
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
     pools = Pools.of(types, memory, rows, deterministic=config.deterministic)
     caches = pools.allocate(model)
-    graphs = decode_graphs(model, caches, config, max_model_len) if with_graphs else None
+    graphs = step_graphs(model, caches, config, max_model_len) if with_graphs else ()
     if what.compiled:
         compile_steps(model, caches)
     executor = _executor(loaded, caches, pools, graphs, config)
@@ -162,7 +164,7 @@ def _assemble(
     media = MediaPlanner(EmbeddingCache(EMBEDDING_CACHE_BYTES), token_bytes, embeddings)
     tokenizer = preprocessor.tokenizer
     return EngineParts(
-        config=_decided(config, what, graphs=graphs is not None),
+        config=_decided(config, what, graphs=bool(graphs)),
         spec=spec,
         arithmetic=what.arithmetic,
         weights=weight_bytes(
@@ -182,7 +184,7 @@ def _assemble(
         scheduler=Scheduler(
             cache,
             media,
-            _scheduler_config(config, spec),
+            _scheduler_config(config, spec, what.device),
             fetcher,
             drafters,
             costs=costs,
@@ -200,7 +202,7 @@ def _executor(
     loaded: _Loaded,
     caches: CacheTensors,
     pools: Pools,
-    graphs: DecodeGraphs | None,
+    graphs: tuple[DecodeGraphs | PrefillGraphs, ...],
     config: EngineConfig,
 ) -> LocalExecutor:
     model, processes = loaded.model, loaded.processes
@@ -319,9 +321,12 @@ def _cache_config(config: EngineConfig, memory: MemoryPlan, has_state: bool) -> 
     )
 
 
-def _scheduler_config(config: EngineConfig, model: ModelSpec) -> SchedulerConfig:
+def _scheduler_config(
+    config: EngineConfig, model: ModelSpec, device: torch.device
+) -> SchedulerConfig:
     block_size = config.block_size
     assert block_size is not None
+    least = LEAST_STEP_TOKENS if device.type == "cpu" else GPU_LEAST_STEP_TOKENS
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -333,5 +338,5 @@ def _scheduler_config(config: EngineConfig, model: ModelSpec) -> SchedulerConfig
         complete_experts=config.expert_replay == "complete",
         speculative_tokens=0 if config.speculative == "off" else config.speculative_tokens,
         step_seconds=config.step_time_target / 1000,
-        least_step_tokens=max(LEAST_STEP_TOKENS, block_size),
+        least_step_tokens=max(least, block_size),
     )

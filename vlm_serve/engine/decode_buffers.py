@@ -70,21 +70,18 @@ class DecodeLimits:
     scratch_row: int
 
 
-class DecodeBuffers:
-    """Inputs of a decode step of exactly `size` sequences, padding included.
+class DecodeTables:
+    """The tables of `size` decoding sequences, padding included.
 
     Attributes:
-        batch: what the model is given. The host's values in `batch.decode` are no step's: they are
-            the largest that a step may have, since they size grids and scratch memory. All that a
-            step has of its own is in tensors.
+        meta: what ops are given. Its host values are no step's: they are the largest that a step
+            may have, since they size grids and scratch memory. All that a step has of its own is
+            in tensors.
     """
 
     def __init__(self, size: int, limits: DecodeLimits, device: torch.device) -> None:
         self._limits = limits
-        self._wide = FixedTables(
-            {"token_ids": (size,), "positions": (3, size), "slots": (size,)}, torch.int64, device
-        )
-        self._narrow = FixedTables(
+        self._tables = FixedTables(
             {
                 **dict.fromkeys(("kv_lens", "src_rows", "dst_rows", "snapshot_rows"), (size,)),
                 "block_tables": (size, limits.max_blocks),
@@ -92,52 +89,89 @@ class DecodeBuffers:
             torch.int32,
             device,
         )
+        self.meta = DecodeMeta(
+            block_tables=((0,) * limits.max_blocks,) * size,
+            kv_lens=(limits.max_blocks * limits.block_size,) * size,
+            src_rows=(-1,) * size,
+            dst_rows=tuple(range(size)),
+            snapshot_rows=(-1,) * size,
+            tensors=dict(self._tables.fixed),
+        )
+        self.fill(None)
+
+    def fill(self, meta: DecodeMeta | None) -> None:
+        """Takes over at most `size` sequences, or none."""
+        count, staged = 0 if meta is None else len(meta), self._tables.staged
+        if meta is not None:
+            for name in ("kv_lens", "src_rows", "dst_rows", "snapshot_rows"):
+                staged[name][:count] = torch.tensor(getattr(meta, name))
+            for row, (table, length) in enumerate(
+                zip(meta.block_tables, meta.kv_lens, strict=True)
+            ):
+                # What stays behind them names blocks that exist, and nothing reads it.
+                used = -(-length // self._limits.block_size)
+                staged["block_tables"][row].numpy()[:used] = table[:used]
+        staged["kv_lens"][count:] = 1
+        staged["src_rows"][count:] = -1
+        staged["dst_rows"][count:] = self._limits.scratch_row
+        staged["snapshot_rows"][count:] = -1
+        staged["block_tables"][count:, 0] = meta.block_tables[0][0] if meta is not None else 0
+        self._tables.send()
+
+
+class TokenBuffers:
+    """Token ids, positions and slots of `size` tokens; a slot of -1 is written nowhere.
+
+    Attributes:
+        token_ids, positions, slots: on the device, see `ForwardBatch`.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._tables = FixedTables(
+            {"token_ids": (size,), "positions": (3, size), "slots": (size,)}, torch.int64, device
+        )
+        fixed = self._tables.fixed
+        self.token_ids, self.positions = fixed["token_ids"], fixed["positions"]
+        self.slots = fixed["slots"]
+
+    def fill(self, batch: ForwardBatch | None, *places: tuple[slice, int]) -> None:
+        """Takes over runs of a batch's tokens, each to begin at a place; the others are padding."""
+        staged = self._tables.staged
+        staged["token_ids"].zero_()
+        staged["positions"].zero_()
+        staged["slots"].fill_(-1)
+        for run, first in places:
+            assert batch is not None
+            own = slice(first, first + run.stop - run.start)
+            staged["token_ids"][own] = batch.token_ids[run]
+            staged["positions"][:, own] = batch.positions[:, run]
+            staged["slots"][own] = batch.slots[run]
+        self._tables.send()
+
+
+class DecodeBuffers:
+    """Inputs of a decode step of exactly `size` sequences, padding included.
+
+    Attributes:
+        batch: what the model is given.
+    """
+
+    def __init__(self, size: int, limits: DecodeLimits, device: torch.device) -> None:
+        self._tokens = TokenBuffers(size, device)
+        self._decode = DecodeTables(size, limits, device)
         self.batch = ForwardBatch(
-            token_ids=self._wide.fixed["token_ids"],
-            positions=self._wide.fixed["positions"],
-            slots=self._wide.fixed["slots"],
-            decode=DecodeMeta(
-                block_tables=((0,) * limits.max_blocks,) * size,
-                kv_lens=(limits.max_blocks * limits.block_size,) * size,
-                src_rows=(-1,) * size,
-                dst_rows=tuple(range(size)),
-                snapshot_rows=(-1,) * size,
-                tensors=dict(self._narrow.fixed),
-            ),
+            token_ids=self._tokens.token_ids,
+            positions=self._tokens.positions,
+            slots=self._tokens.slots,
+            decode=self._decode.meta,
             prefill=None,
             media=(),
             logit_rows=torch.arange(size, device=device),
         )
-        self._pad(0, 0)
-        self._wide.send()
-        self._narrow.send()
+        self._tokens.fill(None)
 
     def fill(self, batch: ForwardBatch) -> None:
         """Takes over a decode step whose tensors are on the host, at most `size` sequences."""
-        meta = batch.decode
-        assert meta is not None, "only decode steps have fixed inputs"
-        count = len(meta)
-        wide, narrow = self._wide.staged, self._narrow.staged
-        wide["token_ids"][:count] = batch.token_ids
-        wide["positions"][:, :count] = batch.positions
-        wide["slots"][:count] = batch.slots
-        for name in ("kv_lens", "src_rows", "dst_rows", "snapshot_rows"):
-            narrow[name][:count] = torch.tensor(getattr(meta, name))
-        for row, (table, length) in enumerate(zip(meta.block_tables, meta.kv_lens, strict=True)):
-            # What stays behind them names blocks that exist, and nothing reads it.
-            used = -(-length // self._limits.block_size)
-            narrow["block_tables"][row].numpy()[:used] = table[:used]
-        self._pad(count, meta.block_tables[0][0])
-        self._wide.send()
-        self._narrow.send()
-
-    def _pad(self, first: int, block: int) -> None:
-        wide, narrow = self._wide.staged, self._narrow.staged
-        wide["token_ids"][first:] = 0
-        wide["positions"][:, first:] = 0
-        wide["slots"][first:] = -1
-        narrow["kv_lens"][first:] = 1
-        narrow["src_rows"][first:] = -1
-        narrow["dst_rows"][first:] = self._limits.scratch_row
-        narrow["snapshot_rows"][first:] = -1
-        narrow["block_tables"][first:, 0] = block
+        assert batch.decode is not None, "only decode steps have fixed inputs"
+        self._tokens.fill(batch, (slice(0, len(batch.decode)), 0))
+        self._decode.fill(batch.decode)

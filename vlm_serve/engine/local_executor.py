@@ -17,6 +17,7 @@ from vlm_serve.engine.draft_making import DraftMaker
 from vlm_serve.engine.drafts.measuring import measure_rows
 from vlm_serve.engine.executor import ExecutorLostError, RowsAfter, StepError
 from vlm_serve.engine.plan import Encode, SequenceInfo, Slice, StepOutput, StepPlan
+from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.prompt_rows import logprob_rows
 from vlm_serve.engine.sampler import sample
 from vlm_serve.engine.tier_transfer import TensorTransfer
@@ -41,7 +42,7 @@ class LocalExecutor:
         caches: KV and state pools.
         block_size: tokens per KV block.
         deterministic: see `ForwardBatch.deterministic`.
-        graphs: what runs the decode-only steps that it accepts, instead of the model's forward.
+        graphs: what runs the steps that they accept, instead of the model's forward.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class LocalExecutor:
         *,
         block_size: int,
         deterministic: bool = False,
-        graphs: DecodeGraphs | None = None,
+        graphs: tuple[DecodeGraphs | PrefillGraphs, ...] = (),
     ) -> None:
         self.pages: Transfer = TensorTransfer(caches)
         self.model_seconds = 0.0
@@ -129,8 +130,9 @@ class LocalExecutor:
         return output, packed, rows
 
     def _forward(self, batch: ForwardBatch) -> ForwardOutput:
-        if self._graphs is not None and self._graphs.accepts(batch):
-            return self._graphs.run(batch)
+        for graphs in self._graphs:
+            if graphs.accepts(batch):
+                return graphs.run(batch)
         return self._model.forward(batch.to(self._caches.device), self._caches)
 
     def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:

@@ -9,6 +9,7 @@ import torch
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Backend
 from vlm_serve.engine.decode_graphs import CudaCapture, DecodeGraphs
+from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.native_build import BuildError
@@ -21,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def graphs_wanted(option: bool | None, device: torch.device, ranks: int = 1) -> bool:
-    """Whether decode steps are to run from CUDA graphs.
+    """Whether short steps are to run from CUDA graphs.
 
     Raises:
         ConfigError: they were asked for by name without a GPU, or beside ranks.
@@ -38,26 +39,30 @@ def graphs_wanted(option: bool | None, device: torch.device, ranks: int = 1) -> 
     return device.type == "cuda" if option is None else option
 
 
-def decode_graphs(
+def step_graphs(
     model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
-) -> DecodeGraphs | None:
+) -> tuple[DecodeGraphs | PrefillGraphs, ...]:
     """None if they were not asked for by name and this GPU or driver cannot capture them."""
     assert config.block_size is not None
     try:
         with launching_on(caches.device):
-            return DecodeGraphs(
-                model,
-                caches,
-                block_size=config.block_size,
-                max_model_len=max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                capture=CudaCapture(),
+            capture = CudaCapture()
+            return tuple(
+                kind(
+                    model,
+                    caches,
+                    block_size=config.block_size,
+                    max_model_len=max_model_len,
+                    max_num_seqs=config.max_num_seqs,
+                    capture=capture,
+                )
+                for kind in (PrefillGraphs, DecodeGraphs)
             )
     except RuntimeError as error:
         if config.cuda_graphs:
             raise ConfigError(f"cuda_graphs: {error}", param="cuda_graphs") from error
-        _log.warning("decode runs without CUDA graphs: %s", error)
-        return None
+        _log.warning("steps run without CUDA graphs: %s", error)
+        return ()
 
 
 def find_backend(config: EngineConfig, device: torch.device, *, build: bool = True) -> Backend:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,14 @@ class Config:
         return value
 
     def value(self, name: str) -> Any:
-        """A field as transformers has it."""
-        return getattr(self._parsed, name)
+        """A field as transformers has it, which an old version of it may not."""
+        try:
+            return getattr(self._parsed, name)
+        except AttributeError as error:
+            raise CheckpointError(
+                f"config.json lacks {name}, and transformers {version('transformers')} knows no "
+                f"default; a newer one may"
+            ) from error
 
     def expect(self, name: str, expected: object) -> None:
         """Refuses a model in which a field, which the file must have, has another value."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlm_serve.errors import VlmServeError
+from vlm_serve.own_version import own_version
 from vlm_serve.server import status
 from vlm_serve.server.api import cache
 from vlm_serve.server.api.bodies import CacheReportBody, ErrorBody
@@ -103,7 +103,7 @@ def create_routes(service: Service) -> ASGIApp:
 
     app = DescribedApp(
         title="vlm-serve",
-        version=version("vlm-serve"),
+        version=own_version(),
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,

@@ -14,6 +14,7 @@ from vlm_serve.engine.decode_graphs import padded_sizes
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES, MemoryPlan
+from vlm_serve.engine.prefill_graphs import TOKENS
 from vlm_serve.engine.ranks.start import slot_bytes
 from vlm_serve.models.weight_sizes import prompt_price
 from vlm_serve.options import format_size
@@ -173,7 +174,8 @@ def _decode(options: EngineConfig, memory: MemoryPlan) -> str:
         return "without CUDA graphs"
     most = padded_sizes(options.max_num_seqs)[-1]
     scratch = format_size(memory.snapshot_bytes)
-    return f"CUDA graphs for up to {most} sequences, a scratch state of {scratch} on top"
+    sizes = f"{most} sequences and {TOKENS[-1]} prompt tokens"
+    return f"CUDA graphs for up to {sizes}, a scratch state of {scratch} on top"
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any, Literal
 
 from fastapi.responses import JSONResponse
@@ -12,6 +11,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Scope
 
+from vlm_serve.own_version import own_version
 from vlm_serve.server.errors import is_anthropic
 from vlm_serve.server.service import Service
 
@@ -118,7 +118,7 @@ def load(service: Service) -> Response:
 
 
 def show_version() -> Response:
-    return JSONResponse({"version": version("vlm-serve")})
+    return JSONResponse({"version": own_version()})
 
 
 async def metrics(service: Service) -> Response:

@@ -1,0 +1,94 @@
+"""Steps with a short prefill replayed from CUDA graphs: what is left to compute behind a cache hit.
+
+Such a step has as many launches as a decode step, and more tables. It is padded to one of a few
+numbers of tokens; sequences that decode beside it take part.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vlm_serve.engine.decode_buffers import DecodeLimits
+from vlm_serve.engine.decode_graphs import Capture, Step
+from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes
+from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
+from vlm_serve.models import Model
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
+from vlm_serve.models.cache_layout import CacheTensors
+
+TOKENS = (64, 128, 256, 512)
+"""Prompt tokens of the steps to capture. Longer ones keep a GPU busy without graphs."""
+SEQUENCES = 4
+"""Slices of prompts in one step."""
+DECODES = 32
+"""Sequences that decode beside them."""
+
+
+class PrefillGraphs:
+    """Runs steps with short prefills from captured graphs.
+
+    Args:
+        model, caches, block_size, max_model_len, max_num_seqs, capture: see `DecodeGraphs`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        caches: CacheTensors,
+        *,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        capture: Capture,
+    ) -> None:
+        self._num_blocks, self._block_size = caches.num_blocks, block_size
+        self._scratch_row = caches.num_rows - 1
+        limits = DecodeLimits(block_size, -(-max_model_len // block_size), self._scratch_row)
+        self._steps: list[tuple[PrefillBuffers, Step]] = []
+        decodes, sequences = min(DECODES, max_num_seqs), min(SEQUENCES, max_num_seqs)
+        most = PrefillSizes(decodes, TOKENS[-1], sequences).logits
+        self._logits = torch.empty(most, model.spec.vocab_size, device=caches.device)
+        for tokens in reversed(TOKENS):
+            buffers = PrefillBuffers(
+                PrefillSizes(decodes, tokens, sequences), limits, caches.device
+            )
+            self._steps.insert(0, (buffers, capture(self._step(model, buffers.batch, caches))))
+
+    def _step(self, model: Model, batch: ForwardBatch, caches: CacheTensors) -> Step:
+        def step() -> None:
+            logits = model.forward(batch, caches).logits
+            self._logits[: logits.shape[0]].copy_(logits)
+
+        return step
+
+    def accepts(self, batch: ForwardBatch) -> bool:
+        """Whether a graph can compute this step: a short prefill of few sequences beside few that
+        decode, no media, no drafts, no routed experts wanted, and logits of few tokens."""
+        plain = batch.verify is None and not batch.media and not batch.capture_experts
+        return plain and not batch.deterministic and self._find(batch) is not None
+
+    def _find(self, batch: ForwardBatch) -> tuple[PrefillBuffers, Step] | None:
+        return next((each for each in self._steps if each[0].accepts(batch)), None)
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch) -> ForwardOutput:
+        """The step's output; its logits are overwritten by the next step.
+
+        Args:
+            batch: a step that `accepts` allows, its tensors on the host.
+
+        Raises:
+            KernelArgumentError: a row or block outside of the pools, as from the kernels.
+        """
+        found, prefill, decode = self._find(batch), batch.prefill, batch.decode
+        assert found is not None and prefill is not None
+        place = self._num_blocks, self._block_size
+        if decode is not None:
+            check_decode_meta(decode, len(decode), self._scratch_row)
+            check_block_tables(decode, decode.kv_lens, *place)
+        check_prefill_meta(prefill, prefill.num_tokens, self._scratch_row)
+        check_block_tables(prefill, prefill.kv_lens, *place)
+        buffers, step = found
+        buffers.fill(batch)
+        step()
+        return ForwardOutput(self._logits[: len(batch.logit_rows)])

@@ -1,0 +1,114 @@
+"""Pairs of replies, one of each side, and what differs between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from vlm_serve.eval.replies import Reply, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something of one item that is not the same on both sides.
+
+    Attributes:
+        item: its name.
+        what: such as "text", "finish reason" or "score of B".
+        cached, uncached: what each side gave.
+    """
+
+    item: str
+    what: str
+    cached: str
+    uncached: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A part as both sides have answered it.
+
+    Attributes:
+        part, note: as `Part` has them.
+        cached, uncached: the sides.
+        differences: of items that both have answered.
+        failed: (side, item, error) of those that one could not answer.
+    """
+
+    part: str
+    note: str
+    cached: Run
+    uncached: Run
+    differences: tuple[Difference, ...]
+    failed: tuple[tuple[str, str, str], ...]
+
+    @property
+    def num_items(self) -> int:
+        return len(self.cached.replies)
+
+    @property
+    def num_different(self) -> int:
+        return len({each.item for each in self.differences})
+
+    @property
+    def num_failed(self) -> int:
+        return len({item for _, item, _ in self.failed})
+
+    @property
+    def num_equal(self) -> int:
+        return self.num_items - self.num_different - self.num_failed
+
+    @property
+    def accuracy(self) -> dict[str, tuple[int, int]]:
+        """By group, "all" first: right answers with caching, and items with a known right one."""
+        right, known = Counter[str](), Counter[str]()
+        for reply in self.cached.replies:
+            if reply.right is not None:
+                known.update(("all", *reply.groups))
+                right.update(("all", *reply.groups) if reply.right else ())
+        return {group: (right[group], known[group]) for group in known}
+
+
+def compare(part: str, note: str, cached: Run, uncached: Run) -> Comparison:
+    """Pairs the replies of both sides, which have the same items in the same order."""
+    differences: list[Difference] = []
+    failed: list[tuple[str, str, str]] = []
+    for with_cache, without in zip(cached.replies, uncached.replies, strict=True):
+        assert with_cache.item == without.item
+        errors = [
+            (side, reply.item, reply.error)
+            for side, reply in (("with caching", with_cache), ("without", without))
+            if reply.error is not None
+        ]
+        failed += errors
+        if not errors:
+            differences += _differences(with_cache, without)
+    return Comparison(part, note, cached, uncached, tuple(differences), tuple(failed))
+
+
+def _differences(cached: Reply, uncached: Reply) -> list[Difference]:
+    pairs = list(zip(_facts(cached).items(), _facts(uncached).items(), strict=False))
+    found = [
+        Difference(cached.item, what, one, other)
+        for (what, one), (_, other) in pairs
+        if one != other
+    ]
+    counts = len(_facts(cached)), len(_facts(uncached))
+    if counts[0] != counts[1]:
+        found.append(Difference(cached.item, "number of answers", *map(str, counts)))
+    return found
+
+
+def _facts(reply: Reply) -> dict[str, str]:
+    """All that has to be the same, in words: of numbers all bits, in hexadecimal. A sum would lose
+    some of them."""
+    facts: dict[str, str] = {}
+    for number, answer in enumerate(reply.answers, start=1):
+        turn = f" of turn {number}" if len(reply.answers) > 1 else ""
+        facts[f"text{turn}"] = answer.text
+        facts[f"finish reason{turn}"] = answer.finish_reason
+        facts[f"tokens{turn}"] = " ".join(map(str, answer.token_ids))
+    for number, score in enumerate(reply.scores):
+        bits = " ".join(each.hex() for each in score)
+        facts[f"score of {chr(ord('A') + number)}"] = f"{sum(score)!r} ({bits})"
+    return facts

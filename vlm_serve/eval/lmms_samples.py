@@ -1,0 +1,88 @@
+"""What lmms-eval has written of a run: the samples of each task, and the pipeline's own log."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vlm_serve.errors import EvaluationError
+from vlm_serve.eval.replies import Answer, Reply, Tokens
+
+FAILED = "[LMMS_EVAL_REQUEST_FAILED"
+"""What lmms-eval's clients give as the answer to a request that failed. It is scored as any other
+answer, and the run ends with status 0."""
+_OVER_BUDGET = "[LMMS_EVAL_BUDGET_EXCEEDED"
+_NAME = re.compile(r"\d+_\d+_samples_(.+)\.jsonl")
+_NO_METRICS = {"doc_id", "target", "resps", "filtered_resps", "token_counts", "doc_hash", "input"}
+
+
+def read_samples(folder: Path) -> list[Reply]:
+    """A reply to each sample below a folder, by task and number.
+
+    Raises EvaluationError if there are none.
+    """
+    found = []
+    for path in sorted(folder.rglob("*_samples_*.jsonl")):
+        name = _NAME.fullmatch(path.name)
+        task = name[1] if name else path.stem
+        for line in path.read_text(encoding="utf-8").split("\n"):
+            if line.strip():
+                found.append((task, json.loads(line)))
+    if not found:
+        raise EvaluationError("lmms-eval has written no answers")
+    found.sort(key=lambda each: (each[0], each[1]["doc_id"]))
+    return [_reply(task, sample) for task, sample in found]
+
+
+def with_log(replies: list[Reply], log: Path) -> list[Reply]:
+    """The replies with what the pipeline has noted of them: finish reasons and tokens."""
+    noted = {}
+    for line in log.read_text(encoding="utf-8").split("\n"):
+        if line.strip():
+            fields = json.loads(line)
+            noted[fields["item"]] = fields
+    return [_with_note(reply, noted[reply.item]) for reply in replies]
+
+
+def _with_note(reply: Reply, note: Mapping[str, Any]) -> Reply:
+    if note["error"] is not None:
+        return replace(reply, answers=(), error=note["error"])
+    answers = tuple(
+        Answer(each["text"], each["finish_reason"], tuple(each["token_ids"]))
+        for each in note["answers"]
+    )
+    return replace(reply, answers=answers, tokens=Tokens(**note["tokens"]))
+
+
+def _reply(task: str, sample: Mapping[str, Any]) -> Reply:
+    item = f"{task}/{sample['doc_id']}"
+    texts = _flat(sample.get("resps", sample["filtered_resps"]))
+    for text in texts:
+        if text.startswith((FAILED, _OVER_BUDGET)):
+            return Reply(item, error=text)
+    counts = [each for each in sample.get("token_counts") or () if each]
+    scores = [value for name, value in sample.items() if name not in _NO_METRICS]
+    known = [bool(value) for value in scores if isinstance(value, int | float) and value in (0, 1)]
+    return Reply(
+        item,
+        tuple(map(Answer, texts)),
+        chosen=" ".join(_flat(sample["filtered_resps"])),
+        expected=str(sample["target"]),
+        right=known[0] if known else None,
+        groups=(task,),
+        tokens=Tokens(
+            prompt=sum(each.get("input_tokens") or 0 for each in counts),
+            generated=sum(each.get("output_tokens") or 0 for each in counts),
+        ),
+    )
+
+
+def _flat(value: Any) -> list[str]:
+    """Texts in lists of lists of them."""
+    if isinstance(value, list):
+        return [text for each in value for text in _flat(each)]
+    return [str(value)]

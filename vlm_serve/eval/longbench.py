@@ -1,0 +1,177 @@
+"""LongBench v2: direct answers, answers after a turn of reasoning, and scored choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from vlm_serve.eval.longbench_data import Item
+from vlm_serve.eval.longbench_prompts import (
+    CONCLUSION,
+    chosen_letter,
+    direct_prompt,
+    omitting_prompt,
+    reasoning_prompt,
+    scoring_prompt,
+)
+from vlm_serve.eval.replies import (
+    DECODING,
+    Part,
+    Question,
+    Reply,
+    answer_of,
+    sampling_of,
+    tokens_of,
+)
+from vlm_serve.eval.truncating import fit, keep_ends
+from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.sampling_params import SamplingParams
+
+PARTS = ("direct", "two-turn", "two-turn-omitting", "scoring")
+DEFAULT_PARTS = ("direct", "two-turn", "scoring")
+_NOTES = {
+    "direct": "Every document is asked about once, so beside the template nothing can be reused.",
+    "two-turn": "The second turn goes on behind the first one, and can reuse its prompt.",
+    "two-turn-omitting": "The second prompt leaves the document out, as it was published: beside "
+    "the template nothing can be reused.",
+    "scoring": "The prompts of the four choices differ in their last tokens, and can reuse the "
+    "document.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LongBenchOptions:
+    """How the questions are asked.
+
+    Attributes:
+        parts: some of PARTS.
+        decoding: some of DECODING; scores have none.
+        max_tokens: of an answer.
+        reasoning_tokens: of the reasoning in the first of two turns.
+        temperature, seed: of seeded answers.
+    """
+
+    parts: tuple[str, ...] = DEFAULT_PARTS
+    decoding: tuple[str, ...] = DECODING
+    max_tokens: int = 128
+    reasoning_tokens: int = 1024
+    temperature: float = 0.1
+    seed: int = 0
+
+    def params(self, decoding: str) -> SamplingParams:
+        """Raises FieldError for a number that is out of bounds."""
+        return sampling_of(decoding, self.max_tokens, self.temperature, self.seed)
+
+
+def longbench_parts(items: Sequence[Item], options: LongBenchOptions) -> Iterator[Part]:
+    """What is asked about the items. Every document is a group of its own."""
+    asks: dict[str, Any] = {
+        "direct": _ask_directly,
+        "two-turn": _ask_in_two_turns,
+        "two-turn-omitting": partial(_ask_in_two_turns, omitting=True),
+    }
+    for name in options.parts:
+        if name == "scoring":
+            groups = [[Question(item.id, partial(_score, item=item))] for item in items]
+            yield Part(name, _NOTES[name], groups)
+            continue
+        for decoding in options.decoding:
+            params = options.params(decoding)
+            ask = partial(asks[name], params=params, reasoning_tokens=options.reasoning_tokens)
+            groups = [[Question(item.id, partial(ask, item=item))] for item in items]
+            yield Part(f"{name}, {decoding}", _NOTES[name], groups)
+
+
+def _ask_directly(
+    pipe: Pipeline, *, item: Item, params: SamplingParams, reasoning_tokens: int
+) -> Reply:
+    assert params.max_tokens is not None
+    asked = _fit(pipe, direct_prompt(item), params.max_tokens, lambda text: [_user(text)])
+    return _reply(item, [pipe.chat([_user(asked)], params)])
+
+
+def _ask_in_two_turns(
+    pipe: Pipeline,
+    *,
+    item: Item,
+    params: SamplingParams,
+    reasoning_tokens: int,
+    omitting: bool = False,
+) -> Reply:
+    """The second prompt begins with the first one and its answer; `omitting` asks it as published,
+    by itself and without the document."""
+    assert params.max_tokens is not None
+
+    def both(asked: str, reasoning: str) -> list[dict[str, Any]]:
+        return [_user(asked), {"role": "assistant", "content": reasoning}, _user(CONCLUSION)]
+
+    reserved = reasoning_tokens + params.max_tokens
+    asked = _fit(pipe, reasoning_prompt(item), reserved, lambda text: both(text, ""))
+    first = pipe.chat([_user(asked)], replace(params, max_tokens=reasoning_tokens))
+    if omitting:
+        last = _fit(
+            pipe, omitting_prompt(item, first.text), params.max_tokens, lambda text: [_user(text)]
+        )
+        return _reply(item, [first, pipe.chat([_user(last)], params)])
+    # Text that was generated may have more tokens when it is read.
+    reasoning = _fit(pipe, first.text.strip(), params.max_tokens, lambda text: both(asked, text))
+    return _reply(item, [first, pipe.chat(both(asked, reasoning), params)])
+
+
+def _score(pipe: Pipeline, *, item: Item) -> Reply:
+    """Log-probabilities of " A" to " D" behind the same text; the highest is the answer."""
+    encode = pipe.engine.preprocessor.tokenizer.encode_plain
+    endings = [encode(f" {letter}") for letter in "ABCD"]
+    room = pipe.engine.max_model_len - max(map(len, endings)) - 1
+    text = keep_ends(encode(scoring_prompt(item)), room)
+    params = SamplingParams(
+        max_tokens=1, temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=len(text)
+    )
+    outputs = [pipe.generate([*text, *ending], params) for ending in endings]
+    pairs = zip(outputs, endings, strict=True)
+    scores = tuple(_log_probabilities(output, ending) for output, ending in pairs)
+    sums = [sum(each) for each in scores]
+    chosen = "ABCD"[sums.index(max(sums))]
+    return _judged(item, chosen, outputs, scores)
+
+
+def _log_probabilities(output: Output, ending: Sequence[int]) -> tuple[float, ...]:
+    assert output.prompt_logprobs is not None
+    rows = zip(output.prompt_logprobs, ending, strict=True)
+    return tuple(row.logprobs[token] for row, token in rows)
+
+
+def _reply(item: Item, outputs: Sequence[Output]) -> Reply:
+    return _judged(item, chosen_letter(outputs[-1].text), outputs, ())
+
+
+def _judged(
+    item: Item, chosen: str, outputs: Sequence[Output], scores: tuple[tuple[float, ...], ...]
+) -> Reply:
+    return Reply(
+        item.id,
+        () if scores else tuple(map(answer_of, outputs)),
+        scores,
+        chosen=chosen,
+        expected=item.answer,
+        right=chosen == item.answer,
+        groups=(item.difficulty, item.length),
+        tokens=tokens_of(outputs),
+    )
+
+
+def _fit(pipe: Pipeline, text: str, reserved: int, messages: Any) -> str:
+    """The text, cut so that its prompt leaves so many tokens of the context."""
+    preprocessor = pipe.engine.preprocessor
+    return fit(
+        text,
+        preprocessor.tokenizer,
+        pipe.engine.max_model_len - reserved,
+        lambda shorter: len(preprocessor.prepare(messages(shorter))),
+    )
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}

@@ -1,0 +1,173 @@
+"""A report as one page: no script, nothing from elsewhere, readable in light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from vlm_serve.eval.plots import Bars, draw, shown
+
+_SIDES = ("with caching", "without")
+_STYLE = Path(__file__).with_name("page.css")
+_LONGEST = 300
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The HTML document of what `make_report` has made."""
+    parts = report["parts"]
+    heading = f"{report['title']}: {report['model']}"
+    bad = " bad" if report["different"] or report["failed"] else ""
+    body = [
+        f"<h1>{escape(heading)}</h1>",
+        '<p class="soft">With and without prefix caching, answer by answer</p>',
+        f'<p class="verdict{bad}">{escape(report["verdict"])}</p>',
+        _facts(report),
+        "<h2>Parts</h2>",
+        _overview(parts),
+        "".join(map(draw, _charts(parts))),
+        "<h2>What this means</h2>",
+        _listed(report["meaning"]),
+        *map(_part, parts),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(heading)}</title><style>{_STYLE.read_text(encoding='utf-8')}</style></head>\n"
+        f"<body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _facts(report: Mapping[str, Any]) -> str:
+    facts = {"model": report["model"]}
+    if report["data"] is not None:
+        facts |= {"questions": report["data"]["file"], "SHA-256": report["data"]["sha256"]}
+    facts |= report["machine"] | report["settings"]
+    rows = (
+        f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items()
+    )
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _overview(parts: Sequence[Mapping[str, Any]]) -> str:
+    head = (
+        *("part", "answers", "equal", "differ", "failed", "hit rate", "prompt tokens"),
+        *("computed, with caching", "computed, without", "seconds, with caching"),
+        *("seconds, without", "right"),
+    )
+    rows = []
+    for part in parts:
+        cached, uncached = part["with_caching"], part["without_caching"]
+        rows.append(
+            (
+                *(part["name"], part["items"], part["equal"]),
+                *(_alarm(part["different"]), _alarm(part["failed"])),
+                *(shown(cached["hit_rate"], "%"), shown(uncached["prompt_tokens"], "")),
+                *(shown(side["computed_tokens"], "") for side in (cached, uncached)),
+                *(shown(side["seconds"], "") for side in (cached, uncached)),
+                _share(part["accuracy"].get("all")),
+            )
+        )
+    return _table(head, rows)
+
+
+def _charts(parts: Sequence[Mapping[str, Any]]) -> Iterable[Bars]:
+    """What is worth a look; charts of nothing are left out."""
+
+    def both(field: str) -> dict[str, list[float]]:
+        names = ("with_caching", "without_caching")
+        return {part["name"]: [part[name][field] for name in names] for part in parts}
+
+    yield Bars("Prompt tokens computed", _SIDES, both("computed_tokens"))
+    yield Bars("Wall time", _SIDES, both("seconds"), "s")
+    rates = {part["name"]: [part["with_caching"]["hit_rate"]] for part in parts}
+    yield Bars("Hit rate: prompt tokens from the cache", ("hit rate",), rates, "%")
+    right = {part["name"]: part["accuracy"]["all"] for part in parts if part["accuracy"]}
+    if right:
+        shares = {name: [count["right"] / count["of"]] for name, count in right.items()}
+        yield Bars("Right answers", ("right",), shares, "%")
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    found = [f"<h2>{escape(part['name'])}</h2><p>{escape(part['note'])}</p>"]
+    groups = {name: count for name, count in part["accuracy"].items() if name != "all"}
+    if groups:
+        shares = ", ".join(f"{name} {_share(count)}" for name, count in groups.items())
+        found.append(f"<p>Right answers by group: {escape(shares)}.</p>")
+    if part["differences"]:
+        found.append('<h3 class="bad">What differs</h3>')
+        found.append(_table(("item", "what", *_SIDES), _differences(part), words=True))
+    if part["failures"]:
+        found.append('<h3 class="bad">What failed</h3>')
+        found.append(_table(("item", "side", "why"), _failures(part), words=True))
+    head = ("item", "answer", "taken as", "expected", "", "hit rate", "same on both")
+    found.append(f"<details><summary>All {part['items']} answers</summary>")
+    found.append(_table(head, _answers(part), words=True) + "</details>")
+    return "".join(found)
+
+
+def _differences(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    for each in part["differences"]:
+        yield each["item"], each["what"], _cut(each["cached"]), _cut(each["uncached"])
+
+
+def _failures(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    for each in part["failures"]:
+        yield each["item"], each["side"], each["error"]
+
+
+def _answers(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    for each in part["answers"]:
+        said = " ⏎ ".join(each["answers"]) or _scores(each["scores"]) or each["error"] or ""
+        yield (
+            each["item"],
+            _cut(said),
+            _cut(each["chosen"]),
+            each["expected"] or "",
+            {True: "right", False: "wrong", None: ""}[each["right"]],
+            shown(each["hit_rate"], "%"),
+            "yes" if each["same"] else "no",
+        )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], *, words: bool = False) -> str:
+    style = ' class="words"' if words else ""
+    first = "".join(f"<th{style}>{escape(name)}</th>" for name in head)
+    others = "".join(
+        "<tr>" + "".join(f"<td{style}>{_cell(value)}</td>" for value in row) + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="wide"><table><thead><tr>{first}</tr></thead>'
+        f"<tbody>{others}</tbody></table></div>"
+    )
+
+
+class _Markup(str):
+    """A cell that is HTML already."""
+
+
+def _cell(value: Any) -> str:
+    return value if isinstance(value, _Markup) else escape(str(value))
+
+
+def _alarm(count: int) -> _Markup:
+    """A number that should be 0."""
+    return _Markup(f'<span class="{"bad" if count else "good"}">{count}</span>')
+
+
+def _share(count: Mapping[str, int] | None) -> str:
+    return f"{count['right']} of {count['of']}" if count else ""
+
+
+def _scores(scores: Sequence[float]) -> str:
+    return "  ".join(f"{chr(ord('A') + n)} {score:.3f}" for n, score in enumerate(scores))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + " …"
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"

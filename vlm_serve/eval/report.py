@@ -1,0 +1,168 @@
+"""The report of an evaluation: one object, written as JSON and as a page that shows the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from vlm_serve.errors import ConfigError
+from vlm_serve.eval.comparing import Comparison
+from vlm_serve.eval.page import page
+from vlm_serve.eval.replies import Reply, Run
+from vlm_serve.kernels.native_processor import processor_name
+
+SOME_FAILED, SOME_DIFFER = 3, 4
+"""Exit statuses: requests that failed; answers that are not the same."""
+_MEANING = (
+    "Equal means: the same text, finish reason and tokens as far as both sides tell them, and "
+    "scores with the same bits. That is what this run proves, for these questions on this machine.",
+    "Accuracy says as much as its questions do. The built-in demo models, checkpoints of random "
+    "weights and the samples that come with vlm-serve are there to show that answers are equal; "
+    "what they score says nothing about accuracy.",
+    "Each side ran once, the one with caching first, and began every part with an empty cache. "
+    "Seconds are wall time, with whatever else the machine did; tokens do not depend on it.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What was evaluated: the benchmark's name, the model as it was named, the file of questions if
+    there is one, and the settings that were given."""
+
+    title: str
+    model: str
+    data: Path | None
+    settings: Mapping[str, Any]
+
+
+def make_report(subject: Subject, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """All figures of a run, ready for JSON."""
+    different = sum(each.num_different for each in comparisons)
+    failed = sum(each.num_failed for each in comparisons)
+    items = sum(each.num_items for each in comparisons)
+    return {
+        "title": subject.title,
+        "model": subject.model,
+        "data": {"file": subject.data.name, "sha256": _digest(subject.data)}
+        if subject.data is not None
+        else None,
+        "settings": dict(subject.settings),
+        "machine": {
+            "processor": processor_name(),
+            "python": platform.python_version(),
+            "vlm-serve": version("vlm-serve"),
+        },
+        "items": items,
+        "equal": items - different - failed,
+        "different": different,
+        "failed": failed,
+        "verdict": _verdict(items, different, failed),
+        "meaning": list(_MEANING),
+        "parts": [_part(each) for each in comparisons],
+    }
+
+
+def status_of(report: Mapping[str, Any]) -> int:
+    """The exit status that a report deserves: 0 if every answer is there twice and the same."""
+    if report["different"]:
+        return SOME_DIFFER
+    return SOME_FAILED if report["failed"] or not report["items"] else 0
+
+
+def write_report(report: Mapping[str, Any], output: Path) -> None:
+    """Writes `output`, a page, and beside it the same with the ending .json.
+
+    Raises ConfigError if one of them cannot be written.
+    """
+    try:
+        output.with_suffix(".json").write_text(
+            json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        output.write_text(page(report), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}", param="output") from None
+
+
+def check_output(output: Path) -> None:
+    """Raises ConfigError for a file that no report can be written to, before anything runs."""
+    if output.suffix not in (".html", ".htm"):
+        raise ConfigError("the output's name must end with .html", param="output")
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"{output.parent}: there is no such folder", param="output")
+
+
+def _verdict(items: int, different: int, failed: int) -> str:
+    if not different and not failed:
+        return f"All {items} answers are the same with and without prefix caching."
+    said = []
+    if different:
+        said.append(f"{different} of {items} answers differ between the two sides")
+    if failed:
+        said.append(f"{failed} of {items} could not be answered on both")
+    return " and ".join(said) + "."
+
+
+def _part(found: Comparison) -> dict[str, Any]:
+    different = {each.item for each in found.differences}
+    failed = {item for _, item, _ in found.failed}
+    return {
+        "name": found.part,
+        "note": found.note,
+        "items": found.num_items,
+        "equal": found.num_equal,
+        "different": found.num_different,
+        "failed": found.num_failed,
+        "accuracy": {
+            group: {"right": right, "of": known} for group, (right, known) in found.accuracy.items()
+        },
+        "with_caching": _side(found.cached),
+        "without_caching": _side(found.uncached),
+        "differences": [asdict(each) for each in found.differences],
+        "failures": [
+            {"side": side, "item": item, "error": error} for side, item, error in found.failed
+        ],
+        "answers": [
+            _answer(reply, same=reply.item not in different and reply.item not in failed)
+            for reply in found.cached.replies
+        ],
+    }
+
+
+def _side(run: Run) -> dict[str, Any]:
+    return {
+        "seconds": round(run.seconds, 3),
+        "prompt_tokens": run.tokens.prompt,
+        "cached_tokens": run.tokens.cached,
+        "computed_tokens": run.tokens.computed,
+        "generated_tokens": run.tokens.generated,
+        "hit_rate": round(run.tokens.hit_rate, 4),
+    }
+
+
+def _answer(reply: Reply, *, same: bool) -> dict[str, Any]:
+    return {
+        "item": reply.item,
+        "answers": [each.text for each in reply.answers],
+        "finish_reasons": [each.finish_reason for each in reply.answers],
+        "scores": [sum(each) for each in reply.scores],
+        "chosen": reply.chosen,
+        "expected": reply.expected,
+        "right": reply.right,
+        "hit_rate": round(reply.tokens.hit_rate, 4),
+        "error": reply.error,
+        "same": same,
+    }
+
+
+def _digest(path: Path) -> str | None:
+    """SHA-256 of a file; None for what is no file."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

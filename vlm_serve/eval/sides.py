@@ -1,0 +1,67 @@
+"""The two sides: one engine with prefix caching, one without, both asked the same."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.errors import EngineClosedError, VlmServeError
+from vlm_serve.eval.comparing import Comparison, compare
+from vlm_serve.eval.replies import Part, Question, Reply, Run, Tokens
+from vlm_serve.pipeline import Pipeline
+
+Opener = Callable[[bool], AbstractContextManager[Pipeline]]
+"""Opens a pipeline with prefix caching (True) or without."""
+
+
+def opener_of(model: str, config: EngineConfig) -> Opener:
+    """Opens pipelines over a checkpoint."""
+    return lambda caching: Pipeline(model, replace(config, enable_prefix_caching=caching))
+
+
+def run_sides(open_side: Opener, parts: Sequence[Part], concurrency: int = 1) -> list[Comparison]:
+    """Asks every part of both sides, first the one with caching, one engine at a time.
+
+    Args:
+        concurrency: groups of a part that are asked side by side.
+
+    Raises:
+        CheckpointError, ConfigError: an engine cannot be built.
+        EngineClosedError: one has stopped on the way.
+    """
+    sides: list[list[Run]] = []
+    for caching in (True, False):
+        with open_side(caching) as pipe:
+            how = "with caching" if caching else "without"
+            runs = []
+            for part in parts:
+                runs.append(run_part(pipe, part, concurrency))
+                said = f"{part.name}, {how}: {len(runs[-1].replies)} items"
+                print(f"{said} in {runs[-1].seconds:.1f} s", file=sys.stderr, flush=True)
+            sides.append(runs)
+    return [compare(part.name, part.note, *runs) for part, *runs in zip(parts, *sides, strict=True)]
+
+
+def run_part(pipe: Pipeline, part: Part, concurrency: int = 1) -> Run:
+    """Asks all of a part, beginning with an empty cache. Raises as `run_sides` does."""
+    pipe.engine.flush()
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="vlm-serve-eval") as pool:
+        groups = pool.map(lambda group: [_ask(pipe, each) for each in group], part.groups)
+        replies = tuple(reply for group in groups for reply in group)
+    seconds = time.perf_counter() - begin
+    return Run(replies, seconds, Tokens.sum(reply.tokens for reply in replies))
+
+
+def _ask(pipe: Pipeline, question: Question) -> Reply:
+    try:
+        return question.ask(pipe)
+    except EngineClosedError:  # Nothing else could be answered either.
+        raise
+    except VlmServeError as error:
+        return Reply(question.item, error=error.message)

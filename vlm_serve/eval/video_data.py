@@ -1,0 +1,118 @@
+"""Questions about videos with their right answers: a CSV file or JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlm_serve.errors import ConfigError
+
+SEPARATOR = "|"
+"""Between the choices in a CSV file."""
+
+
+@dataclass(frozen=True, slots=True)
+class VideoItem:
+    """One question about one video.
+
+    Attributes:
+        id: from the file, or made from the line.
+        video: the file.
+        question: what is asked.
+        answer: the right answer: a text, or where there are choices one of them or its letter.
+        choices: to choose among, at most 26; empty: the answer is free.
+    """
+
+    id: str
+    video: Path
+    question: str
+    answer: str
+    choices: tuple[str, ...] = ()
+
+
+def read_videos(path: Path, limit: int | None = None) -> list[VideoItem]:
+    """The questions in the file's order, at most `limit`. Paths begin at the file's own folder.
+
+    Raises ConfigError that names the file and the line at fault: a column that is missing, a video
+    that is not there.
+    """
+    if path.suffix not in (".csv", ".jsonl"):
+        raise ConfigError("data must be a .csv or a .jsonl file", param="data")
+    rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path)
+    found: dict[str, VideoItem] = {}
+    try:
+        for number, row in rows:
+            if limit is not None and len(found) == limit:
+                break
+            place = f"{path}, line {number}"
+            item = _item(path.parent, row, number, place)
+            if found.setdefault(item.id, item) is not item:
+                raise ConfigError(f"{place}: the id {item.id!r} appears twice", param="data")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", param="data") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: it is no UTF-8 text", param="data") from None
+    if not found:
+        raise ConfigError(f"{path}: there are no questions", param="data")
+    return list(found.values())
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        try:
+            for row in reader:
+                choices = row.get("choices") or ""
+                listed = [each.strip() for each in choices.split(SEPARATOR)] if choices else []
+                yield reader.line_num, {**row, "choices": listed}
+        except csv.Error as error:
+            problem = f"{path}, line {reader.line_num}: {error}"
+            raise ConfigError(problem, param="data") from None
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                problem = f"{path}, line {number}: it is no JSON object"
+                raise ConfigError(problem, param="data")
+            yield number, row
+
+
+def _item(root: Path, row: dict[str, Any], number: int, place: str) -> VideoItem:
+    texts = [row.get(name) for name in ("video", "question", "answer")]
+    missing = [
+        name
+        for name, value in zip(("video", "question", "answer"), texts, strict=True)
+        if not isinstance(value, str) or not value.strip()
+    ]
+    if missing:
+        raise ConfigError(f"{place}: it needs a text for {', '.join(missing)}", param="data")
+    video, question, answer = map(str, texts)
+    choices = row.get("choices") or []
+    name = row.get("id") or f"line {number}"
+    if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
+        raise ConfigError(f"{place}: choices must be a list of texts", param="data")
+    if len(choices) > 26:
+        raise ConfigError(f"{place}: choices may be 26 at most", param="data")
+    if not (root / video).is_file():
+        raise ConfigError(f"{place}: there is no video {video}", param="data")
+    item = VideoItem(str(name), root / video, question, answer.strip(), tuple(choices))
+    if choices and answer.strip() not in (*choices, *letters(item)):
+        raise ConfigError(f"{place}: answer must be one of the choices or its letter", param="data")
+    return item
+
+
+def letters(item: VideoItem) -> str:
+    """Those of its choices."""
+    return "".join(chr(ord("A") + place) for place in range(len(item.choices)))
