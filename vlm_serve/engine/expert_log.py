@@ -54,7 +54,6 @@ class ExpertLog:
         known[: len(have)] = have
         rows = np.zeros((end - start, *self._rows.shape[1:]), dtype=self._rows.dtype)
         rows[: len(have)] = self._rows[start:end]
-        rows[~known] = 0
         edges = np.flatnonzero(np.diff(np.concatenate(([True], known, [True]))))
         bounds = [int(edge) + start for edge in edges]
         return rows, tuple(zip(bounds[::2], bounds[1::2], strict=True))
