@@ -38,19 +38,17 @@ CPP := $(wildcard kernels/native/* vlm_serve/models/native/* tests/native/*.cpp 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-# A store for these replicas alone, on a port of its own; both end together.
+# A store for these replicas alone, on a port of its own; it ends when they do, however that is.
 REPLICAS ?= 2
 STORE_PORT ?= 6390
 deploy: $(VENV)/installed-ray
 	if command -v redis-server >/dev/null; then \
 		redis-server --port $(STORE_PORT) --bind 127.0.0.1 --save "" --maxmemory 256mb \
 			--maxmemory-policy allkeys-lru --loglevel warning & \
-		trap "kill $$!" EXIT; \
-		$(BIN)/vlm-serve deploy $(MODEL) --replicas $(REPLICAS) --host $(HOST) --port $(PORT) \
-			--shared-store redis://127.0.0.1:$(STORE_PORT)/0 $(ARGS); \
-	else \
-		exec $(BIN)/vlm-serve deploy $(MODEL) --replicas $(REPLICAS) --host $(HOST) --port $(PORT) $(ARGS); \
-	fi
+		{ tail --pid=$$$$ -f /dev/null; kill $$!; } & \
+		store="--shared-store redis://127.0.0.1:$(STORE_PORT)/0"; \
+	fi; \
+	exec $(BIN)/vlm-serve deploy $(MODEL) --replicas $(REPLICAS) --host $(HOST) --port $(PORT) $$store $(ARGS)
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)

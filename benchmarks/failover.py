@@ -1,6 +1,7 @@
 """Streams through `vlm-serve deploy` while its replicas die, fall silent or are replaced.
 
     python benchmarks/failover.py [--rounds 3] [--streams 16] [--part kill --part stop ...]
+    python benchmarks/failover.py --rounds 1 --tokens 3400 --part restart
 
 Random requests for all four APIs (several choices, tools, JSON, log-probabilities, drafts) are
 answered undisturbed first. Then they run again, all at the same time and more than there are seats,
@@ -8,7 +9,8 @@ while in their middle
 
 kill     one of three replicas is killed,
 stop     one is stopped, so that it says nothing,
-restart  all are replaced one after the other, each with less time to end than a stream takes.
+restart  all are replaced one after the other, each with two seconds to end: with 3 400 tokens that
+         is less than a stream takes.
 
 Every answer must have the bytes of the undisturbed one, without what is drawn or dated for each
 request, and requests that come within the next five seconds must be answered too.
@@ -38,7 +40,7 @@ from server_process import server_process  # noqa: E402
 
 SECONDS = 600.0
 NEW_REQUESTS_SECONDS = 5.0
-OPTIONS = "--threads 1 --max-num-seqs 4 --cache-memory 64MiB --max-model-len 2048 --no-page"
+OPTIONS = "--threads 1 --max-num-seqs 4 --cache-memory 64MiB --no-page"
 PATIENCE = "--shutdown-timeout 1 --silence-timeout"
 _DATED = re.compile(
     r'"(id|item_id|call_id|response_id|created|created_at|completed_at|cached_tokens|input_tokens'
@@ -160,6 +162,8 @@ async def compare(url: str, pid: int, options: argparse.Namespace, part: str) ->
             asked = requests(options.streams, 1000 * options.seed + number, options.tokens)
             streams = Streams(client, asked)
             wanted = await streams.run()
+            refused = [each for each in wanted if re.match(r"\d{3} ", each)]
+            assert not refused, refused
             answers, statuses = await disturbed(client, pid, asked, streams.lines, part, rng)
             pairs = zip(answers, wanted * (len(answers) // len(wanted)), strict=True)
             same = [answer == whole for answer, whole in pairs]

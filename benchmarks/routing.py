@@ -1,18 +1,21 @@
 """Routers on a trace of questions about media: what replicas reuse, and how evenly they work.
 
     python benchmarks/routing.py [--replicas 4] [--requests 2000] [--seed 0] [--hot]
+    python benchmarks/routing.py --real [--requests 800] [--only ours]
 
 Replicas are simulated around the real prefix cache; caches are finite. Four independent routers
 know what they have sent themselves and digests that are five seconds old. Beside ours: random,
 round robin, and the policy of Ray Serve's prefix router, which sees texts only; and one replica
-that is as large as all of them. Then what choosing costs with up to 256 replicas, and what the
-affinity keys of a large body cost.
+that is as large as all of them. `--real`: replicas are servers of the demo model with pictures and
+clips, half as many as in the simulation, and times are what a client waits. `--timings`: what
+choosing costs with up to 256 replicas, and what the affinity keys of a large body cost.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import os
 import random
 import statistics
 import sys
@@ -20,6 +23,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
+import routing_replicas
+from machine import describe
 from routing_policies import Chooser, Ours, Random, RoundRobin, TextPrefix
 from routing_simulation import Clock, Outcome, Replica, simulate
 from routing_trace import Question, Trace
@@ -37,8 +42,10 @@ CACHE_SHARE = 0.6
 """Of all media's tokens: what the caches of all replicas hold together."""
 ROWS = 256
 SIZES = (4, 16, 64, 256)
+REAL_RATE, REAL_SCALE, REAL_CACHE_MIB = 4.0, 0.5, 2.5
+"""With real replicas: requests a second for each, share of users and media, memory of a cache."""
 
-Make = Callable[[Clock], Chooser]
+Make = Callable[[Callable[[], float]], Chooser]
 
 
 def run(trace: Sequence[Question], count: int, tokens: int, make: Make, large: int = 1) -> Outcome:
@@ -70,21 +77,47 @@ def compare(count: int, requests: int, seed: int, hot: float, policy: Policy, on
     tokens = int(CACHE_SHARE * trace_of.media_tokens / count)
     kind = f"one medium in {hot:.0%} of all conversations" if hot else "Zipf"
     print(f"\n{count} replicas, {requests} requests, {kind}, caches of {tokens} tokens")
-    print(
-        f"{'':<24}{'hit tokens':>11}{'of one':>8}{'busiest: worst':>16}{'mean':>6}"
-        f"{'TTFT p50':>10}{'p99 ms':>8}{'busy':>6}"
-    )
     single = run(trace, 1, tokens, lambda clock: RoundRobin(1, seed), count)
     rows = {f"one, {count} times as large": single}
     for name, make in policies(count, seed, policy).items():
         if only in name:
             rows[name] = run(trace, count, tokens, make)
+    show(rows)
+
+
+def compare_real(count: int, requests: int, seed: int, policy: Policy, only: str) -> None:
+    """Prints a table of real replicas."""
+    trace_of = routing_replicas.RealTrace(seed, REAL_RATE * count, scale=REAL_SCALE)
+    trace = list(trace_of.requests(requests))
+    distinct = len({each.medium for each in trace})
+    print(
+        f"\n{describe(len(os.sched_getaffinity(0)))}\n{count} servers of the demo model, "
+        f"{requests} requests about {distinct} media, caches of {REAL_CACHE_MIB} MiB"
+    )
+    with routing_replicas.servers(1, count * REAL_CACHE_MIB, 2) as urls:
+        single = routing_replicas.run(urls, trace, RoundRobin(1, seed))
+    rows = {f"one, {count} times as large": single}
+    with routing_replicas.servers(count, REAL_CACHE_MIB, 1) as urls:
+        for name, make in policies(count, seed, policy).items():
+            if only in name:
+                rows[name] = routing_replicas.run(urls, trace, make(time.monotonic))
+    show(rows)
+
+
+def show(rows: dict[str, Outcome]) -> None:
+    """Prints a table; the first row is one large replica."""
+    print(
+        f"{'':<24}{'hit tokens':>11}{'of one':>8}{'busiest: worst':>16}{'mean':>6}"
+        f"{'TTFT p50':>10}{'p99 ms':>8}"
+    )
+    single = next(iter(rows.values()))
     for name, outcome in rows.items():
+        busy = f"{outcome.utilisation:>6.0%} busy" if outcome.utilisation else ""
         print(
             f"{name:<24}{outcome.hit_tokens / outcome.prompt_tokens:>11.1%}"
             f"{outcome.hit_tokens / single.hit_tokens:>8.1%}{max(outcome.busiest):>16.2f}"
             f"{statistics.mean(outcome.busiest):>6.2f}{1e3 * outcome.first_token(0.5):>10.0f}"
-            f"{1e3 * outcome.first_token(0.99):>8.0f}{outcome.utilisation:>6.0%}",
+            f"{1e3 * outcome.first_token(0.99):>8.0f}{busy}",
             flush=True,
         )
 
@@ -149,6 +182,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--real", action="store_true", help="real servers of the demo model")
     parser.add_argument("--hot", action="store_true", help="one medium in half of all requests")
     parser.add_argument("--only", default="", help="policies whose name has this in it")
     parser.add_argument("--timings", action="store_true", help="only what choosing and keys cost")
@@ -158,7 +192,9 @@ def main() -> None:
     options = parser.parse_args()
     given = {name: getattr(options, name) for name in weights}
     policy = Policy(**{name: value for name, value in given.items() if value is not None})
-    if not options.timings:
+    if options.real:
+        compare_real(options.replicas, options.requests, options.seed, policy, options.only)
+    elif not options.timings:
         hot = 0.5 if options.hot else 0.0
         compare(options.replicas, options.requests, options.seed, hot, policy, options.only)
     else:

@@ -59,6 +59,7 @@ class Question:
         answer: the tokens that answer it.
         affinity: its affinity keys.
         text: its texts in one, as a router that knows no media sees it.
+        messages: of the chat, as a client sends it.
         medium: which of the media its conversation is about.
     """
 
@@ -67,6 +68,7 @@ class Question:
     answer: tuple[int, ...]
     affinity: tuple[bytes, ...]
     text: str
+    messages: tuple[dict[str, Any], ...]
     medium: int
 
 
@@ -93,17 +95,20 @@ class Trace:
         scale: times as many users and media.
     """
 
-    def __init__(self, seed: int, rate: float, hot: float = 0.0, scale: int = 1) -> None:
+    model = "model"
+
+    def __init__(self, seed: int, rate: float, hot: float = 0.0, scale: float = 1) -> None:
         self._rng = random.Random(seed)
         self._rate = rate
         self._hot = hot
-        self._media = [self._new_medium(number) for number in range(MEDIA * scale)]
-        self._order = list(range(MEDIA * scale))
+        media = int(MEDIA * scale)
+        self._media = [self._new_medium(number) for number in range(media)]
+        self._order = list(range(media))
         self._rng.shuffle(self._order)
-        self._weights = list(accumulate(1 / rank for rank in range(1, MEDIA * scale + 1)))
+        self._weights = list(accumulate(1 / rank for rank in range(1, media + 1)))
         self._system = self._words(SYSTEM_TOKENS)
         self._open: dict[int, Conversation] = {}
-        self._users = USERS * scale
+        self._users = int(USERS * scale)
 
     @property
     def media_tokens(self) -> int:
@@ -134,7 +139,7 @@ class Trace:
         stable = len(said.ids)
         said.ids += [12, 13]
         body = {"messages": said.messages}
-        affinity = affinity_keys_of_body("chat", body, salt="", model="model")
+        affinity = affinity_keys_of_body("chat", body, salt="", model=self.model)
         keys = PromptKeys(
             bytes(32),
             said.ids,
@@ -151,7 +156,8 @@ class Trace:
         said.message_ends.append(len(said.ids))
         said.messages.append({"role": "assistant", "content": answer[0]})
         said.turns += 1
-        return Question(now, marks, (*answer[1], END_OF_TURN), affinity, text, said.medium)
+        said_so_far, ids = tuple(said.messages[:-1]), (*answer[1], END_OF_TURN)
+        return Question(now, marks, ids, affinity, text, said_so_far, said.medium)
 
     def _begin(self) -> Conversation:
         medium = 0

@@ -85,6 +85,15 @@ def test_an_idle_connection_is_closed(tokenizer: Tokenizer, said: bytes) -> None
         assert (b"200 OK" in answer) == bool(said)
 
 
+def test_what_is_written_is_sent_at_once(tokenizer: Tokenizer) -> None:
+    """Else the first words of a stream wait until the client has acknowledged the head: 40 ms."""
+    with serving(tokenizer) as server, raw(server, HEALTH) as client:
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+        (connection,) = server.server.connections._open
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer) -> None:
     with serving(tokenizer, header_timeout=0.3) as server:
         answer = until_closed(connect(server, b'{"messages"', length=1000))

@@ -91,7 +91,8 @@ class DrainingServer(uvicorn.Server, Generic[W]):
 def listen(config: ServerConfig) -> socket.socket:
     """A socket bound to the configured address. Raises ConfigError if it cannot be."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    bound = socket.socket(family)
+    # asyncio has connections send at once only if their protocol is named.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((config.host, config.port))
