@@ -1,7 +1,8 @@
 // Attention as attention.h describes it.
 #include "attention.h"
 
-#include "query_tile.h"
+#include "few_queries.h"
+#include "many_queries.h"
 
 namespace vlm {
 
@@ -63,13 +64,21 @@ Room& own_attention_room() {
 
 template <typename T, typename P>
 void attend_over(const Attention& job, AttentionPlan& plan) {
-    QueryTile<T, P> tile(job, own_attention_room().of(attention_room(job.head_dim)));
+    float* room = own_attention_room().of(attention_room(job.head_dim));
     float* partials = plan.partials.of(0);
+    FewQueries<T, P> few(job, room);
+    ManyQueries<T, P> many(job, room);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < plan.count; ++i) tile.run(plan.items[i], partials);
+    for (int64_t i = 0; i < plan.count; ++i) {
+        const AttentionItem& item = plan.items[i];
+        few.takes(item) ? few.run(item, partials) : many.run(item, partials);
+    }
     if (plan.join_count == 0) return;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < plan.join_count; ++i) tile.join(plan.joins[i], partials);
+    for (int64_t i = 0; i < plan.join_count; ++i) {
+        const AttentionItem& item = plan.joins[i];
+        few.takes(item) ? few.join(item, partials) : many.join(item, partials);
+    }
 }
 
 template <typename T>

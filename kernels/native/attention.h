@@ -1,6 +1,6 @@
-// Causal attention over paged keys and values, the same for one query and for thousands: queries
-// of one key head are the lanes of vectors, which pass over its keys in tiles with a running
-// softmax.
+// Causal attention over paged keys and values, the same for one query and for thousands: those of
+// one key head pass over its keys in tiles with a running softmax. Many are the lanes of vectors;
+// where they are few, keys and then dims are.
 //
 // A query takes the keys from position 0 on in tiles of 64 and the tiles in parts of 512; what it
 // does not see adds nothing, and the parts are joined in their order. So its bits depend on its

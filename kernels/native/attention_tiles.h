@@ -1,5 +1,4 @@
-// What happens to a tile of keys: scores, the running softmax, and the mix of values. Queries are
-// the lanes of vectors.
+// What attention over a tile of keys is made of, whatever the lanes of vectors are.
 #pragma once
 
 #include "attention.h"
@@ -12,11 +11,12 @@ struct Places {
 
     void find(const Pages& pages, int64_t first_key, const int32_t* blocks, int64_t first,
               int64_t end) {
+        const int32_t* block = blocks + (first_key + first) / pages.block_size;
+        int64_t token = (first_key + first) % pages.block_size;
         for (int64_t j = 0; j < TILE_KEYS; ++j) {
-            const int64_t key = first_key + std::min(first + j, end - 1);
-            const int64_t block = blocks[key / pages.block_size], token = key % pages.block_size;
-            at[j] = block * pages.block_stride + token * pages.token_stride;
-            scale_at[j] = block * pages.scale_block_stride + token * pages.scale_token_stride;
+            at[j] = *block * pages.block_stride + token * pages.token_stride;
+            scale_at[j] = *block * pages.scale_block_stride + token * pages.scale_token_stride;
+            if (first + j + 1 < end && ++token == pages.block_size) token = 0, ++block;
         }
     }
 };
@@ -38,14 +38,14 @@ struct Scales {
     }
 };
 
-// What queries have seen so far; `mixed` is [dim, QUERIES].
+// What queries have seen so far; `mixed` is [dim, QUERIES], of few queries [queries, dim].
 struct Running {
     Vec peak[QUERY_VECS], total[QUERY_VECS];
     float* mixed;
 
-    void begin(int64_t dim) {
+    void begin(int64_t count) {
         for (int c = 0; c < QUERY_VECS; ++c) peak[c] = all(-INFINITY), total[c] = zero();
-        std::memset(mixed, 0, dim * QUERIES * sizeof(float));
+        std::memset(mixed, 0, count * sizeof(float));
     }
 
     void save(float* partial) const {
@@ -62,9 +62,9 @@ struct Running {
         }
     }
 
-    // Adds what was seen in the next part.
-    template <int C>
-    void join(const Running& part, int64_t dim) {
+    // Adds what was seen in the next part: `mix(mine, its)` does so for what was mixed.
+    template <int C, typename Mix>
+    void join(const Running& part, const Mix& mix) {
         Vec mine[C], its[C];
         for (int c = 0; c < C; ++c) {
             const Vec top = larger(part.peak[c], peak[c]), base = finite(top);
@@ -73,12 +73,16 @@ struct Running {
             peak[c] = top;
             total[c] = fma(part.total[c], its[c], total[c] * mine[c]);
         }
-        for (int64_t d = 0; d < dim; ++d)
-            for (int c = 0; c < C; ++c) {
-                float* at = mixed + d * QUERIES + c * LANES;
-                store(at,
-                      fma(load(part.mixed + d * QUERIES + c * LANES), its[c], load(at) * mine[c]));
-            }
+        mix(mine, its);
+    }
+
+    // The peak rises to `top`, and `its` is what a tile adds; `base` is the finite `top`. Returns
+    // what becomes of all that was mixed before.
+    Vec rise(int c, const Vec& top, const Vec& base, const Vec& its) {
+        const Vec fade = power_of_2(peak[c] - base);
+        total[c] = fma(total[c], fade, its);
+        peak[c] = top;
+        return fade;
     }
 
     // A query that has seen no key has weights of 0, not 2^(inf - inf).
@@ -89,9 +93,6 @@ struct Running {
 template <typename T>
 constexpr bool PAIRED = PAIR_PRODUCTS && sizeof(T) == 2;
 
-// ROWS keys at a time: enough sums to keep the multipliers busy.
-constexpr int ROWS = WIDTH == 16 ? 8 : 4;
-
 template <bool PAIRS>
 inline Floats step(const float* value, Floats lanes, Floats total) {
     if constexpr (PAIRS) {
@@ -101,68 +102,6 @@ inline Floats step(const float* value, Floats lanes, Floats total) {
     } else {
         return fused(*value - Floats{}, lanes, total);
     }
-}
-
-// scores[key][query] = key . query, for ROWS keys of `words` words each.
-template <bool PAIRS, int N>
-void score(const float* const* keys, const float* queries, int64_t words, float* scores) {
-    Floats total[ROWS][N];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-        for (int i = 0; i < N; ++i) total[r][i] = Floats{};
-    const float* key[ROWS];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) key[r] = keys[r];
-    for (int64_t w = 0; w < words; ++w) {
-        Floats lanes[N];
-#pragma GCC unroll 4
-        for (int i = 0; i < N; ++i) lanes[i] = read<Floats>(queries + w * QUERIES + i * WIDTH);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-            for (int i = 0; i < N; ++i)
-                total[r][i] = step<PAIRS>(key[r] + w, lanes[i], total[r][i]);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-        for (int i = 0; i < N; ++i)
-            std::memcpy(scores + r * QUERIES + i * WIDTH, &total[r][i], sizeof total[r][i]);
-}
-
-// mixed[dim][query] += sum over keys (or pairs of them) of value[key][dim] * weight[key][query],
-// for ROWS dims.
-template <bool PAIRS, int N>
-void mix(const float* const* values, int64_t first, const float* weights, int64_t steps,
-         float* mixed) {
-    Floats total[ROWS][N];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-        for (int i = 0; i < N; ++i) total[r][i] = read<Floats>(mixed + r * QUERIES + i * WIDTH);
-    for (int64_t j = 0; j < steps; ++j) {
-        const float* value = values[j] + first;
-        Floats lanes[N];
-#pragma GCC unroll 4
-        for (int i = 0; i < N; ++i) lanes[i] = read<Floats>(weights + j * QUERIES + i * WIDTH);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-            for (int i = 0; i < N; ++i) total[r][i] = step<PAIRS>(value + r, lanes[i], total[r][i]);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-        for (int i = 0; i < N; ++i)
-            std::memcpy(mixed + r * QUERIES + i * WIDTH, &total[r][i], sizeof total[r][i]);
-}
-
-// Asks for what comes next: keys and values of one head lie in short pieces, which the processor
-// does not foresee.
-template <typename T>
-inline void fetch(const T* row, int64_t dim) {
-    for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(T)) __builtin_prefetch(row + d, 0, 2);
 }
 
 }  // namespace vlm

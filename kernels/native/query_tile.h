@@ -7,8 +7,14 @@
 
 namespace vlm {
 
-// A tile of queries of T on its way over keys in pages of P, in the memory of a thread.
-template <typename T, typename P>
+// A tile of queries of T on its way over keys in pages of P, in the memory of a thread. Own says
+// what the lanes of vectors are: many_queries.h, few_queries.h. It has
+//   count()           floats that are mixed,
+//   clear(), put(r)   for the queries, the address of each,
+//   score(keys)       of a tile, then weigh(first), then mix(values),
+//   add_part()        to what was seen before,
+//   divide(), get(r)  for the results.
+template <typename Own, typename T, typename P>
 class QueryTile {
   public:
     static constexpr bool PAIRS = PAIRED<T>;
@@ -30,17 +36,17 @@ class QueryTile {
         take(item);
         if (item.part >= 0) {
             float* partial = partials + item.partial * partial_size(dim_);
-            float* own = part_.mixed;
+            float* mixed = part_.mixed;
             part_.mixed = partial + 2 * QUERIES;
             pass(item.part * PART_KEYS);
             part_.save(partial);
-            part_.mixed = own;
+            part_.mixed = mixed;
             return;
         }
-        running_.begin(dim_);
+        running_.begin(own().count());
         for (int64_t first = 0; first < most_; first += PART_KEYS) {
             pass(first);
-            add_part();
+            own().add_part();
         }
         finish(item);
     }
@@ -48,118 +54,120 @@ class QueryTile {
     // The parts of a tile, each computed before.
     void join(const AttentionItem& item, float* partials) {
         take(item);
-        running_.begin(dim_);
-        float* own = part_.mixed;
+        running_.begin(own().count());
+        float* mixed = part_.mixed;
         for (int64_t part = 0; part < item.part; ++part) {
             float* partial = partials + (item.partial + part) * partial_size(dim_);
             part_.read(partial);
             part_.mixed = partial + 2 * QUERIES;
-            add_part();
+            own().add_part();
         }
-        part_.mixed = own;
+        part_.mixed = mixed;
         finish(item);
     }
 
-  private:
-    void add_part() {
-        narrow() ? running_.join<1>(part_, dim_) : running_.join<QUERY_VECS>(part_, dim_);
+  protected:
+    int64_t words() const { return PAIRS ? dim_ / 2 : dim_; }
+
+    int64_t rows_of(const AttentionItem& item) const {
+        const int64_t* offsets = job_.offsets + item.sequence;
+        return std::min(QUERIES, (offsets[1] - offsets[0]) * shared_ - item.tile * QUERIES);
     }
 
-    bool narrow() const { return rows_ <= LANES; }
+    // 2^x of e^x.
+    float base_2_scale() const { return (float)(job_.scale * 1.4426950408889634); }
 
-    // The queries' values in lanes, and how many keys each of them sees.
+    const Attention& job_;
+    int64_t dim_, shared_, rows_ = 0, least_ = 0;
+    float visible_[QUERIES];  // how many keys each query sees
+    Scales key_scales_, value_scales_;
+    float *queries_, *scores_;
+    Running running_, part_;
+
+  private:
+    Own& own() { return *(Own*)this; }
+
     void take(const AttentionItem& item) {
         const int64_t begin = job_.offsets[item.sequence];
-        const int64_t all_rows = (job_.offsets[item.sequence + 1] - begin) * shared_;
         first_ = item.tile * QUERIES;
-        rows_ = std::min(QUERIES, all_rows - first_);
+        rows_ = rows_of(item);
         blocks_ = job_.tables[item.sequence];
         head_ = item.kv_head;
         keys_ = (const P*)job_.pages.k + head_ * job_.pages.head_stride;
         values_ = (const P*)job_.pages.v + head_ * job_.pages.head_stride;
-        std::memset(queries_, 0, words() * QUERIES * sizeof(float));
-        float visible[QUERIES] = {};
+        own().clear();
+        std::memset(visible_, 0, sizeof visible_);
         for (int64_t r = 0; r < rows_; ++r) {
             const int64_t token = (first_ + r) / shared_, head = (first_ + r) % shared_;
-            const T* q = (const T*)job_.q + (begin + token) * job_.q_stride +
-                         (item.kv_head * shared_ + head) * job_.q_head;
-            put(q, queries_ + r);
-            visible[r] = (float)(job_.starts[item.sequence] + token + 1);
+            own().put((const T*)job_.q + (begin + token) * job_.q_stride +
+                          (item.kv_head * shared_ + head) * job_.q_head,
+                      r);
+            visible_[r] = (float)(job_.starts[item.sequence] + token + 1);
         }
-        least_ = (int64_t)visible[0];
-        most_ = (int64_t)visible[rows_ - 1];
-        for (int c = 0; c < QUERY_VECS; ++c) visible_[c] = load(visible + c * LANES);
-    }
-
-    int64_t words() const { return PAIRS ? dim_ / 2 : dim_; }
-
-    void put(const T* q, float* lane) const {
-        if constexpr (PAIRS)
-            for (int64_t w = 0; w < dim_ / 2; ++w) std::memcpy(lane + w * QUERIES, q + 2 * w, 4);
-        else
-            for (int64_t d = 0; d < dim_; ++d) lane[d * QUERIES] = load_one(q + d);
+        least_ = (int64_t)visible_[0];
+        most_ = (int64_t)visible_[rows_ - 1];
     }
 
     // The keys of the part that begins with `first`.
     void pass(int64_t first) {
-        part_.begin(dim_);
+        part_.begin(own().count());
         const int64_t end = std::min(first + PART_KEYS, most_);
         Places places[2];
         places[0].find(job_.pages, job_.first_key, blocks_, first, most_);
         for (int turn = 0; first < end; first += TILE_KEYS, turn ^= 1) {
-            const int64_t next = first + TILE_KEYS;
-            if (next < end) places[turn ^ 1].find(job_.pages, job_.first_key, blocks_, next, most_);
-            for (int64_t j = 0; j < TILE_KEYS && next < end; ++j) {
-                fetch(keys_ + places[turn ^ 1].at[j], dim_);
-                fetch(values_ + places[turn ^ 1].at[j], dim_);
-            }
-            narrow() ? tile<1>(places[turn], first) : tile<QUERY_VECS>(places[turn], first);
+            Places* next = first + TILE_KEYS < end ? &places[turn ^ 1] : nullptr;
+            if (next) next->find(job_.pages, job_.first_key, blocks_, first + TILE_KEYS, most_);
+            tile(places[turn], next, first);
         }
     }
 
-    template <int C>
-    void tile(const Places& places, int64_t first) {
-        const float *keys[TILE_KEYS], *values[TILE_KEYS];
+    // What comes next is asked for before each product.
+    void tile(const Places& places, const Places* next, int64_t first) {
+        const float* rows[TILE_KEYS];
         if constexpr (SCALED) {
             const Pages& pages = job_.pages;
             const int64_t head = head_ * pages.scale_head_stride;
             key_scales_.find(places, pages.k_scales, pages.k_zeros, head);
             value_scales_.find(places, pages.v_scales, pages.v_zeros, head);
         }
-        point(places, keys, values);
-        for (int64_t j = 0; j < TILE_KEYS; j += ROWS)
-            score<PAIRS, C * VLM_PARTS>(keys + j, queries_, words(), scores_ + j * QUERIES);
-        if constexpr (SCALED)
-            for (int64_t j = 0; j < TILE_KEYS; ++j)
-                for (int c = 0; c < C; ++c) {
-                    float* at = scores_ + j * QUERIES + c * LANES;
-                    store(at, load(at) * key_scales_.scale[j]);
-                }
-        weigh<C>(first);
-        for (int64_t d = 0; d < dim_; d += ROWS)
-            mix<PAIRS, C * VLM_PARTS>(values, d, scores_, PAIRS ? TILE_KEYS / 2 : TILE_KEYS,
-                                      part_.mixed + d * QUERIES);
+        fetch(values_, places);
+        point_to_keys(places, rows);
+        own().score(rows);
+        own().weigh(first);
+        if (next) fetch(keys_, *next);
+        point_to_values(places, rows);
+        own().mix(rows);
     }
 
-    // Where the products find keys and values: in their pages, or expanded; values in pairs of keys
-    // where products are.
-    void point(const Places& places, const float** keys, const float** values) {
-        float *wide = wide_, *wide_values = wide_ + TILE_KEYS * dim_;
-        Operand* pair = (Operand*)(wide_values + TILE_KEYS / 2 * dim_);
+    // Keys and values of one head lie in short pieces, which the processor does not foresee.
+    void fetch(const P* rows, const Places& places) const {
+        for (int64_t j = 0; j < TILE_KEYS; ++j)
+            for (int64_t d = 0; d < dim_; d += 64 / (int64_t)sizeof(P))
+                __builtin_prefetch(rows + places.at[j] + d);
+    }
+
+    // Where products find keys: in their pages, or expanded.
+    void point_to_keys(const Places& places, const float** keys) const {
         for (int64_t j = 0; j < TILE_KEYS; ++j) {
-            Operand* own = (Operand*)(wide + j * dim_);
-            keys[j] = (const float*)expanded(keys_ + places.at[j], key_scales_.zero + j, own);
-            if constexpr (PAIRS) {
-                if (j % 2) continue;
-                const float* zeros = value_scales_.zero + j;
-                zip(expanded(values_ + places.at[j], zeros, pair),
-                    expanded(values_ + places.at[j + 1], zeros + 1, pair + dim_),
-                    wide_values + j / 2 * dim_);
-                values[j / 2] = wide_values + j / 2 * dim_;
-            } else {
-                float* to = wide_values + j * dim_;
-                values[j] = expanded(values_ + places.at[j], value_scales_.zero + j, to);
+            Operand* room = (Operand*)(wide_ + j * dim_);
+            keys[j] = (const float*)expanded(keys_ + places.at[j], key_scales_.zero + j, room);
+        }
+    }
+
+    // Likewise values; in pairs of keys where products are.
+    void point_to_values(const Places& places, const float** values) const {
+        float* room = wide_ + TILE_KEYS * dim_;
+        const float* zeros = value_scales_.zero;
+        if constexpr (PAIRS) {
+            Operand* pair = (Operand*)(room + TILE_KEYS / 2 * dim_);
+            for (int64_t j = 0; j < TILE_KEYS; j += 2, room += dim_) {
+                zip(expanded(values_ + places.at[j], zeros + j, pair),
+                    expanded(values_ + places.at[j + 1], zeros + j + 1, pair + dim_), room);
+                values[j / 2] = room;
             }
+        } else {
+            for (int64_t j = 0; j < TILE_KEYS; ++j, room += dim_)
+                values[j] = expanded(values_ + places.at[j], zeros + j, room);
         }
     }
 
@@ -209,81 +217,20 @@ class QueryTile {
         }
     }
 
-    // Scores of a tile into weights; what was mixed before fades as the peak rises.
-    template <int C>
-    void weigh(int64_t first) {
-        const float scale = (float)(job_.scale * 1.4426950408889634);  // 2^x of e^x
-        Vec fade[C];
-        bool fades = false;
-        for (int c = 0; c < C; ++c) {
-            float* own = scores_ + c * LANES;
-            if (first + TILE_KEYS > least_)
-                for (int64_t j = 0; j < TILE_KEYS; ++j) {
-                    float* at = own + j * QUERIES;
-                    store(at, where_less(all((float)(first + j)), visible_[c], load(at),
-                                         all(-INFINITY)));
-                }
-            Vec most = load(own);
-            for (int64_t j = 1; j < TILE_KEYS; ++j) most = larger(load(own + j * QUERIES), most);
-            const Vec top = larger(most * scale, part_.peak[c]), base = Running::finite(top);
-            Vec total = zero();
-            for (int64_t j = 0; j < TILE_KEYS; ++j) {
-                const Vec weight = power_of_2(fma(load(own + j * QUERIES), scale, -base));
-                total = total + weight;
-                keep(own, j, SCALED ? weight * value_scales_.scale[j] : weight);
-            }
-            fade[c] = power_of_2(part_.peak[c] - base);
-            part_.total[c] = fma(part_.total[c], fade[c], total);
-            fades |= differs(top, part_.peak[c]);
-            part_.peak[c] = top;
-        }
-        if (!fades) return;
-        for (int64_t d = 0; d < dim_; ++d)
-            for (int c = 0; c < C; ++c) {
-                float* at = part_.mixed + d * QUERIES + c * LANES;
-                store(at, load(at) * fade[c]);
-            }
-    }
-
-    static bool differs(const Vec& a, const Vec& b) { return std::memcmp(&a, &b, sizeof a) != 0; }
-
-    // The weights of a key's values; in pairs, an even key waits in the low half for the odd one.
-    static void keep(float* own, int64_t j, const Vec& weight) {
-        if constexpr (PAIRS) {
-            float* at = own + j / 2 * QUERIES;
-            use_each(weight, [=](int lane, Floats x) {
-                Words words = rounded_bits(x);
-                words = j % 2 ? read<Words>(at + lane) | (words & 0xffff0000u) : words >> 16;
-                std::memcpy(at + lane, &words, sizeof words);
-            });
-        } else {
-            store(own + j * QUERIES, weight);
-        }
-    }
-
     void finish(const AttentionItem& item) {
-        for (int c = 0; c < QUERY_VECS; ++c) {
-            float* own = running_.mixed + c * LANES;
-            for (int64_t d = 0; d < dim_; ++d)
-                store(own + d * QUERIES, load(own + d * QUERIES) / running_.total[c]);
-        }
+        own().divide();
         const int64_t begin = job_.offsets[item.sequence];
         for (int64_t r = 0; r < rows_; ++r) {
             const int64_t token = (first_ + r) / shared_, head = (first_ + r) % shared_;
-            T* out = (T*)job_.out +
-                     ((begin + token) * job_.heads + item.kv_head * shared_ + head) * dim_;
-            for (int64_t d = 0; d < dim_; ++d) store_one(out + d, running_.mixed[d * QUERIES + r]);
+            own().get(r, (T*)job_.out +
+                             ((begin + token) * job_.heads + item.kv_head * shared_ + head) * dim_);
         }
     }
 
-    const Attention& job_;
-    int64_t dim_, shared_, head_ = 0, first_ = 0, rows_ = 0, least_ = 0, most_ = 0;
+    int64_t head_ = 0, first_ = 0, most_ = 0;
     const int32_t* blocks_ = nullptr;
     const P *keys_ = nullptr, *values_ = nullptr;
-    Scales key_scales_, value_scales_;
-    float *queries_, *scores_, *wide_;
-    Vec visible_[QUERY_VECS];
-    Running running_, part_;
+    float* wide_;
 };
 
 }  // namespace vlm

@@ -117,6 +117,7 @@ template <typename T, typename P>
 static void attentions(const char* pages) {
     const Heads all[] = {{"4x4x32-blocks-of-16", 4, 4, 32, 16, 4.0f},
                          {"8x2x64-blocks-of-64", 8, 2, 64, 64, 4.0f},
+                         {"16x2x128-blocks-of-32", 16, 2, 128, 32, 4.0f},
                          {"6x1x48-steep", 6, 1, 48, 16, 64.0f}};
     for (const Heads& heads : all) {
         attention<T, P>(heads, std::string("prefill") + pages,

@@ -1,5 +1,7 @@
 // vlm_step on small made-up models: gated delta rule, attention, gated delta rule, if nothing else
 // is said.
+#include <numeric>
+
 #include "cases.h"
 #include "sequences.h"
 #include "step.cpp"
@@ -8,7 +10,7 @@
 namespace cases {
 
 template <typename T, typename P, typename S>
-typename Tiny<T, P, S>::Result Tiny<T, P, S>::run(const vlm::Program& program,
+typename Tiny<T, P, S>::Result Tiny<T, P, S>::run(const vlm::Program& given,
                                                   const std::vector<Slice>& slices, int64_t threads,
                                                   bool ids, const Drafts& drafts) const {
     const Sequences sequences(slices);
@@ -35,11 +37,18 @@ typename Tiny<T, P, S>::Result Tiny<T, P, S>::run(const vlm::Program& program,
     }
     Result result{std::vector<float>(count * VOCAB),
                   std::vector<int64_t>(ids ? tokens * LAYERS * TOP_K : 0)};
+    // A slice alone comes without embeddings.
+    std::vector<int64_t> numbers(tokens);
+    std::iota(numbers.begin(), numbers.end(), 0);
+    vlm::Program program = given;
+    program.embeddings = x.data();
+    program.known = tokens;
     const vlm::Step step{.tokens = tokens,
                          .sequences = count,
                          .rows = tokens ? count : 0,
                          .threads = threads,
-                         .x = x.data(),
+                         .x = count == 1 ? nullptr : x.data(),
+                         .token_ids = numbers.data(),
                          .positions = positions.data(),
                          .slots = slots.data(),
                          .first_token = sequences.begins.data(),

@@ -137,6 +137,8 @@ class Tiny {
                                    .hidden = HIDDEN,
                                    .vocab = VOCAB,
                                    .residual = RESIDUAL,
+                                   .embeddings = nullptr,
+                                   .known = 0,
                                    .deepest = VALUES,
                                    .expert_layers = LAYERS,
                                    .top_k = TOP_K,

@@ -40,6 +40,9 @@ class CompiledStep:
         program: the model.
         caches: the pools that it was made for.
 
+    Attributes:
+        looks_up: whether it finds the embeddings of tokens.
+
     Raises:
         BuildError: the library can be neither found nor built.
     """
@@ -48,42 +51,48 @@ class CompiledStep:
         self._program = program, program.record()
         self._folding = program.record("DeltaNet")
         self._reports_hidden = program.reports_hidden
+        self.looks_up = program.looks_up
+        self._dtype = program.dtype
         self._caches = caches
         self._bits = 8 * program.dtype.itemsize
         load()
 
     def run(
-        self, batch: ForwardBatch, x: torch.Tensor
+        self, batch: ForwardBatch, x: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """One forward.
 
         Args:
             batch: its tensors on the host.
-            x: `[T, hidden]` embeddings in the dtype of activations, contiguous.
+            x: `[T, hidden]` embeddings in the dtype of activations, contiguous; None: they are
+                looked up.
 
         Returns:
             (float32 logits `[R, vocab]`, int64 `[T, layers, top_k]` expert ids if they are wanted,
-            `[T, hidden]` in the dtype of x if the program reports hidden states).
+            `[T, hidden]` in the dtype of activations if the program reports hidden states).
 
         Raises:
             KernelArgumentError: a row or block outside of the pools, as from the kernels.
             MemoryError: from a step whose contexts are too long for it.
         """
         _, program = self._program
-        tokens, rows = x.shape[0], batch.logit_rows.shape[0]
+        tokens, rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         logits = torch.empty(rows, program.vocab)
         ids = None
         if batch.capture_experts and program.top_k:
             ids = torch.empty(tokens, program.expert_layers, program.top_k, dtype=torch.int64)
-        hidden = torch.empty_like(x) if self._reports_hidden else None
+        hidden = None
+        if self._reports_hidden:
+            hidden = torch.empty(tokens, program.hidden, dtype=self._dtype)
         layout, positions = _Layout(batch, tokens, self._caches), batch.positions.contiguous()
-        media = _Media(batch, x.dtype)
+        media = _Media(batch, self._dtype) if batch.media else None
         step = _Step(
             tokens=tokens,
-            sequences=len(layout.start),
+            sequences=layout.sequences,
             rows=rows,
             threads=torch.get_num_threads(),
-            x=x.data_ptr(),
+            x=None if x is None else x.data_ptr(),
+            token_ids=batch.token_ids.data_ptr(),
             positions=positions.data_ptr(),
             slots=batch.slots.data_ptr(),
             logit_rows=batch.logit_rows.data_ptr(),
@@ -91,7 +100,7 @@ class CompiledStep:
             hidden=None if hidden is None else hidden.data_ptr(),
             expert_ids=None if ids is None else ids.data_ptr(),
             **layout.addresses(),
-            **media.fields(),
+            **({} if media is None else media.fields()),
         )
         call("vlm_step", ctypes.byref(program), ctypes.byref(step), self._bits)
         return logits, ids, hidden
@@ -120,21 +129,21 @@ class _Layout:
 
     def __init__(self, batch: ForwardBatch, tokens: int, caches: CacheTensors) -> None:
         decode, prefill = batch.decode, batch.prefill
-        self.first_token, self.start = array("q", [0]), array("q")
-        self.src_rows, self.dst_rows = array("q"), array("q")
-        self.snapshot_rows = array("q", [-1]) * tokens
-        self.tables = array("q")
-        self.updates, self.folded = array("q"), array("q")
+        self._first_token, self._start = [0], list[int]()
+        self._src_rows, self._dst_rows = list[int](), list[int]()
+        self._snapshot_rows = array("q", [-1]) * tokens
+        self._tables = list[int]()
+        self._updates, self._folded = list[int](), list[int]()
         self._kept: list[array[int]] = []
         first = 0
         if decode is not None:
             first = len(decode)
             check_decode_meta(decode, first, caches.num_rows)
             check_block_tables(decode, decode.kv_lens, caches.num_blocks, caches.block_size)
-            self.first_token.extend(range(1, first + 1))
-            self.start.extend(length - 1 for length in decode.kv_lens)
+            self._first_token.extend(range(1, first + 1))
+            self._start.extend(length - 1 for length in decode.kv_lens)
             self._add(decode)
-            self.snapshot_rows[:first] = array("q", decode.snapshot_rows)
+            self._snapshot_rows[:first] = array("q", decode.snapshot_rows)
         if prefill is not None:
             drafted = 0 if batch.verify is None else batch.verify.num_tokens
             check_prefill_meta(prefill, tokens - first - drafted, caches.num_rows)
@@ -144,11 +153,11 @@ class _Layout:
                 for start, begin, end in zip(prefill.starts, prefill.cu_seqlens, ends, strict=False)
             ]
             check_block_tables(prefill, lengths, caches.num_blocks, caches.block_size)
-            self.first_token.extend(first + end for end in ends)
-            self.start.extend(prefill.starts)
+            self._first_token.extend(first + end for end in ends)
+            self._start.extend(prefill.starts)
             self._add(prefill)
             for sequence, chunk, row in prefill.snapshots:
-                self.snapshot_rows[first + prefill.chunk_ends[sequence][chunk] - 1] = row
+                self._snapshot_rows[first + prefill.chunk_ends[sequence][chunk] - 1] = row
             first += prefill.num_tokens
         if batch.verify is not None:
             self._add_drafts(batch.verify, first, tokens, caches)
@@ -156,48 +165,65 @@ class _Layout:
     def _add_drafts(self, meta: VerifyMeta, first: int, tokens: int, caches: CacheTensors) -> None:
         check_verify_meta(meta, tokens - first, caches.num_rows, caches.num_updates)
         check_block_tables(meta, meta.kv_lens, caches.num_blocks, caches.block_size)
-        self.first_token.extend(first + end for end in meta.cu_seqlens[1:])
-        self.start.extend(meta.starts)
-        for rows in (self.src_rows, self.dst_rows):
+        self._first_token.extend(first + end for end in meta.cu_seqlens[1:])
+        self._start.extend(meta.starts)
+        for rows in (self._src_rows, self._dst_rows):
             rows.extend(meta.rows)
-        before = len(self.src_rows) - len(meta)
-        self.updates.extend([-1] * before)
-        self.updates.extend(meta.updates)
-        self.folded.extend([0] * before)
-        self.folded.extend(meta.folded)
+        before = len(self._src_rows) - len(meta)
+        self._updates.extend([-1] * before)
+        self._updates.extend(meta.updates)
+        self._folded.extend([0] * before)
+        self._folded.extend(meta.folded)
         self._add_tables(meta)
 
     def _add(self, meta: DecodeMeta | PrefillMeta) -> None:
-        self.src_rows.extend(meta.src_rows)
-        self.dst_rows.extend(meta.dst_rows)
+        self._src_rows.extend(meta.src_rows)
+        self._dst_rows.extend(meta.dst_rows)
         self._add_tables(meta)
 
     def _add_tables(self, meta: DecodeMeta | PrefillMeta | VerifyMeta) -> None:
         places, kept = tables(meta)
-        self.tables += places
+        self._tables.extend(places)
         self._kept += kept
 
+    @property
+    def sequences(self) -> int:
+        return len(self._start)
+
     def addresses(self) -> dict[str, int]:
-        """Where the tables lie, by their names in `Step`."""
-        return _addresses(self)
+        """Where the tables lie, by their names in `Step`: one behind the other."""
+        parts = {
+            "first_token": self._first_token,
+            "start": self._start,
+            "src_rows": self._src_rows,
+            "dst_rows": self._dst_rows,
+            "tables": self._tables,
+            "updates": self._updates,
+            "folded": self._folded,
+            "snapshot_rows": self._snapshot_rows,
+        }
+        whole, places = array("q"), dict[str, int]()
+        for name, each in parts.items():
+            if each:
+                places[name] = len(whole)
+                whole.extend(each)
+        self._kept.append(whole)
+        base = whole.buffer_info()[0]
+        return {name: base + 8 * place for name, place in places.items()}
 
 
 class _Media:
     """Which tokens have features of media, and where those lie."""
 
     def __init__(self, batch: ForwardBatch, dtype: torch.dtype) -> None:
-        self._kept = [rows.to(dtype).contiguous() for _, rows in batch.media]
-        self.media_first = array("q", (offset for offset, _ in batch.media))
-        self.media_tokens = array("q", map(len, self._kept))
-        self.media_rows = array("q", (rows.data_ptr() for rows in self._kept))
+        self._rows = [rows.to(dtype).contiguous() for _, rows in batch.media]
+        self._arrays = {
+            "media_first": array("q", (offset for offset, _ in batch.media)),
+            "media_tokens": array("q", map(len, self._rows)),
+            "media_rows": array("q", (rows.data_ptr() for rows in self._rows)),
+        }
 
     def fields(self) -> dict[str, int]:
         """Of `Step`."""
-        width = self._kept[0].shape[1] if self._kept else 0
-        return {"media": len(self._kept), "media_stride": width, **_addresses(self)}
-
-
-def _addresses(tables: object) -> dict[str, int]:
-    named = vars(tables).items()
-    arrays = {name: each for name, each in named if isinstance(each, array) and each}
-    return {name: each.buffer_info()[0] for name, each in arrays.items()}
+        places = {name: each.buffer_info()[0] for name, each in self._arrays.items()}
+        return {"media": len(self._rows), "media_stride": self._rows[0].shape[1], **places}

@@ -82,7 +82,9 @@ class Model:
             UnsupportedError: it does not know this model, or pools like these.
         """
         spec, program = self.spec, Program(self.dtype, self.spec.hidden_size, self.ranks)
-        eps = spec.norm.eps
+        eps, table = spec.norm.eps, self._decoder.embedding
+        if table.dtype == self.dtype and len(table) == spec.vocab_size and table.is_contiguous():
+            program.look_up(table)
         program.rotate(self._inv_freq, axes(len(self._inv_freq), spec.rope.sections))
         layers = zip(self._decoder.layers, self._bind(caches), strict=True)
         last = None if self.drafts else self._decoder.layers[-1]
@@ -113,7 +115,9 @@ class Model:
         Raises whatever an op raises; the state rows written so far are then undefined.
         """
         if caches is self._caches and self._compiled_step is not None:
-            logits, ids, hidden = self._compiled_step.run(batch, self._embed(batch))
+            known = self._compiled_step.looks_up and not batch.media
+            x = None if known else self._embed(batch)
+            logits, ids, hidden = self._compiled_step.run(batch, x)
             logits = self.ranks.columns(logits, self.spec.vocab_size)
             return ForwardOutput(logits, None if ids is None else self._narrow(ids), hidden)
         with compiled_kernels(self.compiled):

@@ -47,6 +47,7 @@ class Program:
         shared: whether ranks share the model.
         cos, sin: float32, angles of every token, once `rotate` has been called.
         reports_hidden: whether `hidden` has been called.
+        looks_up: whether `look_up` has been called.
 
     Raises:
         UnsupportedError: from every method: a size, type or layout that compiled code does not
@@ -60,13 +61,14 @@ class Program:
             raise UnsupportedError(f"activations in {dtype}")
         self.dtype = dtype
         self.first_key = first_key
-        self.reports_hidden = False
+        self.reports_hidden = self.looks_up = False
         self.shared = ranks.shared
         self._ranks = ranks.record()
         if ranks.shared and self._ranks is None:
             raise UnsupportedError("ranks that do not share memory")
         self._hidden = hidden
         self._vocab = self._deepest = self._expert_layers = self._top_k = 0
+        self._embeddings: torch.Tensor | None = None
         self._ops: list[tuple[int, Any]] = []
         self._alive: list[object] = []
         self._names: dict[str, int] = {}
@@ -96,6 +98,12 @@ class Program:
         kind = struct(operation)
         assert arguments.keys() <= {field[0] for field in kind._fields_}, f"no such {operation}"
         self._ops.append((_number(operation), kind(**arguments)))
+
+    def look_up(self, embeddings: torch.Tensor) -> None:
+        """Tokens may come without embeddings, which are rows of this table: `[tokens known,
+        hidden]`, in the dtype of activations."""
+        assert embeddings.dtype == self.dtype and embeddings.is_contiguous()
+        self._embeddings, self.looks_up = embeddings, True
 
     def rotate(self, inv_freq: torch.Tensor, axis: torch.Tensor) -> None:
         """Angles of every token: frequencies float32 `[half]`, and int32 `[half]`, the row of the
@@ -203,6 +211,7 @@ class Program:
         """The whole program, or its operations of one kind; it lives as long as this."""
         kind, wanted = struct("Op"), None if only is None else _number(only)
         chosen = [op for op in self._ops if wanted in (None, op[0])]
+        table = self._embeddings
         ops = (kind * len(chosen))(*(kind(number, ctypes.addressof(op)) for number, op in chosen))
         widths = (ctypes.c_int64 * len(self._widths))(*self._widths)
         self._alive += ops, widths
@@ -214,6 +223,8 @@ class Program:
             hidden=self._hidden,
             vocab=self._vocab,
             residual=self.residual.buffer,
+            embeddings=None if table is None else table.data_ptr(),
+            known=0 if table is None else len(table),
             deepest=self._deepest,
             expert_layers=self._expert_layers,
             top_k=self._top_k,

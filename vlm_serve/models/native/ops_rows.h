@@ -2,20 +2,30 @@
 #pragma once
 
 #include <cstring>
+#include <stdexcept>
 
 #include "rows.h"
 #include "run.h"
 
 namespace vlm {
 
+// Throws std::out_of_range for a token that has no embedding.
+inline void check_tokens(const Program& program, const Step& step) {
+    for (int64_t t = 0; t < step.tokens && !step.x; ++t)
+        if (step.token_ids[t] < 0 || step.token_ids[t] >= program.known)
+            throw std::out_of_range("a token without embedding");
+}
+
 // The embeddings become the residual.
 template <typename T>
 void widen(const Run& run) {
     const int64_t hidden = run.program.hidden;
+    const Step& step = run.step;
     const Strided<float> residual = run.rows<float>({run.program.residual, 0, hidden});
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < run.tokens; ++t) {
-        const T* from = (const T*)run.step.x + t * hidden;
+        const T* from = step.x ? (const T*)step.x + t * hidden
+                               : (const T*)run.program.embeddings + step.token_ids[t] * hidden;
         for (int64_t c = 0; c < hidden; c += LANES) store(residual(t) + c, load(from + c));
     }
 }

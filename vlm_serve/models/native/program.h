@@ -162,7 +162,9 @@ struct Program {
     const int64_t* widths;  // [buffers] bytes of a token's row
     int64_t count, buffers;
     int64_t hidden, vocab;
-    int64_t residual;              // the buffer that the embeddings are widened into, float32
+    int64_t residual;        // the buffer that the embeddings are widened into, float32
+    const void* embeddings;  // [tokens known, hidden], in the type of activations, or null
+    int64_t known;
     int64_t deepest;               // of all weights
     int64_t expert_layers, top_k;  // of the expert ids that a step reports; 0 without experts
     Ranks* ranks;                  // null: there is one
@@ -171,7 +173,8 @@ struct Program {
 // T tokens of S sequences, a sequence's tokens next to each other and in order.
 struct Step {
     int64_t tokens, sequences, rows, threads;
-    const void* x;                 // [T, hidden] embeddings
+    const void* x;                 // [T, hidden] embeddings, or null: the program has those of
+    const int64_t* token_ids;      // [T]
     const int64_t* positions;      // [3, T]
     const int64_t* slots;          // [T], -1 for none
     const int64_t* first_token;    // [S + 1]

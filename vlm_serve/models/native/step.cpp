@@ -2,6 +2,8 @@
 // threads take as they come, and ends with a barrier.
 #include <omp.h>
 
+#include <atomic>
+
 #include "ops_experts.h"
 #include "ops_mixers.h"
 #include "ops_rows.h"
@@ -40,37 +42,53 @@ void perform(Run& run, const Op& op) {
     }
 }
 
-// All memory that the parallel region will need.
+// Floats that each thread needs.
+struct Rooms {
+    int64_t attention = 0, delta = 0;
+};
+
+// Memory that the threads share, and how much each of them needs.
 template <typename T>
-void prepare(const Run& run) {
+Rooms prepare(const Run& run) {
     const Program& program = run.program;
     if (program.ranks &&
         run.step.tokens * program.hidden * (int64_t)sizeof(float) > program.ranks->slot_bytes)
         throw std::length_error("more tokens than a slot has room for");
     run.memory.make(program, run.step, sizeof(T));
     run.memory.plans.begin();
-    for_kind<Attend>(program, ATTEND,
-                     [&](const Attend& op) { run.memory.plans.make(attention_job<T>(run, op)); });
-    on_all_threads(run.step.threads, [&] {
-        own_workplace().reserve(program.deepest);
-        for_kind<Attend>(program, ATTEND, [](const Attend& op) {
-            own_attention_room().of(attention_room(op.head_dim));
-        });
-        for_kind<DeltaNet>(program, DELTA_NET,
-                           [](const DeltaNet& op) { own_delta_room().of(delta_heads_room(op)); });
+    Rooms rooms;
+    for_kind<Attend>(program, ATTEND, [&](const Attend& op) {
+        run.memory.plans.make(attention_job<T>(run, op));
+        rooms.attention = std::max(rooms.attention, attention_room(op.head_dim));
     });
+    for_kind<DeltaNet>(program, DELTA_NET, [&](const DeltaNet& op) {
+        rooms.delta = std::max(rooms.delta, delta_heads_room(op));
+    });
+    return rooms;
+}
+
+// The memory of one thread.
+void reserve(const Program& program, const Rooms& rooms) {
+    own_workplace().reserve(program.deepest);
+    own_attention_room().of(rooms.attention);
+    own_delta_room().of(rooms.delta);
 }
 
 template <typename T>
 void run_all(const Program& program, const Step& step) {
     static thread_local Memory memory;
     Run run{program, step, memory, step.tokens};
-    prepare<T>(run);
+    check_tokens(program, step);
+    const Rooms rooms = prepare<T>(run);
+    std::atomic<int64_t> failed{0};
 #pragma omp parallel num_threads((int)step.threads)
     {
-        widen<T>(run);
-        for (int64_t i = 0; i < program.count && !run.apart; ++i) perform<T>(run, program.ops[i]);
+        failed += guarded([&] { reserve(program, rooms); });
+        widen<T>(run);  // behind its barrier all know whether one of them has failed
+        for (int64_t i = 0; i < program.count && !failed && !run.apart; ++i)
+            perform<T>(run, program.ops[i]);
     }
+    if (failed) throw std::bad_alloc();
     if (run.apart) throw Apart();
 }
 
