@@ -9,8 +9,10 @@ choose from are one token each and equally long: among them the bias leaves the 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
@@ -60,6 +62,26 @@ class Form:
             )
             found.update(encode(whole))
         return sorted(found)
+
+    def known(self, pieces: Sequence[str], most: int) -> int:
+        """Steps after the first token of an answer in so many pieces of text, if all that the form
+        tells is drafted, `most` tokens in a step at most, and its choices are guessed blindly."""
+        text, ends = "".join(pieces), list(accumulate(map(len, pieces)))
+        draw, wrong, at = random.Random(text), set[int](), 0
+        for part in self.parts:
+            options = (part,) if isinstance(part, str) else part
+            right = next(each for each in options if each.startswith(text[at : at + len(each)]))
+            if draw.randrange(len(options)):
+                wrong.add(bisect_right(ends, at))
+            at += len(right)
+            if at >= len(text):
+                break
+        steps, place = 0, 1
+        while place < len(pieces):
+            last = min(place + most - 1, len(pieces) - 1)
+            place = 1 + next((each for each in range(place, last) if each in wrong), last)
+            steps += 1
+        return steps
 
     def params(self, tokenizer: Tokenizer, max_tokens: int) -> SamplingParams:
         """A greedy answer of this form."""

@@ -38,8 +38,8 @@ class Oracle:
             for token in answer[at : at + limit]
         )
 
-    def is_sure(self, sequence: Sequence) -> bool:
-        return True
+    def evidence(self, sequence: Sequence) -> int:
+        return 0
 
     def forget(self, sequence: Sequence) -> None:
         pass

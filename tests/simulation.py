@@ -196,8 +196,8 @@ class Guesser:
             digest = extended(digest, drafts[-1])
         return tuple(drafts)
 
-    def is_sure(self, sequence: Sequence) -> bool:
-        return True
+    def evidence(self, sequence: Sequence) -> int:
+        return 0
 
     def forget(self, sequence: Sequence) -> None:
         self._digests.pop(sequence.number, None)

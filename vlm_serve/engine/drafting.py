@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
+from typing import NamedTuple
 
 from vlm_serve.engine.drafts.base import Drafter
-from vlm_serve.engine.drafts.lengths import CostCurve, depths, share
+from vlm_serve.engine.drafts.lengths import CostCurve, Wish, depths, share
 from vlm_serve.engine.drafts.mtp import MtpDrafter
-from vlm_serve.engine.drafts.trust import Source, Trusts
+from vlm_serve.engine.drafts.trust import Trusts
 from vlm_serve.engine.plan import Slice
 from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Sequence
@@ -39,6 +40,14 @@ class DraftCounts:
 
     def as_dict(self) -> dict[str, int | list[int]]:
         return dict(vars(self))
+
+
+class Used(NamedTuple):
+    """Whose drafts a sequence was last given, by its place among the drafters, and what spoke for
+    the first of them."""
+
+    drafter: int = 0
+    evidence: int = 0
 
 
 class Drafting:
@@ -79,7 +88,7 @@ class Drafting:
         self._interval = state_interval
         self._never = never
         self._trusts = Trusts()
-        self._used: dict[int, Source] = {}
+        self._used: dict[int, Used] = {}
 
     def extend(self, budget: int) -> None:
         """Makes slices of drafts of planned decode tokens; `budget`: tokens that may be added. Has
@@ -88,12 +97,8 @@ class Drafting:
         wishes = [self._propose(item, budget) if item.kind == "decode" else () for item in planned]
         rows = sum(item.end - item.start for item in planned)
         decodes = sum(item.kind == "decode" for item in planned)
-        trusts = [
-            self._trusts.of(self._roster[item.sequence], self._used.get(item.sequence, Source()))
-            for item in planned
-        ]
         lengths = share(
-            [(trust, len(drafts)) for trust, drafts in zip(trusts, wishes, strict=True)],
+            [self._wish(item, drafts) for item, drafts in zip(planned, wishes, strict=True)],
             rows=rows,
             decodes=decodes,
             budget=budget,
@@ -113,7 +118,7 @@ class Drafting:
 
     def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """So many of a sequence's drafts held."""
-        self._trusts.learn(sequence, self._used[sequence.number], drafted, accepted)
+        self._trusts.learn(sequence, *self._used[sequence.number], drafted, accepted)
         self.counts.add(drafted, accepted)
 
     def forget(self, sequence: Sequence) -> None:
@@ -139,11 +144,15 @@ class Drafting:
             drafts = self._allowed(drafter.propose(sequence, limit))
             if not drafts:
                 continue
-            source = Source(place, drafter.is_sure(sequence))
-            promise = self._trusts.of(sequence, source).promise(len(drafts))
+            used = Used(place, drafter.evidence(sequence))
+            promise = self._trusts.of(sequence, place).promise(len(drafts), used.evidence)
             if promise > most:
-                best, most, self._used[item.sequence] = drafts, promise, source
+                best, most, self._used[item.sequence] = drafts, promise, used
         return best
+
+    def _wish(self, item: Slice, drafts: tuple[int, ...]) -> Wish:
+        drafter, evidence = self._used.get(item.sequence, Used())
+        return Wish(self._trusts.of(self._roster[item.sequence], drafter), len(drafts), evidence)
 
     @staticmethod
     def _goes_alone(sequence: Sequence) -> bool:
@@ -167,9 +176,8 @@ class Drafting:
             room = min(self._most, sequence.answer.room(sequence.num_generated + 1) - 1)
             if room > 0 and item.sequence not in known:
                 asking.append((place, room))
-        source = Source(drafter)
         trusts = [
-            self._trusts.of(self._roster[planned[place].sequence], source) for place, _ in asking
+            self._trusts.of(self._roster[planned[place].sequence], drafter) for place, _ in asking
         ]
         rooms = [room for _, room in asking]
         lengths = depths(trusts, rooms, costs=self.costs, pass_costs=self.pass_costs)
