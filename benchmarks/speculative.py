@@ -8,6 +8,7 @@ Prompts are new in every round; what repeats is made by real means (`speculative
 - copies: a page that stands in the prompt, with other words here and there.
 - video answers: one object in a fixed form, of which earlier rounds have given some.
 - again: a question that has been answered before.
+- prose: a person's, which hardly repeats anything but words.
 - free text: drawn at temperature 1 from the whole vocabulary; nothing ever comes again.
 
 Every round runs each of them with and without drafts, batch by batch, and compares the tokens.

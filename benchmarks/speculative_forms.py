@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, cycle
+from pathlib import Path
 
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
@@ -29,6 +31,7 @@ _WORDS = (
     ("cat", "red", "top"),
 )
 _DIGITS = tuple("0123456789")
+_PIECE = 900
 _BIAS = 9.0
 """For every byte of a token: more than a random model's logits differ."""
 
@@ -135,9 +138,27 @@ def answers(seed: int) -> Form:
     return Form(parts)
 
 
+@cache
+def _written() -> Iterator[str]:
+    """Pieces of what a person has written for this project, one after the other."""
+    root = Path(__file__).parents[1]
+    files = sorted([*root.glob("docs/*.md"), *root.glob("*.md"), *root.glob("benchmarks/*.md")])
+    lines = [line for path in files for line in path.read_text().splitlines()]
+    text = " ".join(line for line in lines if line[:1].isalpha() and "|" not in line)
+    text = text.encode("ascii", "ignore").decode()
+    return cycle([text[first : first + _PIECE] for first in range(0, len(text) - _PIECE, _PIECE)])
+
+
+def prose(seed: int) -> Form:
+    """A person's text, another one at every call: words come again, but hardly what follows."""
+    del seed
+    return Form([next(_written())])
+
+
 FORMS: dict[str, Callable[[int], Form]] = {
     "JSON records": records,
     "copies": copy,
     "video answers": answers,
+    "prose": prose,
 }
 """By the name of a kind of answers; the number makes one of them another."""
