@@ -545,7 +545,7 @@ class Simulation:
             self.counts["failures"] += 1
             self._deliver(self.scheduler.fail(plan, error))
         else:
-            self.scheduler.pace.learn(plan, self._clock.uniform(0.0, 0.1))
+            self.scheduler.learn(plan, output, self._clock.uniform(0.0, 0.1))
             self._deliver(self.scheduler.commit(plan, output))
 
     def _overtaken(self, plan: StepPlan) -> bool:

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from vlm_serve.engine.drafts.base import Drafter
 from vlm_serve.engine.drafts.lengths import CostCurve, Wish, depths, share
 from vlm_serve.engine.drafts.mtp import MtpDrafter
+from vlm_serve.engine.drafts.trial import Trial
 from vlm_serve.engine.drafts.trust import Trusts
-from vlm_serve.engine.plan import Slice
+from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
 from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.verifying import verify_room, verify_slice
@@ -66,6 +67,8 @@ class Drafting:
     Attributes:
         counts: what has become of drafts so far.
         drafters: as given.
+        unread: whether the model's layer for drafts is to leave the planned tokens out.
+        trial: whether the model's layer for drafts pays; None: it is used in any case, if at all.
     """
 
     def __init__(
@@ -81,8 +84,10 @@ class Drafting:
     ) -> None:
         self.counts = DraftCounts(most)
         self.costs = costs
+        self.unread = False
         self.pass_costs = pass_costs
         self.drafters = list(drafters)
+        self.trial = Trial() if any(isinstance(one, MtpDrafter) for one in drafters) else None
         self._roster = roster
         self._most = most
         self._interval = state_interval
@@ -94,6 +99,13 @@ class Drafting:
         """Makes slices of drafts of planned decode tokens; `budget`: tokens that may be added. Has
         the model's own layer draft behind the step where nothing else is known to come."""
         planned = self._roster.planned
+        self.unread = (
+            self.trial is not None
+            and not self.trial.on
+            and not any(item.kind == "prefill" for item in planned)
+        )
+        if self.unread and len(self.drafters) == 1:
+            return
         wishes = [self._propose(item, budget) if item.kind == "decode" else () for item in planned]
         rows = sum(item.end - item.start for item in planned)
         decodes = sum(item.kind == "decode" for item in planned)
@@ -108,13 +120,22 @@ class Drafting:
             if length:
                 planned[place] = verify_slice(self._roster, item, drafts[:length])
         for drafter, made in enumerate(self.drafters):
-            if isinstance(made, MtpDrafter):
+            if isinstance(made, MtpDrafter) and not self.unread:
                 known = {
                     item.sequence
                     for item, drafts in zip(planned, wishes, strict=True)
                     if drafts and self._used[item.sequence].drafter != drafter
                 }
                 self._ask(drafter, known)
+
+    def learn(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+        """What a step took with all that is around the model: the passes of its layer for drafts
+        may cost more than they bring. Steps with prompts say nothing about that."""
+        if self.trial is None or any(item.kind == "prefill" for item in plan.slices):
+            return
+        count = len(plan.slices)
+        tokens = sum(map(len, output.sampled.values()))
+        self.trial.learn(seconds / self.costs.seconds(count, count), tokens / count)
 
     def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """So many of a sequence's drafts held."""
