@@ -27,12 +27,16 @@ from simulation import Simulation
 
 STEPS_PER_SEED = 1000
 SEEDS_PER_ROUND = 50
+COMPARE_EVERY = 10
+"""Steps between two comparisons of the whole tree with what a reader knows who follows it."""
 
 
 def run_seed(speculative: bool, seed: int) -> Counter[str]:
     """One world; what happened in it how often."""
     try:
-        return Simulation(seed, speculative=speculative).run(STEPS_PER_SEED)
+        return Simulation(seed, compare_every=COMPARE_EVERY, speculative=speculative).run(
+            STEPS_PER_SEED
+        )
     except Exception:
         option = " --speculative" if speculative else ""
         print(

@@ -8,11 +8,15 @@ Prompts are new in every round; what repeats is made by real means (`speculative
 - copies: a page that stands in the prompt, with other words here and there.
 - video answers: one object in a fixed form, of which earlier rounds have given some.
 - again: a question that has been answered before.
+- prose: a person's, which hardly repeats anything but words.
 - free text: drawn at temperature 1 from the whole vocabulary; nothing ever comes again.
 
 Every round runs each of them with and without drafts, batch by batch, and compares the tokens.
 Times are of decoding alone, from the first token of the last sequence on. The bound is what steps
-of that many rows allow if every draft holds: t(B) (K + 1) / t(B (K + 1)), as measured at start.
+of that many rows allow if every draft holds: t(B) (K + 1) / t(B (K + 1)), as measured at start. A
+second table has a factor for each part of what is left of it: for what nobody can know of a form's
+choices, for drafts that did not hold or were not made (and the rows that were saved by that), for
+the model's time beside that of as many rows at start, and for the time outside of the model.
 With `--peers` llama.cpp answers the same prompts in the same forms, with and without its drafts
 from n-grams, over HTTP; LLAMA_SOURCE says where it is, as for `engine_cpu.py`.
 """
@@ -24,10 +28,11 @@ import statistics
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 
 import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
@@ -36,7 +41,8 @@ from checkpoint_spec import LARGER_SPEC
 from machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
-from speculative_forms import FORMS
+from speculative_forms import FORMS, Form
+from speculative_losses import HEADINGS, Meter, Spent, bound, losses
 from speculative_peers import Asked, print_peers
 
 from vlm_serve.config import EngineConfig
@@ -55,15 +61,14 @@ class Batch:
 
     Attributes:
         tokens: of each request.
-        seconds, steps, host_seconds: of all its decoding, and what of it was outside of the model.
+        spent: by all its decoding.
     """
 
-    def __init__(self, engine: Engine, count: int) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, meter: Meter, count: int) -> None:
+        self._engine, self._meter = engine, meter
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self._begun = self._unfinished = count
-        self._begin = (0.0, 0, 0.0)
-        self.seconds, self.steps, self.host_seconds = 0.0, 0, 0.0
+        self._begin = self.spent = Spent()
         self._done = threading.Event()
 
     def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> float:
@@ -72,27 +77,21 @@ class Batch:
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             self._engine.submit(prepare(prompt), each, lambda delta, i=index: self._push(i, delta))
         assert self._done.wait(600)
-        return self.seconds / (sum(map(len, self.tokens)) / len(self.tokens) - 1)
+        return self.spent.seconds / (sum(map(len, self.tokens)) / len(self.tokens) - 1)
 
     def _push(self, index: int, delta: Delta) -> None:
         own = self.tokens[index]
         if not own and delta.token_ids:
             self._begun -= 1
             if not self._begun:
-                self._begin = self._now()
+                self._begin = self._meter.now()
         own += delta.token_ids
         if delta.finish_reason is not None:
             assert delta.error is None
             self._unfinished -= 1
             if not self._unfinished:
-                now = zip(self._now(), self._begin, strict=True)
-                self.seconds, self.steps, self.host_seconds = (a - b for a, b in now)
+                self.spent = self._meter.now() - self._begin
                 self._done.set()
-
-    def _now(self) -> tuple[float, int, float]:
-        """The time, and of the engine's steps how many it has made and their time on the host."""
-        loop = self._engine._loop
-        return time.perf_counter(), loop.num_steps, loop.step_times.host_seconds
 
 
 @contextmanager
@@ -109,9 +108,12 @@ def without_drafts(engine: Engine) -> Iterator[None]:
 class Workload:
     """One kind of answers at one batch size."""
 
-    def __init__(self, engine: Engine, kind: str, batch: int, tokens: int) -> None:
+    def __init__(self, engine: Engine, meter: Meter, kind: str, batch: int, tokens: int) -> None:
         self._engine, self.kind, self.batch, self._most = engine, kind, batch, tokens
+        self._meter = meter
         self._turn = 0
+        self._forms: list[Form] = []
+        self._known = [0, 0]
         self.ratios: list[float] = []
         self.plain: list[float] = []
         self.alone: list[Asked] = []
@@ -121,21 +123,27 @@ class Workload:
         """What has been measured so far was to warm up."""
         for found in (self.ratios, self.plain, self.alone, self.batches):
             found.clear()
+        self._known = [0, 0]
+
+    def spent(self) -> tuple[Spent, Spent]:
+        """By all steps without and with drafts."""
+        drafted, plain = zip(*self.batches, strict=True)
+        return _sum(plain), _sum(drafted)
 
     def steps(self) -> str:
-        """Of steps without and with drafts: tokens of a sequence, milliseconds, and those outside
-        of the model."""
-        cells = []
-        for kind in (1, 0):
-            batches = [pair[kind] for pair in self.batches]
-            steps = sum(batch.steps for batch in batches)
-            tokens = sum(sum(map(len, batch.tokens)) for batch in batches) / self.batch
-            seconds = sum(batch.seconds for batch in batches)
-            host = sum(batch.host_seconds for batch in batches)
-            cells.append(
-                f"{tokens / steps:.2f} in {1000 * seconds / steps:.2f} ({1000 * host / steps:.2f})"
-            )
-        return " | ".join(cells)
+        """Tokens of a sequence in a step with drafts, and milliseconds of steps without and with
+        them."""
+        plain, drafted = self.spent()
+        held = plain.steps / drafted.steps
+        return f"{plain.a_step()} | {held:.2f} in {drafted.a_step()}"
+
+    def losses(self) -> list[float]:
+        """See `speculative_losses.losses`."""
+        meter, (tokens, steps) = self._meter, self._known
+        known = tokens / steps / meter.most if steps else 1.0
+        return losses(
+            *self.spent(), known=known, costs=meter.costs, batch=self.batch, most=meter.most
+        )
 
     def asked(self) -> tuple[list[list[int]], list[SamplingParams]]:
         """The next round's prompts, and what is asked of them."""
@@ -147,7 +155,7 @@ class Workload:
             params = FREE if self.kind == "free text" else GREEDY
             return prompts, [replace(params, max_tokens=self._most, seed=seed) for seed in seeds]
         tokenizer = self._engine.preprocessor.tokenizer
-        forms = [FORMS[self.kind](seed) for seed in seeds]
+        self._forms = forms = [FORMS[self.kind](seed) for seed in seeds]
         for prompt, form in zip(prompts, forms, strict=True):
             prompt += tokenizer.encode_plain(form.source)
         return prompts, [form.params(tokenizer, self._most) for form in forms]
@@ -157,8 +165,8 @@ class Workload:
         the same."""
         engine, (prompts, params) = self._engine, self.asked()
         if self.kind == "again":
-            Batch(engine, self.batch).run(prompts, params)
-        drafted, plain = Batch(engine, self.batch), Batch(engine, self.batch)
+            Batch(engine, self._meter, self.batch).run(prompts, params)
+        drafted, plain = (Batch(engine, self._meter, self.batch) for _ in range(2))
         seconds = drafted.run(prompts, params)
         with without_drafts(engine):
             without = plain.run(prompts, params)
@@ -166,8 +174,21 @@ class Workload:
         self.ratios.append(without / seconds)
         self.plain.append(without)
         self.batches.append((drafted, plain))
+        self._count_known(drafted.tokens)
         if self.batch == 1:
             self.alone.append(Asked(self.kind, prompts[0], params[0], seconds))
+
+    def _count_known(self, answers: list[list[int]]) -> None:
+        """Steps that would do for answers of a form if it were drafted as far as it tells."""
+        tokenizer = self._engine.preprocessor.tokenizer
+        for form, tokens in zip(self._forms, answers, strict=bool(self._forms)):
+            pieces = [tokenizer.token_bytes(token).decode() for token in tokens]
+            self._known[0] += len(tokens) - 1
+            self._known[1] += form.known(pieces, self._meter.most)
+
+
+def _sum(batches: Iterable[Batch]) -> Spent:
+    return reduce(add, (batch.spent for batch in batches))
 
 
 def measure(path: Path, options: argparse.Namespace) -> list[Asked]:
@@ -185,16 +206,17 @@ def measure(path: Path, options: argparse.Namespace) -> list[Asked]:
     try:
         drafting = engine._scheduler.drafting
         assert drafting is not None
-        costs, most = drafting.costs, options.drafts + 1
+        meter = Meter(engine)
+        costs, most = meter.costs, meter.most
         print(f"weights {engine.config.dtype}, activations {engine.config.compute_dtype}")
         print("rows of a step, milliseconds:")
         print("  " + ", ".join(f"{rows}: {1000 * each:.1f}" for rows, each in costs._points))
         works = [
-            Workload(engine, kind, batch, options.tokens)
+            Workload(engine, meter, kind, batch, options.tokens)
             for kind in options.kinds
             for batch in options.batches
         ]
-        print("Steps: tokens of a sequence, milliseconds (of these outside of the model).")
+        print("Steps: milliseconds (of these outside of the model: drafting + sampling).")
         print(
             "| answers | batch | ms a token without | speed-up (least .. most) | bound | share | "
             "steps without | with |"
@@ -205,14 +227,19 @@ def measure(path: Path, options: argparse.Namespace) -> list[Asked]:
                 work.round()
                 if not number:
                     work.forget()
-            bound = costs.seconds(work.batch) * most / costs.seconds(work.batch * most)
+            allowed = bound(costs, work.batch, most)
             median = statistics.median(work.ratios)
+            seen = f"{median:.2f} ({min(work.ratios):.2f} .. {max(work.ratios):.2f})"
             print(
                 f"| {work.kind} | {work.batch} | {1000 * statistics.median(work.plain):.1f} | "
-                f"{median:.2f} ({min(work.ratios):.2f} .. {max(work.ratios):.2f}) | {bound:.2f} | "
-                f"{median / bound:.2f} | {work.steps()} |",
+                f"{seen} | {allowed:.2f} | {median / allowed:.2f} | {work.steps()} |",
                 flush=True,
             )
+        print(f"\n| of the bound | batch | {' | '.join(HEADINGS)} |")
+        print("|---|" + "---|" * (1 + len(HEADINGS)))
+        for work in works:
+            factors = " | ".join(f"{each:.2f}" for each in work.losses())
+            print(f"| {work.kind} | {work.batch} | {factors} |")
         counts = drafting.counts
         share = counts.accepted_tokens / max(1, counts.draft_tokens)
         print(f"{counts.draft_tokens} drafts, of which {100 * share:.0f} % held")

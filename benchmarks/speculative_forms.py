@@ -9,8 +9,12 @@ choose from are one token each and equally long: among them the bias leaves the 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, cycle
+from pathlib import Path
 
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
@@ -27,6 +31,7 @@ _WORDS = (
     ("cat", "red", "top"),
 )
 _DIGITS = tuple("0123456789")
+_PIECE = 900
 _BIAS = 9.0
 """For every byte of a token: more than a random model's logits differ."""
 
@@ -60,6 +65,26 @@ class Form:
             )
             found.update(encode(whole))
         return sorted(found)
+
+    def known(self, pieces: Sequence[str], most: int) -> int:
+        """Steps after the first token of an answer in so many pieces of text, if all that the form
+        tells is drafted, `most` tokens in a step at most, and its choices are guessed blindly."""
+        text, ends = "".join(pieces), list(accumulate(map(len, pieces)))
+        draw, wrong, at = random.Random(text), set[int](), 0
+        for part in self.parts:
+            options = (part,) if isinstance(part, str) else part
+            right = next(each for each in options if each.startswith(text[at : at + len(each)]))
+            if draw.randrange(len(options)):
+                wrong.add(bisect_right(ends, at))
+            at += len(right)
+            if at >= len(text):
+                break
+        steps, place = 0, 1
+        while place < len(pieces):
+            last = min(place + most - 1, len(pieces) - 1)
+            place = 1 + next((each for each in range(place, last) if each in wrong), last)
+            steps += 1
+        return steps
 
     def params(self, tokenizer: Tokenizer, max_tokens: int) -> SamplingParams:
         """A greedy answer of this form."""
@@ -113,9 +138,27 @@ def answers(seed: int) -> Form:
     return Form(parts)
 
 
+@cache
+def _written() -> Iterator[str]:
+    """Pieces of what a person has written for this project, one after the other."""
+    root = Path(__file__).parents[1]
+    files = sorted([*root.glob("docs/*.md"), *root.glob("*.md"), *root.glob("benchmarks/*.md")])
+    lines = [line for path in files for line in path.read_text().splitlines()]
+    text = " ".join(line for line in lines if line[:1].isalpha() and "|" not in line)
+    text = text.encode("ascii", "ignore").decode()
+    return cycle([text[first : first + _PIECE] for first in range(0, len(text) - _PIECE, _PIECE)])
+
+
+def prose(seed: int) -> Form:
+    """A person's text, another one at every call: words come again, but hardly what follows."""
+    del seed
+    return Form([next(_written())])
+
+
 FORMS: dict[str, Callable[[int], Form]] = {
     "JSON records": records,
     "copies": copy,
     "video answers": answers,
+    "prose": prose,
 }
 """By the name of a kind of answers; the number makes one of them another."""

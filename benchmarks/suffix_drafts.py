@@ -1,9 +1,11 @@
 """How many tokens a step makes with suffix drafts, on texts alone: no model runs, nothing is timed.
 
-    python benchmarks/suffix_drafts.py [--answers 40] [--drafts 7]
+    python benchmarks/suffix_drafts.py [checkpoint] [--answers 40] [--drafts 7]
 
 Texts are those of `speculative_forms.py` with random choices, sentences that share words, and
-sentences again. Every answer is followed token by token: a step drafts, and what holds is skipped.
+sentences again, in the tokens of a checkpoint. Every answer is followed token by token: a step
+drafts, and what holds is skipped. Known: steps that draft all that a form tells, and guess its
+choices blindly.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import cast
 
 import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
 from checkpoint_parts import sample_text
-from speculative_forms import FORMS
+from speculative_forms import FORMS, Form
 from tokenizers import Tokenizer
 
 from vlm_serve.engine.build import find_checkpoint
@@ -25,8 +27,8 @@ from vlm_serve.engine.drafts.base import Drafter
 from vlm_serve.engine.drafts.suffix import SuffixDrafter
 from vlm_serve.engine.sequence import Sequence
 
-Text = tuple[str, str]
-"""A prompt and its answer."""
+Text = tuple[str, str, Form | None]
+"""A prompt, its answer, and the form of that."""
 
 
 def texts(kind: str, count: int) -> list[Text]:
@@ -35,11 +37,18 @@ def texts(kind: str, count: int) -> list[Text]:
     if kind in FORMS:
         forms = [FORMS[kind](index) for index in range(count)]
         return [
-            (form.source, "".join(p if isinstance(p, str) else draw.choice(p) for p in form.parts))
+            (
+                f"{form.source}\nAnswer:",
+                "".join(p if isinstance(p, str) else draw.choice(p) for p in form.parts),
+                form,
+            )
             for form in forms
         ]
     sentences = list(sample_text(8 * count, 5))
-    found = [("", " ".join(sentences[8 * i : 8 * i + 8])) for i in range(count)]
+    found = [
+        (f"Tell me number {i}.\nAnswer:", " ".join(sentences[8 * i : 8 * i + 8]), None)
+        for i in range(count)
+    ]
     return found if kind == "sentences" else 2 * found[: count // 2]
 
 
@@ -48,6 +57,7 @@ def steps(drafter: Drafter, prompt: list[int], answer: list[int], most: int) -> 
     known = SimpleNamespace(
         number=0,
         prompt=prompt,
+        info=SimpleNamespace(token_ids=tuple(prompt)),
         token_ids=[*prompt, *answer[:1]],
         generated=answer,
         request=SimpleNamespace(prediction=(), cold=False),
@@ -68,21 +78,27 @@ def steps(drafter: Drafter, prompt: list[int], answer: list[int], most: int) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("checkpoint", nargs="?", default="demo", help="whose tokens (demo)")
     parser.add_argument("--answers", type=int, default=40, help="of each kind")
     parser.add_argument("--drafts", type=int, default=7, help="in a step, at most")
     options = parser.parse_args()
-    tokenizer = Tokenizer.from_file(str(find_checkpoint("demo") / "tokenizer.json"))
-    print("| answers | tokens | tokens a step | drafts that held |")
-    print("|---|---|---|---|")
+    tokenizer = Tokenizer.from_file(str(find_checkpoint(options.checkpoint) / "tokenizer.json"))
+    print("| answers | tokens | tokens a step | drafts that held | known |")
+    print("|---|---|---|---|---|")
     for kind in (*FORMS, "sentences", "again"):
-        drafter, total, tokens, drafted = SuffixDrafter(), 0, 0, 0
-        for prompt, answer in texts(kind, options.answers):
-            ids = tokenizer.encode(answer, add_special_tokens=False).ids
+        drafter, total, tokens, drafted, known = SuffixDrafter(), 0, 0, 0, 0
+        for prompt, answer, form in texts(kind, options.answers):
+            encoded = tokenizer.encode(answer, add_special_tokens=False)
+            ids = encoded.ids
+            if form is not None:
+                pieces = [answer[first:last] for first, last in encoded.offsets]
+                known += 1 + form.known(pieces, options.drafts + 1)
             asked = tokenizer.encode(prompt, add_special_tokens=False).ids
             count, made = steps(drafter, asked, ids, options.drafts)
             total, tokens, drafted = total + count, tokens + len(ids), drafted + made
         held = (tokens - total) / max(1, drafted)
-        print(f"| {kind} | {tokens} | {tokens / total:.2f} | {100 * held:.0f} % |")
+        best = f"{tokens / known:.2f}" if known else ""
+        print(f"| {kind} | {tokens} | {tokens / total:.2f} | {100 * held:.0f} % | {best} |")
     return 0
 
 

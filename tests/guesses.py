@@ -38,8 +38,8 @@ class Oracle:
             for token in answer[at : at + limit]
         )
 
-    def is_sure(self, sequence: Sequence) -> bool:
-        return True
+    def evidence(self, sequence: Sequence) -> int:
+        return 0
 
     def forget(self, sequence: Sequence) -> None:
         pass
@@ -53,7 +53,8 @@ def consult(engine: Engine, oracle: Oracle) -> None:
 
 
 def draft_freely(engine: Engine) -> None:
-    """Takes all drafts for worth it, as if rows cost a step nothing."""
+    """Takes all drafts for worth it, as if rows and the model's layer cost a step nothing."""
     drafting = engine._scheduler.drafting
     assert drafting is not None
     drafting.costs = CostCurve()
+    drafting.trial = None

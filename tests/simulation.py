@@ -7,7 +7,6 @@ its routed experts are compared with what the symbolic model answers to the same
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import pickle
@@ -37,7 +36,7 @@ from symbolic_tiers import SymbolicTiers
 
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
-from vlm_serve.cache.listing import Entry, describe
+from vlm_serve.cache.listing import Entry, NodeInfo, describe
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.records import Branch, Node
 from vlm_serve.engine.drafts.base import Drafter
@@ -197,11 +196,15 @@ class Guesser:
             digest = extended(digest, drafts[-1])
         return tuple(drafts)
 
-    def is_sure(self, sequence: Sequence) -> bool:
-        return True
+    def evidence(self, sequence: Sequence) -> int:
+        return 0
 
     def forget(self, sequence: Sequence) -> None:
         self._digests.pop(sequence.number, None)
+
+
+Facts = tuple[NodeInfo, bytes]
+"""Of a node: what is told of it, and its root's key."""
 
 
 class Follower:
@@ -221,10 +224,21 @@ class Follower:
         self.nodes = {entry.node.key: _facts(entry, self._cache.config) for entry in whole.entries}
         self.times_read += 1
 
-    def check(self) -> None:
-        """What the mirror shows, and what its changes tell, is what there is."""
+    def follow(self) -> None:
+        """Hears what a step has changed."""
         self.mirror.publish()
         self.mirror.publish_use()
+        found = self.mirror.since(self._sequence)
+        if found is None:
+            self._read()
+        else:
+            self._sequence, changes = found
+            for change in changes:
+                self._apply(change)
+
+    def check(self) -> None:
+        """What the mirror shows, and what its changes tell, is what there is."""
+        self.follow()
         tree = tree_of(self._cache)
         shown, seen = self.mirror.whole().entries, set[bytes]()
         for entry in shown:
@@ -233,13 +247,6 @@ class Follower:
             seen.add(entry.node.key)
         told = {entry.node.key: _facts(entry, self._cache.config) for entry in shown}
         assert told == tree, "the mirror shows another tree"
-        found = self.mirror.since(self._sequence)
-        if found is None:
-            self._read()
-        else:
-            self._sequence, changes = found
-            for change in changes:
-                self._apply(change)
         assert self.nodes == tree, "the changes tell of another tree"
 
     def _apply(self, change: Change) -> None:
@@ -254,7 +261,7 @@ class Follower:
             assert bool(hit.key) == bool(hit.boundary)
         else:
             assert change.entry is not None
-            known = self.nodes[change.key]["snapshot"]
+            known = self.nodes[change.key][0].snapshot
             if change.kind == "snapshot_ready":
                 assert known is None and change.snapshot
             elif change.kind == "snapshot_evicted":
@@ -264,11 +271,11 @@ class Follower:
             self.nodes[change.key] = _facts(change.entry, self._cache.config)
 
 
-def _facts(entry: Entry, config: CacheConfig) -> dict[str, object]:
-    return dataclasses.asdict(describe(config, entry)) | {"root": entry.root}
+def _facts(entry: Entry, config: CacheConfig) -> Facts:
+    return describe(config, entry), entry.root
 
 
-def tree_of(cache: PrefixCache) -> dict[bytes, dict[str, object]]:
+def tree_of(cache: PrefixCache) -> dict[bytes, Facts]:
     """The tree itself."""
     entries: list[Entry] = []
     for node in cache.nodes():
@@ -293,7 +300,8 @@ class Simulation:
 
     Args:
         seed: everything random follows from it.
-        check_every: steps between two full invariant checks.
+        compare_every: steps between two comparisons of the whole tree with its mirror. The cache
+            checks itself after every step, and the mirror's reader follows it.
         speculative: with drafts, of which some hold.
         replays: half of the requests come with the beginnings of their answers.
     """
@@ -302,7 +310,7 @@ class Simulation:
         self,
         seed: int,
         *,
-        check_every: int = 1,
+        compare_every: int = 1,
         speculative: bool = False,
         replays: bool = False,
     ) -> None:
@@ -311,7 +319,7 @@ class Simulation:
         rng = self.rng
         self._reports = random.Random(f"reports {seed}")
         self._clock = random.Random(f"clock {seed}")
-        self.check_every = check_every
+        self._compare_every = compare_every
         self.block_size = rng.choice([4, 8, 16])
         max_num_seqs = rng.choice([1, 2, 3, 6])
         self.max_model_len = self.block_size * rng.choice([8, 16, 24])
@@ -388,9 +396,11 @@ class Simulation:
         for step in range(steps):
             self._traffic()
             self._step()
-            if step % self.check_every == 0:
-                self.cache.check()
+            self.cache.check()
+            if step % self._compare_every == 0:
                 self.follower.check()
+            else:
+                self.follower.follow()
         self._drain()
         return self.counts
 
@@ -535,7 +545,7 @@ class Simulation:
             self.counts["failures"] += 1
             self._deliver(self.scheduler.fail(plan, error))
         else:
-            self.scheduler.pace.learn(plan, self._clock.uniform(0.0, 0.1))
+            self.scheduler.learn(plan, output, self._clock.uniform(0.0, 0.1))
             self._deliver(self.scheduler.commit(plan, output))
 
     def _overtaken(self, plan: StepPlan) -> bool:

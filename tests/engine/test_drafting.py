@@ -32,8 +32,8 @@ class Seer:
             digest = extended(digest, drafts[-1])
         return tuple(drafts)
 
-    def is_sure(self, sequence: Sequence) -> bool:
-        return True
+    def evidence(self, sequence: Sequence) -> int:
+        return 0
 
     def forget(self, sequence: Sequence) -> None:
         pass

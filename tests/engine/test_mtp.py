@@ -17,6 +17,7 @@ from parity_cases import photograph, random_ids, user
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
 from vlm_serve.engine.drafts.mtp import MtpDrafter
+from vlm_serve.engine.drafts.trial import Trial
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.errors import ConfigError
@@ -37,6 +38,17 @@ COMMON: dict[str, Any] = {
 }
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 Made = dict[tuple[int, ...], tuple[int, ...]]
+
+
+class Against(Trial):
+    """It has been found not to pay, once and for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+
+    def learn(self, seconds: float, tokens: float) -> None:
+        pass
 
 
 @pytest.fixture(scope="module", params=SPECS)
@@ -144,6 +156,29 @@ def test_torch_drafts_too(checkpoint: Path) -> None:
     both = made[0].keys() & made[1].keys()
     same = sum(made[0][tokens][0] == made[1][tokens][0] for tokens in both)
     assert len(both) > 20 and same >= len(both) - 2
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
+def test_a_layer_that_does_not_pay_is_left_out(checkpoint: Path, kv: str) -> None:
+    """It reads nothing then, and no token changes; whoever needs it later finds zeros behind the
+    prompt instead of what others have left there."""
+    prompt = random_ids(40, 1)
+    with poisoned(checkpoint, kv_cache_dtype=kv) as pipe:
+        drafting, made = pipe.engine._scheduler.drafting, drafts_of(pipe.engine)
+        expected = pipe.generate(prompt, GREEDY).token_ids
+        assert made and drafting is not None
+        pipe.engine.flush()
+        drafting.trial = Against()
+        made.clear()
+        first = pipe.generate(prompt, GREEDY)
+        assert first.token_ids == expected and len(made) <= 1
+        drafting.trial = None
+        longer = [*prompt, *first.token_ids]
+        again = pipe.generate(longer, GREEDY)
+        assert again.usage.cached_tokens > len(prompt)
+        assert any(any(drafts) for drafts in made.values()), "drafts of token 0 come from NaN"
+        pipe.engine.check()
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])

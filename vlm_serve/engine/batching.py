@@ -19,12 +19,15 @@ class KnownSequence:
     Attributes:
         table: physical KV blocks. Batches refer to it: it changes between steps only.
         chooser: chooses its tokens.
+        cleared: the model's layer for drafts has left out its last tokens, and may leave out what
+            comes up to this position; 0: it has not.
     """
 
     def __init__(self, info: SequenceInfo) -> None:
         self.info = info
         self.table = array("i")
         self.chooser = Chooser(info)
+        self.cleared = 0
 
     def take(self, item: Slice) -> None:
         """Takes over what is new in a slice. Doing so twice changes nothing."""

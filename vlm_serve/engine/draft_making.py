@@ -91,6 +91,11 @@ class DraftMaker:
         self._model = model
         self._caches = caches
         self._block_size = block_size
+        own = caches.of_layer(len(model.spec.layers))
+        pools = [own[kind] for kind in ("kv", "kv_scales") if kind in own]
+        self._own_pools = [
+            pool.view(torch.uint8) if pool.element_size() == 1 else pool for pool in pools
+        ]
 
     def run(
         self,
@@ -116,9 +121,10 @@ class DraftMaker:
         for item in packed:
             own = sampled.get(item.sequence, ())
             count = len(own) if item.kind == "verify" else item.end - item.start
-            piece = _piece(item, known[item.sequence], count, own, embeddings)
             kept.append((item.dst_row, first + count - 1))
             kept += [(row, first + end - 1 - item.start) for end, row in item.snapshots]
+            known[item.sequence].cleared = 0
+            piece = _piece(item, known[item.sequence], count, own, embeddings)
             if piece.tokens:
                 if item.start:
                     before.append(pool[item.src_row : item.src_row + 1])
@@ -130,6 +136,19 @@ class DraftMaker:
         rows, places = zip(*kept, strict=True)
         pool[list(rows)] = hidden[list(places)]
         return dict(zip(numbers, drafts, strict=True))
+
+    def leave_out(self, packed: Sequence[Slice], known: Known) -> None:
+        """The layer reads nothing of a step. Its keys and values there are zero: who goes on behind
+        them attends to nothing, and to nobody else's."""
+        for item in packed:
+            each = known[item.sequence]
+            if item.end <= each.cleared:
+                continue
+            for block in range(item.start // self._block_size, len(each.table)):
+                row = max(0, item.start - block * self._block_size)
+                for pool in self._own_pools:
+                    pool[each.table[block], :, row:] = 0
+            each.cleared = len(each.table) * self._block_size
 
     def _draft(self, pieces: list[Piece], before: torch.Tensor) -> list[tuple[int, ...]]:
         """The drafts of each piece that wants some; each of them is read to draft the next."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
+from typing import NamedTuple
 
 from vlm_serve.engine.drafts.base import Drafter
-from vlm_serve.engine.drafts.lengths import CostCurve, depths, share
+from vlm_serve.engine.drafts.lengths import CostCurve, Wish, depths, share
 from vlm_serve.engine.drafts.mtp import MtpDrafter
-from vlm_serve.engine.drafts.trust import Source, Trusts
-from vlm_serve.engine.plan import Slice
+from vlm_serve.engine.drafts.trial import Trial
+from vlm_serve.engine.drafts.trust import Trusts
+from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
 from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.verifying import verify_room, verify_slice
@@ -41,6 +43,14 @@ class DraftCounts:
         return dict(vars(self))
 
 
+class Used(NamedTuple):
+    """Whose drafts a sequence was last given, by its place among the drafters, and what spoke for
+    the first of them."""
+
+    drafter: int = 0
+    evidence: int = 0
+
+
 class Drafting:
     """Drafts displace nothing: they take budget, free blocks and context that nobody else uses in a
     step, and end where a state snapshot is wanted, which only a decode token leaves.
@@ -57,6 +67,8 @@ class Drafting:
     Attributes:
         counts: what has become of drafts so far.
         drafters: as given.
+        unread: whether the model's layer for drafts is to leave the planned tokens out.
+        trial: whether the model's layer for drafts pays; None: it is used in any case, if at all.
     """
 
     def __init__(
@@ -72,28 +84,33 @@ class Drafting:
     ) -> None:
         self.counts = DraftCounts(most)
         self.costs = costs
+        self.unread = False
         self.pass_costs = pass_costs
         self.drafters = list(drafters)
+        self.trial = Trial() if any(isinstance(one, MtpDrafter) for one in drafters) else None
         self._roster = roster
         self._most = most
         self._interval = state_interval
         self._never = never
         self._trusts = Trusts()
-        self._used: dict[int, Source] = {}
+        self._used: dict[int, Used] = {}
 
     def extend(self, budget: int) -> None:
         """Makes slices of drafts of planned decode tokens; `budget`: tokens that may be added. Has
         the model's own layer draft behind the step where nothing else is known to come."""
         planned = self._roster.planned
+        self.unread = (
+            self.trial is not None
+            and not self.trial.on
+            and not any(item.kind == "prefill" for item in planned)
+        )
+        if self.unread and len(self.drafters) == 1:
+            return
         wishes = [self._propose(item, budget) if item.kind == "decode" else () for item in planned]
         rows = sum(item.end - item.start for item in planned)
         decodes = sum(item.kind == "decode" for item in planned)
-        trusts = [
-            self._trusts.of(self._roster[item.sequence], self._used.get(item.sequence, Source()))
-            for item in planned
-        ]
         lengths = share(
-            [(trust, len(drafts)) for trust, drafts in zip(trusts, wishes, strict=True)],
+            [self._wish(item, drafts) for item, drafts in zip(planned, wishes, strict=True)],
             rows=rows,
             decodes=decodes,
             budget=budget,
@@ -103,7 +120,7 @@ class Drafting:
             if length:
                 planned[place] = verify_slice(self._roster, item, drafts[:length])
         for drafter, made in enumerate(self.drafters):
-            if isinstance(made, MtpDrafter):
+            if isinstance(made, MtpDrafter) and not self.unread:
                 known = {
                     item.sequence
                     for item, drafts in zip(planned, wishes, strict=True)
@@ -111,9 +128,18 @@ class Drafting:
                 }
                 self._ask(drafter, known)
 
+    def learn(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+        """What a step took with all that is around the model: the passes of its layer for drafts
+        may cost more than they bring. Steps with prompts say nothing about that."""
+        if self.trial is None or any(item.kind == "prefill" for item in plan.slices):
+            return
+        count = len(plan.slices)
+        tokens = sum(map(len, output.sampled.values()))
+        self.trial.learn(seconds / self.costs.seconds(count, count), tokens / count)
+
     def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """So many of a sequence's drafts held."""
-        self._trusts.learn(sequence, self._used[sequence.number], drafted, accepted)
+        self._trusts.learn(sequence, *self._used[sequence.number], drafted, accepted)
         self.counts.add(drafted, accepted)
 
     def forget(self, sequence: Sequence) -> None:
@@ -139,11 +165,15 @@ class Drafting:
             drafts = self._allowed(drafter.propose(sequence, limit))
             if not drafts:
                 continue
-            source = Source(place, drafter.is_sure(sequence))
-            promise = self._trusts.of(sequence, source).promise(len(drafts))
+            used = Used(place, drafter.evidence(sequence))
+            promise = self._trusts.of(sequence, place).promise(len(drafts), used.evidence)
             if promise > most:
-                best, most, self._used[item.sequence] = drafts, promise, source
+                best, most, self._used[item.sequence] = drafts, promise, used
         return best
+
+    def _wish(self, item: Slice, drafts: tuple[int, ...]) -> Wish:
+        drafter, evidence = self._used.get(item.sequence, Used())
+        return Wish(self._trusts.of(self._roster[item.sequence], drafter), len(drafts), evidence)
 
     @staticmethod
     def _goes_alone(sequence: Sequence) -> bool:
@@ -167,9 +197,8 @@ class Drafting:
             room = min(self._most, sequence.answer.room(sequence.num_generated + 1) - 1)
             if room > 0 and item.sequence not in known:
                 asking.append((place, room))
-        source = Source(drafter)
         trusts = [
-            self._trusts.of(self._roster[planned[place].sequence], source) for place, _ in asking
+            self._trusts.of(self._roster[planned[place].sequence], drafter) for place, _ in asking
         ]
         rooms = [room for _, room in asking]
         lengths = depths(trusts, rooms, costs=self.costs, pass_costs=self.pass_costs)

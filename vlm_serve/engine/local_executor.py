@@ -87,7 +87,7 @@ class LocalExecutor:
         self._rows = "whole"
         try:
             with launching_on(self._caches.device):
-                return self._output(*self._compute(plan))
+                return self._output(plan, *self._compute(plan))
         except Exception as error:
             raise StepError(error, self._rows) from error
 
@@ -176,7 +176,9 @@ class LocalExecutor:
             self._embeddings[encode.slot] = ranks.tell(mine, owner, like)
         self.model_seconds += time.perf_counter() - begin
 
-    def _output(self, output: ForwardOutput, packed: list[Slice], rows: list[int]) -> StepOutput:
+    def _output(
+        self, plan: StepPlan, output: ForwardOutput, packed: list[Slice], rows: list[int]
+    ) -> StepOutput:
         """Samples from the rows of the tasks and reports from those that the batch asked for."""
         tasks = [task for item in packed for task in item.samples]
         choosers = {task.sequence: self._known[task.sequence].chooser for task in tasks}
@@ -191,7 +193,9 @@ class LocalExecutor:
                 reports[item.sequence] = logprob_rows(logits, following, rivals or 0)
             row += count + len({task.position for task in item.samples})
         experts, drafts = _experts_by_sequence(output.experts, packed), {}
-        if self._drafts is not None and output.hidden is not None:
+        if self._drafts is not None and plan.unread:
+            self._drafts.leave_out(packed, self._known)
+        elif self._drafts is not None and output.hidden is not None:
             begin = time.perf_counter()
             drafts = self._drafts.run(packed, self._known, self._embeddings, output.hidden, sampled)
             self.model_seconds += time.perf_counter() - begin

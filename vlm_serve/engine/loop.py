@@ -244,7 +244,7 @@ class EngineLoop:
             if not isinstance(failure.cause, VlmServeError):
                 _log.exception("a step failed; its sequences are retried one by one")
             return self._scheduler.fail(plan, failure)
-        self._scheduler.pace.learn(plan, time.perf_counter() - began)
+        self._scheduler.learn(plan, output, time.perf_counter() - began)
         return self._scheduler.commit(plan, output)
 
     def _emit(self, events: list[Event]) -> None:

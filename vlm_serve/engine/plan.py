@@ -134,7 +134,8 @@ class StepPlan:
     `folds` (row, first update, count) are updates to fold into state rows,
     `row_copies` (source, destination) state rows of forked choices, `copies` (source block,
     destination block, number of rows) of KV; then what is `recalled` is put where it belongs, and
-    the spans in `encodes` are encoded."""
+    the spans in `encodes` are encoded. `unread`: the model's layer for drafts leaves the tokens of
+    this step out, none of which is of a prefill."""
 
     slices: tuple[Slice, ...]
     encodes: tuple[Encode, ...] = ()
@@ -143,6 +144,7 @@ class StepPlan:
     dropped_slots: tuple[int, ...] = ()
     folds: tuple[tuple[int, int, int], ...] = ()
     recalled: tuple[Recalled, ...] = ()
+    unread: bool = False
 
     @property
     def num_tokens(self) -> int:

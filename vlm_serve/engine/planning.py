@@ -113,6 +113,7 @@ class Planner:
             row_copies=tuple(roster.row_copies),
             dropped_slots=self._media.take_dropped(),
             folds=tuple(roster.folds),
+            unread=self._drafting is not None and self._drafting.unread,
         )
 
     def _limit(self, room: int) -> int:

@@ -43,7 +43,7 @@ class Scheduler:
     Attributes:
         running, waiting: not to be changed.
         drafting: puts drafts into steps, if there are drafters.
-        pace: is to be told what every step took.
+        pace: limits steps.
         replays: has answers go on that began elsewhere.
     """
 
@@ -95,6 +95,12 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run. Ask for `take_failures` then."""
         return self._planner.plan()
+
+    def learn(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+        """A successful step took so long."""
+        self.pace.learn(plan, seconds)
+        if self.drafting is not None:
+            self.drafting.learn(plan, output, seconds)
 
     def take_failures(self) -> list[Event]:
         """Ends the requests that could not be planned."""

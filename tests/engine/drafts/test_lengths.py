@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_serve.engine.drafts.lengths import CostCurve, depths, share
+from vlm_serve.engine.drafts.base import MOST_EVIDENCE
+from vlm_serve.engine.drafts.lengths import CostCurve, Wish, depths, share
 from vlm_serve.engine.drafts.trust import Trust
 
 FREE = CostCurve()
@@ -12,13 +13,27 @@ LINEAR = CostCurve([(1, 1.0), (2, 2.0)])
 STEPS = CostCurve([(1, 1.0), (4, 1.1), (5, 4.0), (8, 4.2)])
 
 
+def trusting(rate: float) -> Trust:
+    """As much whatever the evidence."""
+    return Trust([rate] * (MOST_EVIDENCE + 1))
+
+
 def lengths(
     *wishes: tuple[float, int], costs: CostCurve, rows: int = 0, budget: int = 100
 ) -> list[int]:
     decodes = len(wishes)
-    trusts = [(Trust(rate), count) for rate, count in wishes]
+    trusts = [Wish(trusting(rate), count) for rate, count in wishes]
     rows = rows or decodes
     return share(trusts, rows=rows, decodes=decodes, budget=budget, costs=costs)
+
+
+def test_weak_evidence_gets_less_than_strong() -> None:
+    """Drafts that are likely to hold once the first one has are worth more together."""
+    trust = Trust([0.2, 0.9, *[0.95] * 6])
+    costs = CostCurve([(1, 1.0), (9, 5.0)])
+    for evidence, expected in ((0, 0), (1, 2), (2, 2)):
+        wish = Wish(trust, 2, evidence)
+        assert share([wish], rows=1, decodes=1, budget=10, costs=costs) == [expected]
 
 
 def test_rows_that_cost_nothing_are_all_used() -> None:
@@ -45,7 +60,7 @@ def test_sequences_with_states_to_read_are_dear_already_so_drafts_are_not() -> N
     assert several.seconds(8, 8) == pytest.approx(1.7 + 7 * 0.2)
     assert several.seconds(16, 8) == pytest.approx(2.5 + 6 * 0.2)
     assert several.seconds(16, 1) == several.seconds(16) == 2.5
-    sure = [Trust(rate=0.3) for _ in range(8)]
+    sure = [trusting(0.3) for _ in range(8)]
     assert depths(sure, [1] * 8, costs=CostCurve(points), pass_costs=None) == [0] * 8
     assert depths(sure, [1] * 8, costs=several, pass_costs=None) == [1] * 8
 
@@ -59,7 +74,7 @@ def test_a_prefill_beside_makes_rows_dearer() -> None:
 def test_a_sequence_that_lost_trust_is_tried_again_ever_more_rarely() -> None:
     trust, tries = Trust(), []
     for step in range(600):
-        (given,) = share([(trust, 7)], rows=1, decodes=1, budget=10, costs=LINEAR)
+        (given,) = share([Wish(trust, 7)], rows=1, decodes=1, budget=10, costs=LINEAR)
         if given:
             assert given == 1
             tries.append(step)
@@ -79,7 +94,7 @@ def test_costs_between_and_beyond_what_was_measured(rows: int, seconds: float) -
 
 def test_the_models_own_layer_drafts_as_many_in_a_row_as_pay() -> None:
     """Where rows cost nothing, and passes a tenth of a step, three, or nothing."""
-    sure, flat = Trust(rate=0.8), CostCurve([(1, 1.0)])
+    sure, flat = trusting(0.8), CostCurve([(1, 1.0)])
     assert depths([sure], [7], costs=flat, pass_costs=CostCurve([(1, 0.1)])) == [6]
     assert depths([sure], [7], costs=flat, pass_costs=CostCurve([(1, 0.3)])) == [3]
     assert depths([sure], [7], costs=flat, pass_costs=None) == [7]
@@ -88,7 +103,7 @@ def test_the_models_own_layer_drafts_as_many_in_a_row_as_pay() -> None:
 
 
 def test_a_layer_that_does_not_pay_is_tried_now_and_then() -> None:
-    trust, costs = Trust(rate=0.05), CostCurve([(1, 1.0), (2, 2.0)])
+    trust, costs = trusting(0.05), CostCurve([(1, 1.0), (2, 2.0)])
     found = [
         depths([trust], [7], costs=costs, pass_costs=CostCurve([(1, 0.5)]))[0] for _ in range(9)
     ]

@@ -9,8 +9,8 @@ from array import array
 from simulation import Letters
 from symbolic import make_prompt
 
-from vlm_serve.engine.drafts.suffix import BYTES_PER_TOKEN, SuffixDrafter
-from vlm_serve.engine.drafts.texts import MOST_TRIED, Answers, Text, repeated
+from vlm_serve.engine.drafts.suffix import BYTES_PER_TOKEN, CONTEXT_BYTES, SuffixDrafter
+from vlm_serve.engine.drafts.texts import MOST_TRIED, ORDER, Answers, Text, nearest, repeated
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.sequence import Job, Sequence
 from vlm_serve.sampling_params import SamplingParams
@@ -86,10 +86,12 @@ def test_a_sequence_repeats_itself() -> None:
     one.token_ids += [5, 6, 9]
     assert drafter.propose(one, 3) == (2, 3, 4)
     one.token_ids.append(8)
-    assert drafter.propose(one, 3) == (3, 4)  # As if 8 stood for the 2.
+    assert drafter.propose(one, 3) == (3, 4, 5)  # As if 8 stood for the 2.
     one.token_ids.append(4)
-    assert drafter.propose(one, 3) == (5, 6)  # The 3 was left out.
-    one.token_ids.append(15)
+    assert drafter.propose(one, 2) == (5, 6)  # The 3 was left out.
+    one.token_ids += [15, 16]
+    assert drafter.propose(one, 3) != ()
+    one.token_ids.append(17)
     assert drafter.propose(one, 3) == ()
 
 
@@ -107,7 +109,7 @@ def test_earlier_answers_of_the_same_tenant_come_again() -> None:
 def test_a_prediction_begins_with_the_answer_and_is_found_again() -> None:
     drafter = SuffixDrafter()
     one = sequence((1, 2), prediction=(10, 11, 12, 13, 14, 15))
-    assert drafter.propose(one, 2) == (10, 11) and drafter.is_sure(one)
+    assert drafter.propose(one, 2) == (10, 11) and drafter.evidence(one) == 7
     one.token_ids += [10, 11]
     assert drafter.propose(one, 2) == (12, 13)
     one.token_ids += [40, 11, 12]
@@ -118,12 +120,50 @@ def test_a_prediction_begins_with_the_answer_and_is_found_again() -> None:
 
 def test_much_speaks_for_what_has_long_been_the_same() -> None:
     drafter, text = SuffixDrafter(), tuple(range(1, 20))
-    one, expected = sequence((*text, 30), 1, 2, 3), [False, False, False, True, True]
-    for token, sure in zip((4, 5, 6, 7, 8), expected, strict=True):
-        assert drafter.propose(one, 1) == (token,) and drafter.is_sure(one) == sure
+    one = sequence((*text, 30), 1, 2, 3)
+    for token, evidence in zip((4, 5, 6, 7, 8, 9), (3, 4, 5, 6, 7, 7), strict=True):
+        assert drafter.propose(one, 1) == (token,) and drafter.evidence(one) == evidence
         one.token_ids.append(token)
     one.token_ids.append(40)
-    assert drafter.propose(one, 1) == (10,) and not drafter.is_sure(one)
+    assert drafter.propose(one, 1) == (11,) and drafter.evidence(one) == 0
+
+
+def test_an_answer_begins_as_earlier_ones_to_the_same_question() -> None:
+    """Which says little: no token of this answer has been compared yet but the first."""
+    drafter, ending = SuffixDrafter(), (40, 41, 42)
+    drafter.forget(sequence((1, *ending), 10, 11, 12))
+    drafter.forget(sequence((2, *ending), 20, 21, 22))
+    for question, first in ((1, 10), (2, 20)):
+        one = sequence((question, *ending), first)
+        assert drafter.propose(one, 5) == (first + 1, first + 2)
+        assert drafter.evidence(one) == 1
+    assert drafter.propose(sequence((3, 43, 44), 10), 5) == ()
+
+
+def test_a_text_is_not_left_for_a_few_equal_tokens() -> None:
+    """Only for more of them, or when two of its own were others."""
+    drafter, page = SuffixDrafter(), tuple(range(100, 120))
+    one = sequence((103, 104, 105, 50, 7, *page, 60), *page[:6])
+    assert drafter.propose(one, 1) == (106,)
+    one.token_ids.append(50)
+    assert drafter.propose(one, 1) == (7,)  # Four tokens are equal there.
+    drafter = SuffixDrafter()
+    one = sequence((105, 50, 7, *page, 60), *page[1:6])
+    drafter.propose(one, 1)
+    one.token_ids.append(50)
+    assert drafter.propose(one, 1) == (107,)
+    one.token_ids.append(7)
+    assert drafter.propose(one, 1) == (100,)
+
+
+def test_where_a_text_goes_on_behind_another_token() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert nearest(text, 2, 9, lost=False) == 3  # It stands for the 3.
+    assert nearest(text, 2, 4, lost=False) == 4  # The 3 was left out.
+    assert nearest(text, 4, 3, lost=False) == 3
+    often = [1, 2, 3, 4, 5, 4, 7, 8]
+    assert nearest(often, 2, 4, lost=False) == 3
+    assert nearest(often, 2, 4, lost=True) == 4
 
 
 def test_the_longest_match_is_followed() -> None:
@@ -141,11 +181,11 @@ def test_answers_are_bounded_in_bytes() -> None:
     assert drafter.propose(sequence((1,), 990, 991, 992), 2) == (993, 994)
     assert drafter.propose(sequence((1,), 0, 1, 2), 2) == ()
     drafter.forget(sequence((1,), *range(100)))
-    assert drafter.num_bytes == 18 * BYTES_PER_TOKEN
+    assert drafter.num_bytes == 18 * BYTES_PER_TOKEN + 3 * CONTEXT_BYTES
 
 
 def test_a_guess_is_what_has_followed_the_last_tokens() -> None:
-    """Asked at every token. Behind tokens that have never come before a guess is short."""
+    """Asked at every token: as many of them as the evidence says."""
     rng, long = random.Random(2), 0
     for _ in range(20):
         text = rng.choices(range(5), k=60)
@@ -153,9 +193,11 @@ def test_a_guess_is_what_has_followed_the_last_tokens() -> None:
         for token in text[10:]:
             one.token_ids.append(token)
             guess, so_far = drafter.propose(one, 6), one.token_ids
-            places = [i for i in range(3, len(so_far)) if so_far[i - 3 : i] == so_far[-3:]]
-            if places:
-                assert guess and guess[0] in {so_far[i] for i in places}
-                long += len(guess) == 6
-            assert places or len(guess) <= 4
+            same = drafter.evidence(one)
+            if not guess or same < ORDER:
+                continue
+            ending = so_far[-same:]
+            places = [i for i in range(same, len(so_far)) if so_far[i - same : i] == ending]
+            assert guess[0] in {so_far[i] for i in places}
+            long += len(guess) == 6
     assert long > 50

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from vlm_serve.engine.drafts.trust import Trust
 
@@ -42,6 +43,15 @@ class CostCurve:
         return less + (more - less) * (rows - low) / (high - low)
 
 
+class Wish(NamedTuple):
+    """What is known of a sequence's drafts: how others of their drafter have done, how many there
+    are, and what speaks for the first."""
+
+    trust: Trust
+    drafts: int
+    evidence: int = 0
+
+
 def depths(
     trusts: Sequence[Trust],
     rooms: Sequence[int],
@@ -76,12 +86,12 @@ def depths(
 
 
 def share(
-    wishes: Sequence[tuple[Trust, int]], *, rows: int, decodes: int, budget: int, costs: CostCurve
+    wishes: Sequence[Wish], *, rows: int, decodes: int, budget: int, costs: CostCurve
 ) -> list[int]:
     """How many drafts each sequence gets, so that the step makes the most tokens in a second.
 
     Args:
-        wishes: of each sequence how its drafts have done, and how many there are.
+        wishes: of each sequence.
         rows: tokens of the step without drafts.
         decodes: of those, the ones that make a token each.
         budget: most drafts in all.
@@ -89,9 +99,9 @@ def share(
     """
     chances = sorted(
         (
-            (trust.rate**place, -index)
-            for index, (trust, n) in enumerate(wishes)
-            for place in range(1, n + 1)
+            (chance, -index)
+            for index, wish in enumerate(wishes)
+            for chance in wish.trust.chances(wish.drafts, wish.evidence)
         ),
         reverse=True,
     )[:budget]
@@ -104,8 +114,8 @@ def share(
     lengths = [0] * len(wishes)
     for _, index in chances[:wanted]:
         lengths[-index] += 1
-    for index, (trust, n) in enumerate(wishes):
-        if not lengths[index] and n and sum(lengths) < budget:
+    for index, (trust, drafts, _) in enumerate(wishes):
+        if not lengths[index] and drafts and sum(lengths) < budget:
             trust.paused += 1
             lengths[index] = int(trust.paused >= trust.pause)
     return lengths

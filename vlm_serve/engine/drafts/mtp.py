@@ -20,9 +20,9 @@ class MtpDrafter:
         num_tokens, drafts = self._made.get(sequence.number, (0, ()))
         return drafts[:limit] if num_tokens == sequence.num_tokens else ()
 
-    def is_sure(self, sequence: Sequence) -> bool:
-        """They all come from the same layer."""
-        return True
+    def evidence(self, sequence: Sequence) -> int:
+        """They all come from the same layer; only their places differ."""
+        return 0
 
     def forget(self, sequence: Sequence) -> None:
         self._made.pop(sequence.number, None)

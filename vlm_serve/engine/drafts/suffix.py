@@ -9,16 +9,25 @@ from collections import OrderedDict
 from collections.abc import Sequence as Tokens
 from itertools import count
 
-from vlm_serve.engine.drafts.texts import ORDER, Answers, Text, longer, nearest, repeated
+from vlm_serve.engine.drafts.base import MOST_EVIDENCE
+from vlm_serve.engine.drafts.texts import (
+    MOST_COMPARED,
+    ORDER,
+    Answers,
+    Text,
+    longer,
+    nearest,
+    repeated,
+)
 from vlm_serve.engine.sequence import Sequence
 
 BYTES_PER_TOKEN = 200
 """Of an earlier answer: its place in a dictionary, the one before it, and itself."""
 ANSWER_BYTES = 64 << 20
 """Most bytes of all earlier answers."""
-SURE = 2 * ORDER
-"""So many tokens in a row that are equal are hardly chance."""
-MOST_MISSED = 2
+CONTEXT_BYTES = 12
+"""Of a token of the prompt before it, which is only compared."""
+MOST_MISSED = 4
 """Tokens in a row, or nearly, that are others than in the text that is followed."""
 MOST_PROMPT_TOKENS = 1 << 14
 """Tokens at a prompt's end that are looked through."""
@@ -34,14 +43,15 @@ class _Follower:
         self._prediction = Text(sequence.request.prediction)
         self._in: Tokens[int] = self._prediction.tokens
         self._at = 0
-        self._length = SURE if sequence.request.prediction else 0  # Its sender speaks for it.
+        # Equal tokens so far. For a prediction its sender speaks.
+        self._length = MOST_EVIDENCE if sequence.request.prediction else 0
         self._missed = 0
         self._start = len(sequence.prompt)
 
     @property
-    def sure(self) -> bool:
-        """Whether the text that is followed has long been the same."""
-        return not self._missed and self._length >= SURE
+    def evidence(self) -> int:
+        """For how long the text that is followed has been the same."""
+        return min(self._length, MOST_EVIDENCE)
 
     def propose(self, tokens: list[int], limit: int) -> tuple[int, ...]:
         new = tokens[self._seen :]
@@ -54,8 +64,6 @@ class _Follower:
             self._look_up()
         if self._missed > MOST_MISSED or not self._at < len(self._in):
             return ()
-        if self._missed:
-            limit = min(limit, 2 + self._length)
         if self._in is self._own.tokens:
             return repeated(self._in, self._at, limit)
         return tuple(self._in[self._at : self._at + limit])
@@ -68,17 +76,22 @@ class _Follower:
             self._at, self._length = self._at + 1, self._length + 1
             self._missed = 0 if self._length >= ORDER else self._missed
         else:
-            self._at, self._length = nearest(self._in, self._at, token), 0
+            self._at = nearest(self._in, self._at, token, lost=not self._length)
+            self._length = 0
             self._missed += 1
 
     def _look_up(self) -> None:
-        """Goes on where most of what came last has come before."""
+        """Goes on where most of what came last has come before. A text of which one token was
+        another is not left for a few equal tokens elsewhere."""
         own = self._own.tokens
         best = longer(self._prediction.find(own), self._own.find(own))
         if self._answers is not None:
             best = longer(best, self._answers.find(own))
-        if best is not None:
-            self._in, self._at, self._length = best
+        follows = self._missed <= 1 and self._at < len(self._in)
+        if best is not None and (best.length > ORDER or not follows):
+            # Equal prompts say little of answers.
+            self._in, self._at = best.text, best.at
+            self._length = min(best.length, self._seen - self._start)
             self._missed = 0
 
 
@@ -97,7 +110,7 @@ class SuffixDrafter:
         self._most_bytes = most_bytes
         self._followers: dict[int, _Follower] = {}
         self._answers: dict[bytes, Answers] = {}
-        self._order: OrderedDict[int, bytes] = OrderedDict()
+        self._order: OrderedDict[int, tuple[bytes, int]] = OrderedDict()
         self._numbers = count()
 
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
@@ -107,26 +120,27 @@ class SuffixDrafter:
             self._followers[sequence.number] = follower
         return follower.propose(sequence.token_ids, limit)
 
-    def is_sure(self, sequence: Sequence) -> bool:
-        return self._followers[sequence.number].sure
+    def evidence(self, sequence: Sequence) -> int:
+        return self._followers[sequence.number].evidence
 
     def forget(self, sequence: Sequence) -> None:
         self._followers.pop(sequence.number, None)
-        tokens = array("i", sequence.generated)
-        size = len(tokens) * BYTES_PER_TOKEN
-        if sequence.request.cold or len(tokens) <= ORDER or size > self._most_bytes:
+        before, said = sequence.info.token_ids[-MOST_COMPARED:], sequence.generated
+        size = len(before) * CONTEXT_BYTES + len(said) * BYTES_PER_TOKEN
+        if sequence.request.cold or not said or size > self._most_bytes:
             return
         while self.num_bytes + size > self._most_bytes:
             self._remove_oldest()
         number, root = next(self._numbers), sequence.keys.root
-        self._answers.setdefault(root, Answers()).add(number, tokens)
-        self._order[number] = root
+        text = array("i", (*before, *said))
+        self._answers.setdefault(root, Answers()).add(number, text, first=len(before))
+        self._order[number] = root, size
         self.num_bytes += size
 
     def _remove_oldest(self) -> None:
-        number, root = self._order.popitem(last=False)
+        number, (root, size) = self._order.popitem(last=False)
         answers = self._answers[root]
-        self.num_bytes -= len(answers.texts[number]) * BYTES_PER_TOKEN
+        self.num_bytes -= size
         answers.remove(number)
         if not answers.texts:
             del self._answers[root]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 ORDER = 3
 """So many tokens in a row must have come before for what followed them to be a guess."""
 MOST_COMPARED, MOST_TRIED = 32, 8
-NEAR = 4
+NEAR, SPAN = 4, 16
 _BITS = 21
 
 
@@ -88,10 +88,11 @@ class Answers:
         self._places: dict[int, int] = {}
         self._earlier: dict[int, array[int]] = {}
 
-    def add(self, number: int, tokens: array[int]) -> None:
+    def add(self, number: int, tokens: array[int], first: int = 0) -> None:
+        """A text; only what comes from its `first` token on is ever guessed."""
         self.texts[number] = tokens
         earlier = self._earlier[number] = array("q", [-1]) * len(tokens)
-        for end in range(ORDER, len(tokens)):
+        for end in range(max(ORDER, first), len(tokens)):
             last = key(tokens, end)
             earlier[end] = self._places.get(last, -1)
             self._places[last] = number << 32 | end
@@ -126,9 +127,12 @@ def longer(best: Match | None, other: Match | None) -> Match | None:
     return best
 
 
-def nearest(text: Sequence[int], at: int, token: int) -> int:
+def nearest(text: Sequence[int], at: int, token: int, *, lost: bool) -> int:
     """Where to go on in a text that was to go on at `at`, when a token has come that is another
-    one: behind the nearest of its kind, or as if it stood for the one that was expected."""
+    one: behind the nearest of its kind, or as if it stood for the one that was expected. One that
+    is frequent there says little, unless the one before it was another one too (`lost`)."""
+    if not lost and text[max(0, at - SPAN) : at + SPAN].count(token) > 1:
+        return at + 1
     for distance in range(1, NEAR + 1):
         for place in (at + distance, at - distance):
             if 0 <= place < len(text) and text[place] == token:
