@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import subprocess
 
 import pytest
+from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from serving import RunningServer, wait_for
+
+from vlm_serve.server.openapi import DescribedApp
 
 
 def test_models(fake: RunningServer) -> None:
@@ -199,6 +203,22 @@ def test_the_openapi_document_is_closed(fake: RunningServer) -> None:
     collect(document)
     assert names <= set(schemas)
     assert "temperature" in schemas["ChatCompletionRequest"]["properties"]
+
+
+def test_the_openapi_document_is_made_once_and_off_the_event_loop() -> None:
+    """It takes a tenth of a second, in which nobody else would be answered."""
+    made: list[str] = []
+
+    class Watched(DescribedApp):
+        def openapi(self) -> dict[str, str]:
+            with pytest.raises(RuntimeError):
+                asyncio.get_running_loop()
+            made.append("made")
+            return {"openapi": "3"}
+
+    client = TestClient(Watched(title="vlm-serve", version="1"))
+    assert [client.get("/openapi.json").json() for _ in range(3)] == [{"openapi": "3"}] * 3
+    assert made == ["made"]
 
 
 def test_the_openapi_document_knows_what_streams(fake: RunningServer) -> None:
