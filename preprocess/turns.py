@@ -43,7 +43,12 @@ class Turns(Generic[T]):
         except RuntimeError:  # it has been shut down
             self._give_up(future)
             return
-        turn.add_done_callback(lambda _: turn.cancelled() and self._give_up(future))
+
+        def ended(turn: Future[None]) -> None:
+            if turn.cancelled():
+                self._give_up(future)
+
+        turn.add_done_callback(ended)
 
     def _run(self, future: Future[T], work: Callable[[], T]) -> None:
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
@@ -50,10 +51,14 @@ def test_results_and_errors_are_those_of_the_pieces_in_order() -> None:
 
 
 def test_what_is_cancelled_before_its_turn_is_never_begun() -> None:
-    gate, begun = Gate(), []
+    gate, begun = Gate(), list[int]()
     with ThreadPoolExecutor(1) as executor:
-        works = [gate.work, lambda: begun.append(1), lambda: begun.append(2)]
-        futures: list[Future[object]] = Turns(executor, works, most=1).futures
+        works: list[Callable[[], object]] = [
+            gate.work,
+            lambda: begun.append(1),
+            lambda: begun.append(2),
+        ]
+        futures = Turns(executor, works, most=1).futures
         assert futures[1].cancel()
         gate.open.set()
         futures[2].result(timeout=30)

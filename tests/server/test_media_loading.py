@@ -80,7 +80,7 @@ def test_media_begin_to_load_off_the_event_loop(
     preprocessor = server.engine.preprocessor
     start, begun = preprocessor.start_loading, []
 
-    def start_loading(draft: Draft, stop: Stop) -> list[Any]:
+    def start_loading(draft: Draft, stop: Stop) -> Any:
         with pytest.raises(RuntimeError):
             asyncio.get_running_loop()
         begun.append(draft)
