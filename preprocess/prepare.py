@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -44,11 +44,15 @@ from vlm_serve.preprocess.raw_index import RawIndex
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.template import ChatTemplate, find_chat_template
 from vlm_serve.preprocess.tokenizer import Tokenizer, read_json
+from vlm_serve.preprocess.turns import Turns
 from vlm_serve.preprocess.typed_text import TypedText
 from vlm_serve.preprocess.upload_records import UploadRecords
 
 _SALT = re.compile(r"[A-Za-z0-9._:=+/@-]{0,128}")
 _THREADS = 64
+# Of one request at a time: enough for all decoding processes, and for machines that answer slowly.
+_DECODED_AT_ONCE = 8
+_FETCHED_AT_ONCE = 16
 DEFAULT_RAW_INDEX_BYTES = 16 << 20
 
 
@@ -297,15 +301,20 @@ class Preprocessor:
         return Draft(root, cache_salt, request, media, typed, text, pieces)
 
     def start_loading(self, draft: Draft, stop: Stop) -> list[Future[LoadedMedia]]:
-        """The second step: begins to load the media, on threads that mostly wait. Whoever leaves
-        sets the stop, which ends the loading wherever it is. The futures raise as `prepare` does.
+        """The second step: begins to load the media, on threads that mostly wait, a few at a time.
+        Whoever leaves sets the stop, which ends the loading wherever it is. The futures raise as
+        `prepare` does.
         """
-        return [
-            (self._fetching if is_remote(part) else self._decoding).submit(
-                self._loader.load, part, draft.cache_salt, stop
-            )
-            for part in draft.media
-        ]
+        remote = [is_remote(part) for part in draft.media]
+        works = [partial(self._loader.load, part, draft.cache_salt, stop) for part in draft.media]
+        found: dict[bool, Iterator[Future[LoadedMedia]]] = {}
+        for fetched, executor, most in (
+            (True, self._fetching, _FETCHED_AT_ONCE),
+            (False, self._decoding, _DECODED_AT_ONCE),
+        ):
+            mine = [work for work, each in zip(works, remote, strict=True) if each is fetched]
+            found[fetched] = iter(Turns(executor, mine, most).futures)
+        return [next(found[each]) for each in remote]
 
     def finish(self, draft: Draft, media: Sequence[LoadedMedia]) -> Prompt:
         """The third step: the prompt, given the media that the draft names, in order.

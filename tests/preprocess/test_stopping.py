@@ -17,6 +17,8 @@ from conversation import build
 from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.preprocess.fetch import fetch
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.loaded_media import LoadedMedia
+from vlm_serve.preprocess.messages import MediaPart
 from vlm_serve.preprocess.stopping import Stop, StoppedError
 
 LIMITS = MediaLimits(allow_private_networks=True)
@@ -109,6 +111,29 @@ def test_slow_fetches_hold_up_nobody(checkpoint: Path, photographs: Path) -> Non
         begin = time.monotonic()
         assert all(isinstance(each.exception(timeout=20), VlmServeError) for each in loading)
         assert time.monotonic() - begin < 20
+    preprocessor.close()
+
+
+def test_many_pictures_of_one_request_hold_up_nobody(
+    checkpoint: Path, photographs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred that take for ever: more than there are threads for decoding."""
+    preprocessor, stop = build(checkpoint, limits=LIMITS), Stop()
+    slow = {"type": "image", "image": photographs / "rocket.jpg"}
+    other = {"type": "image", "image": photographs / "chelsea.png"}
+    load, waited = preprocessor._loader.load, threading.Event()
+
+    def slowly(part: MediaPart, cache_salt: str, stop: Stop) -> LoadedMedia:
+        if part.source == slow["image"]:
+            waited.wait(30)
+        return load(part, cache_salt, stop)
+
+    monkeypatch.setattr(preprocessor._loader, "load", slowly)
+    loading = preprocessor.start_loading(preprocessor.begin(ask(*[slow] * 100)), stop)
+    assert preprocessor.prepare(ask(other)).media
+    assert not any(each.done() for each in loading)
+    waited.set()
+    assert {each.result(timeout=30).grid for each in loading} == {loading[0].result().grid}
     preprocessor.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import io
@@ -18,6 +19,8 @@ from serving import RunningServer, connect, running, wait_for
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.preprocess.draft import Draft
+from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.server.config import ServerConfig
 
 
@@ -68,6 +71,27 @@ def host() -> Iterator[SilentHost]:
     made = SilentHost()
     yield made
     made.close()
+
+
+def test_media_begin_to_load_off_the_event_loop(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may need a new thread, and whoever begins one waits until it runs."""
+    preprocessor = server.engine.preprocessor
+    start, begun = preprocessor.start_loading, []
+
+    def start_loading(draft: Draft, stop: Stop) -> Any:
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        begun.append(draft)
+        return start(draft, stop)
+
+    monkeypatch.setattr(preprocessor, "start_loading", start_loading)
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), "green").save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    assert server.client.post("/v1/chat/completions", json=asking(url)).status_code == 200
+    assert len(begun) == 1
 
 
 @pytest.mark.parametrize("leave", [False, True], ids=["waiting", "gone"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import shutil
@@ -9,8 +10,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from serving import RunningServer, wait_for
+
+from vlm_serve.server.openapi import DescribedApp
 
 
 def test_models(fake: RunningServer) -> None:
@@ -215,6 +219,22 @@ def test_routes_that_documents_name_are_in_the_openapi_document(fake: RunningSer
             seen.add(route)
             assert route in known or route + "/{}" in known, f"{document.name}: {path}"
     assert len(seen) > 10
+
+
+def test_the_openapi_document_is_made_once_and_off_the_event_loop() -> None:
+    """It takes a tenth of a second, in which nobody else would be answered."""
+    made: list[str] = []
+
+    class Watched(DescribedApp):
+        def openapi(self) -> dict[str, str]:
+            with pytest.raises(RuntimeError):
+                asyncio.get_running_loop()
+            made.append("made")
+            return {"openapi": "3"}
+
+    client = TestClient(Watched(title="vlm-serve", version="1"))
+    assert [client.get("/openapi.json").json() for _ in range(3)] == [{"openapi": "3"}] * 3
+    assert made == ["made"]
 
 
 def test_the_openapi_document_knows_what_streams(fake: RunningServer) -> None:

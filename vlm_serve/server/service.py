@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +16,7 @@ from vlm_serve.errors import EngineClosedError, ModelNotFoundError, OverloadedEr
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.draft import Draft
+from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.tokenizer import Tokenizer
@@ -266,20 +267,21 @@ class Service(Work):
         Raises what preparation raises.
         """
         stop = stop or Stop()
-        with stop.timed("draft"):
-            draft = await self.in_pool(work)
-        if isinstance(draft, Prompt):
-            return draft
-        if not isinstance(draft, Draft):
-            try:
-                with stop.timed("media"):
-                    return await self._in(self._waiting, partial(draft, stop))
-            finally:
-                stop.set()
         preprocessor = self.engine.preprocessor
-        loading = preprocessor.start_loading(draft, stop)
+
+        def begun() -> tuple[Preparation, list[Future[LoadedMedia]]]:
+            """Media begin to load here: what begins threads may have to wait for them."""
+            made = work()
+            return made, preprocessor.start_loading(made, stop) if isinstance(made, Draft) else []
+
         try:
+            with stop.timed("draft"):
+                draft, loading = await self.in_pool(begun)
+            if isinstance(draft, Prompt):
+                return draft
             with stop.timed("media"):
+                if not isinstance(draft, Draft):
+                    return await self._in(self._waiting, partial(draft, stop))
                 media = await asyncio.gather(*map(asyncio.wrap_future, loading))
         finally:
             stop.set()
