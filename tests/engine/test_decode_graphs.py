@@ -264,3 +264,24 @@ def test_graphs_need_a_gpu(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, SPECS["dense"])
     with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
         build(str(checkpoint), EngineConfig(device="cpu", cuda_graphs=True))
+
+
+def test_drafts_weigh_steps_from_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = make_checkpoint(tmp_path, SPECS["dense"])
+    with_graphs(monkeypatch, Repeating)
+    config = EngineConfig(
+        dtype="float32",
+        block_size=16,
+        cache_memory="16MiB",
+        max_num_seqs=2,
+        max_model_len=64,
+        compiled_kernels=False,
+        speculative="suffix",
+        speculative_tokens=2,
+    )
+    with Pipeline(checkpoint, config) as pipe:
+        drafting = pipe.engine._scheduler.drafting
+        assert drafting is not None and drafting.costs.has_graphs
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        assert len(pipe.generate([5, 6, 7] * 6, params).token_ids) == 6
+        pipe.engine.check()

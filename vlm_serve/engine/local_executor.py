@@ -14,7 +14,7 @@ from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
 from vlm_serve.engine.decode_graphs import DecodeGraphs
 from vlm_serve.engine.draft_making import DraftMaker
-from vlm_serve.engine.drafts.measuring import measure_rows
+from vlm_serve.engine.drafts.measuring import measure_plain, measure_rows
 from vlm_serve.engine.executor import ExecutorLostError, RowsAfter, StepError
 from vlm_serve.engine.plan import Encode, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
@@ -104,6 +104,15 @@ class LocalExecutor:
         return measure_rows(
             self._model, self._caches, most_sequences=most_sequences, most_tokens=most_tokens
         )
+
+    @torch.inference_mode()
+    def measure_plain(self, *, most_sequences: int) -> list[tuple[int, float]]:
+        """(sequences, seconds) of steps without drafts, if they run from graphs; before the first
+        step."""
+        if not self._graphs:
+            return []
+        with launching_on(self._caches.device):
+            return measure_plain(self._forward, self._caches, most_sequences=most_sequences)
 
     def _compute(self, plan: StepPlan) -> tuple[ForwardOutput, list[Slice], list[int]]:
         """The forward; its slices in their order, and the rows of the tasks' logits."""

@@ -71,6 +71,16 @@ def test_a_prefill_beside_makes_rows_dearer() -> None:
     assert lengths((0.9, 7), costs=curve, rows=93) > [0]
 
 
+def test_steps_that_run_from_graphs_without_drafts_are_worth_many() -> None:
+    """A step from a graph takes 5, any other 20, whatever its rows."""
+    graphs = CostCurve([(1, 20.0), (64, 20.0)], tokens=8, plain=[(1, 5.0), (8, 5.0)])
+    assert graphs.seconds(8, 8) == 5 and graphs.seconds(9, 8) == 20 and graphs.seconds(8) == 20
+    assert lengths((0.99, 7), costs=graphs) == [7]
+    assert lengths((0.6, 7), costs=graphs) == [0]
+    assert lengths((0.99, 7), costs=graphs, rows=30) == [0]
+    assert depths([trusting(0.6)], [7], costs=graphs, pass_costs=None) == [0]
+
+
 def test_a_sequence_that_lost_trust_is_tried_again_ever_more_rarely() -> None:
     trust, tries = Trust(), []
     for step in range(600):

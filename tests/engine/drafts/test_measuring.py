@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from vlm_serve.engine.drafts import measuring
-from vlm_serve.engine.drafts.measuring import ascending, measure_rows, sizes
+from vlm_serve.engine.drafts.measuring import ascending, measure_plain, measure_rows, sizes
 from vlm_serve.models import Model
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
 
@@ -62,3 +63,18 @@ def test_what_a_sequence_more_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert points[:4] == [(1, 1.5), (2, 2.5), (3, 3.5), (4, 4.5)]
         assert points[-1][0] == 4 * sequences
         assert sequence == 0.5
+
+
+def test_steps_without_drafts_are_those_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ForwardBatch] = []
+
+    def forward(batch: ForwardBatch) -> ForwardOutput:
+        seen.append(batch)
+        return ForwardOutput(torch.zeros(len(batch.logit_rows), 4))
+
+    caches = SimpleNamespace(num_blocks=20, block_size=16, num_rows=0, device=torch.device("cpu"))
+    points = measure_plain(forward, cast(CacheTensors, caches), most_sequences=4)
+    assert [count for count, _ in points] == [1, 2, 3, 4]
+    largest = max(seen, key=lambda batch: len(batch.token_ids))
+    assert largest.decode is not None and largest.prefill is None and largest.verify is None
+    assert largest.decode.kv_lens == (1,) * 4 and largest.slots.tolist() == [0, 16, 32, 48]

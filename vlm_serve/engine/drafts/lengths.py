@@ -16,17 +16,32 @@ class CostCurve:
         points: (rows, seconds), ascending in both; none: rows cost nothing.
         sequence: seconds that a sequence more takes beside as many rows.
         tokens: rows of a sequence in what was measured.
+        plain: (sequences, seconds) of steps without drafts, where those run from graphs, which
+            take a fraction of the time; none: they take what as many rows take.
     """
 
     def __init__(
-        self, points: Sequence[tuple[int, float]] = (), *, sequence: float = 0.0, tokens: int = 1
+        self,
+        points: Sequence[tuple[int, float]] = (),
+        *,
+        sequence: float = 0.0,
+        tokens: int = 1,
+        plain: Sequence[tuple[int, float]] = (),
     ) -> None:
         self._points = list(points) or [(1, 1.0)]
         self._sequence = sequence
         self._tokens = tokens
+        self._plain = CostCurve(plain) if plain else None
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps without drafts cost less than as many rows."""
+        return self._plain is not None
 
     def seconds(self, rows: int, sequences: int = 0) -> float:
-        """Of a step of `rows`, of so many sequences or more."""
+        """Of a step of `rows`, of so many sequences or more; of as many, if none has drafts."""
+        if self._plain is not None and rows <= sequences:
+            return self._plain.seconds(rows)
         more = max(0, sequences - -(-rows // self._tokens))
         return self._together(rows) + self._sequence * more
 
@@ -97,6 +112,8 @@ def share(
         budget: most drafts in all.
         costs: of a step.
     """
+    if costs.has_graphs and rows > decodes:
+        return [0] * len(wishes)  # Beside prompts too a step without drafts is the cheaper one.
     chances = sorted(
         (
             (chance, -index)

@@ -49,6 +49,29 @@ def measure_rows(
     return points, max(0.0, least[apart, 1] - together) / more if more else 0.0
 
 
+def measure_plain(
+    forward: Callable[[ForwardBatch], ForwardOutput], caches: CacheTensors, *, most_sequences: int
+) -> list[tuple[int, float]]:
+    """(sequences, seconds) of steps in which each decodes one token. The pools must be unused yet,
+    and have a block for each sequence.
+
+    Args:
+        forward: what computes steps, from graphs where it can.
+        caches: the pools.
+        most_sequences: that run at once.
+    """
+    most = min(most_sequences, caches.num_blocks)
+    for kind in ("recurrent", "conv"):
+        if caches.num_rows:
+            caches[kind][:most].zero_()
+
+    def make(count: int) -> Callable[[], ForwardOutput]:
+        batch = _decodes(count, caches)
+        return lambda: forward(batch)
+
+    return _points(most, make, on_cpu=caches.device.type == "cpu")
+
+
 def measure_passes(
     model: Model, caches: CacheTensors, *, most_sequences: int
 ) -> list[tuple[int, float]]:
@@ -139,6 +162,23 @@ def _pass(model: Model, caches: CacheTensors, count: int) -> Callable[[], Forwar
     ).to(caches.device)
     before = torch.zeros(count, model.spec.hidden_size, dtype=model.dtype, device=caches.device)
     return lambda: model.draft(batch, before, caches)
+
+
+def _decodes(count: int, caches: CacheTensors) -> ForwardBatch:
+    """Each sequence's first token, in a block of its own."""
+    own = tuple(range(count))
+    rows = own if caches.num_rows else (-1,) * count
+    return ForwardBatch(
+        token_ids=torch.zeros(count, dtype=torch.int64),
+        positions=torch.zeros(3, count, dtype=torch.int64),
+        slots=torch.tensor([block * caches.block_size for block in own]),
+        decode=DecodeMeta(
+            tuple((block,) for block in own), (1,) * count, rows, rows, (-1,) * count
+        ),
+        prefill=None,
+        media=(),
+        logit_rows=torch.arange(count),
+    )
 
 
 def _batch(rows: int, caches: CacheTensors, most_tokens: int) -> ForwardBatch:

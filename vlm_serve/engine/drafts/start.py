@@ -59,5 +59,6 @@ def measure_costs(
     tokens = config.speculative_tokens + 1
     rows, sequence = executor.measure(most_sequences=most, most_tokens=tokens)
     passes = measure_passes(model, caches, most_sequences=most) if model.drafts else None
-    costs = CostCurve(rows, sequence=sequence, tokens=tokens)
+    plain = executor.measure_plain(most_sequences=most)
+    costs = CostCurve(rows, sequence=sequence, tokens=tokens, plain=plain)
     return costs, CostCurve(passes) if passes is not None else None
