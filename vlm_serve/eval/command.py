@@ -11,10 +11,11 @@ from typing import Any
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError, InvalidRequestError
+from vlm_serve.eval.choices import DECODING, DEFAULT_PARTS, THROUGH
 from vlm_serve.eval.comparing import Comparison
-from vlm_serve.eval.longbench import DEFAULT_PARTS, LongBenchOptions, longbench_parts
+from vlm_serve.eval.longbench import LongBenchOptions, longbench_parts
 from vlm_serve.eval.longbench_data import find_data, read_items
-from vlm_serve.eval.replies import DECODING, Part
+from vlm_serve.eval.replies import Part
 from vlm_serve.eval.report import Subject, check_output, make_report, status_of, write_report
 from vlm_serve.eval.sides import opener_of, run_sides
 from vlm_serve.eval.video import VideoOptions, video_parts
@@ -64,7 +65,7 @@ def report_on(subject: Subject, compared: Iterable[Comparison], output: Path) ->
 def _lmms(
     options: argparse.Namespace, model: str, config: EngineConfig
 ) -> tuple[Subject, Iterator[Comparison]]:
-    from vlm_serve.eval.lmms import THROUGH, LmmsOptions, compare_lmms
+    from vlm_serve.eval.lmms import LmmsOptions, compare_lmms
 
     how = LmmsOptions(
         tuple(shlex.split(options.lmms_eval)) or (sys.executable, "-m", "vlm_serve.eval.lmms_run"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.eval.choices import DECODING, DEFAULT_PARTS, PARTS, THROUGH
 from vlm_serve.flags import add_options, positive
 from vlm_serve.options import options_of
 
@@ -38,8 +39,8 @@ def add_eval_commands(
     longbench.add_argument(
         "--part",
         action="append",
-        choices=("direct", "two-turn", "two-turn-omitting", "scoring"),
-        help="what is asked; may be given repeatedly (default: direct, two-turn, scoring)",
+        choices=PARTS,
+        help=f"what is asked; may be given repeatedly (default: {', '.join(DEFAULT_PARTS)})",
     )
     longbench.add_argument(
         "--reasoning-tokens",
@@ -72,7 +73,7 @@ def _add_lmms(benchmarks: Any, run: Callable[[argparse.Namespace], int], model: 
     lmms.add_argument(
         "--through",
         action="append",
-        choices=("server", "pipeline"),
+        choices=THROUGH,
         help="how the model is asked; may be given repeatedly (default: both)",
     )
     lmms.add_argument("--include-path", type=Path, metavar="DIR", help="folder of further tasks")
@@ -111,7 +112,7 @@ def _finish(
     parser.add_argument(
         "--decoding",
         action="append",
-        choices=("greedy", "seeded"),
+        choices=DECODING,
         help="may be given repeatedly (default: both)",
     )
     parser.add_argument(

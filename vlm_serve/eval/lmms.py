@@ -16,6 +16,7 @@ from typing import Any
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
 from vlm_serve.errors import EvaluationError
+from vlm_serve.eval.choices import THROUGH
 from vlm_serve.eval.comparing import Comparison, compare
 from vlm_serve.eval.lmms_samples import read_samples, with_log
 from vlm_serve.eval.replies import Reply, Run, Tokens
@@ -23,7 +24,6 @@ from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.draining import listen, url_of
 from vlm_serve.server.run import make_server
 
-THROUGH = ("server", "pipeline")
 _NOTES = {
     "server": "lmms-eval's client of OpenAI's API asks a server on the loopback address. Its "
     "samples have the texts, so those are compared. Questions about a medium that was asked about "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from vlm_serve.eval.choices import DECODING, DEFAULT_PARTS
 from vlm_serve.eval.longbench_data import Item
 from vlm_serve.eval.longbench_prompts import (
     CONCLUSION,
@@ -17,7 +18,6 @@ from vlm_serve.eval.longbench_prompts import (
     scoring_prompt,
 )
 from vlm_serve.eval.replies import (
-    DECODING,
     Part,
     Question,
     Reply,
@@ -29,8 +29,6 @@ from vlm_serve.eval.truncating import fit, keep_ends
 from vlm_serve.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
-PARTS = ("direct", "two-turn", "two-turn-omitting", "scoring")
-DEFAULT_PARTS = ("direct", "two-turn", "scoring")
 _NOTES = {
     "direct": "Every document is asked about once, so beside the template nothing can be reused.",
     "two-turn": "The second turn goes on behind the first one, and can reuse its prompt.",
@@ -46,7 +44,7 @@ class LongBenchOptions:
     """How the questions are asked.
 
     Attributes:
-        parts: some of PARTS.
+        parts: some of `choices.PARTS`.
         decoding: some of DECODING; scores have none.
         max_tokens: of an answer.
         reasoning_tokens: of the reasoning in the first of two turns.

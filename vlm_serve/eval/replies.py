@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from vlm_serve.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
-DECODING = ("greedy", "seeded")
-"""How answers are sampled."""
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:

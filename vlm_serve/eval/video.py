@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from vlm_serve.eval.choices import DECODING
 from vlm_serve.eval.replies import (
-    DECODING,
     Part,
     Question,
     Reply,
