@@ -156,7 +156,9 @@ def main() -> None:
     parser.add_argument("connections", type=int)
     options = parser.parse_args()
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of writing to who has closed
-    os.nice(15)  # attackers have machines of their own
+    # Attackers have machines of their own: here they take what nobody else wants. At niceness 15
+    # they held up the server for half of the time that it waited for a processor.
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     seeds = list(range(options.first, options.first + options.count))
     asyncio.run(attack(options.host, options.port, seeds, options.connections))
 

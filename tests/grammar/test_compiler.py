@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import json
 import platform
+import random
 import subprocess
 import threading
 import time
@@ -117,6 +120,39 @@ def test_what_a_grammar_was_made_from_counts_too(compiler: GrammarCompiler) -> N
         before = compiler.num_bytes
         compiler.compile(StructuredOutputs(json={"type": "null", "description": letter * 50_000}))
         assert compiler.num_bytes >= before + 50_000
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its allocator can be asked")
+def test_a_grammar_counts_as_much_as_it_takes(tokenizer: Tokenizer) -> None:
+    """xgrammar's own number is a third too small for large ones."""
+    letters = random.Random(0)
+    words = tuple("".join(letters.choices("abcdefghijklmnop", k=150)) for _ in range(30))
+    with contextlib.closing(
+        GrammarCompiler(tokenizer, WIDTH, tokenizer.eos_ids, seconds=60.0)
+    ) as compiler:
+        compiler.compile(StructuredOutputs(regex="a"))
+        counted, taken = compiler.num_bytes, allocated()
+        compiler.compile(StructuredOutputs(choice=words))
+        taken = allocated() - taken
+        assert taken > 200_000, "too small to tell"
+        assert taken <= 1.1 * (compiler.num_bytes - counted)
+
+
+def allocated() -> int:
+    """Bytes that this process has of its C library."""
+
+    class Info(ctypes.Structure):
+        _fields_ = [
+            (name, ctypes.c_size_t)
+            for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
+                         "uordblks", "fordblks", "keepcost")
+        ]  # fmt: skip
+
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = Info
+    gc.collect()
+    found = ask()
+    return int(found.uordblks + found.hblkhd)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its allocator can be asked")

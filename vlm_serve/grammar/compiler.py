@@ -18,6 +18,9 @@ from vlm_serve.structured_outputs import StructuredOutputs
 COMPILE_SECONDS = 5.0
 CACHE_BYTES = 128 << 20
 CACHE_ENTRIES = 256
+_MEMORY_FACTOR = 1.5
+"""Bytes of memory for each byte of a grammar's serialised form: 1.44 and 1.47 were measured of
+large ones. What xgrammar says of itself is 1.03 to 1.05."""
 
 
 class GrammarCompiler:
@@ -46,7 +49,7 @@ class GrammarCompiler:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._cache_lock = threading.Lock()
-        self._cached: OrderedDict[tuple[str, str, bool, bool], Any] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, str, bool, bool], tuple[Any, int]] = OrderedDict()
         self._info: Any = None
         self._process: CompileProcess | None = None
         self._closed = False
@@ -73,7 +76,8 @@ class GrammarCompiler:
         import xgrammar
 
         compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._info)
-        self._keep((kind, source, form.json_object, form.strict), compiled)
+        size = int(_MEMORY_FACTOR * len(text)) + sys.getsizeof(source)
+        self._keep((kind, source, form.json_object, form.strict), compiled, size)
         return Grammar(compiled, after, xgrammar.GrammarMatcher)
 
     def warm(self) -> None:
@@ -88,10 +92,10 @@ class GrammarCompiler:
         kind, source = form.source
         key = (kind, source, form.json_object, form.strict)
         with self._cache_lock:
-            compiled = self._cached.get(key)
-            if compiled is None:
+            if key not in self._cached:
                 return None
             self._cached.move_to_end(key)
+            compiled, _ = self._cached[key]
         import xgrammar
 
         return Grammar(compiled, after, xgrammar.GrammarMatcher)
@@ -136,18 +140,15 @@ class GrammarCompiler:
         )
         return CompileProcess(self._info.serialize_json(), self._seconds)
 
-    def _keep(self, key: tuple[str, str, bool, bool], compiled: Any) -> None:
+    def _keep(self, key: tuple[str, str, bool, bool], compiled: Any, size: int) -> None:
         with self._cache_lock:
-            self._cached[key] = compiled
+            self._cached[key] = compiled, size
             while len(self._cached) > CACHE_ENTRIES or self._size() > CACHE_BYTES:
                 self._cached.popitem(last=False)
 
     def _size(self) -> int:
         """Bytes of the grammars and of the texts that they are found by."""
-        return sum(
-            each.memory_size_bytes + sys.getsizeof(source)
-            for (_, source, _, _), each in self._cached.items()
-        )
+        return sum(size for _, size in self._cached.values())
 
 
 def _check_schemas(form: StructuredOutputs) -> None:
