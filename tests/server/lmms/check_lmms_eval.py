@@ -116,7 +116,7 @@ def evaluate(
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     output = tmp_path / "report.html"
     command = ["eval", "lmms", "demo", "--tasks", tasks, "--lmms-eval", START]
-    command += ["--include-path", str(root / "examples" / "eval" / "lmms"), "--timeout", "280"]
+    command += ["--include-path", str(root / "examples" / "eval" / "lmms"), "--timeout", "500"]
     command += ["--cache-memory", "64MiB", "--allowed-local-media-path", str(root), *more]
     status = main([*command, "-o", str(output)])
     return status, json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
