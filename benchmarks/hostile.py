@@ -4,8 +4,9 @@
         [--serve "--speculative suffix --quantization int8"]
 
 Every case is made from its seed alone: wrong values, broken JSON, bombs, damaged media, odd HTTP,
-clients that leave, trickle or do not read. Eight hostile connections at a time; sixteen ordinary
-clients ask beside them, and before that alone. The run fails if anything is answered with a 5xx or
+clients that leave, trickle or do not read. Eight hostile connections at a time, from a process that
+gets what nobody else wants of the processors; sixteen ordinary clients ask beside them, and before
+that alone. The run fails if anything is answered with a 5xx or
 not at all, if /health takes more than 100 ms in 99 % of the cases or ever more than 1 s, if the
 ordinary time to first token is more than 1.5 times (median) or 3 times (99 %) what it was, if
 resident memory leaves its bound (docs/limits.md), or if it does not come back to within 25 % or
@@ -146,6 +147,7 @@ def main() -> int:
                 first=options.first,
                 count=options.cases,
                 quiet_seconds=options.quiet_seconds,
+                idle=True,
                 verbose=True,
             )
             result = asyncio.run(work)

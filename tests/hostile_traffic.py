@@ -232,12 +232,13 @@ class Watch:
 
 
 async def attack(
-    watch: Watch, first: int, count: int, connections: int, verbose: bool
+    watch: Watch, first: int, count: int, connections: int, *, idle: bool, verbose: bool
 ) -> list[Outcome]:
     """Has another process run the cases; its outcomes."""
     numbers = [str(number) for number in (watch.port, first, count, connections)]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(CLIENT), watch.host, *numbers, stdout=asyncio.subprocess.PIPE
+        *(sys.executable, str(CLIENT), watch.host, *numbers, *(["--idle"] if idle else [])),
+        stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
     outcomes = []
@@ -293,9 +294,15 @@ async def measure(
     connections: int = 8,
     clients: int = 16,
     quiet_seconds: float = 20.0,
+    idle: bool = False,
     verbose: bool = False,
 ) -> Result:
-    """The ordinary clients alone, then beside the hostile ones."""
+    """The ordinary clients alone, then beside the hostile ones.
+
+    Args:
+        idle: hostile clients get what nobody else wants of the processors, as if they had machines
+            of their own. At niceness 15, which they have otherwise, the server waits for them.
+    """
     start = time.monotonic()
     watch = Watch(server, clients)
     async with AsyncExitStack() as stack:
@@ -305,7 +312,7 @@ async def measure(
         await asyncio.sleep(quiet_seconds)
         before = await asyncio.to_thread(memory, server)
         hostile = watch.phase = Phase("hostile")
-        outcomes = await attack(watch, first, count, connections, verbose)
+        outcomes = await attack(watch, first, count, connections, idle=idle, verbose=verbose)
     after = await settled(server, before)
     return Result(quiet, hostile, outcomes, before, after, time.monotonic() - start)
 
