@@ -169,7 +169,8 @@ class Leasing:
             self._ledger.events.hit.publish(lease.hit)
             lease.hit = None
         if self.config.enabled and not lease.private:
-            Publisher(self._ledger, lease, keys, length, exact_until).publish()
+            if lease.reserved or (keys.cuts and keys.cuts[-1] > lease.length):
+                Publisher(self._ledger, lease, keys, length, exact_until).publish()
             record(self._ledger, lease, keys, length, experts)
             if logprobs is not None:
                 ledger = self._ledger

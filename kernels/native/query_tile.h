@@ -121,22 +121,21 @@ class QueryTile {
         }
     }
 
-    // What comes next is asked for before each product.
+    // Values are made ready before the scores: right before they are mixed they are waited for.
     void tile(const Places& places, const Places* next, int64_t first) {
-        const float* rows[TILE_KEYS];
+        const float *keys[TILE_KEYS], *values[TILE_KEYS];
         if constexpr (SCALED) {
             const Pages& pages = job_.pages;
             const int64_t head = head_ * pages.scale_head_stride;
             key_scales_.find(places, pages.k_scales, pages.k_zeros, head);
             value_scales_.find(places, pages.v_scales, pages.v_zeros, head);
         }
-        fetch(values_, places);
-        point_to_keys(places, rows);
-        own().score(rows);
+        if (next) fetch(keys_, *next), fetch(values_, *next);
+        point_to_keys(places, keys);
+        point_to_values(places, values);
+        own().score(keys);
         own().weigh(first);
-        if (next) fetch(keys_, *next);
-        point_to_values(places, rows);
-        own().mix(rows);
+        own().mix(values);
     }
 
     // Keys and values of one head lie in short pieces, which the processor does not foresee.

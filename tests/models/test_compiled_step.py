@@ -341,6 +341,21 @@ def test_bad_rows_and_blocks(tmp_path: Path) -> None:
         driver.step([one])
 
 
+@pytest.mark.parametrize("token", [-1, SPECS["dense"].vocab_size])
+def test_a_token_without_an_embedding(tmp_path: Path, token: int) -> None:
+    path = make_checkpoint(tmp_path, SPECS["dense"])
+    model = load_model(path, torch.float32, "cpu", compiled=True)
+    driver = Driver(model, num_blocks=8, num_rows=4)
+    model.compile_steps(driver.caches)
+    one = text_sequence([1, 2, 3])
+    driver.step(prefills=[(one, 0, 3)])
+    one.tokens.append(token)
+    with pytest.raises(RuntimeError, match="vlm_step"):
+        driver.step([one])
+    one.tokens[-1] = 4
+    assert driver.step([one]).logits.isfinite().all()
+
+
 CUT = [(name, kind, "plain") for name in SPECS for kind in TYPES] + [
     (name, kind, pools)
     for name in ("experts", "wide")

@@ -182,8 +182,11 @@ class EngineLoop:
     def _handle_commands(self) -> bool:
         """Runs what other threads posted; waits when there is nothing else to do."""
         while not self._stopping:
+            wait = not self._scheduler.has_work
+            if not wait and self._inbox.empty():
+                return True
             try:
-                self._run_next_command(wait=not self._scheduler.has_work)
+                self._run_next_command(wait=wait)
             except queue.Empty:
                 return True
         return False

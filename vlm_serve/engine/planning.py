@@ -96,7 +96,8 @@ class Planner:
             (later if sequence.prefilling or sequence.replaying else decoding).append(sequence)
         for sequence in decoding:
             room -= self._grant(sequence, room)
-        room -= self._grant_prompts(later, self._limit(room))
+        if later or roster.waiting:
+            room -= self._grant_prompts(later, self._limit(room))
         if self._drafting is not None:
             self._drafting.extend(max(0, room))
         for item in roster.planned:
