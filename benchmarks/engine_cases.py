@@ -220,13 +220,14 @@ def checkpoint(given: Path | None, family: str = "qwen3_5") -> Iterator[Path]:
 
 @contextmanager
 def pipeline(path: Path, dtype: str, threads: int, batched_tokens: int) -> Iterator[Ours]:
-    """Our engine on the checkpoint, as both benchmarks set it up."""
+    """Our engine on the checkpoint, as both benchmarks set it up: a token a step."""
     config = EngineConfig(
         dtype=dtype,
         block_size=64,
         threads=threads,
         cache_memory="1GiB",
         max_num_batched_tokens=batched_tokens,
+        speculative="off",
     )
     with Pipeline(path, config) as pipe:
         yield Ours(pipe)

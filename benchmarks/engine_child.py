@@ -85,6 +85,7 @@ def main() -> None:
         threads=int(threads),
         cache_memory="1GiB",
         max_num_batched_tokens=int(batched_tokens),
+        speculative="off",
     )
     with Pipeline(checkpoint, config) as pipe:
         print(json.dumps(vlm_serve.__file__), file=answers, flush=True)

@@ -192,6 +192,7 @@ def ours(
         "--threads": threads,
         "--cache-memory": "1GiB",
         "--max-num-batched-tokens": batched_tokens,
+        "--speculative": "off",
         "--port": port,
     }
     module = [sys.executable, "-m", "vlm_serve.cli", "serve", str(checkpoint)]

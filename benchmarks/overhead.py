@@ -98,7 +98,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--answer", type=int, default=4000)
     options = parser.parse_args()
-    config = EngineConfig(threads=1, cache_memory="256MiB", max_num_seqs=options.batch)
+    config = EngineConfig(
+        threads=1, cache_memory="256MiB", max_num_seqs=options.batch, speculative="off"
+    )
     engine = Engine.from_checkpoint(options.model, config)
     model = model_of(engine)
     model.forward = forward = ThreadClock(model.forward)  # type: ignore[method-assign]
@@ -134,7 +136,9 @@ def model_of(engine: Engine) -> Model:
 
 def along_an_answer(options: argparse.Namespace) -> tuple[float, float]:
     """CPU seconds a token of the engine, early and late in answers that are given at once."""
-    config = EngineConfig(threads=1, cache_memory="1GiB", max_num_seqs=options.batch)
+    config = EngineConfig(
+        threads=1, cache_memory="1GiB", max_num_seqs=options.batch, speculative="off"
+    )
     engine = Engine.from_checkpoint(options.model, config)
     logits = torch.zeros(options.batch, engine.spec.vocab_size)
     model = model_of(engine)

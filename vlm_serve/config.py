@@ -273,14 +273,14 @@ class EngineConfig:
         metavar="MS",
     )
     speculative: str = option(
-        "off",
+        "auto",
         "where drafts of the next tokens come from, several of which one step verifies: suffix "
         "finds them in the sequence's own text, in a request's prediction and in earlier answers "
-        "to the same tenant; mtp takes them from the checkpoint's multi-token-prediction layer. "
-        "Drafts change no token",
+        "to the same tenant; mtp takes them from the checkpoint's multi-token-prediction layer; "
+        "auto: suffix on a CPU with compiled kernels, else off. Drafts change no token",
         group=_SCHEDULER,
         kind="text",
-        choices=("off", "suffix", "mtp", "mtp,suffix"),
+        choices=("auto", "off", "suffix", "mtp", "mtp,suffix"),
     )
     speculative_tokens: int = option(
         7,

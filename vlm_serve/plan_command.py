@@ -15,7 +15,7 @@ import torch
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic, decide
 from vlm_serve.engine.build import find_checkpoint, longest_context, with_block_size
-from vlm_serve.engine.drafts.start import with_mtp
+from vlm_serve.engine.drafts.start import with_drafts, with_mtp
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
@@ -76,6 +76,7 @@ def make(model: str, config: EngineConfig) -> Plan:
     layout = spec.cache_layout(ranks, mtp=mtp)
     device = _device(config.device)
     backend = find_backend(config, device, build=False)
+    config = with_drafts(config, device, compiled=backend.compiled)
     arithmetic = decide(config, spec.dtype, backend, spec.quantization)
     # The memory of a GPU that is not here is unknown: this machine's stands in for it.
     here = device if torch.cuda.is_available() else torch.device("cpu")

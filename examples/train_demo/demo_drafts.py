@@ -58,9 +58,11 @@ def print_drafts(checkpoint: Path, count: int, seed: int) -> None:
     """Asks everything with and without drafts, in turns, one request at a time."""
     asked = list(requests(count, seed))
     for kind in kinds(checkpoint):
-        config = EngineConfig(speculative=kind, speculative_tokens=DRAFTS)
+        off, config = (
+            EngineConfig(speculative=each, speculative_tokens=DRAFTS) for each in ("off", kind)
+        )
         ratios, different = [], 0
-        with Pipeline(checkpoint) as plain, Pipeline(checkpoint, config) as drafting:
+        with Pipeline(checkpoint, off) as plain, Pipeline(checkpoint, config) as drafting:
             for each in chain(asked[:4], asked):  # The first ones warm up.
                 (without, slow), (output, fast) = timed(plain, each), timed(drafting, each)
                 different += output.token_ids != without.token_ids

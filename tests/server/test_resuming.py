@@ -30,6 +30,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_seqs": 4,
     "threads": 1,
+    "speculative": "off",  # What became of drafts is each replica's own.
 }
 ASKED = Asked(
     PATHS[0],

@@ -13,7 +13,7 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
 from vlm_serve.engine.arithmetic import decide
 from vlm_serve.engine.decode_graphs import DecodeGraphs
-from vlm_serve.engine.drafts.start import make_drafters, measure_costs, with_mtp
+from vlm_serve.engine.drafts.start import make_drafters, measure_costs, with_drafts, with_mtp
 from vlm_serve.engine.embedding_tiers import EmbeddingForm, EmbeddingTiers
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.media import MediaPlanner
@@ -86,6 +86,7 @@ def build(
     device = _device(config.device)
     with_graphs = graphs_wanted(config.cuda_graphs, device, size) and not mtp
     backend = find_backend(config, device)
+    config = with_drafts(config, device, compiled=backend.compiled)
     arithmetic = decide(config, spec.dtype, backend, spec.quantization)
     config = with_block_size(config, model)
     assert config.block_size is not None

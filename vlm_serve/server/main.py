@@ -9,8 +9,11 @@ import sys
 from collections.abc import Iterable
 from functools import partial
 
+import torch
+
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.decode_graphs import padded_sizes
+from vlm_serve.engine.drafts.start import why_off
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES, MemoryPlan
@@ -124,8 +127,7 @@ def startup_rows(
     )
     yield "live states", f"{memory.num_live_rows}, {format_size(memory.live_state_bytes)} on top"
     yield "logprobs", f"of prompts, up to {format_size(LOGPROB_CACHE_BYTES)} on top"
-    if options.speculative != "off":
-        yield "drafts", _drafts(engine)
+    yield "drafts", _drafts(engine)
     yield "sequences", str(options.max_num_seqs)
     yield "step", f"at most {options.max_num_batched_tokens} tokens"
     if options.enable_prefix_caching:
@@ -156,6 +158,10 @@ def _ranks(engine: Engine) -> str:
 
 def _drafts(engine: Engine) -> str:
     options, memory = engine.config, engine.memory
+    if options.speculative == "off":
+        device, ranks = torch.device(options.device), options.tensor_parallel_size
+        why = why_off(device, ranks, compiled=bool(options.compiled_kernels))
+        return f"off; {why}" if why else "off"
     updates = format_size(memory.num_updates * memory.update_bytes)
     text = (
         f"{options.speculative}, at most {options.speculative_tokens} a sequence; "

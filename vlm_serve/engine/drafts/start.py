@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+
+import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.drafts.base import Drafter
@@ -14,6 +17,23 @@ from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import Model, ModelSpec
 from vlm_serve.models.cache_layout import CacheTensors
+
+
+def with_drafts(config: EngineConfig, device: torch.device, *, compiled: bool) -> EngineConfig:
+    """The config with "auto" decided: drafts where they were measured to cost next to nothing."""
+    if config.speculative != "auto":
+        return config
+    why = why_off(device, config.tensor_parallel_size, compiled=compiled)
+    return replace(config, speculative="off" if why else "suffix")
+
+
+def why_off(device: torch.device, ranks: int, *, compiled: bool) -> str:
+    """What speaks against drafts unless they are asked for; empty if nothing does."""
+    if device.type != "cpu":
+        return "what they bring on GPUs has not been measured"
+    if not compiled:
+        return "without compiled kernels a token's bits depend on the rows beside it"
+    return "what they bring to several ranks has not been measured" if ranks > 1 else ""
 
 
 def with_mtp(config: EngineConfig, model: ModelSpec) -> bool:
