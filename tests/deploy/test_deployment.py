@@ -60,6 +60,8 @@ def deployed(keys_file: Path, log: IO[str]) -> Iterator[ServerProcess]:
         "1",
         "--replicas",
         "2",
+        "--speculative",  # What becomes of drafts, and what is said at once, is each replica's own.
+        "off",
         "--api-key",
         KEY,
     )
