@@ -63,7 +63,7 @@ test-sanitized: $(VENV)/installed-dev
 	-k "not triton and not aot and not host_memory and not too_little_memory" $(ARGS)
 
 test-lmms: $(LMMS)/installed
-	PYTHONPATH=$(LMMS) $(BIN)/python -m pytest -n 0 tests/server/lmms/check_lmms_eval.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(LMMS) $(BIN)/python -m pytest -n 0 tests/server/lmms/check_lmms_eval.py $(ARGS)
 
 test-isa: $(VENV)/installed-dev
 	$(BIN)/python tests/native/isa.py $(ARGS)
