@@ -105,6 +105,16 @@ def _csv_rows(path: Path) -> Iterator[Fields]:
 
 
 def _json_rows(path: Path) -> Iterator[Fields]:
+    for number, row in json_rows(path, "input"):
+        yield _fields(row, path, number)
+
+
+def json_rows(path: Path, param: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a JSON lines file.
+
+    Raises:
+        ConfigError: a line is no object; `param` names the option that names the file.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -114,8 +124,8 @@ def _json_rows(path: Path) -> Iterator[Fields]:
             except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict):
-                raise ConfigError(f"{path}, line {number}: it is no JSON object", param="input")
-            yield _fields(row, path, number)
+                raise ConfigError(f"{path}, line {number}: it is no JSON object", param=param)
+            yield number, row
 
 
 def _fields(row: dict[str, Any], path: Path, number: int) -> Fields:

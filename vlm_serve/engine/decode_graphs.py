@@ -54,16 +54,51 @@ class CudaCapture:
         return graph.replay
 
 
-class DecodeGraphs:
-    """Runs decode-only steps from captured graphs.
+class StepGraphs:
+    """What captured steps have in common.
 
     Args:
         model: what is captured.
         caches: pools whose last state row is no sequence's; padding writes to it.
         block_size: tokens per KV block.
         max_model_len: longest sequence, in tokens.
-        max_num_seqs: most sequences in a step.
+        most_logits: rows of logits of the largest step.
         capture: how a step is captured.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        caches: CacheTensors,
+        *,
+        block_size: int,
+        max_model_len: int,
+        most_logits: int,
+        capture: Capture,
+    ) -> None:
+        self._num_blocks, self._block_size = caches.num_blocks, block_size
+        self._scratch_row = caches.num_rows - 1
+        self._limits = DecodeLimits(block_size, -(-max_model_len // block_size), self._scratch_row)
+        # One for all sizes: each graph's own would stay allocated beside the others'.
+        self._logits = torch.empty(most_logits, model.spec.vocab_size, device=caches.device)
+        self._model, self._caches, self._capture = model, caches, capture
+
+    def _captured(self, batch: ForwardBatch) -> Step:
+        """The forward of a batch, whose logits go where those of all sizes do."""
+
+        def step() -> None:
+            logits = self._model.forward(batch, self._caches).logits
+            self._logits[: logits.shape[0]].copy_(logits)
+
+        return self._capture(step)
+
+
+class DecodeGraphs(StepGraphs):
+    """Runs decode-only steps from captured graphs.
+
+    Args:
+        model, caches, block_size, max_model_len, capture: see `StepGraphs`.
+        max_num_seqs: most sequences in a step.
     """
 
     def __init__(
@@ -76,24 +111,20 @@ class DecodeGraphs:
         max_num_seqs: int,
         capture: Capture,
     ) -> None:
-        self._num_blocks, self._block_size = caches.num_blocks, block_size
-        self._scratch_row = caches.num_rows - 1
-        limits = DecodeLimits(block_size, -(-max_model_len // block_size), self._scratch_row)
         self._sizes = padded_sizes(max_num_seqs)
-        # One for all sizes: each graph's own would stay allocated beside the others'.
-        self._logits = torch.empty(self._sizes[-1], model.spec.vocab_size, device=caches.device)
+        super().__init__(
+            model,
+            caches,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            most_logits=self._sizes[-1],
+            capture=capture,
+        )
         self._steps: dict[int, tuple[DecodeBuffers, Step]] = {}
         # The largest first: the others find room in the memory that it has used.
         for size in reversed(self._sizes):
-            buffers = DecodeBuffers(size, limits, caches.device)
-            self._steps[size] = buffers, capture(self._step(model, buffers.batch, caches))
-
-    def _step(self, model: Model, batch: ForwardBatch, caches: CacheTensors) -> Step:
-        def step() -> None:
-            logits = model.forward(batch, caches).logits
-            self._logits[: logits.shape[0]].copy_(logits)
-
-        return step
+            buffers = DecodeBuffers(size, self._limits, caches.device)
+            self._steps[size] = buffers, self._captured(buffers.batch)
 
     def accepts(self, batch: ForwardBatch) -> bool:
         """Whether a graph can compute this step: nothing but decode tokens, one row of logits for

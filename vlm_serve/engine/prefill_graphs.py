@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vlm_serve.engine.decode_buffers import DecodeLimits
-from vlm_serve.engine.decode_graphs import Capture, Step
+from vlm_serve.engine.decode_graphs import Capture, Step, StepGraphs
 from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes
 from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
 from vlm_serve.models import Model
@@ -24,7 +23,7 @@ DECODES = 32
 """Sequences that decode beside them."""
 
 
-class PrefillGraphs:
+class PrefillGraphs(StepGraphs):
     """Runs steps with short prefills from captured graphs.
 
     Args:
@@ -41,25 +40,20 @@ class PrefillGraphs:
         max_num_seqs: int,
         capture: Capture,
     ) -> None:
-        self._num_blocks, self._block_size = caches.num_blocks, block_size
-        self._scratch_row = caches.num_rows - 1
-        limits = DecodeLimits(block_size, -(-max_model_len // block_size), self._scratch_row)
-        self._steps: list[tuple[PrefillBuffers, Step]] = []
         decodes, sequences = min(DECODES, max_num_seqs), min(SEQUENCES, max_num_seqs)
-        most = PrefillSizes(decodes, TOKENS[-1], sequences).logits
-        self._logits = torch.empty(most, model.spec.vocab_size, device=caches.device)
-        for tokens in reversed(TOKENS):
-            buffers = PrefillBuffers(
-                PrefillSizes(decodes, tokens, sequences), limits, caches.device
-            )
-            self._steps.insert(0, (buffers, capture(self._step(model, buffers.batch, caches))))
-
-    def _step(self, model: Model, batch: ForwardBatch, caches: CacheTensors) -> Step:
-        def step() -> None:
-            logits = model.forward(batch, caches).logits
-            self._logits[: logits.shape[0]].copy_(logits)
-
-        return step
+        sizes = [PrefillSizes(decodes, tokens, sequences) for tokens in TOKENS]
+        super().__init__(
+            model,
+            caches,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            most_logits=sizes[-1].logits,
+            capture=capture,
+        )
+        self._steps: list[tuple[PrefillBuffers, Step]] = []
+        for each in reversed(sizes):
+            buffers = PrefillBuffers(each, self._limits, caches.device)
+            self._steps.insert(0, (buffers, self._captured(buffers.batch)))
 
     def accepts(self, batch: ForwardBatch) -> bool:
         """Whether a graph can compute this step: a short prefill of few sequences beside few that

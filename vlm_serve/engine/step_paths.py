@@ -42,7 +42,7 @@ def graphs_wanted(option: bool | None, device: torch.device, ranks: int = 1) -> 
 def step_graphs(
     model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
 ) -> tuple[DecodeGraphs | PrefillGraphs, ...]:
-    """None if they were not asked for by name and this GPU or driver cannot capture them."""
+    """Nothing if they were not asked for by name and this GPU or driver cannot capture them."""
     assert config.block_size is not None
     try:
         with launching_on(caches.device):

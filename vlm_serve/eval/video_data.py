@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlm_serve.batch.video_questions import json_rows
 from vlm_serve.errors import ConfigError
 
 SEPARATOR = "|"
@@ -42,7 +42,7 @@ def read_videos(path: Path, limit: int | None = None) -> list[VideoItem]:
     """
     if path.suffix not in (".csv", ".jsonl"):
         raise ConfigError("data must be a .csv or a .jsonl file", param="data")
-    rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path)
+    rows = _csv_rows(path) if path.suffix == ".csv" else json_rows(path, "data")
     found: dict[str, VideoItem] = {}
     try:
         for number, row in rows:
@@ -72,21 +72,6 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except csv.Error as error:
             problem = f"{path}, line {reader.line_num}: {error}"
             raise ConfigError(problem, param="data") from None
-
-
-def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict):
-                problem = f"{path}, line {number}: it is no JSON object"
-                raise ConfigError(problem, param="data")
-            yield number, row
 
 
 def _item(root: Path, row: dict[str, Any], number: int, place: str) -> VideoItem:
