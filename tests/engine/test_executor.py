@@ -49,9 +49,15 @@ class Remote:
 def pipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
     spec = CheckpointSpec(image_max_pixels=128 * 128, num_experts=4)
     path = make_checkpoint(tmp_path_factory.mktemp("executor"), spec)
-    # Room for a part of the requests below: they preempt each other.
+    # Room for a part of the requests below: they preempt each other, the same way each time
+    # without drafts.
     config = EngineConfig(
-        dtype="float32", block_size=16, cache_memory="320KiB", max_model_len=256, max_num_seqs=4
+        dtype="float32",
+        block_size=16,
+        cache_memory="320KiB",
+        max_model_len=256,
+        max_num_seqs=4,
+        speculative="off",
     )
     with Pipeline(path, config) as made:
         yield made

@@ -58,9 +58,15 @@ def pipe(
         image_max_pixels=128 * 128, num_experts=8 if request.param == "moe" else 0
     )
     path = make_checkpoint(tmp_path_factory.mktemp("rows"), spec)
-    # Room for a part of the requests below: they evict and preempt each other.
+    # Room for a part of the requests below: they evict and preempt each other, the same way each
+    # time without drafts.
     config = EngineConfig(
-        dtype="float32", block_size=16, cache_memory="320KiB", max_model_len=352, max_num_seqs=4
+        dtype="float32",
+        block_size=16,
+        cache_memory="320KiB",
+        max_model_len=352,
+        max_num_seqs=4,
+        speculative="off",
     )
     with Pipeline(path, config) as made:
         yield made

@@ -29,6 +29,7 @@ CONFIG = EngineConfig(
     prefix_cache_state_budget=3,
     tensor_parallel_size=2,
     threads=1,
+    speculative="off",  # drafts may have one end before another needs its room
 )
 
 
