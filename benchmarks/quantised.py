@@ -13,7 +13,8 @@ time of some tokens less that of one. The longest prompt comes twice. "image" as
 about a picture that the server has just been asked about.
 
 The bound is what the bytes that a decoded token reads (weights with scales, head, the state twice,
-pages) would give against bfloat16. Every row is printed when it is done; rounds that there is no
+pages) would give against bfloat16; a plain read of as many bytes takes turns as well, and says what
+the memory allows beside every peer. Every row is printed when it is done; rounds that there is no
 time for are left out. The files take 9 GB; with `--folder` they are kept for the next run.
 """
 
@@ -31,10 +32,10 @@ from engine_cases import DECODE, DECODE_PROMPT, Results, Side, work_for
 from engine_gguf import ConversionError
 from engine_server import Unavailable
 from machine import add_isa_argument, describe, run_as
-from quantised_rows import ROWS, Row, rows_for
-from quantised_sides import PEERS, SPEC, Models, bytes_per_token
+from quantised_rows import PLAIN_READ, ROWS, Row, rows_for
+from quantised_sides import PEERS, SPEC, Models, PlainRead, bytes_per_token
 
-FIRST = DECODE[1]
+FIRST, CONTEXT = DECODE[1], DECODE_PROMPT + 1
 GOAL, FIRST_GOAL = 1.1, 1.3
 OF_BOUND = {"int8": 0.88, "int4": 0.8}
 
@@ -69,10 +70,13 @@ def _sides(
     tower: bool,
     plain: bool,
 ) -> dict[str, Side]:
-    sides = {}
+    sides: dict[str, Side] = {}
     for each in dict.fromkeys((kind, "bfloat16") if plain else (kind,)):
         started = models.own(each, arguments.threads, max(arguments.prompt_tokens))
         sides[f"ours, {each}"] = stack.enter_context(started)
+    if plain:
+        size = bytes_per_token(SPEC, kind, CONTEXT)
+        sides[PLAIN_READ] = PlainRead(size, arguments.threads)
     length = max(arguments.prompt_tokens) + arguments.decode_tokens + 64
     for each in PEERS[kind] if arguments.peers else ():
         try:
@@ -94,7 +98,7 @@ def _measure(kind: str, row: Row, sides: dict[str, Side], rounds: int, until: fl
         cells += [""] * (len(sides) - len(mine))
         goal = FIRST_GOAL if name == FIRST else GOAL
         for other in list(mine)[1:]:
-            due = not other.startswith("ours")
+            due = other in PEERS[kind]
             ratio = results.ratio(name, own, other)
             low, high = results.ratio_range(name, own, other)
             cells.append(f"{other}: {ratio:.2f} ({low:.2f}-{high:.2f})" + f", {goal} due" * due)
@@ -102,12 +106,14 @@ def _measure(kind: str, row: Row, sides: dict[str, Side], rounds: int, until: fl
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
         if name == FIRST and "ours, bfloat16" in mine:
             _print_bytes(kind, results.ratio(name, own, "ours, bfloat16"))
+            for other in set(mine) & set(PEERS[kind]):
+                most = results.ratio(name, PLAIN_READ, other)
+                print(f"{other}: {most:.2f}x would be a plain read of our bytes", flush=True)
     return reached
 
 
 def _print_bytes(kind: str, ratio: float) -> None:
-    context = DECODE_PROMPT + 1
-    plain, mine = (bytes_per_token(SPEC, each, context) for each in ("bfloat16", kind))
+    plain, mine = (bytes_per_token(SPEC, each, CONTEXT) for each in ("bfloat16", kind))
     said = f"{kind}: {mine / 1e6:.0f} MB per token, bfloat16 {plain / 1e6:.0f}"
     if kind != "bfloat16":
         bound = plain / mine

@@ -10,6 +10,7 @@ import media_trace
 from engine_cases import AGAIN, DECODE, PREFILL, Side, Work
 
 IMAGE = "same image, another question"
+PLAIN_READ = "plain read"
 ROWS = ("decode-1", "decode-8", "prefill", "image")
 SETTLE_SECONDS = 0.1
 """Idle threads of the side before spin for a while, on everybody's cores."""
@@ -26,15 +27,19 @@ class Row:
         next: what a round asks of every side.
         tower: whether pictures are looked at.
         plain: whether ours in bfloat16 takes part.
+        read: whether a plain read of a token's bytes does.
     """
 
     names: dict[str, int | None]
     next: Callable[[], Ask]
     tower: bool = False
     plain: bool = False
+    read: bool = False
 
     def takes(self, side: str, own: str) -> bool:
         """Whether a side takes part beside that one of ours."""
+        if side == PLAIN_READ:
+            return self.read
         return self.plain or side == own or not side.startswith("ours")
 
     def parts(self) -> list[Ask]:
@@ -62,7 +67,7 @@ def rows_for(work: Work, wanted: Sequence[str], lengths: Sequence[int]) -> list[
             batch = decode[name]
             ask = work.decode_of(batch)
             tokens = {DECODE[batch]: batch * work.steps}
-            found.append(Row(tokens, lambda ask=ask: ask, plain=True))
+            found.append(Row(tokens, lambda ask=ask: ask, plain=True, read=batch == 1))
         elif name == "prefill":
             found += [_prefill(work, length, twice=length == max(lengths)) for length in lengths]
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from engine_cases import Side, make_checkpoint
 from engine_gguf import convert, quantise
 from engine_peers import Completions, find_llama, llama, ours
+from limits import Limits
 from machine import ROOT
 
 from vlm_serve.kernels.linear.quantising import GROUPS, SCALES
@@ -64,6 +66,25 @@ def bytes_per_token(spec: CheckpointSpec, kind: str, context: int) -> int:
     pages = attending * 2 * keys * 2 * context
     head_bytes = _BYTES["int8" if kind == "int4" else kind]
     return round(weights * _BYTES[kind] + 2 * small + head * head_bytes + 2 * state + pages)
+
+
+class PlainRead:
+    """Reads as many bytes as a decoded token does, and does nothing else.
+
+    Args:
+        size: bytes a token.
+        threads: that read.
+    """
+
+    def __init__(self, size: int, threads: int) -> None:
+        self._size, self._limits = size, Limits(threads, size)
+
+    def complete(self, prompts: list[list[int]], count: int) -> float:
+        """Seconds for so many tokens of one prompt."""
+        begin = time.perf_counter()
+        for _ in range(count):
+            self._limits.read(self._size)
+        return time.perf_counter() - begin
 
 
 class Models:
