@@ -1,9 +1,8 @@
-"""Keeps the memory of freed tensors in the process, in large pages, for CPU inference.
+"""Keeps the memory of freed tensors in the process, for CPU inference.
 
 glibc hands every block over 32 MB straight back to the kernel when it is freed and maps fresh pages
 for the next one. A prefill of 4 096 tokens makes several such tensors per layer, and touching fresh
-pages takes longer than the work on them: 41 ms instead of 2 ms for a tensor of 50 MB. A decode step
-that reads all weights is 6 to 15 % faster if they lie in large pages (measured; see
+pages takes longer than the work on them: 41 ms instead of 2 ms for a tensor of 50 MB (measured; see
 benchmarks/NOTES.md).
 """
 
@@ -23,11 +22,10 @@ _HUGE_PAGE = 2 << 20
 def retain_freed_memory(reserve: int = 4 << 30) -> bool:
     """Tell the C library to serve large tensors from its heap and to keep what is freed.
 
-    For the whole process, from now on; what is mapped already stays as it is. Call it before
-    weights are loaded, which then lie in large pages too, and before the thread that runs the model
-    starts: threads started later share one heap, since a thread's own heap cannot hold blocks over
-    64 MB. The process then stays at the peak of its memory, but for what `release_freed_memory`
-    gives back. Calling it again costs nothing.
+    For the whole process, from now on; what is mapped already stays as it is. Call it before the
+    thread that runs the model starts: threads started later share one heap, since a thread's own
+    heap cannot hold blocks over 64 MB. The process then stays at the peak of its memory, but for
+    what `release_freed_memory` gives back. Calling it again costs nothing.
 
     Args:
         reserve: bytes of address space (not memory) by which the heap grows at once, so that they

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
+from vlm_serve.kernels.large_pages import zeros
 from vlm_serve.kernels.linear.base import WeightRecord
 from vlm_serve.kernels.linear.packed import PANEL, Packed
 from vlm_serve.kernels.native_layout import constant, struct
@@ -66,7 +67,7 @@ class PackedDense(Packed):
             BuildError: there is no compiled code.
         """
         padded = -(-depth // 2) * 2 if dtype == torch.bfloat16 else depth
-        packed = torch.zeros(-(-columns // PANEL) * PANEL * padded, dtype=dtype)
+        packed = zeros(-(-columns // PANEL) * PANEL * padded, dtype=dtype)
         first = 0
         for piece in pieces:
             piece = piece if piece.stride(-1) == 1 else piece.contiguous()

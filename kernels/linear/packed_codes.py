@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.large_pages import zeros
 from vlm_serve.kernels.linear.base import WeightRecord
 from vlm_serve.kernels.linear.dense import TYPES
 from vlm_serve.kernels.linear.packed import PANEL, Packed
@@ -87,7 +88,8 @@ def _part_of(group: int, depth: int) -> int | None:
 
 def panels(columns: int, rows: int, dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
     """`[panels, rows, 32]` for so many columns."""
-    return torch.full((-(-columns // PANEL), rows, PANEL), fill, dtype=dtype)
+    made = zeros(-(-columns // PANEL), rows, PANEL, dtype=dtype)
+    return made.fill_(fill) if fill else made
 
 
 def put(target: torch.Tensor, first: int, values: torch.Tensor) -> None:

@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from vlm_serve.kernels.large_pages import zeros
+
 BLOCK_SIZE = -1
 """Stands in a pool's entry for the tokens of a block."""
 
@@ -107,10 +109,8 @@ class CacheLayout:
         """The pools. Untouched pages of a CPU pool cost no memory until they are written."""
         counts = {"block": num_blocks, "row": num_rows, "update": num_updates}
         tensors = {
-            pool.kind: torch.empty(
-                (counts[pool.unit], layers, *pool.shape(block_size)),
-                dtype=dtypes[pool.kind],
-                device=device,
+            pool.kind: _room(
+                (counts[pool.unit], layers, *pool.shape(block_size)), dtypes[pool.kind], device
             )
             for pool, layers in self.pools
             if pool.kind in dtypes
@@ -124,6 +124,12 @@ class CacheLayout:
             torch.device(device),
             num_updates,
         )
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    if torch.device(device).type == "cpu":
+        return zeros(*shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, eq=False)

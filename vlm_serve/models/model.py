@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from vlm_serve.kernels.checks import check_folds
 from vlm_serve.kernels.dispatch import compiled_kernels
+from vlm_serve.kernels.host_memory import release_freed_memory
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.kernels.rope import mrope_cos_sin
@@ -296,5 +297,5 @@ def load_model(
         dynamic=dynamic,
     )
     model = Model(spec, weights, fingerprint(directory), drafts=drafts)
-    weights.release()
+    release_freed_memory()  # what pieces of weights needed on their way
     return model

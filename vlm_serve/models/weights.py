@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.kernels.host_memory import release_freed_memory
 from vlm_serve.kernels.linear import Linear, Part, Shard, load
 from vlm_serve.kernels.linear.base import shape
 from vlm_serve.kernels.linear.codes import Codes
@@ -30,7 +29,6 @@ _VISION_PREFIXES = ("model.visual.", "visual.", "model.", "")
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 _log = logging.getLogger(__name__)
 _TELL_SECONDS = 2.0
-_RELEASE_BYTES = 64 << 20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -81,7 +79,7 @@ class Weights:
         self.compiled = compiled
         self._files: dict[str, safe_open] = {}
         self._checked: set[str] = set()
-        self._read = self._total = self._released = 0
+        self._read = self._total = 0
         self._told = time.monotonic()
         for file in weight_files(path):
             try:
@@ -180,11 +178,6 @@ class Weights:
             self._told = now
             _log.info("%d %% of the weights are read", 100 * self._read // max(1, self._total))
 
-    def release(self) -> None:
-        """Gives back to the system what reading has left."""
-        self._released = self._read
-        release_freed_memory()
-
     def tensor(self, name: str, shape: Sequence[int], rows: Sequence[range] = ()) -> torch.Tensor:
         """A tensor in the type of activations, in memory of its own; if rows are named, those
         alone, one below the other."""
@@ -197,11 +190,7 @@ class Weights:
         self, *parts: Part, bias: list[Part] | None = None, shard: Shard | None = None
     ) -> Linear:
         """Rows of several tensors below each other, as one projection; or what a shard has."""
-        loaded = load(self, list(parts), bias, shard)
-        # What pieces needed on their way lies between weights, where the next one rarely fits.
-        if self._read - self._released >= _RELEASE_BYTES:
-            self.release()
-        return loaded
+        return load(self, list(parts), bias, shard)
 
     def stacked(
         self, parts: Sequence[Part], count: int, shard: Shard | None = None
