@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from vlm_serve.kernels.large_pages import zeros
+
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = (
     *("-O3", "-march=native", "-shared", "-fPIC", "-pthread"),
@@ -22,7 +24,7 @@ STEPS = 3_000_000
 
 
 class Limits:
-    """Multiply-adds in registers, and plain reads of a buffer that no cache holds.
+    """Multiply-adds in registers, and plain reads of a buffer in large pages that no cache holds.
 
     Args:
         threads: of either.
@@ -32,7 +34,8 @@ class Limits:
     def __init__(self, threads: int, most_bytes: int) -> None:
         self._library, self._threads = _build(), threads
         self._unit = 512 * threads
-        self._buffer = torch.ones(-(-most_bytes // self._unit) * self._unit + 64, dtype=torch.uint8)
+        size = -(-most_bytes // self._unit) * self._unit + 64
+        self._buffer = zeros(size, dtype=torch.uint8).fill_(1)
         self._results = torch.zeros(threads, dtype=torch.int64)
         # Vectors lie at multiples of their size.
         self._start = -(-self._buffer.data_ptr() // 64) * 64
