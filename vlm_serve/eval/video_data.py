@@ -63,7 +63,7 @@ def _item(path: Path, row: dict[str, Any], number: int, place: str) -> VideoItem
     if missing:
         raise ConfigError(f"{place}: it needs a text for {', '.join(missing)}", param="data")
     video, question, answer = map(str, texts)
-    choices = row.get("choices") or []
+    choices: Any = row.get("choices") or []
     if path.suffix == ".csv" and choices:
         choices = [each.strip() for each in choices.split(SEPARATOR)]
     name = row.get("id") or f"line {number}"
