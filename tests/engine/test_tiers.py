@@ -208,7 +208,7 @@ class Watched:
     the gate is open."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.held = CALLS
+        self.held: tuple[str, ...] = CALLS
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None

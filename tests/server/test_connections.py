@@ -202,7 +202,7 @@ def test_the_longest_idle_connection_makes_room(tokenizer: Tokenizer) -> None:
         stack.enter_context(raw(server, b"GET"))
         wait_for(lambda: len(server.server.connections) == 3)
         for _ in range(4):
-            assert httpx.get(server.url + "/health", trust_env=False).status_code == 200
+            assert httpx.get(server.url + "/health", timeout=60, trust_env=False).status_code == 200
         assert until_closed(first) == b""
         server.engine.gate.set()
         answer = b""

@@ -81,7 +81,7 @@ def test_a_signal_waits_for_open_requests_and_a_second_one_does_not(
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            assert httpx.get(f"{url}/ready", trust_env=False).status_code == 503
+            wait_for(lambda: client.get("/ready").status_code == 503)
             next(lines)
             assert process.poll() is None
             children = children_of(process.pid)
