@@ -123,6 +123,35 @@ def test_a_node_is_chosen_read_and_pinned(visit: Visit) -> None:
     assert any(node["pins"] for node in nodes_of(visit.url))
 
 
+HOLD_CHOICES = """
+    const post = Worker.prototype.postMessage;
+    globalThis.held = [];
+    Worker.prototype.postMessage = function (message) {
+        if (globalThis.holding && message.choose) held.push(() => post.call(this, message));
+        else post.call(this, message);
+    };
+"""
+
+
+def test_a_choice_outlasts_a_layout_that_was_on_its_way(visit: Visit) -> None:
+    page = visit.page
+    page.add_init_script(HOLD_CHOICES)
+    visit.open("live")
+    page.reload()
+    flush(visit)
+    ask(visit, "A question that is chosen in the table while another one is being asked.")
+    grid = page.get_by_role("treegrid")
+    chosen = grid.locator("[aria-selected=true]")
+    page.evaluate("() => { globalThis.holding = true; }")
+    grid.locator(".rows [role=row]").first.click()
+    expect(chosen).to_have_count(1)
+    ask(visit, "This is the other one, whose changes come before the worker knows of the choice.")
+    expect(size(page)).to_contain_text(f"{len(nodes_of(visit.url))} nodes")
+    page.evaluate("() => { held.forEach((send) => send()); }")
+    expect(page.locator(".details dl")).to_contain_text("users now")
+    expect(chosen).to_have_count(1)
+
+
 def test_the_table_is_walked_by_keyboard(visit: Visit) -> None:
     page = visit.page
     visit.open("live")
