@@ -59,7 +59,7 @@ test: $(VENV)/installed-dev
 test-sanitized: $(VENV)/installed-dev
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 VLM_SERVE_NATIVE_SANITIZE=1 \
-	$(BIN)/python -m pytest -n 0 --capture=sys tests/kernels tests/models/test_compiled_step.py \
+	$(BIN)/python -m pytest -n 0 --capture=sys tests/kernels tests/models/test_compiled_*.py \
 	-k "not triton and not aot and not host_memory and not too_little_memory" $(ARGS)
 
 test-lmms: $(LMMS)/installed
@@ -92,7 +92,15 @@ format: $(VENV)/installed-dev
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV).lock build dist *.egg-info
+
+$(LMMS)/installed: tests/server/lmms/requirements.txt
+
+# Who installs while another make does waits for it, where there is flock, and finds it done.
+ifndef LOCKED
+$(VENV)/installed $(VENV)/installed-ray $(VENV)/installed-dev $(LMMS)/installed: pyproject.toml constraints.txt
+	$(if $(shell command -v flock),flock $(VENV).lock) $(MAKE) --no-print-directory LOCKED=1 $@
+else
 
 $(VENV)/created:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vlm-serve needs Python 3.11 or newer; say make PYTHON=...")'
@@ -123,6 +131,8 @@ $(VENV)/installed-dev: $(VENV)/installed
 	-$(PIP) install --quiet --no-deps --no-build-isolation autoawq==0.2.9
 	touch $@
 
-$(LMMS)/installed: $(VENV)/installed-dev tests/server/lmms/requirements.txt
+$(LMMS)/installed: $(VENV)/installed-dev
 	$(PIP) install --quiet --no-deps --upgrade --target $(LMMS) --requirement tests/server/lmms/requirements.txt
 	touch $@
+
+endif

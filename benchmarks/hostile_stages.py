@@ -14,7 +14,7 @@ _LINE = re.compile(
 SLOWEST = 0.03
 STAGES = {
     "body": "read, parsed and validated, and turns of the event loop",
-    "draft": "rendered and checked, on a preparation thread",
+    "render": "rendered and checked, on a preparation thread",
     "source": "a medium's thread, its data: URL and the look into the index",
     "place": "waiting for a decoding process",
     "decode": "in that process",
@@ -26,11 +26,11 @@ STAGES = {
 
 def _stages(prepare: float, found: dict[str, float], first_token: float) -> dict[str, float]:
     inside = ("place", "decode", "resize")
-    known = {name: found.get(name, 0.0) for name in ("draft", *inside, "finish")}
+    known = {name: found.get(name, 0.0) for name in ("render", *inside, "finish")}
     media = found.get("media", 0.0)
     return known | {
         "source": media - sum(known[name] for name in inside),
-        "body": prepare - known["draft"] - media - known["finish"],
+        "body": prepare - known["render"] - media - known["finish"],
         "engine": first_token - prepare,
     }
 

@@ -20,7 +20,6 @@ import numpy as np
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.chat_request import ChatRequest
 from vlm_serve.preprocess.decoders import Decoders
-from vlm_serve.preprocess.draft import Draft, texts_of
 from vlm_serve.preprocess.expand import (
     Expander,
     Expansion,
@@ -41,6 +40,7 @@ from vlm_serve.preprocess.messages import Conversation, read_messages
 from vlm_serve.preprocess.processors import fingerprint
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
+from vlm_serve.preprocess.rendering import Rendering, texts_of
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.template import ChatTemplate, find_chat_template
 from vlm_serve.preprocess.tokenizer import Tokenizer, read_json
@@ -242,7 +242,7 @@ class Preprocessor:
         Raises InvalidRequestError (and its kinds MediaError and MediaFetchError) with the field at
         fault in `param`.
         """
-        draft = self.begin(
+        rendering = self.begin(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -254,9 +254,9 @@ class Preprocessor:
         )
         mine = Stop()
         with stop.calling(mine.set) if stop is not None else contextlib.nullcontext():
-            loading = self.start_loading(draft, mine)
+            loading = self.start_loading(rendering, mine)
             try:
-                return self.finish(draft, [each.result() for each in loading])
+                return self.finish(rendering, [each.result() for each in loading])
             finally:
                 mine.set()
 
@@ -271,7 +271,7 @@ class Preprocessor:
         media_io_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
-    ) -> Draft:
+    ) -> Rendering:
         """The first of the three steps of `prepare`, for callers who do not want to wait while
         media are loaded: everything that can be done without them. Arguments and errors as there.
         """
@@ -298,15 +298,17 @@ class Preprocessor:
         text = request.render(self._template, typed)
         pieces = tuple(split_pieces(text, self.tokenizer.special_pattern))
         self.tokenizer.check_length(piece.text for piece in pieces if not piece.is_special)
-        return Draft(root, cache_salt, request, media, typed, text, pieces)
+        return Rendering(root, cache_salt, request, media, typed, text, pieces)
 
-    def start_loading(self, draft: Draft, stop: Stop) -> list[Future[LoadedMedia]]:
+    def start_loading(self, rendering: Rendering, stop: Stop) -> list[Future[LoadedMedia]]:
         """The second step: begins to load the media, on threads that mostly wait, a few at a time.
         Whoever leaves sets the stop, which ends the loading wherever it is. The futures raise as
         `prepare` does.
         """
-        remote = [is_remote(part) for part in draft.media]
-        works = [partial(self._loader.load, part, draft.cache_salt, stop) for part in draft.media]
+        remote = [is_remote(part) for part in rendering.media]
+        works = [
+            partial(self._loader.load, part, rendering.cache_salt, stop) for part in rendering.media
+        ]
         found: dict[bool, Iterator[Future[LoadedMedia]]] = {}
         for fetched, executor, most in (
             (True, self._fetching, _FETCHED_AT_ONCE),
@@ -316,12 +318,12 @@ class Preprocessor:
             found[fetched] = iter(Turns(executor, mine, most).futures)
         return [next(found[each]) for each in remote]
 
-    def finish(self, draft: Draft, media: Sequence[LoadedMedia]) -> Prompt:
-        """The third step: the prompt, given the media that the draft names, in order.
+    def finish(self, rendering: Rendering, media: Sequence[LoadedMedia]) -> Prompt:
+        """The third step: the prompt, given the media that the rendering names, in order.
 
         Raises InvalidRequestError.
         """
-        expansion = self._expander.expand(draft.pieces, draft.typed, media)
+        expansion = self._expander.expand(rendering.pieces, rendering.typed, media)
         if not expansion.token_ids:
             raise InvalidRequestError("the messages give an empty prompt", param="messages")
         positions, delta = self._expander.positions(expansion)
@@ -329,31 +331,31 @@ class Preprocessor:
             token_ids=tuple(expansion.token_ids),
             positions=positions,
             rope_delta=delta,
-            keys=self._keys(draft.root, expansion.token_ids, expansion.spans),
+            keys=self._keys(rendering.root, expansion.token_ids, expansion.spans),
             spans=tuple(expansion.spans),
             media=tuple(media),
             media_ends=tuple(expansion.media_ends),
             message_ends=tuple(expansion.message_ends),
-            system_end=draft.system_end(expansion),
-            stable_end=self._stable_end(draft, expansion),
+            system_end=rendering.system_end(expansion),
+            stable_end=self._stable_end(rendering, expansion),
             # They are asked about at the same time.
             waited=max((item.waited for item in media), default=0.0),
-            text=draft.typed.restore(draft.text),
+            text=rendering.typed.restore(rendering.text),
             corrected=None
             if all(item.ready for item in media)
-            else partial(self._correct, draft, media),
+            else partial(self._correct, rendering, media),
         )
 
-    def _correct(self, draft: Draft, media: Sequence[LoadedMedia]) -> Prompt:
-        return self.finish(draft, [item.corrected() for item in media])
+    def _correct(self, rendering: Rendering, media: Sequence[LoadedMedia]) -> Prompt:
+        return self.finish(rendering, [item.corrected() for item in media])
 
-    def _stable_end(self, draft: Draft, expansion: Expansion) -> int:
+    def _stable_end(self, rendering: Rendering, expansion: Expansion) -> int:
         try:
-            text = draft.request.render_next_turn(self._template, draft.typed)
+            text = rendering.request.render_next_turn(self._template, rendering.typed)
         except InvalidRequestError:  # a template may not take such a turn: then nothing is known
             return 0
         other = tuple(split_pieces(text, self.tokenizer.special_pattern))
-        return shared_tokens(self.tokenizer, draft.typed, draft.pieces, expansion, other)
+        return shared_tokens(self.tokenizer, rendering.typed, rendering.pieces, expansion, other)
 
 
 def _vocab_size(directory: Path | str) -> int:

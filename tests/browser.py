@@ -21,7 +21,10 @@ from playwright.sync_api import (
 
 MEDIA = Path(__file__).resolve().parent.parent / "examples" / "media"
 WAIT_MS = 60_000
-SMALL_SERVER = ("demo", "--device", "cpu", "--cache-memory", "32MiB", "--threads", "1")
+SMALL_SERVER = (
+    *("demo", "--device", "cpu", "--cache-memory", "32MiB", "--threads", "1"),
+    *("--speculative", "off"),  # so that long answers take their time
+)
 
 
 @contextmanager

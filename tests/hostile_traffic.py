@@ -261,7 +261,7 @@ def describe(outcome: Outcome) -> str:
 
 
 def memory(server: ServerProcess) -> Memory:
-    text = httpx.get(f"{server.url}/metrics").text
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
     held = re.findall(r"^vlm_serve_held_bytes\{.*\} (\S+)$", text, re.M)
     return Memory(tree_bytes(server.process.pid), sum(int(float(each)) for each in held))
 

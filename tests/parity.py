@@ -12,6 +12,7 @@ import media_reference
 import oracle
 import PIL.Image
 import torch
+from together import together
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.local_executor import LocalExecutor
@@ -179,7 +180,7 @@ def check(
 ) -> tuple[list[Output], list[Comparison]]:
     """Runs prompts through the engine, all at once, and compares each with transformers."""
     prepared = pipe.engine.preprocessor
-    with tapped(pipe.engine) as tap:
+    with tapped(pipe.engine) as tap, together(pipe.engine, len(prompts)):
         outputs = pipe._run(
             (
                 prepared.prepare_tokens(prompt)  # type: ignore[arg-type]

@@ -12,19 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ports import free_port
 from redis import Redis
 from redis.exceptions import RedisError
 
 EXECUTABLES = [
     path for name in ("redis-server", "valkey-server") if (path := shutil.which(name)) is not None
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 class StoreServer:
@@ -59,6 +53,7 @@ class StoreServer:
         self._process = subprocess.Popen(self._command, cwd=self._folder, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
+            assert self._process.poll() is None, "the store did not start"
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
                 return
             time.sleep(0.02)

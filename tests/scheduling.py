@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from simulation import Letters
+from letters import Letters
 from symbolic import END_OF_TURN, VOCABULARY, SymbolicExecutor, make_prompt
 
 from vlm_serve.cache.config import CacheConfig

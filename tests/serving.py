@@ -17,7 +17,8 @@ from vlm_serve.server.draining import DrainingServer, listen, url_of
 from vlm_serve.server.run import make_server
 from vlm_serve.server.service import Service
 
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
+"""Nobody waits that long but for what does not come; machines are busy."""
 
 
 class RunningServer:
@@ -53,6 +54,13 @@ class RunningServer:
 
 def chat_body(text: str = "hi", **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def ok(response: httpx.Response) -> dict[str, Any]:
+    """The body of an answer that must have come."""
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    return body
 
 
 def parse_events(text: str) -> list[dict[str, Any]]:
@@ -101,7 +109,7 @@ def connect(
 ) -> socket.socket:
     """A raw connection that has sent a request, of a chat unless another path is named."""
     host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=WAIT_SECONDS)
     head = (
         f"POST {path} HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body) if length is None else length}\r\n\r\n"

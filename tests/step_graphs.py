@@ -20,7 +20,9 @@ from triton_case import kernels
 
 from vlm_serve.engine import build as building
 from vlm_serve.engine import prefill_graphs, step_paths
-from vlm_serve.engine.decode_graphs import Step
+from vlm_serve.engine.decode_graphs import DecodeGraphs, Step
+from vlm_serve.engine.prefill_graphs import PrefillGraphs
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
 SPECS = {
@@ -51,6 +53,17 @@ class Repeating:
 
         run()
         return again
+
+
+def running(graphs: DecodeGraphs | PrefillGraphs) -> Callable[..., ForwardOutput]:
+    """In place of a model's forward: the graphs', which must be able to compute every step."""
+
+    def forward(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
+        output = graphs.run(batch)
+        assert output is not None, "no graph computes it"
+        return output
+
+    return forward
 
 
 def started(driver: Driver, lengths: Sequence[int]) -> list[Sequence_]:

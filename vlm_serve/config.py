@@ -6,9 +6,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from vlm_serve import shared_store_options
-from vlm_serve.errors import ConfigError
-from vlm_serve.options import normalise_all, option
+from vlm_serve import media_options, shared_store_options
+from vlm_serve.options import normalise_all, option, refuse
 
 BLOCK_SIZES = (16, 32, 64, 128)
 DEMO_BLOCK_SIZE = 16
@@ -20,12 +19,9 @@ _KV_DTYPES = (*_DTYPES, "fp8", "int8")
 _STATE_DTYPES = ("auto", "float32", "bfloat16")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 
-_MEDIA_LIMIT = re.compile(r"(image|video)\s*=\s*(\d{1,6})", re.ASCII)
-
 _MODEL = "model"
 _CACHE = "cache"
 _SCHEDULER = "scheduler"
-_MEDIA = "media"
 
 
 @dataclass(frozen=True)
@@ -290,51 +286,12 @@ class EngineConfig:
         low=1,
         high=32,
     )
-    allowed_local_media_path: str | None = option(
-        None,
-        "folder below which file:// URLs may name media",
-        group=_MEDIA,
-        kind="text",
-        metavar="DIR",
-    )
-    allowed_media_domains: tuple[str, ...] = option(
-        (),
-        "hosts from which media may be fetched (comma-separated)",
-        group=_MEDIA,
-        kind="list",
-        default_text="every public host",
-    )
-    allow_private_networks: bool = option(
-        False,
-        "also fetch media from addresses that are not public",
-        group=_MEDIA,
-        kind="bool",
-    )
-    limit_mm_per_prompt: str = option(
-        "",
-        "most images and videos in one prompt, such as image=4,video=1",
-        group=_MEDIA,
-        kind="text",
-        metavar="LIMITS",
-        default_text="none",
-    )
-    max_image_pixels: int = option(
-        1 << 26,
-        "most pixels of an image, read from its header before it is decoded",
-        group=_MEDIA,
-        kind="int",
-        low=1,
-        high=178_956_970,
-    )
-    media_fetch_timeout: float = option(
-        30.0,
-        "seconds for fetching one medium, redirects included",
-        group=_MEDIA,
-        kind="float",
-        low=0.001,
-        high=3600,
-        metavar="SECONDS",
-    )
+    allowed_local_media_path: str | None = media_options.LOCAL_PATH
+    allowed_media_domains: tuple[str, ...] = media_options.DOMAINS
+    allow_private_networks: bool = media_options.PRIVATE_NETWORKS
+    limit_mm_per_prompt: str = media_options.LIMITS
+    max_image_pixels: int = media_options.IMAGE_PIXELS
+    media_fetch_timeout: float = media_options.FETCH_TIMEOUT
 
     def __post_init__(self) -> None:
         problems = normalise_all(self)
@@ -347,8 +304,7 @@ class EngineConfig:
             problems.append(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if not problems:  # the checks below compare options that are valid by themselves
             problems += self._conflicts()
-        if problems:
-            raise ConfigError("; ".join(problems), param=problems[0].split(" ", 1)[0])
+        refuse(problems)
 
     def _conflicts(self) -> list[str]:
         problems = []
@@ -376,16 +332,7 @@ class EngineConfig:
     @property
     def max_media_per_prompt(self) -> dict[str, int] | None:
         """`limit_mm_per_prompt` as numbers by modality; None if it cannot be read."""
-        limits: dict[str, int] = {}
-        text = self.limit_mm_per_prompt.strip()
-        if text.startswith("{"):  # the JSON form that other servers take
-            text = text.strip("{}").replace('"', "").replace(":", "=")
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            found = _MEDIA_LIMIT.fullmatch(part)
-            if found is None or found[1] in limits:
-                return None
-            limits[found[1]] = int(found[2])
-        return limits
+        return media_options.read_limits(self.limit_mm_per_prompt)
 
     @property
     def gdn_chunk_size(self) -> int:

@@ -192,6 +192,13 @@ def normalise_all(config: object) -> list[str]:
     return problems
 
 
+def refuse(problems: list[str]) -> None:
+    """Raises ConfigError that names every option whose value is bad, if there are any; each problem
+    begins with the option's name."""
+    if problems:
+        raise ConfigError("; ".join(problems), param=problems[0].split(" ", 1)[0])
+
+
 def parse_size(text: str, name: str = "size") -> int:
     """Bytes in `"1GiB"`, `"512 MB"` or `"4096"`. Raises ConfigError that names the option."""
     found = _SIZE.fullmatch(text)

@@ -87,10 +87,14 @@ def test_json_lines_with_ids_and_urls(tmp_path: Path) -> None:
             '{"id": "a", "video": "y", "question": "q"}',
             "appears twice",
         ),
+        ("in.csv", b"video,question\nx.mp4,caf\xe9\n", "it is no UTF-8 text"),
+        ("in.jsonl", b"\xff", "line 1"),
         ("in.txt", "", "folder"),
     ],
 )
-def test_what_is_missing_is_said(tmp_path: Path, name: str, content: str, said: str) -> None:
-    (tmp_path / name).write_text(content)
+def test_what_is_missing_is_said(
+    tmp_path: Path, name: str, content: str | bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ConfigError, match=said):
         read_questions(tmp_path / name, [])

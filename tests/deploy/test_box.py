@@ -21,7 +21,7 @@ def test_what_one_turn_gives_is_taken_at_once() -> None:
             box.put(number, BEGUN)
 
         sending = [asyncio.ensure_future(send(number)) for number in range(5)]
-        taking = asyncio.ensure_future(box.take(10.0))
+        taking = asyncio.ensure_future(box.take(30.0))
         await asyncio.sleep(0)
         event.set()
         assert [number for number, _ in await taking] == list(range(5))
@@ -37,7 +37,7 @@ def test_silence_is_told_too() -> None:
 def test_a_closed_box_wakes_who_waits_and_takes_nothing_in() -> None:
     async def work() -> None:
         box = Box()
-        taking = asyncio.ensure_future(box.take(10.0))
+        taking = asyncio.ensure_future(box.take(30.0))
         await asyncio.sleep(0)
         box.close()
         assert await taking == []
@@ -73,10 +73,10 @@ def test_first_words_go_at_once_and_later_ones_together(monkeypatch: pytest.Monk
         start: Message = {"type": "http.response.start", "status": 200, "headers": []}
         for message in (BEGUN, start, body(b"one", [1])):
             box.put(7, message)
-        assert await box.take(1.0) == [(7, BEGUN), (7, start), (7, body(b"one", [1]))]
+        assert await box.take(30.0) == [(7, BEGUN), (7, start), (7, body(b"one", [1]))]
         box.put(7, body(b" two", [2]))
         box.put(7, body(b" three", [3, 4]))
-        taking = asyncio.ensure_future(box.take(1.0))
+        taking = asyncio.ensure_future(box.take(30.0))
         await asyncio.sleep(0.05)
         assert not taking.done()
         box.put(8, body(b"other", [5]))
@@ -92,6 +92,6 @@ def test_the_end_of_an_answer_stays_at_its_end() -> None:
         for message in (body(b"one", [1]), body(b" two", [2]), last, None):
             box.put(7, message)
         whole = {**last, "body": b"one two", TOKENS: {0: [1, 2]}}
-        assert await box.take(1.0) == [(7, whole), (7, None)]
+        assert await box.take(30.0) == [(7, whole), (7, None)]
 
     asyncio.run(work())

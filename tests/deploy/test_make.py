@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from ports import free_port
 from process_tree import processes_below
 from serving import wait_for
 
@@ -21,12 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 SECONDS = 300.0
 SMALL = "--device cpu --cache-memory 32MiB --max-model-len 2048 --threads 1 --shutdown-timeout 1"
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 @pytest.mark.skipif(

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
+from letters import Letters
 from make_checkpoint import make_checkpoint
 from parity import executor_of, greedy
 from parity_cases import photograph, random_ids, user
 from serving import wait_for
-from simulation import Letters
 from symbolic import make_prompt
 
 from vlm_serve.config import EngineConfig

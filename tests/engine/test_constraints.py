@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from simulation import Letters
+from letters import Letters
 from symbolic import make_prompt
+from together import together
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.plan import SampleTask
@@ -113,10 +114,11 @@ def test_grammars_survive_preemption(pipeline: Pipeline) -> None:
     ]
     questions = [messages(f"Question {number}") for number in range(4)]
     alone = [pipeline.chat(q, p).text for q, p in zip(questions, params, strict=True)]
-    together = pipeline.chat_many(questions, params)
-    for output in together:
+    with together(pipeline.engine, len(questions)):
+        outputs = pipeline.chat_many(questions, params)
+    for output in outputs:
         assert len(json.loads(output.text)) == 20
-    assert [output.text for output in together] == alone
+    assert [output.text for output in outputs] == alone
     assert pipeline.engine.stats()["num_preemptions"] > 0
 
 

@@ -13,7 +13,7 @@ import torch
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, text_sequence
 from parity import executor_of
-from step_graphs import SPECS, HostFree, Repeating, bits, started, with_graphs
+from step_graphs import SPECS, HostFree, Repeating, bits, running, started, with_graphs
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
@@ -117,7 +117,7 @@ def test_padded_steps_equal_plain_ones(model: Model) -> None:
     plain, padded = Driver(model), Driver(model, scratch_rows=1)
     expected, got = started(plain, (5, 40, 33, 17)), started(padded, (5, 40, 33, 17))
     graphs = graphs_over(padded)
-    padded.forward = lambda batch, caches: graphs.run(batch)
+    padded.forward = running(graphs)
     # Sequences join, leave and change places.
     for turn in ((0, 1, 2), (2, 1), (3,), (3, 0, 2, 1), (1, 2, 0)):
         want = plain.step([expected[i] for i in turn]).logits
@@ -140,9 +140,8 @@ def test_padding_touches_its_scratch_row_alone(model: Model) -> None:
 
     def run(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
         assert batch.decode is not None
-        return graphs.run(
-            replace(batch, decode=replace(batch.decode, snapshot_rows=(-1, snapshot, -1)))
-        )
+        meta = replace(batch.decode, snapshot_rows=(-1, snapshot, -1))
+        return running(graphs)(replace(batch, decode=meta), caches)
 
     driver.forward = run
     before = bits(driver.caches)
@@ -173,9 +172,9 @@ def test_what_is_not_accepted(model: Model) -> None:
     driver.step(sequences)
     driver.step(sequences[:1], capture_experts=True)
     driver.step(sequences[:1], [(text_sequence([1, 2]), 0, 2)])
-    assert [graphs.accepts(batch) for batch in seen] == [True, False, False, False]
-    assert not graphs.accepts(replace(seen[0], logit_rows=torch.arange(1)))
-    assert not graphs.accepts(replace(seen[0], media=((0, torch.zeros(1, 64)),)))
+    seen.append(replace(seen[0], logit_rows=torch.arange(1)))
+    seen.append(replace(seen[0], media=((0, torch.zeros(1, 64)),)))
+    assert [graphs.run(batch) is not None for batch in seen] == [True] + 5 * [False]
 
 
 def test_bad_rows_and_blocks_are_refused(model: Model) -> None:
@@ -188,7 +187,8 @@ def test_bad_rows_and_blocks_are_refused(model: Model) -> None:
     def run(**changes: Any) -> None:
         def forward(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
             assert batch.decode is not None
-            return graphs.run(replace(batch, decode=replace(batch.decode, **changes)))
+            changed = replace(batch, decode=replace(batch.decode, **changes))
+            return running(graphs)(changed, caches)
 
         driver.forward = forward
         driver.step([one])

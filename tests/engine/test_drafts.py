@@ -17,6 +17,7 @@ from guesses import Oracle, consult, draft_freely
 from make_checkpoint import make_checkpoint
 from parity import executor_of, tapped
 from parity_cases import photograph, random_ids, user
+from together import together
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.drafts.suffix import SuffixDrafter
@@ -95,7 +96,8 @@ def test_answers_are_those_without(
             oracle.tell(prompt, [choice.token_ids[:known] for choice in output.choices])
         consult(pipe.engine, oracle)
         for _ in range(2):
-            outputs = pipe.generate_many(prompts, params)
+            with together(pipe.engine, len(prompts)):
+                outputs = pipe.generate_many(prompts, params)
             for kind, ours, theirs in zip(KINDS, outputs, expected, strict=True):
                 assert visible(ours) == visible(theirs), kind
                 if moe:
@@ -129,7 +131,8 @@ def test_accepted_tokens_have_the_bits_of_decoding(checkpoint: Path, dtype: str)
         consult(pipe.engine, oracle)
         for turn in range(2):
             with tapped(pipe.engine) as tap:
-                outputs = pipe.generate_many(prompts, params)
+                with together(pipe.engine, len(prompts)):
+                    outputs = pipe.generate_many(prompts, params)
                 for ours, theirs in zip(tap.take(), logits, strict=True):
                     assert torch.equal(ours, theirs)
             assert [one.token_ids for one in outputs] == [one.token_ids for one in expected]

@@ -11,6 +11,7 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from parity import executor_of
 from parity_cases import photograph, random_ids, user
+from together import together
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.local_executor import LocalExecutor
@@ -78,7 +79,8 @@ def answers(pipe: Pipeline) -> list[Any]:
         for one in wanted
     ]
     prompts = [random_ids(70 + 7 * index, seed=index) for index in range(len(wanted))]
-    outputs = pipe.generate_many(prompts, params)
+    with together(pipe.engine, len(prompts)):
+        outputs = pipe.generate_many(prompts, params)
     picture = pipe.chat([user(photograph("coffee.png"), "What is this?")], params[0])
     pipe.engine.check()
     return [visible(output) for output in (*outputs, picture)]

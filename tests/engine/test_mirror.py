@@ -9,7 +9,7 @@ import pytest
 from cache_texts import Image, Text
 from cache_traffic import drive_with, random_world
 from cache_world import World, make_world
-from simulation import Follower
+from tree_follower import Follower
 
 from vlm_serve.cache.records import MediaStart
 from vlm_serve.engine.mirror import TreeMirror

@@ -13,6 +13,7 @@ from checkpoint_spec import CheckpointSpec
 from guesses import Oracle, consult, draft_freely
 from make_checkpoint import make_checkpoint
 from parity_cases import photograph, random_ids, user
+from together import together
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
@@ -116,7 +117,8 @@ def test_drafts_are_those_of_a_cold_run(checkpoint: Path, changes: dict[str, Any
             warm = drafts_of(pipe.engine)
             if turn == 1:
                 consult(pipe.engine, oracle)
-            outputs = pipe.generate_many(prompts, [GREEDY] * len(prompts))
+            with together(pipe.engine, len(prompts)):
+                outputs = pipe.generate_many(prompts, [GREEDY] * len(prompts))
             assert [each.token_ids for each in outputs] == [each.token_ids for each in expected]
             assert same_where_both_drafted(warm, cold) > (20 if turn else 100)
             pipe.engine.check()

@@ -11,6 +11,7 @@ import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from parity_cases import photograph, random_ids, user
+from together import together
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.plan import PromptLogprobs
@@ -151,7 +152,8 @@ def run(
 ) -> list[Output]:
     prepare = pipe.engine.preprocessor.prepare_tokens
     made = [prepare(ids, cache_salt=salt) for ids, salt in zip(prompts, salts, strict=True)]
-    return pipe._run(iter(made), params)
+    with together(pipe.engine, len(made)):
+        return pipe._run(iter(made), params)
 
 
 def cold(pipe: Pipeline, prompt: list[int], params: SamplingParams) -> Output:

@@ -14,6 +14,7 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from parity import greedy
 from parity_cases import random_ids
+from together import together
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import InvalidRequestError
@@ -169,7 +170,8 @@ def test_requests_beside_one_that_asks_leave_rows_too(pipe: Pipeline, checkpoint
     """Capturing costs the same for the whole step, so nobody's rows are thrown away."""
     prompts = [random_ids(60, seed=8), random_ids(60, seed=9)]
     pipe.engine.flush()
-    first = pipe.generate_many(prompts, [asking(30), greedy(30)])
+    with together(pipe.engine, len(prompts)):
+        first = pipe.generate_many(prompts, [asking(30), greedy(30)])
     assert first[1].routed_experts is None
     second = pipe.generate(prompts[1], asking(2))
     assert second.usage.cached_tokens == 48
@@ -184,7 +186,8 @@ def test_after_preemption(pipe: Pipeline, checkpoint: Path) -> None:
         # Without drafts, which may have one answer end before another needs its room.
         options = config(cache_memory=size, prefix_cache_state_budget=snapshots, speculative="off")
         with Pipeline(checkpoint, options) as crowded:
-            answers = crowded.generate_many(prompts, asking(80))
+            with together(crowded.engine, len(prompts)):
+                answers = crowded.generate_many(prompts, asking(80))
             assert crowded.engine.stats()["num_preemptions"] > 0
             crowded.engine.check()
         for prompt, answer in zip(prompts, answers, strict=True):

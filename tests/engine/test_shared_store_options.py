@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis_server import StoreServer, free_port, running
+from ports import free_port
+from redis_server import StoreServer, running
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build

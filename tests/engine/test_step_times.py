@@ -31,7 +31,9 @@ def test_steps_fall_into_buckets_by_what_the_model_leaves() -> None:
 
 
 def test_every_step_is_counted_and_waiting_is_not(tmp_path: Path) -> None:
-    config = EngineConfig(dtype="float32", block_size=16, cache_memory="32MiB", threads=1)
+    config = EngineConfig(
+        dtype="float32", block_size=16, cache_memory="32MiB", threads=1, speculative="off"
+    )
     with Pipeline(make_checkpoint(tmp_path), config) as pipe:
         begin = time.perf_counter()
         pipe.generate([5, 6, 7], greedy(4))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,8 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from parity import greedy
 from parity_cases import CONVERSATIONS, random_ids
+from serving import wait_for
+from together import together
 
 from vlm_serve.cache.tiers.disk_file import FILE_NAME
 from vlm_serve.cache.tiers.host import HostStore
@@ -198,15 +199,22 @@ def test_requests_that_wait_for_a_tier_hold_up_nobody(checkpoint: Path) -> None:
             pipe.engine.check()
 
 
+CALLS = ("contains", "get", "put", "touch")
+"""Of a store."""
+
+
 class Watched:
-    """Notes who calls the host tier; it raises `error` or answers after `delay` seconds."""
+    """Notes who calls the host tier; it raises `error`, or answers the calls that are `held` when
+    the gate is open."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.delay = 0.0
+        self.held: tuple[str, ...] = CALLS
+        self.gate = threading.Event()
+        self.gate.set()
         self.error: Exception | None = None
         self.calls: Counter[str] = Counter()
         self.threads: set[str] = set()
-        for name in ("contains", "get", "put", "touch"):
+        for name in CALLS:
             monkeypatch.setattr(HostStore, name, self._wrapped(name, getattr(HostStore, name)))
 
     def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,7 +224,8 @@ class Watched:
             if self.error is not None:
                 raise self.error
             answer = await call(*args)
-            await asyncio.sleep(self.delay)
+            while name in self.held and not self.gate.is_set():
+                await asyncio.sleep(0.005)
             return answer
 
         return wrapper
@@ -236,7 +245,7 @@ def test_no_store_is_called_on_the_engines_thread(checkpoint: Path, watched: Wat
         evict(pipe)
         evict(pipe)
         pipe.engine.flush()
-    assert all(watched.calls[name] for name in ("contains", "get", "put", "touch"))
+    assert all(watched.calls[name] for name in CALLS)
     assert watched.threads == {"vlm-serve-tiers"}
 
 
@@ -246,13 +255,15 @@ def test_a_slow_tier_holds_up_neither_the_engine_nor_others(
     with open_pipeline(checkpoint, host_cache_memory="64MiB") as pipe:
         cold = ask(pipe)
         prompt = pipe.engine.preprocessor.prepare_tokens(random_ids(LENGTH, seed=2))
-        watched.delay = 1.0
+        watched.gate.clear()
         with ThreadPoolExecutor() as pool:
             waiting: list[Future[Any]] = [pool.submit(pipe.engine.probe, prompt)]
             waiting.append(pool.submit(pipe.generate, random_ids(LENGTH, seed=2), greedy(2)))
-            began = time.monotonic()
-            assert ask(pipe).token_ids == cold.token_ids, "what the device has asks nobody"
-            assert time.monotonic() - began < 0.9 and not any(each.done() for each in waiting)
+            try:
+                assert ask(pipe).token_ids == cold.token_ids, "what the device has asks nobody"
+                assert not any(each.done() for each in waiting)
+            finally:
+                watched.gate.set()
             for each in waiting:
                 each.result()
 
@@ -261,14 +272,20 @@ def test_a_tier_that_fails_changes_no_answer(
     checkpoint: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It raises, or takes longer than it may; then it is left alone."""
-    monkeypatch.setattr(HostStore, "time_limit", 0.05)
-    for error, delay in ((OSError("injected"), 0.0), (None, 60.0)):
-        with open_pipeline(checkpoint, host_cache_memory="64MiB") as pipe:
-            watched.error, watched.delay = None, 0.0
+    for error in (OSError("injected"), None):
+        with (
+            monkeypatch.context() as patch,
+            open_pipeline(checkpoint, host_cache_memory="64MiB") as pipe,
+        ):
+            watched.error = None
+            watched.gate.set()
             cold = ask(pipe)
             evict(pipe)
-            pipe.engine._loop.tiers._tiers.stack.drain(10)  # type: ignore[union-attr]
-            watched.error, watched.delay = error, delay
+            assert pipe.engine._loop.tiers._tiers.stack.drain(60)  # type: ignore[union-attr]
+            watched.error = error
+            if error is None:
+                patch.setattr(HostStore, "time_limit", 0.05)
+                watched.gate.clear()
             watched.calls.clear()
             for seed in (1, 2, 1):
                 answer = ask(pipe, seed)
@@ -285,9 +302,9 @@ def test_requests_that_want_the_same_entries_share_one_read(
         prompt = random_ids(LENGTH, seed=1)
         cold = pipe.generate(prompt, greedy(4))
         evict(pipe)
-        watched.delay = 0.2
         watched.calls.clear()
-        outputs = pipe.generate_many([prompt, prompt, prompt], greedy(4))
+        with together(pipe.engine, 3):
+            outputs = pipe.generate_many([prompt, prompt, prompt], greedy(4))
         assert [output.token_ids for output in outputs] == [cold.token_ids] * 3
         assert [output.cache_report.tiers for output in outputs] == [{"host": CACHED}] * 3
         assert watched.calls["get"] == 1
@@ -299,13 +316,19 @@ def test_what_is_on_its_way_during_a_flush_is_not_taken_in(
     with open_pipeline(checkpoint, host_cache_memory="64MiB") as pipe:
         cold = ask(pipe)
         evict(pipe)
-        watched.delay = 0.3
+        stack = pipe.engine._loop.tiers._tiers.stack  # type: ignore[union-attr]
+        assert stack.drain(60)
+        watched.held = ("get",)
+        watched.gate.clear()
         watched.calls.clear()
         with ThreadPoolExecutor() as pool:
             answer = pool.submit(ask, pipe)
-            while not watched.calls["get"]:
-                time.sleep(0.01)
-            pipe.engine.flush()
+            wait_for(lambda: bool(watched.calls["get"]))
+            before = stack.epoch
+            flushing = pool.submit(pipe.engine.flush)
+            wait_for(lambda: stack.epoch > before)
+            watched.gate.set()
+            flushing.result()
             output = answer.result()
         assert output.token_ids == cold.token_ids and output.usage.cached_tokens == 0
         assert output.cache_report.reason == "cold"

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
 from vlm_serve.preprocess import dial
@@ -216,11 +217,8 @@ def test_a_body_is_bounded_with_and_without_its_length() -> None:
 
 
 def test_nobody_listens() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with pytest.raises(MediaFetchError, match="failed"):
-        get(f"http://127.0.0.1:{port}/", LOCAL)
+        get(f"http://127.0.0.1:{free_port()}/", LOCAL)
     with pytest.raises(MediaFetchError, match="no address"):
         get("http://no-such-host.invalid/", LOCAL)
 

@@ -144,11 +144,11 @@ def test_what_all_fetches_hold_is_bounded(checkpoint: Path, photographs: Path) -
     preprocessor, stop = build(checkpoint, limits=limits), Stop()
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/"
-        draft = preprocessor.begin(ask({"type": "image_url", "image_url": {"url": url}}))
+        rendering = preprocessor.begin(ask({"type": "image_url", "image_url": {"url": url}}))
         head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
 
         def fetch_one(sent: bytes) -> tuple[socket.socket, Future[Any]]:
-            (loading,) = preprocessor.start_loading(draft, stop)
+            (loading,) = preprocessor.start_loading(rendering, stop)
             peer, _ = server.accept()
             peer.sendall(head + sent)
             return peer, loading
@@ -180,10 +180,10 @@ def test_the_three_steps_are_what_prepare_does(checkpoint: Path, photographs: Pa
         {"type": "image", "image": photographs / "chelsea.png"},
         {"type": "image", "image": photographs / "rocket.jpg"},
     )
-    draft = preprocessor.begin(messages, cache_salt="a")
-    media = [each.result() for each in preprocessor.start_loading(draft, Stop())]
+    rendering = preprocessor.begin(messages, cache_salt="a")
+    media = [each.result() for each in preprocessor.start_loading(rendering, Stop())]
     prompt, expected = (
-        preprocessor.finish(draft, media),
+        preprocessor.finish(rendering, media),
         preprocessor.prepare(messages, cache_salt="a"),
     )
     assert prompt.token_ids == expected.token_ids

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from fake_engine import FakeEngine
 from server_process import server_process
-from serving import RunningServer, connect, running, wait_for
+from serving import WAIT_SECONDS, RunningServer, connect, running, wait_for
 
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
@@ -75,7 +75,8 @@ def test_a_head_that_trickles_in_is_not_waited_for_either(tokenizer: Tokenizer) 
     with serving(tokenizer, header_timeout=0.3) as server:
         with pytest.raises(OSError):
             raw(server, *[b"GET /health HTTP/1.1\r\n", *[b"X: y\r\n"] * 400], pause=0.02)
-        assert server.client.get("/health").status_code == 200
+        # On a busy machine a whole head, too, may take longer than that.
+        wait_for(lambda: server.client.get("/health").status_code == 200)
 
 
 @pytest.mark.parametrize("said", [b"", HEALTH])
@@ -105,9 +106,9 @@ def test_a_slow_body_is_waited_for_while_it_keeps_its_rate(tokenizer: Tokenizer)
     """Longer than the first deadline, at more than the rate; then below it."""
     body = CHAT % 1 + b" " * 400
     length = b"Content-Length: %d\r\n\r\n" % len(body)
-    with serving(tokenizer, header_timeout=0.3, min_body_rate=20) as server:
+    with serving(tokenizer, header_timeout=1.0, min_body_rate=20) as server:
         pieces = [body[start : start + 40] for start in range(0, len(body), 40)]
-        fast = raw(server, HEAD + length, *pieces, pause=0.08)
+        fast = raw(server, HEAD + length, *pieces, pause=0.15)
         assert fast.recv(100).startswith(b"HTTP/1.1 200")
         fast.close()
     with serving(tokenizer, header_timeout=0.3, min_body_rate=100_000) as server:
@@ -129,7 +130,7 @@ def test_nonsense_behind_a_request_ends_it(
             if started:
                 assert connection.recv(100).startswith(b"HTTP/1.1 200")
             connection.sendall(b"nonsense" * 100)
-            assert request.aborted.wait(10)
+            assert request.aborted.wait(WAIT_SECONDS)
         wait_for(lambda: server.service.num_open == 0)
         server.engine.gate.set()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
@@ -201,7 +202,7 @@ def test_the_longest_idle_connection_makes_room(tokenizer: Tokenizer) -> None:
         stack.enter_context(raw(server, b"GET"))
         wait_for(lambda: len(server.server.connections) == 3)
         for _ in range(4):
-            assert httpx.get(server.url + "/health", trust_env=False).status_code == 200
+            assert httpx.get(server.url + "/health", timeout=60, trust_env=False).status_code == 200
         assert until_closed(first) == b""
         server.engine.gate.set()
         answer = b""
@@ -226,10 +227,9 @@ def test_silent_connections_up_to_the_limit_of_files_do_not_shut_others_out(
         for _ in range(5):
             answer = httpx.get(server.url + "/health", timeout=30, trust_env=False)
             assert answer.status_code == 200
+        wait_for(lambda: "no connection can be accepted" in log.read_text())
         time.sleep(2)
-        text = log.read_text()
-        assert "no connection can be accepted" in text
-        assert len(text) < 20_000
+        assert len(log.read_text()) < 20_000
 
 
 def test_few_descriptors_leave_room_for_few_connections(checkpoint: Path, tmp_path: Path) -> None:

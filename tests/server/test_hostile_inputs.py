@@ -34,7 +34,7 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.server.config import ServerConfig
 
 CLIP = Path(__file__).parents[2] / "examples" / "media" / "change.mp4"
-MAX_SECONDS = 2.0
+MAX_SECONDS = 10.0
 MAX_GROWTH_BYTES = 1 << 30
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import FakeEngine
-from serving import RunningServer, chat_body, running, wait_for
+from serving import WAIT_SECONDS, RunningServer, chat_body, running, wait_for
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
@@ -36,7 +36,7 @@ class Background:
         self.thread.start()
 
     def result(self) -> httpx.Response:
-        self.thread.join(30)
+        self.thread.join(WAIT_SECONDS)
         assert self.response is not None
         return self.response
 

@@ -19,7 +19,7 @@ from serving import RunningServer, connect, running, wait_for
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
-from vlm_serve.preprocess.draft import Draft
+from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.server.config import ServerConfig
 
@@ -80,11 +80,11 @@ def test_media_begin_to_load_off_the_event_loop(
     preprocessor = server.engine.preprocessor
     start, begun = preprocessor.start_loading, []
 
-    def start_loading(draft: Draft, stop: Stop) -> Any:
+    def start_loading(rendering: Rendering, stop: Stop) -> Any:
         with pytest.raises(RuntimeError):
             asyncio.get_running_loop()
-        begun.append(draft)
-        return start(draft, stop)
+        begun.append(rendering)
+        return start(rendering, stop)
 
     monkeypatch.setattr(preprocessor, "start_loading", start_loading)
     buffer = io.BytesIO()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from serving import RunningServer, connect, parse_events, running, wait_for
+from together import together
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
@@ -327,8 +328,9 @@ def test_a_prompt_beyond_the_context_says_so(server: RunningServer) -> None:
 
 def test_clients_that_leave_give_their_pages_back(server: RunningServer) -> None:
     body = b'{"messages": [{"role": "user", "content": "hi"}], "stream": %s, "ignore_eos": true}'
-    connections = [connect(server, body % flag) for flag in (b"true", b"false", b"true")]
-    wait_for(lambda: server.engine.num_running == 3)
+    with together(server.engine, 3):
+        connections = [connect(server, body % flag) for flag in (b"true", b"false", b"true")]
+        wait_for(lambda: server.engine.num_running == 3)
     for connection in connections:
         connection.close()
     wait_for(lambda: server.engine.num_running + server.engine.num_waiting == 0)
@@ -359,7 +361,7 @@ def test_mixed_clients_at_once_get_the_answers_they_get_alone(server: RunningSer
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert [together.get(number) for number in range(len(prompts))] == alone
 
 

@@ -79,7 +79,7 @@ def test_a_browser_that_has_a_file_is_told_so(server: RunningServer) -> None:
 def test_nothing_else_is(server: RunningServer, path: str) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     # As it is written here: httpx would resolve the dots itself.
-    with httpx.Client(trust_env=False) as client:
+    with httpx.Client(timeout=60, trust_env=False) as client:
         url = httpx.URL(scheme="http", host=host, port=int(port), raw_path=path.encode())
         assert client.get(url).status_code == 401
 

@@ -181,7 +181,7 @@ def test_the_access_log_has_one_line_per_request(
     prepare, first, total = (float(fields[name]) for name in ("prepare_ms", "ttft_ms", "total_ms"))
     assert prepare <= first <= total
     stages = dict(stage.split(":") for stage in fields["stages_ms"].split(","))
-    assert float(stages["draft"]) <= prepare
+    assert float(stages["render"]) <= prepare
 
 
 def test_the_openapi_document_is_closed(fake: RunningServer) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
-from serving import RunningServer, chat_body, connect, parse_events, running, wait_for
+from serving import WAIT_SECONDS, RunningServer, chat_body, connect, parse_events, running, wait_for
 
 from vlm_serve.errors import EngineError
 from vlm_serve.preprocess.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ def test_a_client_that_leaves_before_the_first_token_frees_its_request(
     wait_for(lambda: len(fake.engine.requests) == 1)
     (request,) = fake.engine.requests.values()
     connection.close()
-    assert request.aborted.wait(10)
+    assert request.aborted.wait(WAIT_SECONDS)
     wait_for(lambda: fake.service.num_open == 0)
     fake.engine.gate.set()
     assert fake.chat().status_code == 200
@@ -41,7 +41,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_request(
         lines = response.iter_lines()  # kept: httpx closes the connection with it
         next(lines)
         (request,) = fake.engine.requests.values()
-    assert request.aborted.wait(10)
+    assert request.aborted.wait(WAIT_SECONDS)
     wait_for(lambda: fake.service.num_open == 0)
 
 
@@ -108,7 +108,7 @@ def test_many_clients_get_their_own_answers(fake: RunningServer) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT_SECONDS)
     tokenizer = fake.engine.preprocessor.tokenizer
     for number in range(16):
         prompt = tokenizer.decode(answers[number][0]["prompt_token_ids"])
@@ -125,7 +125,6 @@ def test_a_deadline_ends_a_request(tokenizer: Tokenizer, stage: str, stream: boo
         response = server.chat(stream=stream)
         assert response.status_code == 504
         assert response.json()["error"]["type"] == "timeout_error"
-        assert not engine.requests
-        assert server.service.num_open == 0
+        wait_for(lambda: not engine.requests and server.service.num_open == 0)
         gate.set()
-        assert server.chat().status_code == 200
+        wait_for(lambda: server.chat().status_code == 200)  # a busy machine may need several

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlm_serve.batch.rows import SUFFIXES, read_rows
 from vlm_serve.errors import ConfigError
 
-SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".3gp")
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".3gp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,14 @@ def read_questions(source: Path, questions: Sequence[str]) -> list[Question]:
 
     Raises ConfigError that says what is missing, with the file's line.
     """
-    try:
-        if source.is_dir():
-            rows: list[Fields] = [(video, None, None) for video in _videos_below(source)]
-            root = source
-        elif source.suffix in (".csv", ".jsonl"):
-            rows = list(_csv_rows(source) if source.suffix == ".csv" else _json_rows(source))
-            root = source.parent
-        else:
-            raise ConfigError("the input must be a folder, a .csv or a .jsonl file", param="input")
-    except OSError as error:
-        raise ConfigError(f"{source}: {error.strerror}", param="input") from None
+    if source.is_dir():
+        rows: list[Fields] = [(video, None, None) for video in _videos_below(source)]
+        root = source
+    elif source.suffix in SUFFIXES:
+        rows = [_fields(row, source, number) for number, row in read_rows(source, "input")]
+        root = source.parent
+    else:
+        raise ConfigError("the input must be a folder, a .csv or a .jsonl file", param="input")
     if not rows:
         raise ConfigError(f"{source}: there are no videos", param="input")
     found: dict[str, Question] = {}
@@ -86,46 +83,12 @@ def _videos_below(folder: Path) -> list[str]:
     return sorted(
         str(path.relative_to(folder))
         for path in folder.rglob("*")
-        if path.suffix.lower() in SUFFIXES and path.is_file()
+        if path.suffix.lower() in VIDEO_SUFFIXES and path.is_file()
     )
 
 
 Fields = tuple[str, str | None, str | None]
 """Video, question and id of a row."""
-
-
-def _csv_rows(path: Path) -> Iterator[Fields]:
-    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
-        reader = csv.DictReader(file)
-        try:
-            for row in reader:
-                yield _fields(row, path, reader.line_num)
-        except csv.Error as error:
-            raise ConfigError(f"{path}, line {reader.line_num}: {error}", param="input") from None
-
-
-def _json_rows(path: Path) -> Iterator[Fields]:
-    for number, row in json_rows(path, "input"):
-        yield _fields(row, path, number)
-
-
-def json_rows(path: Path, param: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and objects of a JSON lines file.
-
-    Raises:
-        ConfigError: a line is no object; `param` names the option that names the file.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}, line {number}: it is no JSON object", param=param)
-            yield number, row
 
 
 def _fields(row: dict[str, Any], path: Path, number: int) -> Fields:

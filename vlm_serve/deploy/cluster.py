@@ -7,15 +7,14 @@ import ctypes
 import logging
 import os
 import secrets
-import shutil
 import signal
-import tempfile
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
 import vlm_serve
+from vlm_serve.deploy.folder import Folder
 from vlm_serve.deploy.loopback import ENVIRONMENT
 from vlm_serve.errors import ConfigError
 
@@ -39,7 +38,7 @@ class Cluster:
     def __init__(self, processors: int, body_bytes: int) -> None:
         self._processors = processors
         self._store_bytes = BODIES_IN_STORE * body_bytes + SPARE_STORE_BYTES
-        self._folder: str | None = None
+        self._folder: Folder | None = None
 
     def __enter__(self) -> Cluster:
         os.environ.update(environment())
@@ -51,7 +50,7 @@ class Cluster:
                 "deploy needs the extra `ray`: pip install 'vlm-serve[ray]'", param="replicas"
             ) from None
         end_on_signals()
-        self._folder = tempfile.mkdtemp(prefix="vlm-serve-")
+        self._folder = Folder()
         adopt_orphans()
         try:
             ray.init(
@@ -60,7 +59,7 @@ class Cluster:
                 include_dashboard=False,
                 object_store_memory=self._store_bytes,
                 logging_level=logging.WARNING,
-                _temp_dir=self._folder,
+                _temp_dir=self._folder.path,
             )
             serve.start(
                 proxy_location="Disabled",
@@ -88,7 +87,7 @@ class Cluster:
             ray.shutdown()
         end_descendants()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
 
 def environment() -> dict[str, str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlm_serve.errors import ConfigError
-from vlm_serve.options import normalise_all, option
+from vlm_serve.options import normalise_all, option, refuse
 
 _REPLICAS = "replicas"
 
@@ -58,13 +57,10 @@ class DeployConfig:
     )
 
     def __post_init__(self) -> None:
-        problems = normalise_all(self)
-        if not problems and self.max_replicas is not None and self.max_replicas < self.replicas:
-            problems = [
-                f"max_replicas must be at least replicas ({self.replicas}), got {self.max_replicas}"
-            ]
-        if problems:
-            raise ConfigError("; ".join(problems), param=problems[0].split(" ", 1)[0])
+        refuse(normalise_all(self))
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            problem = f"max_replicas must be at least replicas ({self.replicas})"
+            refuse([f"{problem}, got {self.max_replicas}"])
 
     @property
     def most(self) -> int:

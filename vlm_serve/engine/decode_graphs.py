@@ -126,7 +126,7 @@ class DecodeGraphs(StepGraphs):
             buffers = DecodeBuffers(size, self._limits, caches.device)
             self._steps[size] = buffers, self._captured(buffers.batch)
 
-    def accepts(self, batch: ForwardBatch) -> bool:
+    def _accepts(self, batch: ForwardBatch) -> bool:
         """Whether a graph can compute this step: nothing but decode tokens, one row of logits for
         each, no routed experts wanted, and no more sequences than were captured."""
         return (
@@ -138,17 +138,19 @@ class DecodeGraphs(StepGraphs):
             and len(batch.decode) == batch.logit_rows.shape[0] <= self._sizes[-1]
         )
 
-    def run(self, batch: ForwardBatch) -> ForwardOutput:
-        """The step's output; its logits are overwritten by the next step.
+    def run(self, batch: ForwardBatch) -> ForwardOutput | None:
+        """The step's output, if a graph can compute it; its logits are overwritten by the next one.
 
         Args:
-            batch: a step that `accepts` allows, its tensors on the host.
+            batch: a step, its tensors on the host.
 
         Raises:
             KernelArgumentError: a row or block outside of the pools, as from the kernels.
         """
         meta = batch.decode
-        assert meta is not None and self.accepts(batch)
+        if not self._accepts(batch):
+            return None
+        assert meta is not None
         check_decode_meta(meta, batch.token_ids.shape[0], self._scratch_row)
         check_block_tables(meta, meta.kv_lens, self._num_blocks, self._block_size)
         size = self._sizes[bisect_left(self._sizes, len(meta))]

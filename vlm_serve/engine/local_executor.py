@@ -140,8 +140,9 @@ class LocalExecutor:
 
     def _forward(self, batch: ForwardBatch) -> ForwardOutput:
         for graphs in self._graphs:
-            if graphs.accepts(batch):
-                return graphs.run(batch)
+            output = graphs.run(batch)
+            if output is not None:
+                return output
         return self._model.forward(batch.to(self._caches.device), self._caches)
 
     def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:

@@ -55,27 +55,28 @@ class PrefillGraphs(StepGraphs):
             buffers = PrefillBuffers(each, self._limits, caches.device)
             self._steps.insert(0, (buffers, self._captured(buffers.batch)))
 
-    def accepts(self, batch: ForwardBatch) -> bool:
-        """Whether a graph can compute this step: a short prefill of few sequences beside few that
-        decode, no media, no drafts, no routed experts wanted, and logits of few tokens."""
-        plain = batch.verify is None and not batch.media and not batch.capture_experts
-        return plain and not batch.deterministic and self._find(batch) is not None
-
     def _find(self, batch: ForwardBatch) -> tuple[PrefillBuffers, Step] | None:
+        """What can compute this step: a short prefill of few sequences beside few that decode, no
+        media, no drafts, no routed experts wanted, and logits of few tokens."""
+        plain = batch.verify is None and not batch.media and not batch.capture_experts
+        if not plain or batch.deterministic:
+            return None
         return next((each for each in self._steps if each[0].accepts(batch)), None)
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch) -> ForwardOutput:
-        """The step's output; its logits are overwritten by the next step.
+    def run(self, batch: ForwardBatch) -> ForwardOutput | None:
+        """The step's output, if a graph can compute it; its logits are overwritten by the next one.
 
         Args:
-            batch: a step that `accepts` allows, its tensors on the host.
+            batch: a step, its tensors on the host.
 
         Raises:
             KernelArgumentError: a row or block outside of the pools, as from the kernels.
         """
         found, prefill, decode = self._find(batch), batch.prefill, batch.decode
-        assert found is not None and prefill is not None
+        if found is None:
+            return None
+        assert prefill is not None
         place = self._num_blocks, self._block_size
         if decode is not None:
             check_decode_meta(decode, len(decode), self._scratch_row)

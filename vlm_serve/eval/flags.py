@@ -31,12 +31,6 @@ def add_eval_commands(
         "longbench", help="LongBench v2: questions about long documents", allow_abbrev=False
     )
     longbench.add_argument(
-        "--data",
-        required=True,
-        metavar="FILE|hub",
-        help="a JSON or JSON lines file in LongBench v2's form; hub fetches the published one",
-    )
-    longbench.add_argument(
         "--part",
         action="append",
         choices=PARTS,
@@ -49,18 +43,14 @@ def add_eval_commands(
         metavar="N",
         help="longest reasoning of a first turn (default: 1024)",
     )
-    _finish(longbench, "longbench", run, model, temperature=0.1)
+    told = "a JSON or JSON lines file in LongBench v2's form; hub fetches the published one"
+    _finish(longbench, "longbench", run, model, ("FILE|hub", told), temperature=0.1)
 
     video = benchmarks.add_parser(
         "video", help="questions about videos, several of each", allow_abbrev=False
     )
-    video.add_argument(
-        "--data",
-        required=True,
-        metavar="FILE",
-        help=".csv or .jsonl with video, question, answer and, if wanted, choices",
-    )
-    _finish(video, "video", run, model, temperature=0.7)
+    data = ("FILE", ".csv or .jsonl with video, question, answer and, if wanted, choices")
+    _finish(video, "video", run, model, data, temperature=0.7)
     _add_lmms(benchmarks, run, model)
 
 
@@ -105,10 +95,13 @@ def _finish(
     name: str,
     run: Callable[[argparse.Namespace], int],
     model: Adder,
+    data: tuple[str, str],
+    *,
     temperature: float,
 ) -> None:
-    """What all benchmarks take."""
+    """What those take that ask the model themselves; `data`: what --data names, and its help."""
     parser.set_defaults(run=run, benchmark=name)
+    parser.add_argument("--data", required=True, metavar=data[0], help=data[1])
     parser.add_argument(
         "--decoding",
         action="append",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlm_serve.batch.video_questions import json_rows
+from vlm_serve.batch.rows import SUFFIXES, read_rows
 from vlm_serve.errors import ConfigError
 
 SEPARATOR = "|"
@@ -40,41 +38,22 @@ def read_videos(path: Path, limit: int | None = None) -> list[VideoItem]:
     Raises ConfigError that names the file and the line at fault: a column that is missing, a video
     that is not there.
     """
-    if path.suffix not in (".csv", ".jsonl"):
+    if path.suffix not in SUFFIXES:
         raise ConfigError("data must be a .csv or a .jsonl file", param="data")
-    rows = _csv_rows(path) if path.suffix == ".csv" else json_rows(path, "data")
     found: dict[str, VideoItem] = {}
-    try:
-        for number, row in rows:
-            if limit is not None and len(found) == limit:
-                break
-            place = f"{path}, line {number}"
-            item = _item(path.parent, row, number, place)
-            if found.setdefault(item.id, item) is not item:
-                raise ConfigError(f"{place}: the id {item.id!r} appears twice", param="data")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", param="data") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: it is no UTF-8 text", param="data") from None
+    for number, row in read_rows(path, "data"):
+        if limit is not None and len(found) == limit:
+            break
+        place = f"{path}, line {number}"
+        item = _item(path, row, number, place)
+        if found.setdefault(item.id, item) is not item:
+            raise ConfigError(f"{place}: the id {item.id!r} appears twice", param="data")
     if not found:
         raise ConfigError(f"{path}: there are no questions", param="data")
     return list(found.values())
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        try:
-            for row in reader:
-                choices = row.get("choices") or ""
-                listed = [each.strip() for each in choices.split(SEPARATOR)] if choices else []
-                yield reader.line_num, {**row, "choices": listed}
-        except csv.Error as error:
-            problem = f"{path}, line {reader.line_num}: {error}"
-            raise ConfigError(problem, param="data") from None
-
-
-def _item(root: Path, row: dict[str, Any], number: int, place: str) -> VideoItem:
+def _item(path: Path, row: dict[str, Any], number: int, place: str) -> VideoItem:
     texts = [row.get(name) for name in ("video", "question", "answer")]
     missing = [
         name
@@ -84,15 +63,17 @@ def _item(root: Path, row: dict[str, Any], number: int, place: str) -> VideoItem
     if missing:
         raise ConfigError(f"{place}: it needs a text for {', '.join(missing)}", param="data")
     video, question, answer = map(str, texts)
-    choices = row.get("choices") or []
+    choices: Any = row.get("choices") or []
+    if path.suffix == ".csv" and choices:
+        choices = [each.strip() for each in choices.split(SEPARATOR)]
     name = row.get("id") or f"line {number}"
     if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
         raise ConfigError(f"{place}: choices must be a list of texts", param="data")
     if len(choices) > 26:
         raise ConfigError(f"{place}: choices may be 26 at most", param="data")
-    if not (root / video).is_file():
+    if not (path.parent / video).is_file():
         raise ConfigError(f"{place}: there is no video {video}", param="data")
-    item = VideoItem(str(name), root / video, question, answer.strip(), tuple(choices))
+    item = VideoItem(str(name), path.parent / video, question, answer.strip(), tuple(choices))
     if choices and answer.strip() not in (*choices, *letters(item)):
         raise ConfigError(f"{place}: answer must be one of the choices or its letter", param="data")
     return item

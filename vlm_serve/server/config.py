@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from vlm_serve.errors import ConfigError
-from vlm_serve.options import normalise_all, option
+from vlm_serve.options import normalise_all, option, refuse
 
 _SERVER = "server"
 _LIMITS = "limits"
@@ -232,13 +231,14 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        problems = normalise_all(self) or [
-            f"allowed_origins must be origins such as https://example.com, got {origin!r}"
-            for origin in self.allowed_origins
-            if not _ORIGIN.fullmatch(origin)
-        ]
-        if problems:
-            raise ConfigError("; ".join(problems), param=problems[0].split(" ", 1)[0])
+        refuse(
+            normalise_all(self)
+            or [
+                f"allowed_origins must be origins such as https://example.com, got {origin!r}"
+                for origin in self.allowed_origins
+                if not _ORIGIN.fullmatch(origin)
+            ]
+        )
 
     @property
     def max_body_bytes(self) -> int:

@@ -35,7 +35,7 @@ class Task:
     """What a route wants answered.
 
     Attributes:
-        prepare: makes the prompt, or a draft of it whose media are yet to be loaded; runs on a
+        prepare: makes the prompt, or a rendering whose media are yet to be loaded; runs on a
             preparation thread and may block.
         request_id: for responses and the log; the engine gets an id of its own, since clients' ids
             may collide.

@@ -15,9 +15,9 @@ from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import EngineClosedError, ModelNotFoundError, OverloadedError
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.affinity import AffinityKey
-from vlm_serve.preprocess.draft import Draft
 from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
@@ -50,9 +50,9 @@ LARGE_REQUEST_BYTES = 1 << 16
 """What a request holds beyond which it is prepared on other threads than short questions."""
 _WAITING_THREADS = 16
 
-Preparation = Prompt | Draft | Callable[[Stop], Prompt]
-"""A prompt; or a draft whose media are to be loaded; or work that loads media itself, until it is
-stopped."""
+Preparation = Prompt | Rendering | Callable[[Stop], Prompt]
+"""A prompt; or a rendering whose media are to be loaded; or work that loads media itself, until it
+is stopped."""
 
 
 def large_threads(preprocess_threads: int) -> int:
@@ -272,21 +272,23 @@ class Service(Work):
         def begun() -> tuple[Preparation, list[Future[LoadedMedia]]]:
             """Media begin to load here: what begins threads may have to wait for them."""
             made = work()
-            return made, preprocessor.start_loading(made, stop) if isinstance(made, Draft) else []
+            return made, preprocessor.start_loading(made, stop) if isinstance(
+                made, Rendering
+            ) else []
 
         try:
-            with stop.timed("draft"):
-                draft, loading = await self.in_pool(begun)
-            if isinstance(draft, Prompt):
-                return draft
+            with stop.timed("render"):
+                rendering, loading = await self.in_pool(begun)
+            if isinstance(rendering, Prompt):
+                return rendering
             with stop.timed("media"):
-                if not isinstance(draft, Draft):
-                    return await self._in(self._waiting, partial(draft, stop))
+                if not isinstance(rendering, Rendering):
+                    return await self._in(self._waiting, partial(rendering, stop))
                 media = await asyncio.gather(*map(asyncio.wrap_future, loading))
         finally:
             stop.set()
         with stop.timed("finish"):
-            return await self.in_pool(partial(preprocessor.finish, draft, media))
+            return await self.in_pool(partial(preprocessor.finish, rendering, media))
 
     def _became_idle(self) -> None:
         if self.config.idle_check and self._idle_check is None and self.engine.alive:

@@ -6,7 +6,7 @@ import itertools
 import random
 from array import array
 
-from simulation import Letters
+from letters import Letters
 from symbolic import make_prompt
 
 from vlm_serve.engine.drafts.suffix import BYTES_PER_TOKEN, CONTEXT_BYTES, SuffixDrafter

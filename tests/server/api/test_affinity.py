@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import RunningServer, chat_body, running
+from serving import RunningServer, chat_body, ok
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.engine.engine import Engine
 from vlm_serve.preprocess.affinity import affinity_keys_of_body
 from vlm_serve.server.affinity import AFFINITY, affinity_of, note_affinity
-from vlm_serve.server.config import ServerConfig
 
 TEXT = "Which of all these conversations began like this one? " * 8
-
-
-@pytest.fixture(scope="module")
-def _server(checkpoint: Path) -> Iterator[RunningServer]:
-    config = EngineConfig(dtype="float32", block_size=16, cache_memory="32MiB", max_model_len=2048)
-    engine = Engine.from_checkpoint(str(checkpoint), config)
-    with running(engine, ServerConfig(port=0, idle_check=False)) as server:
-        yield server
-
-
-@pytest.fixture
-def server(_server: RunningServer) -> Iterator[RunningServer]:
-    _server.engine.flush()
-    yield _server
-    _server.engine.check()
-
-
-def ok(response: Any) -> dict[str, Any]:
-    assert response.status_code == 200, response.text
-    body: dict[str, Any] = response.json()
-    return body
 
 
 def held(server: RunningServer) -> dict[bytes, int]:

@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import RunningServer, chat_body, running, wait_for
+from serving import RunningServer, chat_body, ok, running, wait_for
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
 from vlm_serve.server.config import ServerConfig
 
 TEXT = "What would be found of this conversation if it came a second time?"
-
-
-@pytest.fixture(scope="module")
-def _server(checkpoint: Path) -> Iterator[RunningServer]:
-    config = EngineConfig(dtype="float32", block_size=16, cache_memory="32MiB", max_model_len=1024)
-    engine = Engine.from_checkpoint(str(checkpoint), config)
-    with running(engine, ServerConfig(port=0, idle_check=False)) as server:
-        yield server
-
-
-@pytest.fixture
-def server(_server: RunningServer) -> Iterator[RunningServer]:
-    _server.engine.flush()
-    yield _server
-    _server.engine.check()
-
-
-def ok(response: Any) -> dict[str, Any]:
-    assert response.status_code == 200, response.text
-    body: dict[str, Any] = response.json()
-    return body
 
 
 def test_a_probe_says_what_the_request_then_reports(server: RunningServer) -> None:

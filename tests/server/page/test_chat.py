@@ -42,7 +42,8 @@ def endless(route: Route) -> None:
 
 
 def test_the_second_question_about_a_picture_encodes_nothing(visit: Visit) -> None:
-    httpx.post(f"{visit.url}/v1/cache/flush", json={}, trust_env=False).raise_for_status()
+    url = f"{visit.url}/v1/cache/flush"
+    httpx.post(url, json={}, timeout=60, trust_env=False).raise_for_status()
     page = visit.page
     visit.upload(PICTURE)
     visit.ask("What color is the star?")
@@ -97,7 +98,8 @@ def test_an_answer_streams_and_stops(visit: Visit, server_url: str) -> None:
     assert answer_of(page, 0)
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     for _ in range(200):
-        if httpx.get(f"{server_url}/load", trust_env=False).json()["server_load"] == 0:
+        load = httpx.get(f"{server_url}/load", timeout=60, trust_env=False).json()
+        if load["server_load"] == 0:
             return
         page.wait_for_timeout(50)
     raise AssertionError("the server goes on with an answer that nobody waits for")

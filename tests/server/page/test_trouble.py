@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from browser import MEDIA, SMALL_SERVER, Visit, answer_of
 from playwright.sync_api import Browser, Route, expect
+from ports import free_port
 from server_process import server_process
 
 KEY = "a-key-that-is-right"
@@ -93,12 +93,6 @@ def test_the_key_is_kept_for_the_tab_alone(guarded: Visit) -> None:
     other = guarded.tab()
     guarded.open(page=other)
     expect(other.get_by_role("dialog")).to_be_visible()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_server_that_goes_and_comes_back(browser: Browser) -> None:

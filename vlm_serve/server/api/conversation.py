@@ -11,9 +11,9 @@ from typing import Any
 from starlette.types import Scope
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.draft import Draft
 from vlm_serve.preprocess.messages import Conversation
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.affinity import affinity_of
@@ -112,10 +112,10 @@ def prepare(service: Service, given: ChatInput, cache_salt: str) -> Preparation:
             return prepare_what_fits(conversation, prompt_of, room)
 
         return fitting if conversation.media else fitting(Stop())
-    draft: Draft = preprocessor.begin(conversation, **options)
-    if draft.media:
-        return draft
-    prompt: Prompt = preprocessor.finish(draft, [])
+    rendering: Rendering = preprocessor.begin(conversation, **options)
+    if rendering.media:
+        return rendering
+    prompt: Prompt = preprocessor.finish(rendering, [])
     return prompt
 
 

@@ -24,7 +24,7 @@ const workerPolicy = globalThis.trustedTypes?.createPolicy("page", {
 
 export class LiveView {
   #layout = null;
-  #hasChoice = false;
+  #choice = null;
   #revealing = false;
   #shown = false;
   #askers = [];
@@ -76,7 +76,7 @@ export class LiveView {
   setShown(shown, key) {
     this.#shown = shown;
     if (key) {
-      this.#hasChoice = true;
+      this.#choice = key;
       this.#revealing = true;
       this.#worker.postMessage({ choose: key });
     }
@@ -102,19 +102,24 @@ export class LiveView {
       this.#worker.postMessage(message);
   }
 
-  #fromWorker({ layout, chosen, happened, tree }) {
+  #fromWorker({ layout, choice, chosen, happened, tree }) {
     if (tree) for (const tell of this.#askers.splice(0)) tell(tree);
     if (happened) this.#happened(happened);
-    if (!layout) return;
+    if (layout) this.#show(layout);
+    // A layout that was on its way when something was chosen says nothing of that.
+    if (chosen === undefined || !this.#choice || choice !== this.#choice) return;
+    this.#showChosen(chosen);
+    if (this.#revealing && chosen >= 0) this.#reveal(chosen);
+    this.#revealing = false;
+  }
+
+  #show(layout) {
     this.#layout = layout;
     this.icicle.show(layout);
     this.grid.show(layout);
     this.size.textContent = layout.count
       ? `${counted(layout.numNodes, "node")} in ${counted(layout.count, "run")}, ${counted(layout.rows, "branch", "branches")}`
       : "Nothing is kept yet.";
-    if (this.#hasChoice) this.#showChosen(chosen);
-    if (this.#revealing && chosen >= 0) this.#reveal(chosen);
-    this.#revealing = false;
   }
 
   #happened(changes) {
@@ -131,8 +136,8 @@ export class LiveView {
   }
 
   #choose(run) {
-    this.#hasChoice = true;
-    this.#worker.postMessage({ choose: this.#layout.key[run] });
+    this.#choice = this.#layout.key[run];
+    this.#worker.postMessage({ choose: this.#choice });
     this.#showChosen(run);
     this.#reveal(run);
   }
@@ -147,7 +152,7 @@ export class LiveView {
     this.grid.select(run);
     if (run >= 0) this.details.show(this.#layout, run);
     else this.details.gone();
-    if (run < 0) this.#hasChoice = false;
+    if (run < 0) this.#choice = null;
   }
 
   async #flush() {

@@ -2,7 +2,8 @@
 //
 // Takes {event: "tree" | "changes", data} as the server sends them, and {ask: "tree"},
 // and {choose: key of a node}.
-// Gives {layout, chosen: run of the chosen node or -1}, {happened: changes with where they are}, and {tree} when asked.
+// Gives {layout, choice: the last key, chosen: its node's run or -1}, {choice, chosen} once a choice has arrived and is there,
+// {happened: changes with where they are}, and {tree} when asked.
 
 import { layOut } from "./layout.js";
 import { Tree } from "./tree.js";
@@ -12,11 +13,12 @@ const PAUSE_MS = 100;
 const tree = new Tree();
 let due = null;
 let latest = null;
-let chosen = null;
+let choice = null;
 
 self.onmessage = ({ data: { event, data, ask, choose } }) => {
   if (choose !== undefined) {
-    chosen = choose;
+    choice = choose;
+    if (latest && chosen() >= 0) self.postMessage({ choice, chosen: chosen() });
   } else if (ask === "tree") {
     self.postMessage({ tree: tree.whole() });
   } else if (event === "tree") {
@@ -35,7 +37,11 @@ function give() {
   const next = tree.sweep(now);
   due = next === null ? null : setTimeout(give, next - now + PAUSE_MS);
   latest = layOut(tree);
-  self.postMessage({ layout: latest.layout, chosen: latest.owner.get(chosen) ?? -1 });
+  self.postMessage({ layout: latest.layout, choice, chosen: chosen() });
+}
+
+function chosen() {
+  return latest.owner.get(choice) ?? -1;
 }
 
 function told(change) {

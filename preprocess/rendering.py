@@ -13,14 +13,14 @@ from vlm_serve.preprocess.typed_text import TypedText
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class Rendering:
     """A conversation that has been read, checked and rendered; its media are yet to be loaded.
 
     Attributes:
         root: of the prompt's keys.
         media: what is to be loaded, in order.
-        request, typed, text, pieces: the conversation, what was typed in it by users, its rendering
-            with that text hidden, and the rendering cut at special tokens.
+        request, typed, text, pieces: the conversation, what was typed in it by users, the
+            template's text with that hidden, and that text cut at special tokens.
     """
 
     root: bytes

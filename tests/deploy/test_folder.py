@@ -1,0 +1,73 @@
+"""Folders for Ray's files: one for each deployment, and none is left for long."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from vlm_serve.deploy.folder import PREFIX, Folder, remove_left
+
+OWNER = """
+import os, sys
+from vlm_serve.deploy.folder import Folder
+
+folder = Folder()
+open(os.path.join(folder.path, "file"), "w").close()
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+@contextmanager
+def owner() -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process with a folder of its own."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, Path(process.stdout.readline().strip())
+        finally:
+            process.kill()
+
+
+def test_a_folder_goes_with_who_has_made_it(temporary: Path) -> None:
+    folder = Folder()
+    assert Path(folder.path).is_dir() and Path(folder.path).parent == temporary
+    for _ in range(2):
+        folder.remove()
+    assert list(temporary.iterdir()) == []
+
+
+def test_only_what_was_left_is_removed(temporary: Path) -> None:
+    """Of two processes one is killed; the other's folder, and others' files, stay."""
+    others = temporary / "vlm-serve-else"
+    others.mkdir()
+    (temporary / f"{PREFIX}file").touch()
+    (temporary / f"{PREFIX}link").symlink_to(others)
+    with owner() as (killed, left), owner() as (_, kept):
+        remove_left()
+        assert (left / "file").exists() and (kept / "file").exists()
+        killed.kill()
+        killed.wait()
+        assert (left / "file").exists()
+        folder = Folder()
+        assert not left.exists() and (kept / "file").exists()
+        assert Path(folder.path).is_dir()
+        folder.remove()
+    assert {path.name for path in temporary.iterdir()} == {
+        *("vlm-serve-else", f"{PREFIX}file", f"{PREFIX}link", kept.name)
+    }

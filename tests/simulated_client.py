@@ -1,0 +1,113 @@
+"""A caller of the simulation, who knows the answer that must come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from symbolic import END_OF_TURN, chain, expert_rows, extended, logprob_rows, next_token
+
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.plan import PromptLogprobs
+from vlm_serve.engine.request import Request
+from vlm_serve.engine.sequence import Job
+
+
+@dataclass
+class Client:
+    """One caller: collects deltas and knows the answer that must come."""
+
+    job: Job
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, str] = field(default_factory=dict)
+    poisonous: bool = False
+    complete_experts: bool = False
+    expert_gaps: int = 0
+
+    def push(self, delta: Delta) -> None:
+        assert delta.index not in self.finished, "a delta after the last one"
+        self.tokens.setdefault(delta.index, []).extend(delta.token_ids)
+        if delta.finish_reason is not None:
+            self.finished[delta.index] = delta.finish_reason
+        assert (delta.error is not None) == (delta.finish_reason == "error")
+        answered = delta.finish_reason in ("stop", "length")
+        wanted = self.job.request.params.return_routed_experts
+        assert (delta.routed_experts is not None) == (answered and wanted)
+        if delta.routed_experts is not None:
+            self._verify_experts(delta, delta.routed_experts)
+        first = len(self.tokens[delta.index]) == len(delta.token_ids) == 1
+        wanted = self.job.request.params.prompt_logprobs is not None
+        assert (delta.prompt_logprobs is not None) == (first and wanted)
+        if delta.prompt_logprobs is not None:
+            self._verify_logprobs(delta.prompt_logprobs)
+
+    def _verify_experts(self, delta: Delta, rows: npt.NDArray[Any]) -> None:
+        """Every row outside of the gaps is that of the prefix; gaps lie in what was cached."""
+        request = self.job.request
+        prompt = request.prompt
+        token_ids = [*prompt.token_ids, *self.tokens[delta.index]]
+        start = request.params.routed_experts_prompt_start
+        expected = expert_rows(chain(prompt.positions, token_ids), start, len(token_ids) - 1).copy()
+        for first, last in delta.routed_experts_gaps:
+            assert not self.complete_experts, "a gap although only complete rows may be reused"
+            assert start <= first < last < len(token_ids)
+            expected[first - start : last - start] = 0
+            self.expert_gaps += 1
+        assert np.array_equal(rows, expected), "rows of another prefix"
+
+    def _verify_logprobs(self, reports: tuple[PromptLogprobs, ...]) -> None:
+        """Each is what the model says cold to the same prefix."""
+        prompt, params = self.job.request.prompt, self.job.request.params
+        digests = chain(prompt.positions, prompt.token_ids)
+        first = max(1, params.prompt_logprobs_start)
+        rows = logprob_rows(digests, first, len(prompt), params.prompt_logprobs or 0)
+        assert len(reports) == len(rows)
+        for token, report, row in zip(prompt.token_ids[first:], reports, rows, strict=True):
+            others = dict(zip(row["ids"].tolist(), row["logprobs"].tolist(), strict=True))
+            assert report.rank == row["rank"]
+            assert report.logprobs == {token: float(row["logprob"])} | others
+
+    def verify(self) -> None:
+        """What was received is a prefix of (or, if it ended by itself, exactly) the cold answer.
+        The report accounts for the whole prompt."""
+        self._verify_report()
+        for sequence in self.job.sequences:
+            received = self.tokens.get(sequence.index, [])
+            expected = cold_answer(self.job.request, sequence.info.seed, len(received))
+            assert received == expected, "a hit changed the answer"
+            if self.finished[sequence.index] == "length":
+                assert len(received) == self.job.request.params.max_tokens
+            if self.finished[sequence.index] == "stop":
+                assert received[-1] == END_OF_TURN
+
+    def _verify_report(self) -> None:
+        report, prompt = self.job.report, self.job.request.prompt
+        if report is None:
+            return
+        position, reused = 0, 0
+        for segment in report.segments:
+            assert position == segment.start < segment.end, "a gap in the report"
+            position = segment.end
+            reused += segment.end - segment.start if segment.source != "computed" else 0
+        assert position == len(prompt) and reused == report.boundary == sum(report.tiers.values())
+        assert (report.boundary_key is None) == (report.boundary == 0)
+        sources = [media.source for media in report.media]
+        if any(self.tokens.values()):
+            assert len(sources) == len(prompt.spans)
+            for span, source in zip(prompt.spans, sources, strict=True):
+                was_there = span.end <= report.boundary
+                made = ("encoded", "host")
+                assert source in (("reused", *made) if was_there else ("cached", *made))
+            assert report.media_encoded <= sources.count("encoded")
+
+
+def cold_answer(request: Request, seed: int, count: int) -> list[int]:
+    digest = chain(request.prompt.positions, request.prompt.token_ids)[-1]
+    answer: list[int] = []
+    for _ in range(count):
+        token = next_token(digest, seed)
+        answer.append(token)
+        digest = extended(digest, token)
+    return answer
