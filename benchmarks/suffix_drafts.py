@@ -2,8 +2,9 @@
 
     python benchmarks/suffix_drafts.py [checkpoint] [--answers 40] [--drafts 7]
 
-Texts are those of `speculative_forms.py` with random choices, sentences that share words, and
-sentences again, in the tokens of a checkpoint. Every answer is followed token by token: a step
+Texts are those of `speculative_forms.py` with random choices, pages with words left out, put in and
+exchanged here and there, sentences that share words, and sentences again, in the tokens of a
+checkpoint. Every answer is followed token by token: a step
 drafts, and what holds is skipped. Known: steps that draft all that a form tells, and guess its
 choices blindly.
 """
@@ -19,7 +20,7 @@ from typing import cast
 
 import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
 from checkpoint_parts import sample_text
-from speculative_forms import FORMS, Form
+from speculative_forms import FORMS, Form, copy
 from tokenizers import Tokenizer
 
 from vlm_serve.engine.build import find_checkpoint
@@ -44,12 +45,24 @@ def texts(kind: str, count: int) -> list[Text]:
             )
             for form in forms
         ]
+    if kind == "corrections":
+        pages = [copy(index).source for index in range(count)]
+        return [(f"{page}\nAnswer:", corrected(page, draw), None) for page in pages]
     sentences = list(sample_text(8 * count, 5))
     found = [
         (f"Tell me number {i}.\nAnswer:", " ".join(sentences[8 * i : 8 * i + 8]), None)
         for i in range(count)
     ]
     return found if kind == "sentences" else 2 * found[: count // 2]
+
+
+def corrected(page: str, draw: random.Random) -> str:
+    """A page, about every twelfth word of which is left out, another one, or has one before it."""
+    words = page.split(" ")[1:]
+    for place in range(draw.randrange(12), len(words), 12):
+        other = draw.choice(words)
+        words[place] = draw.choice(("", other, f"{other} {words[place]}"))
+    return "".join(f" {word}" for word in " ".join(words).split())
 
 
 def steps(drafter: Drafter, prompt: list[int], answer: list[int], most: int) -> tuple[int, int]:
@@ -85,7 +98,7 @@ def main() -> int:
     tokenizer = Tokenizer.from_file(str(find_checkpoint(options.checkpoint) / "tokenizer.json"))
     print("| answers | tokens | tokens a step | drafts that held | known |")
     print("|---|---|---|---|---|")
-    for kind in (*FORMS, "sentences", "again"):
+    for kind in (*FORMS, "corrections", "sentences", "again"):
         drafter, total, tokens, drafted, known = SuffixDrafter(), 0, 0, 0, 0
         for prompt, answer, form in texts(kind, options.answers):
             encoded = tokenizer.encode(answer, add_special_tokens=False)
