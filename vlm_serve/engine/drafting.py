@@ -16,6 +16,19 @@ from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.verifying import verify_room, verify_slice
 
+MOST_ALONE = 32
+"""Drafts of a sequence in one step, where few sequences run."""
+
+
+def widest(most: int, sequences: int) -> int:
+    """Drafts of a sequence in one step where others leave theirs: where at most half of as many
+    `sequences` as may run do.
+
+    Args:
+        most: where all of them run.
+    """
+    return max(most, min(2 * most + 1, MOST_ALONE)) if sequences > 1 else most
+
 
 class DraftCounts:
     """What has become of drafts.
@@ -58,7 +71,9 @@ class Drafting:
     Args:
         roster: whose planned slices are extended.
         drafters: guess; of their guesses for a sequence, those that promise most are taken.
-        most: drafts of a sequence in one step.
+        most: drafts of a sequence in one step; where at most half of the sequences run that may,
+            twice as many and one more (`widest`).
+        sequences: that may run.
         costs: of a step's rows and sequences.
         pass_costs: of a pass of the model's layer for drafts, by sequences.
         state_interval: tokens between state snapshots while decoding; 0: none.
@@ -77,19 +92,20 @@ class Drafting:
         drafters: Tokens[Drafter],
         *,
         most: int,
+        sequences: int,
         costs: CostCurve,
         pass_costs: CostCurve | None = None,
         state_interval: int,
         never: frozenset[int],
     ) -> None:
-        self.counts = DraftCounts(most)
+        self.counts = DraftCounts(widest(most, sequences))
         self.costs = costs
         self.unread = False
         self.pass_costs = pass_costs
         self.drafters = list(drafters)
         self.trial = Trial() if any(isinstance(one, MtpDrafter) for one in drafters) else None
         self._roster = roster
-        self._most = most
+        self._most, self._sequences = most, sequences
         self._interval = state_interval
         self._never = never
         self._trusts = Trusts()
@@ -157,7 +173,9 @@ class Drafting:
 
     def _propose(self, item: Slice, budget: int) -> tuple[int, ...]:
         sequence = self._roster[item.sequence]
-        limit = min(budget, self._most, verify_room(self._roster, item, self._interval))
+        few = 2 * len(self._roster.running) <= self._sequences
+        limit = widest(self._most, self._sequences) if few else self._most
+        limit = min(limit, budget, verify_room(self._roster, item, self._interval))
         if limit <= 0 or self._goes_alone(sequence):
             return ()
         best, most = tuple[int, ...](), 0.0
