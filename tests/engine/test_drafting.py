@@ -8,7 +8,7 @@ import pytest
 from scheduling import BLOCK, World
 from symbolic import chain, extended, next_token
 
-from vlm_serve.engine.drafting import widest
+from vlm_serve.engine.drafting import most_drafts
 from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.sequence import Sequence
@@ -272,7 +272,8 @@ def test_choices_of_one_prompt_have_drafts_in_places_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "sequences", "alone"), [(7, 8, 15), (7, 2, 15), (7, 1, 7), (20, 8, 32), (32, 8, 32)]
+    ("most", "running", "sequences", "drafts"),
+    [(7, 1, 8, 15), (7, 2, 8, 15), (7, 3, 8, 7), (7, 1, 2, 15), (7, 1, 1, 7), (20, 1, 8, 32)],
 )
-def test_most_drafts_of_a_sequence_alone(most: int, sequences: int, alone: int) -> None:
-    assert widest(most, sequences) == alone
+def test_most_drafts_while_few_run(most: int, running: int, sequences: int, drafts: int) -> None:
+    assert most_drafts(most, running, sequences) == drafts

@@ -20,14 +20,15 @@ MOST_ALONE = 32
 """Drafts of a sequence in one step, where few sequences run."""
 
 
-def widest(most: int, sequences: int) -> int:
-    """Drafts of a sequence in one step where others leave theirs: where at most half of as many
-    `sequences` as may run do.
+def most_drafts(most: int, running: int, sequences: int) -> int:
+    """Drafts of a sequence in one step: while at most a quarter of the `sequences` run that may, or
+    one alone, each has the place of one of the others too.
 
     Args:
-        most: where all of them run.
+        most: while more run.
     """
-    return max(most, min(2 * most + 1, MOST_ALONE)) if sequences > 1 else most
+    few = sequences > 1 and running <= max(1, sequences // 4)
+    return max(most, min(2 * most + 1, MOST_ALONE)) if few else most
 
 
 class DraftCounts:
@@ -71,8 +72,7 @@ class Drafting:
     Args:
         roster: whose planned slices are extended.
         drafters: guess; of their guesses for a sequence, those that promise most are taken.
-        most: drafts of a sequence in one step; where at most half of the sequences run that may,
-            twice as many and one more (`widest`).
+        most: drafts of a sequence in one step, unless few run; see `most_drafts`.
         sequences: that may run.
         costs: of a step's rows and sequences.
         pass_costs: of a pass of the model's layer for drafts, by sequences.
@@ -98,7 +98,7 @@ class Drafting:
         state_interval: int,
         never: frozenset[int],
     ) -> None:
-        self.counts = DraftCounts(widest(most, sequences))
+        self.counts = DraftCounts(most_drafts(most, 1, sequences))
         self.costs = costs
         self.unread = False
         self.pass_costs = pass_costs
@@ -173,8 +173,7 @@ class Drafting:
 
     def _propose(self, item: Slice, budget: int) -> tuple[int, ...]:
         sequence = self._roster[item.sequence]
-        few = 2 * len(self._roster.running) <= self._sequences
-        limit = widest(self._most, self._sequences) if few else self._most
+        limit = most_drafts(self._most, len(self._roster.running), self._sequences)
         limit = min(limit, budget, verify_room(self._roster, item, self._interval))
         if limit <= 0 or self._goes_alone(sequence):
             return ()
