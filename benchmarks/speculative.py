@@ -13,10 +13,12 @@ Prompts are new in every round; what repeats is made by real means (`speculative
 
 Every round runs each of them with and without drafts, batch by batch, and compares the tokens.
 Times are of decoding alone, from the first token of the last sequence on. The bound is what steps
-of that many rows allow if every draft holds: t(B) (K + 1) / t(B (K + 1)), as measured at start. A
-second table has a factor for each part of what is left of it: for what nobody can know of a form's
-choices, for drafts that did not hold or were not made (and the rows that were saved by that), for
-the model's time beside that of as many rows at start, and for the time outside of the model.
+of that many rows allow if every draft holds: t(B) (K + 1) / t(B (K + 1)), as measured at start; K
+is `--drafts`. Where few sequences run each may have more; their bound comes behind the share. A
+second table has a factor for each part of what is left of that bound: for what nobody can know of a
+form's choices, for drafts that did not hold or were not made (and the rows that were saved by
+that), for the model's time beside that of as many rows at start, and for the time outside of the
+model.
 With `--peers` llama.cpp answers the same prompts in the same forms, with and without its drafts
 from n-grams, over HTTP; LLAMA_SOURCE says where it is, as for `engine_cpu.py`.
 """
@@ -140,10 +142,9 @@ class Workload:
     def losses(self) -> list[float]:
         """See `speculative_losses.losses`."""
         meter, (tokens, steps) = self._meter, self._known
-        known = tokens / steps / meter.most if steps else 1.0
-        return losses(
-            *self.spent(), known=known, costs=meter.costs, batch=self.batch, most=meter.most
-        )
+        most = meter.most_of(self.batch)
+        known = tokens / steps / most if steps else 1.0
+        return losses(*self.spent(), known=known, costs=meter.costs, batch=self.batch, most=most)
 
     def asked(self) -> tuple[list[list[int]], list[SamplingParams]]:
         """The next round's prompts, and what is asked of them."""
@@ -184,7 +185,7 @@ class Workload:
         for form, tokens in zip(self._forms, answers, strict=bool(self._forms)):
             pieces = [tokenizer.token_bytes(token).decode() for token in tokens]
             self._known[0] += len(tokens) - 1
-            self._known[1] += form.known(pieces, self._meter.most)
+            self._known[1] += form.known(pieces, self._meter.most_of(self.batch))
 
 
 def _sum(batches: Iterable[Batch]) -> Spent:
@@ -219,20 +220,22 @@ def measure(path: Path, options: argparse.Namespace) -> list[Asked]:
         print("Steps: milliseconds (of these outside of the model: drafting + sampling).")
         print(
             "| answers | batch | ms a token without | speed-up (least .. most) | bound | share | "
-            "steps without | with |"
+            "bound of all drafts | steps without | with |"
         )
-        print("|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|")
         for work in works:
             for number in range(options.rounds + 1):
                 work.round()
                 if not number:
                     work.forget()
             allowed = bound(costs, work.batch, most)
+            of_all = bound(costs, work.batch, meter.most_of(work.batch))
             median = statistics.median(work.ratios)
             seen = f"{median:.2f} ({min(work.ratios):.2f} .. {max(work.ratios):.2f})"
             print(
                 f"| {work.kind} | {work.batch} | {1000 * statistics.median(work.plain):.1f} | "
-                f"{seen} | {allowed:.2f} | {median / allowed:.2f} | {work.steps()} |",
+                f"{seen} | {allowed:.2f} | {median / allowed:.2f} | {of_all:.2f} | "
+                f"{work.steps()} |",
                 flush=True,
             )
         print(f"\n| of the bound | batch | {' | '.join(HEADINGS)} |")
@@ -257,7 +260,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="at most 8")
-    parser.add_argument("--drafts", type=int, default=7, help="of a sequence in a step, at most")
+    parser.add_argument("--drafts", type=int, default=7, help="--speculative-tokens")
     parser.add_argument("--dtype", default="auto", help="of weights")
     parser.add_argument("--compute-dtype", default="auto", help="of activations")
     parser.add_argument("--threads", type=int)

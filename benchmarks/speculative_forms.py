@@ -69,22 +69,25 @@ class Form:
     def known(self, pieces: Sequence[str], most: int) -> int:
         """Steps after the first token of an answer in so many pieces of text, if all that the form
         tells is drafted, `most` tokens in a step at most, and its choices are guessed blindly."""
-        text, ends = "".join(pieces), list(accumulate(map(len, pieces)))
-        draw, wrong, at = random.Random(text), set[int](), 0
-        for part in self.parts:
-            options = (part,) if isinstance(part, str) else part
-            right = next(each for each in options if each.startswith(text[at : at + len(each)]))
-            if draw.randrange(len(options)):
-                wrong.add(bisect_right(ends, at))
-            at += len(right)
-            if at >= len(text):
-                break
+        draw = random.Random("".join(pieces))
+        wrong = {place for place, options in self.places(pieces) if draw.randrange(options)}
         steps, place = 0, 1
         while place < len(pieces):
             last = min(place + most - 1, len(pieces) - 1)
             place = 1 + next((each for each in range(place, last) if each in wrong), last)
             steps += 1
         return steps
+
+    def places(self, pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
+        """Of an answer's parts: the token that each begins in, and among how many it is chosen."""
+        text, ends, at = "".join(pieces), list(accumulate(map(len, pieces))), 0
+        for part in self.parts:
+            options = (part,) if isinstance(part, str) else part
+            right = next(each for each in options if each.startswith(text[at : at + len(each)]))
+            yield bisect_right(ends, at), len(options)
+            at += len(right)
+            if at >= len(text):
+                return
 
     def params(self, tokenizer: Tokenizer, max_tokens: int) -> SamplingParams:
         """A greedy answer of this form."""

@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from vlm_serve.engine import local_executor
+from vlm_serve.engine.drafting import most_drafts
 from vlm_serve.engine.drafts.lengths import CostCurve
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.plan import StepOutput, StepPlan
@@ -55,7 +56,7 @@ class Meter:
 
     Attributes:
         costs: of rows, as measured at start.
-        most: tokens of a sequence in a step.
+        most: tokens of a sequence in a step, if as many run as may.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -63,6 +64,7 @@ class Meter:
         assert drafting is not None
         self.costs = drafting.costs
         self.most = engine.config.speculative_tokens + 1
+        self._sequences = engine.config.max_num_seqs
         self._loop = engine._loop
         self._products = 0.0
         self._seconds = {"drafting": 0.0, "sampling": 0.0}
@@ -73,6 +75,10 @@ class Meter:
             (self._loop._executor, "run", self._counted),
         ):
             setattr(owner, name, value)
+
+    def most_of(self, batch: int) -> int:
+        """Tokens of a sequence in a step while so many run."""
+        return 1 + most_drafts(self.most - 1, batch, self._sequences)
 
     def now(self) -> Spent:
         """Since the engine began."""

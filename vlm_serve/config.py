@@ -280,7 +280,7 @@ class EngineConfig:
     )
     speculative_tokens: int = option(
         7,
-        "most drafts of a sequence in one step",
+        "most drafts of a sequence in one step; twice as many and one while few sequences run",
         group=_SCHEDULER,
         kind="int",
         low=1,

@@ -8,11 +8,14 @@ import pytest
 from scheduling import BLOCK, World
 from symbolic import chain, extended, next_token
 
+from vlm_serve.engine.drafting import most_drafts
 from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.sequence import Sequence
 
 MOST = 5
+ALONE = 11
+"""Drafts of a sequence while the other one that may run does not."""
 
 
 @dataclass
@@ -60,14 +63,14 @@ def test_a_sampled_token_and_its_drafts_are_one_slice() -> None:
     job = one.submit(5, 10, 30)
     one.run(one.plan())
     plan = one.plan()
-    assert kinds(plan) == [("verify", MOST + 1)]
-    assert [task.position for task in plan.slices[0].samples] == list(range(1, MOST + 2))
+    assert kinds(plan) == [("verify", ALONE + 1)]
+    assert [task.position for task in plan.slices[0].samples] == list(range(1, ALONE + 2))
     deltas = one.run(plan)
-    assert len(deltas) == MOST + 1
+    assert len(deltas) == ALONE + 1
     (sequence,) = job.sequences
-    assert sequence.pending == MOST + 1 and sequence.num_computed == sequence.num_tokens - 1
-    assert job.usage.accepted_prediction_tokens == MOST
-    assert one.plan().slices[0].pending == MOST + 1
+    assert sequence.pending == ALONE + 1 and sequence.num_computed == sequence.num_tokens - 1
+    assert job.usage.accepted_prediction_tokens == ALONE
+    assert one.plan().slices[0].pending == ALONE + 1
 
 
 def test_what_did_not_hold_gives_its_blocks_back() -> None:
@@ -76,12 +79,12 @@ def test_what_did_not_hold_gives_its_blocks_back() -> None:
     one.run(one.plan())
     before = one.cache.free_block_count
     plan = one.plan()
-    assert len(plan.slices[0].blocks) == 2 and one.cache.free_block_count == before - 1
+    assert len(plan.slices[0].blocks) == 3 and one.cache.free_block_count == before - 2
     assert len(one.run(plan)) == 2
     assert one.cache.free_block_count == before
     assert job.sequences[0].pending == 2
     usage = job.usage
-    assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (1, MOST - 1)
+    assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (1, ALONE - 1)
 
 
 def test_drafts_end_with_the_answer() -> None:
@@ -154,10 +157,10 @@ def test_a_preempted_row_is_folded_before_it_is_anyone_elses(fails: bool) -> Non
     assert sequence.suspended is not None and sequence.pending == 0 and len(roster.folds) == 1
     plan = one.plan()
     ((row, _, count),) = plan.folds
-    assert (row, count) == (plan.slices[0].src_row, MOST + 1)
+    assert (row, count) == (plan.slices[0].src_row, ALONE + 1)
     if fails:
         one.scheduler.fail(plan, StepError(RuntimeError(), "unknown"))
-        assert sequence.lease is None and sequence.num_generated == MOST + 2
+        assert sequence.lease is None and sequence.num_generated == ALONE + 2
     else:
         one.run(plan)
     while one.scheduler.has_work:
@@ -187,7 +190,7 @@ def test_a_suspect_runs_without_drafts() -> None:
     plan = one.plan()
     assert [item.kind for item in plan.slices] == ["prefill"]
     one.run(replace(plan))
-    assert kinds(one.plan()) == [("verify", MOST + 1)]
+    assert kinds(one.plan()) == [("verify", ALONE + 1)]
     assert job.sequences[0].suspect_until == 0
 
 
@@ -218,3 +221,59 @@ def test_a_failed_step_of_drafts_goes_on_from_its_row(rows: RowsAfter, pending: 
         one.run(one.plan())
     assert len(sequence.generated) == 30
     one.cache.check()
+
+
+def test_a_sequence_has_the_places_of_those_that_do_not_run() -> None:
+    """And gives them back when they do, a step later, since its updates are pending there."""
+    one = world()
+    first = one.submit(5, BLOCK, 60)
+    one.run(one.plan())
+    assert kinds(one.plan()) == [("verify", ALONE + 1)]
+    one.run(one.plan())
+    second = one.submit(6, BLOCK, 40)
+    plan = one.plan()
+    assert sorted(kinds(plan)) == [("prefill", BLOCK), ("verify", MOST + 1)]
+    assert plan.slices[0].pending == ALONE + 1
+    one.run(plan)
+    plan = one.plan()
+    assert kinds(plan) == [("verify", MOST + 1), ("decode", 1)]
+    one.run(plan)
+    plan = one.plan()
+    assert kinds(plan) == [("verify", MOST + 1)] * 2
+    assert {item.updates for item in plan.slices} == {0, MOST + 1}
+    one.run(plan)
+    one.scheduler.end(second)
+    one.run(one.plan())
+    assert kinds(one.plan()) == [("verify", ALONE + 1)]
+    while one.scheduler.has_work:
+        one.run(one.plan())
+    assert len(first.sequences[0].generated) == 60
+    one.cache.check()
+
+
+def test_choices_of_one_prompt_have_drafts_in_places_of_their_own() -> None:
+    one = world(num_blocks=60)
+    one.submit(5, BLOCK, 60)
+    one.run(one.plan())
+    one.run(one.plan())
+    job = one.submit(6, BLOCK, 30, n=2)
+    drafted = 0
+    while one.scheduler.has_work:
+        plan = one.plan()
+        taken = list[int]()
+        for item in plan.slices:
+            if item.kind == "verify":
+                count = max(item.end - item.start, item.pending)
+                taken += range(item.updates, item.updates + count)
+                drafted += item.sequence in {each.number for each in job.sequences}
+        assert len(taken) == len(set(taken)) and max(taken, default=0) < 2 * (MOST + 1)
+        one.run(plan)
+    assert drafted
+
+
+@pytest.mark.parametrize(
+    ("most", "running", "sequences", "drafts"),
+    [(7, 1, 8, 15), (7, 2, 8, 15), (7, 3, 8, 7), (7, 1, 2, 15), (7, 1, 1, 7), (20, 1, 8, 32)],
+)
+def test_most_drafts_while_few_run(most: int, running: int, sequences: int, drafts: int) -> None:
+    assert most_drafts(most, running, sequences) == drafts

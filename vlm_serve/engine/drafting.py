@@ -16,6 +16,20 @@ from vlm_serve.engine.roster import Roster
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.verifying import verify_room, verify_slice
 
+MOST_ALONE = 32
+"""Drafts of a sequence in one step, where few sequences run."""
+
+
+def most_drafts(most: int, running: int, sequences: int) -> int:
+    """Drafts of a sequence in one step: while at most a quarter of the `sequences` run that may, or
+    one alone, each has the place of one of the others too.
+
+    Args:
+        most: while more run.
+    """
+    few = sequences > 1 and running <= max(1, sequences // 4)
+    return max(most, min(2 * most + 1, MOST_ALONE)) if few else most
+
 
 class DraftCounts:
     """What has become of drafts.
@@ -58,7 +72,8 @@ class Drafting:
     Args:
         roster: whose planned slices are extended.
         drafters: guess; of their guesses for a sequence, those that promise most are taken.
-        most: drafts of a sequence in one step.
+        most: drafts of a sequence in one step, unless few run; see `most_drafts`.
+        sequences: that may run.
         costs: of a step's rows and sequences.
         pass_costs: of a pass of the model's layer for drafts, by sequences.
         state_interval: tokens between state snapshots while decoding; 0: none.
@@ -77,19 +92,20 @@ class Drafting:
         drafters: Tokens[Drafter],
         *,
         most: int,
+        sequences: int,
         costs: CostCurve,
         pass_costs: CostCurve | None = None,
         state_interval: int,
         never: frozenset[int],
     ) -> None:
-        self.counts = DraftCounts(most)
+        self.counts = DraftCounts(most_drafts(most, 1, sequences))
         self.costs = costs
         self.unread = False
         self.pass_costs = pass_costs
         self.drafters = list(drafters)
         self.trial = Trial() if any(isinstance(one, MtpDrafter) for one in drafters) else None
         self._roster = roster
-        self._most = most
+        self._most, self._sequences = most, sequences
         self._interval = state_interval
         self._never = never
         self._trusts = Trusts()
@@ -157,7 +173,8 @@ class Drafting:
 
     def _propose(self, item: Slice, budget: int) -> tuple[int, ...]:
         sequence = self._roster[item.sequence]
-        limit = min(budget, self._most, verify_room(self._roster, item, self._interval))
+        limit = most_drafts(self._most, len(self._roster.running), self._sequences)
+        limit = min(limit, budget, verify_room(self._roster, item, self._interval))
         if limit <= 0 or self._goes_alone(sequence):
             return ()
         best, most = tuple[int, ...](), 0.0

@@ -71,7 +71,7 @@ class Replays:
         Raises InvalidRequestError as `Sequence.draft_tasks` does.
         """
         roster, sequence = self._roster, self._roster[item.sequence]
-        if sequence.suspect_until or not roster.has_seat(sequence):
+        if sequence.suspect_until:
             return item
         room = min(budget, verify_room(roster, item, self._interval))
         if roster.update_size:

@@ -8,7 +8,7 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.plan import Slice
 from vlm_serve.engine.sequence import Job, Sequence
-from vlm_serve.engine.update_seats import UpdateSeats
+from vlm_serve.engine.update_seats import SeatPlan, UpdateSeats
 
 
 def order(sequence: Sequence) -> tuple[int, int, int]:
@@ -51,8 +51,7 @@ class Roster:
         self._retired: list[Sequence] = []
         self.folds: list[tuple[int, int, int]] = []
         self.update_size = seats.size if seats is not None else 0
-        self._seats = list(range(seats.count)) if seats is not None else []
-        self._taken: dict[Sequence, int] = {}
+        self._seats = SeatPlan(seats) if seats is not None else None
         cache.events.row_freed.subscribe(self._forget_fold)
 
     def __getitem__(self, number: int) -> Sequence:
@@ -86,22 +85,19 @@ class Roster:
     def fold(self, sequence: Sequence) -> None:
         """Has the next step bring the sequence's row up to date before anything reads it."""
         assert sequence.lease is not None
-        if sequence.pending:
-            fold = (sequence.lease.row, self.updates_of(sequence), sequence.pending)
-            self.folds.append(fold)
+        if sequence.pending and self._seats is not None:
+            first = self._seats.first(sequence)
+            self.folds.append((sequence.lease.row, first, sequence.pending))
         self._leave_seat(sequence)  # folds come before all else in a step
 
-    def has_seat(self, sequence: Sequence) -> bool:
-        """Whether `updates_of` has a place for the sequence."""
-        return not self.update_size or sequence in self._taken or bool(self._seats)
+    def update_room(self, sequence: Sequence) -> int | None:
+        """Tokens of a running sequence for whose updates there is a place; None: any number, there
+        is no state."""
+        return None if self._seats is None else self._seats.room(sequence)
 
-    def updates_of(self, sequence: Sequence) -> int:
-        """Where the updates of a running sequence's drafts are; -1 if there is no state."""
-        if not self.update_size:
-            return -1
-        if sequence not in self._taken:
-            self._taken[sequence] = self._seats.pop()
-        return self._taken[sequence] * self.update_size
+    def take_updates(self, sequence: Sequence, tokens: int) -> int:
+        """Where the updates of a running sequence's next tokens come; -1 if there is no state."""
+        return -1 if self._seats is None else self._seats.take(sequence, tokens)
 
     def drop_suspended(self, rows: set[int]) -> None:
         """Nobody knows what is in these rows: whose they were starts again from the cache."""
@@ -197,8 +193,8 @@ class Roster:
 
     def _leave_seat(self, sequence: Sequence) -> None:
         sequence.pending = 0
-        if sequence in self._taken:
-            self._seats.append(self._taken.pop(sequence))
+        if self._seats is not None:
+            self._seats.leave(sequence)
 
     def _forget_fold(self, row: int) -> None:
         self.folds = [fold for fold in self.folds if fold[0] != row]

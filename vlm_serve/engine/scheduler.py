@@ -70,6 +70,7 @@ class Scheduler:
                 self._roster,
                 drafters,
                 most=config.speculative_tokens,
+                sequences=config.max_num_seqs,
                 costs=costs or CostCurve(),
                 pass_costs=pass_costs,
                 state_interval=config.decode_state_interval,

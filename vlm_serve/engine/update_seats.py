@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass
+
+from vlm_serve.engine.sequence import Sequence
 
 MOST_REPLAYS = 4
 """Requests that replay at a time."""
@@ -28,3 +31,59 @@ class UpdateSeats:
     @property
     def total(self) -> int:
         return self.count * self.size
+
+
+class SeatPlan:
+    """Whose updates lie where. A sequence may have two seats side by side: where few run, the
+    memory of the others is nobody's. Those at even places are given first, so that the ones beside
+    them stay free for as long as there are enough.
+
+    Args:
+        seats: how many there are, and how large.
+    """
+
+    def __init__(self, seats: UpdateSeats) -> None:
+        self._size = seats.size
+        self._free: list[int] = []
+        self._taken: dict[Sequence, list[int]] = {}
+        for seat in range(seats.count):
+            self._give_back(seat)
+
+    def first(self, sequence: Sequence) -> int:
+        """Of a sequence's updates the first; it has a seat."""
+        return self._taken[sequence][0] * self._size
+
+    def room(self, sequence: Sequence) -> int:
+        """Tokens of a sequence whose updates have a place; 0: none."""
+        own = self._taken.get(sequence)
+        if own is None and not self._free:
+            return 0
+        first = self._free[-1] if own is None else own[0]
+        return self._size * (2 if self._beside(first, own or []) else 1)
+
+    def take(self, sequence: Sequence, tokens: int) -> int:
+        """Makes room for the updates of so many tokens, at most `room`, where those that are
+        pending lie; returns the first."""
+        if sequence not in self._taken:
+            self._taken[sequence] = [self._free.pop()]
+        own = self._taken[sequence]
+        if tokens > self._size:
+            assert self._beside(own[0], own)
+            if len(own) == 1:
+                own.append(own[0] + 1)
+                self._free.remove(own[1])
+        elif sequence.pending <= self._size and len(own) > 1:
+            self._give_back(own.pop())
+        return own[0] * self._size
+
+    def leave(self, sequence: Sequence) -> None:
+        """Nothing of a sequence is pending any more."""
+        for seat in self._taken.pop(sequence, ()):
+            self._give_back(seat)
+
+    def _beside(self, seat: int, own: list[int]) -> bool:
+        """Whether the seat behind one at an even place is the sequence's own or may be."""
+        return seat % 2 == 0 and (len(own) > 1 or seat + 1 in self._free)
+
+    def _give_back(self, seat: int) -> None:
+        insort(self._free, seat, key=lambda each: (each % 2 == 0, -each))

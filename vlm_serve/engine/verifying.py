@@ -10,18 +10,20 @@ from vlm_serve.engine.roster import Roster
 
 
 def verify_room(roster: Roster, item: Slice, state_interval: int) -> int:
-    """Tokens that fit behind a decode token: into the answer, the free blocks and up to the next
-    position whose state is wanted, which only a decode token leaves.
+    """Tokens that fit behind a decode token: into the answer, the free blocks and updates and up to
+    the next position whose state is wanted, which only a decode token leaves.
 
     Args:
         state_interval: tokens between state snapshots while decoding; 0: none.
     """
     sequence, cache = roster[item.sequence], roster.cache
-    lease = sequence.lease
+    lease, updates = sequence.lease, roster.update_room(sequence)
     assert lease is not None
     blocks = len(lease.blocks) + cache.free_block_count
     rooms = [sequence.answer.room(sequence.num_generated) - 1]
     rooms.append(blocks * cache.config.block_size - item.end)
+    if updates is not None:
+        rooms.append(updates - 1)
     if state_interval:
         rooms.append(-item.end % state_interval - 1)
     return min(rooms)
@@ -33,10 +35,12 @@ def verify_slice(roster: Roster, item: Slice, drafts: Tokens[int]) -> Slice:
     sequence = roster[item.sequence]
     lease, cache = sequence.lease, roster.cache
     assert lease is not None and item.src_row == item.dst_row
+    # Other drafts may have taken places for updates in the meantime, or blocks.
+    updates = roster.update_room(sequence)
+    drafts = drafts if updates is None else drafts[: max(0, updates - 1)]
     tasks = sequence.draft_tasks(item.samples[0], drafts)
     tokens = tuple([task.draft for task in tasks if task.draft is not None])
     end = item.end + len(tokens)
-    # Other drafts may have taken the blocks in the meantime.
     fits = -(-end // cache.config.block_size) <= len(lease.blocks) + cache.free_block_count
     if not tokens or not fits:
         return item
@@ -49,6 +53,6 @@ def verify_slice(roster: Roster, item: Slice, drafts: Tokens[int]) -> Slice:
         end=end,
         blocks=tuple(lease.blocks[item.first_block :]),
         samples=tasks,
-        updates=roster.updates_of(sequence),
+        updates=roster.take_updates(sequence, 1 + len(tokens)),
         pending=sequence.pending,
     )

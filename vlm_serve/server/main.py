@@ -13,6 +13,7 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.decode_graphs import padded_sizes
+from vlm_serve.engine.drafting import most_drafts
 from vlm_serve.engine.drafts.start import why_off
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.engine import Engine
@@ -163,8 +164,11 @@ def _drafts(engine: Engine) -> str:
         why = why_off(device, ranks, compiled=bool(options.compiled_kernels))
         return f"off; {why}" if why else "off"
     updates = format_size(memory.num_updates * memory.update_bytes)
+    most = options.speculative_tokens
+    alone = most_drafts(most, 1, options.max_num_seqs)
     text = (
-        f"{options.speculative}, at most {options.speculative_tokens} a sequence; "
+        f"{options.speculative}, at most {most} a sequence"
+        f"{f', {alone} while few run' if alone > most else ''}; "
         f"{updates} for what they change"
     )
     if "suffix" in options.speculative:

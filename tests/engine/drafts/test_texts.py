@@ -160,10 +160,38 @@ def test_where_a_text_goes_on_behind_another_token() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8]
     assert nearest(text, 2, 9, lost=False) == 3  # It stands for the 3.
     assert nearest(text, 2, 4, lost=False) == 4  # The 3 was left out.
-    assert nearest(text, 4, 3, lost=False) == 3
+    assert nearest(text, 2, 5, lost=False) == 3  # Two would be many.
+    assert nearest(text, 7, 9, lost=False) == 8
     often = [1, 2, 3, 4, 5, 4, 7, 8]
     assert nearest(often, 2, 4, lost=False) == 3
     assert nearest(often, 2, 4, lost=True) == 4
+    assert nearest(text, 3, 3, lost=True) == 3  # One was put in before the 3.
+    assert nearest(text, 3, 9, lost=True) == 4
+
+
+def test_a_copy_goes_on_where_a_word_is_another_one_or_is_missing_or_put_in() -> None:
+    page = tuple(range(100, 120))
+    for change, resumed in (
+        ((50,), [(106, 107)]),
+        ((106,), [(107, 108)]),
+        ((50, 105), [(106, 107), (106, 107)]),
+    ):
+        drafter, one = SuffixDrafter(), sequence((*page, 60), *page[:5])
+        assert drafter.propose(one, 2) == (105, 106)
+        for token, next_ones in zip(change, resumed, strict=True):
+            one.token_ids.append(token)
+            assert drafter.propose(one, 2) == next_ones
+
+
+def test_a_copy_begins_where_the_prompt_has_its_first_tokens_first() -> None:
+    """Which says little, and is left at once when a token is another one."""
+    drafter = SuffixDrafter()
+    one = sequence((7, 8, 20, 21, 22, 23, 20, 30, 60, 20, 40, 9), 20)
+    assert drafter.propose(one, 3) == (21, 22, 23) and drafter.evidence(one) == 1
+    one.token_ids.append(30)
+    assert drafter.propose(one, 3) == (60, 20, 40) and drafter.evidence(one) == 2
+    assert drafter.propose(sequence((7, 8, 9), 50), 3) == ()
+    assert drafter.propose(sequence((7, 8, 9, 10), 8, 10), 3) == ()
 
 
 def test_the_longest_match_is_followed() -> None:

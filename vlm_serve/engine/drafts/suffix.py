@@ -81,18 +81,21 @@ class _Follower:
             self._missed += 1
 
     def _look_up(self) -> None:
-        """Goes on where most of what came last has come before. A text of which one token was
-        another is not left for a few equal tokens elsewhere."""
-        own = self._own.tokens
+        """Goes on where most of what came last has come before; an answer's first tokens are looked
+        for where the prompt has them first, since copies begin with a text's beginning. A text of
+        which one token was another is not left for a few equal tokens elsewhere."""
+        own, generated = self._own.tokens, self._seen - self._start
         best = longer(self._prediction.find(own), self._own.find(own))
         if self._answers is not None:
             best = longer(best, self._answers.find(own))
+        if best is None and 0 < generated < ORDER:
+            best = self._own.first(generated)
         follows = self._missed <= 1 and self._at < len(self._in)
         if best is not None and (best.length > ORDER or not follows):
             # Equal prompts say little of answers.
             self._in, self._at = best.text, best.at
-            self._length = min(best.length, self._seen - self._start)
-            self._missed = 0
+            self._length = min(best.length, generated)
+            self._missed = int(self._length < ORDER)
 
 
 class SuffixDrafter:

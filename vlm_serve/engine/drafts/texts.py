@@ -10,7 +10,7 @@ from typing import NamedTuple
 ORDER = 3
 """So many tokens in a row must have come before for what followed them to be a guess."""
 MOST_COMPARED, MOST_TRIED = 32, 8
-NEAR, SPAN = 4, 16
+NEAR = 4
 _BITS = 21
 
 
@@ -75,6 +75,18 @@ class Text:
             place = self._earlier[place]
         return best
 
+    def first(self, count: int) -> Match | None:
+        """Where the last `count` tokens have come first, before all of them."""
+        own, begin = self.tokens, len(self.tokens) - count
+        last = own[begin:]
+        at = -1
+        try:
+            while at < 0 or own[at : at + count] != last:
+                at = own.index(last[0], at + 1, begin)
+        except ValueError:
+            return None
+        return Match(own, at + count, count)
+
 
 class Answers:
     """Texts of one origin.
@@ -129,15 +141,18 @@ def longer(best: Match | None, other: Match | None) -> Match | None:
 
 def nearest(text: Sequence[int], at: int, token: int, *, lost: bool) -> int:
     """Where to go on in a text that was to go on at `at`, when a token has come that is another
-    one: behind the nearest of its kind, or as if it stood for the one that was expected. One that
-    is frequent there says little, unless the one before it was another one too (`lost`)."""
-    if not lost and text[max(0, at - SPAN) : at + SPAN].count(token) > 1:
+    one: as if it stood for the one that was expected, or behind the next one, if it is that and
+    nowhere else nearby. If the one before it was another one too (`lost`), behind the nearest of
+    its kind: text may have been put in or left out."""
+    if lost:
+        for distance in range(1, NEAR + 1):
+            for place in (at - distance, at + distance):
+                if 0 <= place < len(text) and text[place] == token:
+                    return place + 1
         return at + 1
-    for distance in range(1, NEAR + 1):
-        for place in (at + distance, at - distance):
-            if 0 <= place < len(text) and text[place] == token:
-                return place + 1
-    return at + 1
+    nearby = text[max(0, at - NEAR) : at + 1 + NEAR]
+    left_out = token in text[at + 1 : at + 2] and nearby.count(token) == 1
+    return at + 2 if left_out else at + 1
 
 
 def repeated(tokens: Sequence[int], at: int, limit: int) -> tuple[int, ...]:
