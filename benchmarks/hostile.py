@@ -11,7 +11,8 @@ not at all, if /health takes more than 100 ms in 99 % of the cases or ever more 
 ordinary time to first token is more than 1.5 times (median) or 3 times (99 %) what it was, if
 resident memory leaves its bound (docs/limits.md), or if it does not come back to within 25 % or
 128 MiB, not counting what caches keep within their own bounds. At the end it says in which stages
-ordinary questions waited. `--only` runs single seeds and says what came of them.
+ordinary questions waited, and which hostile cases were open meanwhile. `--only` runs single seeds
+and says what came of them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from hostile_beside import beside_lines
 from hostile_cases import make_case
 from hostile_client import run_case
 from hostile_stages import stage_lines
@@ -60,7 +62,7 @@ def bars(result: Result, bound: int, errors: list[str]) -> Iterator[tuple[bool, 
         taken, alone = percentile(hostile.health, share), percentile(quiet.health, share)
         yield taken <= most, f"/health {name} {taken:.0f} ms ({alone:.0f} ms undisturbed)"
     for name, share, most in (("median", 0.5, MEDIAN_RATIO), ("p99", 0.99, LATE_RATIO)):
-        taken, alone = (percentile(each.all_first_tokens, share) for each in (hostile, quiet))
+        taken, alone = (percentile(each.first_tokens(), share) for each in (hostile, quiet))
         ratio = taken / alone if alone else float("inf")
         text = f"time to first token, {name} {taken:.0f} ms: {ratio:.2f} x {alone:.0f} ms"
         yield ratio <= most, text
@@ -84,7 +86,7 @@ def report(result: Result, bound: int, errors: list[str]) -> bool:
     late = percentile(result.hostile.own_lag, 0.99)
     print(f"        (the measuring process itself was late by {late:.0f} ms in 1 %)")
     for kind in KINDS:
-        times = (each.first_token[kind] for each in (result.quiet, result.hostile))
+        times = (each.first_tokens(kind) for each in (result.quiet, result.hostile))
         named = (f"{percentile(each, 0.5):.0f} / {percentile(each, 0.99):.0f} ms" for each in times)
         print(f"        {kind}: median / p99 {', beside hostile ones '.join(named)}")
     kinds = Counter((outcome.kind, outcome.conduct) for outcome in wrong)
@@ -154,6 +156,7 @@ def main() -> int:
             errors = logged_errors(Path(options.log))
             fine = report(result, result.before.resident + memory_bound(server), errors)
             print(*stage_lines(Path(options.log)), sep="\n")
+            print(*beside_lines(result.hostile.asked, result.outcomes), sep="\n")
     return 0 if fine else 1
 
 

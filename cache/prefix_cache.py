@@ -276,16 +276,19 @@ class PrefixCache(Leasing):
         self._ledger.evicted_nodes.clear()
         self._ledger.evicted_snapshots.clear()
 
-    def check(self) -> None:
-        """Recomputes every invariant; AssertionError names the one that is violated."""
-        audit(
-            Books(
-                self._ledger,
-                list(self.leases),
-                self._suspensions.items(),
-                self._timed_pins.pins,
-            )
+    def check(self, wanted: Callable[[], bool] = lambda: False) -> bool:
+        """Recomputes every invariant; AssertionError names the one that is violated.
+
+        Args:
+            wanted: whether somebody has better use for the thread, asked many times meanwhile.
+
+        Returns:
+            Whether all of it was looked at: False if it was wanted.
+        """
+        books = Books(
+            self._ledger, list(self.leases), self._suspensions.items(), self._timed_pins.pins
         )
+        return audit(books, wanted)
 
     def _find(
         self, keys: PromptKeys, limit: int, *, complete_experts: bool

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from vlm_serve.errors import InvalidRequestError
@@ -224,20 +225,23 @@ def mrope_positions(length: int, spans: Sequence[MediaSpan]) -> tuple[torch.Tens
     Returns:
         int64 `[3, length]`, and the highest position plus one minus the length.
     """
-    positions = torch.empty((3, length), dtype=torch.int64)
+    # With NumPy: each of torch's operations lets the interpreter's lock go, and on a busy server
+    # it takes a thread longer to get that back than to do all of this.
+    positions = np.empty((3, length), dtype=np.int64)
     at, position = 0, 0
     for span in spans:
         text = span.start - at
-        positions[:, at : span.start] = torch.arange(position, position + text)
+        positions[:, at : span.start] = np.arange(position, position + text)
         position += text
         rows, columns = span.grid[1] // span.merge_size, span.grid[2] // span.merge_size
-        block = positions[:, span.start : span.end].view(3, rows, columns)
-        block[0] = position
-        block[1] = torch.arange(position, position + rows)[:, None]
-        block[2] = torch.arange(position, position + columns)
+        positions[0, span.start : span.end] = position
+        positions[1, span.start : span.end] = np.arange(position, position + rows).repeat(columns)
+        positions[2, span.start : span.end].reshape(rows, columns)[:] = np.arange(
+            position, position + columns
+        )
         # As the reference has it: whole sides first, then merged.
         position += max(span.grid[1], span.grid[2]) // span.merge_size
         at = span.end
-    positions[:, at:] = torch.arange(position, position + length - at)
+    positions[:, at:] = np.arange(position, position + length - at)
     delta = int(positions.max()) + 1 - length if length else 0
-    return positions, delta
+    return torch.from_numpy(positions), delta

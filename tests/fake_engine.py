@@ -96,6 +96,7 @@ class FakeEngine:
     Attributes:
         answer: the text of every answer.
         gate: while it is clear, no token is emitted.
+        check_gate: while it is clear, a check of the cache goes on.
         pause_after: after so many deltas of a request, `gate` is cleared.
         fail_after: after so many tokens of a choice, requests end with `failure`.
     """
@@ -105,7 +106,7 @@ class FakeEngine:
         self.preprocessor = FakePreprocessor(tokenizer)
         self.grammars = FakeGrammars()
         self.max_model_len = 4096
-        self.gate = threading.Event()
+        self.gate, self.check_gate = threading.Event(), threading.Event()
         self.num_checks = 0
         self.mirror = TreeMirror(CacheEvents())
         self.step_times = StepTimes()
@@ -129,6 +130,7 @@ class FakeEngine:
         self.check_error: AssertionError | None = None
         self.submit_error: Exception | None = None
         self.gate.set()
+        self.check_gate.set()
         self.preprocessor.reset()
 
     @property
@@ -163,10 +165,14 @@ class FakeEngine:
         if request is not None:
             request.aborted.set()
 
-    def check(self) -> None:
+    def check(self, wanted: Callable[[], bool] = lambda: False) -> bool:
         self.num_checks += 1
+        while not self.check_gate.wait(0.01):
+            if wanted():
+                return False
         if self.check_error is not None:
             raise self.check_error
+        return True
 
     def stats(self) -> dict[str, Any]:
         return {

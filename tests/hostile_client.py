@@ -27,6 +27,7 @@ class Outcome:
     Attributes:
         status: of the answer; 0 if the client did not wait for one or the connection was closed.
         wrong: what must not have happened; empty if all was well.
+        began: monotonic seconds, the same clock for all processes of a machine.
     """
 
     seed: int
@@ -35,6 +36,7 @@ class Outcome:
     status: int
     seconds: float
     wrong: str
+    began: float
 
 
 class _Answer:
@@ -58,7 +60,7 @@ async def run_case(host: str, port: int, case: Case) -> Outcome:
         gone = case.conduct == "whole" and case.valid and len(case.body) < 100_000
         status, wrong = 0, f"closed without an answer ({error})" if gone else ""
     seconds = time.monotonic() - start
-    return Outcome(case.seed, case.kind, case.conduct, status, seconds, wrong)
+    return Outcome(case.seed, case.kind, case.conduct, status, seconds, wrong, start)
 
 
 async def _run(host: str, port: int, case: Case) -> tuple[int, str]:

@@ -39,27 +39,40 @@ COLOURS = ("red", "green", "blue", "yellow")
 _numbers = itertools.count()
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An ordinary question.
+
+    Attributes:
+        kind: what it was about, `text` or `picture`.
+        began: monotonic seconds.
+        first_token: seconds from then on.
+    """
+
+    kind: str
+    began: float
+    first_token: float
+
+
 @dataclass
 class Phase:
     """What was measured while something went on; all times in seconds.
 
     Attributes:
         name: begins the ids of its ordinary requests, NAME-KIND-NUMBER.
-        first_token: by what was asked about, `text` or `picture`.
+        asked: what was answered.
     """
 
     name: str = "warm"
-    first_token: dict[str, list[float]] = field(
-        default_factory=lambda: {kind: [] for kind in KINDS}
-    )
+    asked: list[Asked] = field(default_factory=list)
     health: list[float] = field(default_factory=list)
     own_lag: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     most_memory: int = 0
 
-    @property
-    def all_first_tokens(self) -> list[float]:
-        return [each for times in self.first_token.values() for each in times]
+    def first_tokens(self, *kinds: str) -> list[float]:
+        """Of questions about those, or of all."""
+        return [each.first_token for each in self.asked if each.kind in (kinds or KINDS)]
 
 
 @dataclass
@@ -137,7 +150,7 @@ async def ask(wire: Wire, kind: str, body: bytes, phase: Phase) -> None:
             if not said.startswith(b"HTTP/1.1 200"):
                 raise OSError(said.split(b"\r\n")[0].decode())
             await reader.readuntil(b"data: {")
-            phase.first_token[kind].append(time.monotonic() - start)
+            phase.asked.append(Asked(kind, start, time.monotonic() - start))
             await reader.readuntil(b"data: [DONE]\n\n")
             await reader.readuntil(b"0\r\n\r\n")
     except (OSError, asyncio.IncompleteReadError) as error:

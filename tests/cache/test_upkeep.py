@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
 import tracemalloc
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from cache_texts import END_OF_TURN, Image, Text
-from cache_world import listed, make_world
+from cache_world import World, listed, make_world
 
 import vlm_serve.cache.prefix_cache
 from vlm_serve.cache.config import CacheConfig
@@ -163,6 +164,37 @@ def test_the_listing_shows_nodes_parents_first() -> None:
     for node in everything:
         assert node.parent == text.root.hex() or node.parent in seen
         seen.add(node.key)
+
+
+# The check
+
+
+@pytest.mark.parametrize("asked", [0, 1, 5])
+def test_a_check_ends_when_it_is_wanted(asked: int) -> None:
+    """It is asked for every pass over some hundred nodes, and finds no fault before it ends."""
+    world = make_world(num_blocks=400)
+    for first in range(10, 60):
+        world.serve(Text(numbers(13, first)))
+    count = itertools.count()
+    assert world.cache.check(lambda: next(count) == asked) is False
+    assert next(count) == asked + 1
+    assert world.cache.check() is True
+
+
+def test_a_check_asks_often() -> None:
+    world = make_world(num_blocks=1200)
+    few = num_questions(world)
+    for first in range(10, 310):
+        world.serve(Text(numbers(9, first)))
+    nodes = len(list(world.cache.nodes()))
+    assert nodes >= 600
+    assert num_questions(world) >= few + 6 * (nodes // 256)
+
+
+def num_questions(world: World) -> int:
+    count = itertools.count()
+    assert world.cache.check(lambda: next(count) < 0)
+    return next(count)
 
 
 # Bounds

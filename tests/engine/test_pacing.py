@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,17 +27,17 @@ def planned(plan: StepPlan) -> dict[int, int]:
 
 
 def test_there_is_no_limit_before_anything_is_known() -> None:
-    assert Pace(0.025, 256).most > 1 << 20
+    assert Pace(0.025, 256).most(0) > 1 << 20
 
 
 def test_the_limit_is_what_fits_into_the_time() -> None:
     pace = Pace(0.025, 10)
     for _ in range(30):
         pace.learn(step(400), 0.04)
-    assert pace.most == pytest.approx(250, abs=1)
+    assert pace.most(0) == pytest.approx(250, abs=1)
     for _ in range(30):
         pace.learn(step(400), 0.4)
-    assert pace.most == pytest.approx(25, abs=1)
+    assert pace.most(0) == pytest.approx(25, abs=1)
 
 
 def test_a_slow_step_among_many_changes_little() -> None:
@@ -44,19 +45,19 @@ def test_a_slow_step_among_many_changes_little() -> None:
     for _ in range(30):
         pace.learn(step(400), 0.04)
     pace.learn(step(400), 0.08)
-    assert 180 < pace.most < 250
+    assert 180 < pace.most(0) < 250
 
 
 def test_a_step_may_always_have_the_least() -> None:
     pace = Pace(0.025, 64)
     pace.learn(step(400), 60.0)
-    assert pace.most == 64
+    assert pace.most(0) == 64
 
 
 def test_no_target_is_no_limit() -> None:
     pace = Pace(0.0, 64)
     pace.learn(step(400), 60.0)
-    assert pace.most > 1 << 20
+    assert pace.most(0) > 1 << 20
 
 
 def test_few_tokens_and_encoded_media_teach_nothing() -> None:
@@ -65,7 +66,59 @@ def test_few_tokens_and_encoded_media_teach_nothing() -> None:
     plan = step(400)
     media = StepPlan(slices=plan.slices, encodes=(_encode(),))
     pace.learn(media, 60.0)
-    assert pace.most > 1 << 20
+    assert pace.most(0) > 1 << 20
+
+
+class Depth:
+    """A processor on which a token takes 10 us and 5 ns for every token it looks back at."""
+
+    def __init__(self, target: float = 0.025) -> None:
+        self.pace = Pace(target, 64)
+
+    def take(self, start: int, end: int) -> None:
+        plan = step(end - start)
+        moved = [replace(item, start=start, end=end) for item in plan.slices]
+        self.pace.learn(replace(plan, slices=tuple(moved)), self.seconds(start, end))
+
+    def seconds(self, start: int, end: int) -> float:
+        return (end - start) * (10e-6 + 5e-9 * (start + end) / 2)
+
+
+def test_a_token_deep_in_a_long_prompt_counts_as_what_it_takes() -> None:
+    depth = Depth()
+    for _ in range(10):
+        for start in (0, 1000, 4000):
+            depth.take(start, start + 900)
+    for start in (0, 500, 3000, 20_000):
+        fit = depth.pace.most(start)
+        assert depth.seconds(start, start + fit) == pytest.approx(0.025, rel=0.02)
+
+
+def test_of_equal_depths_nobody_can_tell_what_depth_costs() -> None:
+    depth = Depth()
+    for _ in range(30):
+        depth.take(0, 900)
+    assert depth.pace.most(0) == depth.pace.most(10_000)
+
+
+def test_deep_tokens_that_cost_less_are_no_reason_for_longer_steps() -> None:
+    """Others had the processor while the shallow ones were computed."""
+    pace = Pace(0.025, 64)
+    for _ in range(10):
+        pace.learn(step(900), 0.03)
+        deep = [replace(item, start=3000, end=3900) for item in step(900).slices]
+        pace.learn(replace(step(900), slices=tuple(deep)), 0.01)
+    assert pace.most(3000) == pace.most(0)
+
+
+def test_depth_costs_no_more_than_it_can() -> None:
+    """However little the shallow ones seem to have taken."""
+    pace = Pace(0.025, 1)
+    for _ in range(10):
+        pace.learn(step(900), 1e-9)
+        deep = [replace(item, start=3000, end=3900) for item in step(900).slices]
+        pace.learn(replace(step(900), slices=tuple(deep)), 0.03)
+    assert 0.03 < pace.most(3000) / pace.most(0) < 1
 
 
 def _encode() -> Encode:
@@ -98,6 +151,26 @@ def test_without_a_target_a_step_has_all() -> None:
     world.submit(5, length=600, max_tokens=1)
     world.submit(6, length=600, max_tokens=1)
     assert world.plan().num_tokens == 400
+
+
+def test_a_slice_deep_in_a_long_prompt_is_shorter() -> None:
+    world = World(num_blocks=1000, changes=CHANGES)
+    for _ in range(10):
+        for start in (0, 1000):
+            items = [replace(each, start=start, end=start + 100) for each in step(100).slices]
+            seconds = 0.025 if start == 0 else 0.075
+            world.scheduler.pace.learn(replace(step(100), slices=tuple(items)), seconds)
+    long = world.submit(5, length=1200, max_tokens=1).sequences[0].number
+    world.submit(6, length=1200, max_tokens=1)
+    taken: list[int] = []
+    while not taken or sum(taken) < 1200:
+        plan = world.plan()
+        taken.append(planned(plan).get(long, 0))
+        world.run(plan)
+    assert taken[0] == 40
+    assert taken[1] == 16, "a look at what waits"
+    assert taken[2] == 32
+    assert taken[-5:-1] == [16] * 4
 
 
 def test_beside_others_a_step_keeps_to_its_time() -> None:
@@ -140,7 +213,7 @@ def test_long_prompts_that_wait_cost_the_first_one_little() -> None:
     world = slow_world()
     for token in (5, 6, 7):
         world.submit(token, length=600, max_tokens=1)
-    taken = []
+    taken: list[int] = []
     for _ in range(3):
         plan = world.plan()
         taken.append(plan.num_tokens)

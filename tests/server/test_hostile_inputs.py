@@ -68,6 +68,8 @@ def call(arguments: str) -> dict[str, Any]:
 
 
 WORDS = "word and " * 1_000_000
+DIGITS = "7" * 12_000_000
+"""A token each. To render it, and to tokenise it three times, takes half a minute and gigabytes."""
 USER = {"role": "user", "content": "x"}
 URLS = [
     "http://127.0.0.1:9/x.png",
@@ -213,6 +215,7 @@ FIELDS: dict[str, Any] = {
         [tool(parameters=5)],
         [{"type": "function"}],
         [tool(description=WORDS)],
+        [tool(description=DIGITS)],
         [tool(parameters={"properties": {WORDS: {}}})],
         [tool(f"f{number}", description=WORDS[:40_000]) for number in range(200)],
     ],
@@ -236,6 +239,8 @@ FIELDS: dict[str, Any] = {
         [{"role": "x" * 65, "content": "x"}],
         [{"role": "user", "content": "word " * 1_000_000}],
         [USER, {"role": "assistant", "content": "x", "reasoning_content": WORDS}],
+        [USER, {"role": "assistant", "content": "x", "reasoning_content": DIGITS}],
+        [USER, {"role": "assistant", "tool_calls": [call(f'{{"a": "{DIGITS}"}}')]}],
         [USER, {"role": "assistant", "content": "x", "tool_calls": [call(f'{{"a": "{WORDS}"}}')]}],
         [
             USER,

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.draining import listen
 from vlm_serve.server.run import make_server
+from vlm_serve.server.service import IDLE_CHECK_DELAY_SECONDS
 
 
 class Background:
@@ -167,6 +169,37 @@ def test_an_idle_engine_is_checked(engine: FakeEngine) -> None:
         wait_for(lambda: engine.num_checks == 2)
         wait_for(lambda: server.client.get("/health").status_code == 503)
         assert "idle_check_failures_total" in server.client.get("/metrics").text
+
+
+def test_an_idle_check_ends_when_somebody_comes(engine: FakeEngine) -> None:
+    """Who comes does not wait for it, and when the engine is idle again, it begins again."""
+    with running(engine) as server:
+        engine.check_gate.clear()
+        assert server.chat().status_code == 200
+        wait_for(lambda: engine.num_checks == 1)
+        engine.gate.clear()
+        waiting = Background(server)
+        wait_for(lambda: server.service.num_open == 1)
+        wait_for(lambda: server.service._idle_check is None)
+        engine.gate.set()
+        assert waiting.result().status_code == 200
+        wait_for(lambda: engine.num_checks == 2)
+        engine.check_gate.set()
+        wait_for(lambda: server.service._idle_check is None)
+        assert engine.num_checks == 2
+
+
+def test_an_engine_is_idle_once_nobody_has_come_for_a_while(engine: FakeEngine) -> None:
+    with running(engine) as server:
+        before = begin = time.monotonic()
+        while before < begin + 3 * IDLE_CHECK_DELAY_SECONDS:
+            asked = time.monotonic()
+            assert server.chat().status_code == 200
+            if time.monotonic() - before >= IDLE_CHECK_DELAY_SECONDS:
+                break  # the machine is busy: the engine may well have been idle
+            assert engine.num_checks == 0
+            before = asked
+        wait_for(lambda: engine.num_checks == 1)
 
 
 def test_the_idle_check_can_be_turned_off(engine: FakeEngine) -> None:

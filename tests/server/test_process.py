@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 import httpx
 from server_process import COMMAND, server_process
 from serving import wait_for
+
+from vlm_serve.server.main import COLLECTIONS_BEFORE_A_FULL_ONE
 
 SMALL = ["--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1"]
 SECONDS = 60
@@ -46,19 +49,22 @@ def test_serve_answers_and_ends_on_a_signal(checkpoint: Path) -> None:
 
 
 def test_what_stays_is_out_of_the_collectors_sight(checkpoint: Path, tmp_path: Path) -> None:
-    """Else looking through it stops all threads for 0.2 s now and then."""
+    """Else looking through it stops all threads for 0.2 s now and then; and looking through what
+    has come since is not done often either."""
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, gc, os, pathlib\n"
         f"file = pathlib.Path({str(tmp_path)!r}, f'frozen.{{os.getpid()}}')\n"
-        "atexit.register(lambda: file.write_text(str(gc.get_freeze_count())))\n"
+        "numbers = lambda: f'{gc.get_freeze_count()} {gc.get_threshold()[2]}'\n"
+        "atexit.register(lambda: file.write_text(numbers()))\n"
     )
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(paths)}
     with server_process(str(checkpoint), *SMALL, environment=environment) as server:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(SECONDS) == 0
-        frozen = (tmp_path / f"frozen.{server.process.pid}").read_text()
+        frozen, threshold = (tmp_path / f"frozen.{server.process.pid}").read_text().split()
     assert int(frozen) > 100_000
+    assert int(threshold) == COLLECTIONS_BEFORE_A_FULL_ONE > gc.get_threshold()[2]
 
 
 def test_a_signal_waits_for_open_requests_and_a_second_one_does_not(

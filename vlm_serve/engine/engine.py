@@ -153,9 +153,17 @@ class Engine:
         """Runs a function on the engine's thread between two steps and returns its result."""
         return self._loop.call(function)
 
-    def check(self) -> None:
-        """Recomputes every invariant of the cache; raises AssertionError if one is violated."""
-        self.call(self._cache.check)
+    def check(self, wanted: Callable[[], bool] = lambda: False) -> bool:
+        """Recomputes every invariant of the cache; raises AssertionError if one is violated.
+
+        Args:
+            wanted: whether there is something better to do. The engine's thread asks many times
+                meanwhile, so that whoever needs it waits for less than a millisecond.
+
+        Returns:
+            Whether all of it was looked at: False if it was wanted.
+        """
+        return self.call(lambda: self._cache.check(wanted))
 
     def flush(self) -> None:
         """Forgets everything that no running request holds: KV, state, vision embeddings and what

@@ -97,7 +97,7 @@ class Planner:
         for sequence in decoding:
             room -= self._grant(sequence, room)
         if later or roster.waiting:
-            room -= self._grant_prompts(later, self._limit(room))
+            room -= self._grant_prompts(later, self._limit(room, later))
         if self._drafting is not None:
             self._drafting.extend(max(0, room))
         for item in roster.planned:
@@ -117,13 +117,15 @@ class Planner:
             unread=self._drafting is not None and self._drafting.unread,
         )
 
-    def _limit(self, room: int) -> int:
-        """Prompt tokens of this step, of those for which there is room."""
+    def _limit(self, room: int, running: list[Sequence]) -> int:
+        """Prompt tokens of this step, of those for which there is room. The oldest prefill has
+        most of them."""
         roster = self._roster
         alone = len(roster.running) + len(roster.waiting) <= 1
         least = self._config.least_step_tokens * (_LEAST_ALONE if alone else 1)
         decodes = self._config.max_num_batched_tokens - room
-        return min(room, max(self.pace.most - decodes, least))
+        start = next((each.num_computed for each in running if each.prefilling), 0)
+        return min(room, max(self.pace.most(start) - decodes, least))
 
     def _grant_prompts(self, running: list[Sequence], budget: int) -> int:
         """Plans slices of running prefills and replays, and admits what waits; returns the tokens

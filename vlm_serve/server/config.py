@@ -225,7 +225,8 @@ class ServerConfig:
     )
     idle_check: bool = option(
         True,
-        "check the cache's invariants whenever the engine becomes idle",
+        "check the cache's invariants whenever no request has been open for a while; one that "
+        "comes ends the check",
         group=_LIFE,
         kind="bool",
     )

@@ -108,6 +108,7 @@ class Service(Work):
         self.tracer: RequestTracer | None = None
         self._mailbox: Mailbox | None = None
         self._idle_check: asyncio.Task[None] | None = None
+        self._idle_since = 0.0
         self._asking: asyncio.Future[dict[str, Any]] | None = None
 
     @property
@@ -291,15 +292,21 @@ class Service(Work):
             return await self.in_pool(partial(preprocessor.finish, rendering, media))
 
     def _became_idle(self) -> None:
+        self._idle_since = time.monotonic()
         if self.config.idle_check and self._idle_check is None and self.engine.alive:
             self._idle_check = asyncio.ensure_future(self._check_when_idle())
 
     async def _check_when_idle(self) -> None:
+        """Once no request has been open for a while. One that comes meanwhile ends it, and does
+        not wait for it: then it begins again when that has ended."""
+        checked = False
         try:
-            await asyncio.sleep(IDLE_CHECK_DELAY_SECONDS)
-            if self.num_open or not self.engine.alive:
-                return
-            await asyncio.to_thread(self.engine.check)
+            while not checked:
+                while (left := self._idle_since + IDLE_CHECK_DELAY_SECONDS - time.monotonic()) > 0:
+                    await asyncio.sleep(left)
+                if self.num_open or not self.engine.alive:
+                    return
+                checked = await asyncio.to_thread(self.engine.check, lambda: self.num_open > 0)
         except EngineClosedError:
             return
         except AssertionError:

@@ -7,13 +7,14 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from vlm_serve.cache.listing import Entry
+from vlm_serve.cache.listing import Entry, NodeInfo
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.mirror import Change, Whole
 from vlm_serve.server.api.cache import CacheNode, refuse_unknown, seen_below, visible_root
@@ -21,14 +22,18 @@ from vlm_serve.server.service import Service
 from vlm_serve.server.streaming import Events, EventStream, until_disconnected
 from vlm_serve.server.tenants import PermissionDeniedError
 
-SLICE = 100
-"""Nodes or changes that are made into text at once: the event loop serves others in between."""
+SLICE = 16
+"""Nodes or changes that are made into text at once, in a fraction of a millisecond: the event loop
+serves others in between, who each come to it several times before they have an answer."""
 MIN_CHANGES = 1000
 """As many changes are told one by one even if the tree has fewer nodes."""
 QUIET_LOOKS = 150
 """After so many looks without a message a comment shows that the connection is alive."""
 
 _T = TypeVar("_T")
+_as_text = json.JSONEncoder(separators=(",", ":")).encode
+_NODE_FIELDS = tuple(field.name for field in dataclasses.fields(NodeInfo))
+_values_of = attrgetter(*_NODE_FIELDS)
 
 
 class CacheRoot(BaseModel):
@@ -125,7 +130,7 @@ class _Reader:
         yield b"]}\n\n"
 
     def _status(self, sequence: int) -> Iterator[bytes]:
-        data = json.dumps(self._feed.status, separators=(",", ":"))
+        data = _as_text(self._feed.status)
         yield f"id: {sequence}\nevent: status\ndata: {data}\n\n".encode()
 
     def _number_of(self, sequence: int) -> int:
@@ -136,7 +141,11 @@ class _Reader:
         return self._number
 
     def _node(self, entry: Entry) -> dict[str, Any]:
-        return dataclasses.asdict(self._engine.describe(entry))
+        """What `dataclasses.asdict` makes of it, in a third of the time."""
+        node = self._engine.describe(entry)
+        body: dict[str, Any] = dict(zip(_NODE_FIELDS, _values_of(node), strict=True))
+        body["media"] = [dataclasses.asdict(each) for each in node.media]
+        return body
 
     def _change(self, change: Change) -> dict[str, Any]:
         body: dict[str, Any] = {"type": change.kind, "key": change.key.hex()}
@@ -157,8 +166,5 @@ class _Reader:
 def _joined(items: Sequence[_T], body_of: Callable[[_T], dict[str, Any]]) -> Iterator[bytes]:
     """The bodies as the inside of a JSON list, a slice at a time."""
     for start in range(0, len(items), SLICE):
-        texts = [
-            json.dumps(body_of(item), separators=(",", ":"))
-            for item in items[start : start + SLICE]
-        ]
+        texts = [_as_text(body_of(item)) for item in items[start : start + SLICE]]
         yield (("," if start else "") + ",".join(texts)).encode()
