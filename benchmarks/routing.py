@@ -25,7 +25,8 @@ from dataclasses import fields
 
 import routing_replicas
 from machine import describe
-from routing_policies import Chooser, Ours, Random, RoundRobin, TextPrefix
+from routing_policies import Chooser, Ours, Random, RoundRobin
+from routing_ray import RayPrefix
 from routing_simulation import Clock, Outcome, Replica, simulate
 from routing_trace import Question, Trace
 
@@ -63,8 +64,8 @@ def policies(count: int, seed: int, policy: Policy) -> dict[str, Make]:
     return {
         "random": lambda clock: Random(count, seed),
         "round robin": lambda clock: RoundRobin(count, seed),
-        "text prefix": lambda clock: TextPrefix(count, seed),
-        "text prefix, 10 apart": lambda clock: TextPrefix(count, seed, 10),
+        "Ray's prefix router": lambda clock: RayPrefix(count, seed),
+        "the same, 10 apart": lambda clock: RayPrefix(count, seed, 10),
         "ours": lambda clock: Ours(count, seed, clock, policy),
     }
 

@@ -11,7 +11,7 @@ from routing_trace import Question
 
 from vlm_serve.preprocess.affinity import AffinityDigest
 from vlm_serve.routing.router import Policy, Router
-from vlm_serve.routing.view import ReplicaView
+from vlm_serve.routing.view import ReplicaView, Spent
 
 ROUTERS = 4
 
@@ -23,7 +23,7 @@ class Chooser(Protocol):
         """`queues`: requests at each replica now; ours does not look at them."""
         ...
 
-    def ended(self, question: Question, replica: int) -> None: ...
+    def ended(self, question: Question, replica: int, spent: Spent) -> None: ...
 
     def told(self, replica: int, digest: AffinityDigest, load: float) -> None:
         """What a replica has said some seconds ago."""
@@ -38,7 +38,7 @@ class Random:
     def choose(self, question: Question, queues: Sequence[int]) -> int:
         return self._rng.randrange(self._replicas)
 
-    def ended(self, question: Question, replica: int) -> None:
+    def ended(self, question: Question, replica: int, spent: Spent) -> None:
         pass
 
     def told(self, replica: int, digest: AffinityDigest, load: float) -> None:
@@ -56,53 +56,6 @@ class RoundRobin(Random):
         router = self._rng.randrange(ROUTERS)
         self._next[router] += 1
         return self._next[router] % self._replicas
-
-
-class TextPrefix(Random):
-    """The policy of Ray Serve's prefix router, made again: one tree of texts that all routers
-    share, without media. The replicas with the longest match if that is a tenth of the text, else
-    those with the fewest characters in the tree; of those the one with the shortest queue. Queues
-    that differ by more than the threshold: the better of two at random. Matches are found in
-    steps of 16 characters."""
-
-    STEP, MIN_RATE = 16, 0.1
-
-    def __init__(self, replicas: int, seed: int, threshold: float = float("inf")) -> None:
-        super().__init__(replicas, seed)
-        self._threshold = threshold
-        self._tree: dict[int, set[int]] = {}
-        self._characters = [0] * replicas
-
-    def choose(self, question: Question, queues: Sequence[int]) -> int:
-        steps = self._steps(question.text)
-        group = self._rng.sample(range(self._replicas), min(2, self._replicas))
-        if max(queues) - min(queues) <= self._threshold:
-            matched, best = 0, set[int]()
-            for depth, step in enumerate(steps, 1):
-                found = self._tree.get(step)
-                if not found:
-                    break
-                matched, best = depth, found
-            if matched * self.STEP >= self.MIN_RATE * len(question.text):
-                group = list(best)
-            else:
-                least = min(self._characters)
-                group = [each for each, size in enumerate(self._characters) if size == least]
-        self._rng.shuffle(group)
-        chosen = min(group, key=lambda each: queues[each])
-        for step in steps:
-            held = self._tree.setdefault(step, set())
-            if chosen not in held:
-                held.add(chosen)
-                self._characters[chosen] += self.STEP
-        return chosen
-
-    def _steps(self, text: str) -> list[int]:
-        steps, value = [], 0
-        for at in range(0, len(text), self.STEP):
-            value = hash((value, text[at : at + self.STEP]))
-            steps.append(value)
-        return steps
 
 
 class Ours:
@@ -126,9 +79,9 @@ class Ours:
         self._chose[id(question)] = router
         return int(name.rpartition("-")[2])
 
-    def ended(self, question: Question, replica: int) -> None:
+    def ended(self, question: Question, replica: int, spent: Spent) -> None:
         name = self._views[replica].id
-        self._chose.pop(id(question)).ended(name, question.affinity)
+        self._chose.pop(id(question)).ended(name, question.affinity, 0, spent)
 
     def told(self, replica: int, digest: AffinityDigest, load: float) -> None:
         name = self._views[replica].id
