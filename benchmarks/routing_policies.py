@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Protocol
 
 from routing_trace import Question
 
+from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.preprocess.affinity import AffinityDigest
 from vlm_serve.routing.router import Policy, Router
 from vlm_serve.routing.view import ReplicaView, Spent
@@ -56,6 +58,36 @@ class RoundRobin(Random):
         router = self._rng.randrange(ROUTERS)
         self._next[router] += 1
         return self._next[router] % self._replicas
+
+
+class AllKnowing(Random):
+    """What is possible: one router that knows at once what every cache holds, how large requests
+    and their answers are, and what each replica has been given."""
+
+    WEIGHT, MEMORY_SECONDS = 4.0, 10.0
+
+    def __init__(self, replicas: int, seed: int, clock: Callable[[], float]) -> None:
+        super().__init__(replicas, seed)
+        self._clock = clock
+        self._work = [0.0] * replicas
+        self._since = 0.0
+        self.caches: Sequence[PrefixCache] = ()
+
+    def choose(self, question: Question, queues: Sequence[int]) -> int:
+        keys, length = question.prompt.keys, len(question.prompt)
+        faded = math.exp((self._since - self._clock()) / self.MEMORY_SECONDS)
+        self._work = [each * faded for each in self._work]
+        self._since = self._clock()
+        mean = sum(self._work) / self._replicas or 1.0
+        costs = [length - each.match(keys, limit=length - 1).boundary for each in self.caches]
+        costs = [cost + len(question.answer) for cost in costs]
+        prices = [
+            cost * math.exp(self.WEIGHT * work / mean)
+            for cost, work in zip(costs, self._work, strict=True)
+        ]
+        chosen = prices.index(min(prices))
+        self._work[chosen] += costs[chosen]
+        return chosen
 
 
 class Ours:

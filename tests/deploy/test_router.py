@@ -123,8 +123,8 @@ def test_the_core_hears_of_requests_from_begin_to_end(
     assert ranked(adapter, replicas("a", "b"), request())
     adapter._now_running(["b"])
     assert board.BOARD.replicas == ("b",) and not board.BOARD.spent and not board.BOARD.routed
-    told = ["sent", "a", (b"k",), 5], ["ended", "a", (b"k",), 5, spent], ["removed", "a"]
-    assert heard == list(map(tuple, told))
+    ended = ("ended", "a", (b"k",), 5, spent)
+    assert heard == [("sent", "a", (b"k",), 5), ended, ("removed", "a")]
 
 
 def test_an_end_of_which_the_front_knows_nothing_is_told_at_once(

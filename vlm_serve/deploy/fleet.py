@@ -265,7 +265,7 @@ class Fleet:
 def _spent(usage: Sequence[Mapping[str, int] | None] | None, call: Call) -> Spent | None:
     """What a request has turned out to be, as its last letter told; None: none did, or its counts
     are those of an attempt before."""
-    if usage is None or getattr(call.attempt, "resumed", 0):
+    if usage is None or (call.attempt is not None and call.attempt.resumed):
         return None
     counts = [each for each in usage if each is not None]
     names = "prompt_tokens", "cached_tokens", "completion_tokens"

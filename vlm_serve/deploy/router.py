@@ -88,8 +88,8 @@ class AffinityRouter(RequestRouter):
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         request = self._sent.pop(internal_request_id, None)
         if request is not None:
-            number, *rest = request
-            self._completed[number] = replica_id.unique_id, *rest
+            number, keys, tokens = request
+            self._completed[number] = replica_id.unique_id, keys, tokens
         self._settle()
 
     def _settle(self) -> None:

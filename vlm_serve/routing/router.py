@@ -46,7 +46,7 @@ class Policy:
         sent_seconds: so long a prefix counts as held where it was sent to, digest or not.
     """
 
-    work_weight: float = 3.5
+    work_weight: float = 4.0
     home_weight: float = 0.35
     load_weight: float = 0.02
     homes: int = 2
