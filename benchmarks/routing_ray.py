@@ -7,6 +7,7 @@ nothing to it but whose package wants pyarrow and more.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Coroutine, Sequence
 from types import SimpleNamespace
@@ -17,6 +18,9 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import Pr
 from ray.serve._private.common import DeploymentID, ReplicaID
 from routing_policies import Random
 from routing_trace import Question
+
+# With `ray.llm` comes a handler that writes down whatever any library says.
+logging.getLogger("httpx").setLevel(logging.WARNING)
 
 MAX_ONGOING_REQUESTS = 10**9
 """Of a replica, as `ray.serve.llm` has it by default: none is ever full."""
