@@ -1,8 +1,9 @@
 """Chooses replicas for requests: what they would have to compute, times what they have been given.
 
 A router works alone. It knows the digests that replicas publish, what it has sent itself since and
-what that has cost, and the loads that it is told. Several routers agree where it matters by rendezvous hashing: each prefix
-has a home, to which it goes unless another replica has it or the home has too much to do.
+what that has cost, and the loads that it is told. Several routers agree where it matters by
+rendezvous hashing: each prefix has a home, to which it goes unless another replica has it or the
+home has been given too much.
 """
 
 from __future__ import annotations
