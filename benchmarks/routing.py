@@ -67,7 +67,7 @@ def policies(count: int, seed: int, policy: Policy) -> dict[str, Make]:
     return {
         "random": lambda clock: Random(count, seed),
         "round robin": lambda clock: RoundRobin(count, seed),
-        "Ray's prefix router": lambda clock: RayPrefix(count, seed),
+        "Ray Serve, by prefix": lambda clock: RayPrefix(count, seed),
         "the same, 10 apart": lambda clock: RayPrefix(count, seed, 10),
         "ours": lambda clock: Ours(count, seed, clock, policy),
     }

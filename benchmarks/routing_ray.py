@@ -50,8 +50,8 @@ class _Router(prefix_aware_router.PrefixCacheAffinityRouter):  # type: ignore[mi
         tree.add_tenants([each.to_full_id_str() for each in ids], 0.0)
         self.initialize_state(imbalanced_threshold=threshold, tree_actor=_Local(tree))
 
-    def apply_locality_routing(self, pending_request: Any = None) -> set[ReplicaID]:
-        return set(self._replicas)
+    def apply_locality_routing(self, pending_request: Any = None) -> list[ReplicaID]:
+        return list(self._replicas)  # in Serve a set, whose order is another one in every process
 
     async def _probe_queue_lens(self, replicas: Sequence[Any], _: int) -> list[tuple[Any, int]]:
         return [(each, self.queues[each.replica_id]) for each in replicas]

@@ -32,8 +32,9 @@ class Board:
         """The answer to a request is over; None: nobody knows what it took. For the front."""
         if spent is not None:
             self.spent[number] = spent
-            while len(self.spent) > MAX_SPENT:
-                self.spent.pop(next(iter(self.spent)), None)
+            if len(self.spent) > MAX_SPENT:
+                for each in tuple(self.spent)[:-MAX_SPENT]:
+                    self.spent.pop(each, None)
         self.routed.pop(number, None)
 
 
