@@ -4,11 +4,12 @@
     python benchmarks/routing.py --real [--requests 800] [--only ours]
 
 Replicas are simulated around the real prefix cache; caches are finite. Four independent routers
-know what they have sent themselves and digests that are five seconds old. Beside ours: random,
-round robin, and the policy of Ray Serve's prefix router, which sees texts only; and one replica
-that is as large as all of them. `--real`: replicas are servers of the demo model with pictures and
-clips, half as many as in the simulation, and times are what a client waits. `--timings`: what
-choosing costs with up to 256 replicas, and what the affinity keys of a large body cost.
+know what they have sent themselves, what came of it, and digests that are five seconds old. Beside
+ours: random, round robin, Ray Serve's prefix router, which sees texts only, and one router that
+knows everything at once; and one replica that is as large as all of them. `--real`: replicas are
+servers of the demo model with pictures and clips, half as many as in the simulation, and times are
+what a client waits. `--timings`: what choosing costs with up to 256 replicas, and what the affinity
+keys of a large body cost.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from dataclasses import fields
 
 import routing_replicas
 from machine import describe
-from routing_policies import Chooser, Ours, Random, RoundRobin, TextPrefix
+from routing_policies import AllKnowing, Chooser, Ours, Random, RoundRobin
+from routing_ray import RayPrefix
 from routing_simulation import Clock, Outcome, Replica, simulate
 from routing_trace import Question, Trace
 
@@ -53,6 +55,8 @@ def run(trace: Sequence[Question], count: int, tokens: int, make: Make, large: i
     clock = Clock()
     replicas = [Replica(large * tokens, large * ROWS, large * SPEED) for _ in range(count)]
     chooser = make(clock)
+    if isinstance(chooser, AllKnowing):
+        chooser.caches = [replica.cache for replica in replicas]
     outcome = simulate(trace, replicas, chooser, clock)
     if isinstance(chooser, Ours):
         chooser.check()
@@ -63,8 +67,8 @@ def policies(count: int, seed: int, policy: Policy) -> dict[str, Make]:
     return {
         "random": lambda clock: Random(count, seed),
         "round robin": lambda clock: RoundRobin(count, seed),
-        "text prefix": lambda clock: TextPrefix(count, seed),
-        "text prefix, 10 apart": lambda clock: TextPrefix(count, seed, 10),
+        "Ray Serve, by prefix": lambda clock: RayPrefix(count, seed),
+        "the same, 10 apart": lambda clock: RayPrefix(count, seed, 10),
         "ours": lambda clock: Ours(count, seed, clock, policy),
     }
 
@@ -79,7 +83,9 @@ def compare(count: int, requests: int, seed: int, hot: float, policy: Policy, on
     print(f"\n{count} replicas, {requests} requests, {kind}, caches of {tokens} tokens")
     single = run(trace, 1, tokens, lambda clock: RoundRobin(1, seed), count)
     rows = {f"one, {count} times as large": single}
-    for name, make in policies(count, seed, policy).items():
+    makes = policies(count, seed, policy)
+    makes["one that knows everything"] = lambda clock: AllKnowing(count, seed, clock)
+    for name, make in makes.items():
         if only in name:
             rows[name] = run(trace, count, tokens, make)
     show(rows)
@@ -107,14 +113,14 @@ def compare_real(count: int, requests: int, seed: int, policy: Policy, only: str
 def show(rows: dict[str, Outcome]) -> None:
     """Prints a table; the first row is one large replica."""
     print(
-        f"{'':<24}{'hit tokens':>11}{'of one':>8}{'busiest: worst':>16}{'mean':>6}"
+        f"{'':<26}{'hit tokens':>11}{'of one':>8}{'busiest: worst':>16}{'mean':>6}"
         f"{'TTFT p50':>10}{'p99 ms':>8}"
     )
     single = next(iter(rows.values()))
     for name, outcome in rows.items():
         busy = f"{outcome.utilisation:>6.0%} busy" if outcome.utilisation else ""
         print(
-            f"{name:<24}{outcome.hit_tokens / outcome.prompt_tokens:>11.1%}"
+            f"{name:<26}{outcome.hit_tokens / outcome.prompt_tokens:>11.1%}"
             f"{outcome.hit_tokens / single.hit_tokens:>8.1%}{max(outcome.busiest):>16.2f}"
             f"{statistics.mean(outcome.busiest):>6.2f}{1e3 * outcome.first_token(0.5):>10.0f}"
             f"{1e3 * outcome.first_token(0.99):>8.0f}{busy}",

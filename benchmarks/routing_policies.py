@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -9,9 +10,10 @@ from typing import Protocol
 
 from routing_trace import Question
 
+from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.preprocess.affinity import AffinityDigest
 from vlm_serve.routing.router import Policy, Router
-from vlm_serve.routing.view import ReplicaView
+from vlm_serve.routing.view import ReplicaView, Spent
 
 ROUTERS = 4
 
@@ -23,7 +25,7 @@ class Chooser(Protocol):
         """`queues`: requests at each replica now; ours does not look at them."""
         ...
 
-    def ended(self, question: Question, replica: int) -> None: ...
+    def ended(self, question: Question, replica: int, spent: Spent) -> None: ...
 
     def told(self, replica: int, digest: AffinityDigest, load: float) -> None:
         """What a replica has said some seconds ago."""
@@ -38,7 +40,7 @@ class Random:
     def choose(self, question: Question, queues: Sequence[int]) -> int:
         return self._rng.randrange(self._replicas)
 
-    def ended(self, question: Question, replica: int) -> None:
+    def ended(self, question: Question, replica: int, spent: Spent) -> None:
         pass
 
     def told(self, replica: int, digest: AffinityDigest, load: float) -> None:
@@ -58,51 +60,34 @@ class RoundRobin(Random):
         return self._next[router] % self._replicas
 
 
-class TextPrefix(Random):
-    """The policy of Ray Serve's prefix router, made again: one tree of texts that all routers
-    share, without media. The replicas with the longest match if that is a tenth of the text, else
-    those with the fewest characters in the tree; of those the one with the shortest queue. Queues
-    that differ by more than the threshold: the better of two at random. Matches are found in
-    steps of 16 characters."""
+class AllKnowing(Random):
+    """What is possible: one router that knows at once what every cache holds, how large requests
+    and their answers are, and what each replica has been given."""
 
-    STEP, MIN_RATE = 16, 0.1
+    WEIGHT, MEMORY_SECONDS = 4.0, 10.0
 
-    def __init__(self, replicas: int, seed: int, threshold: float = float("inf")) -> None:
+    def __init__(self, replicas: int, seed: int, clock: Callable[[], float]) -> None:
         super().__init__(replicas, seed)
-        self._threshold = threshold
-        self._tree: dict[int, set[int]] = {}
-        self._characters = [0] * replicas
+        self._clock = clock
+        self._work = [0.0] * replicas
+        self._since = 0.0
+        self.caches: Sequence[PrefixCache] = ()
 
     def choose(self, question: Question, queues: Sequence[int]) -> int:
-        steps = self._steps(question.text)
-        group = self._rng.sample(range(self._replicas), min(2, self._replicas))
-        if max(queues) - min(queues) <= self._threshold:
-            matched, best = 0, set[int]()
-            for depth, step in enumerate(steps, 1):
-                found = self._tree.get(step)
-                if not found:
-                    break
-                matched, best = depth, found
-            if matched * self.STEP >= self.MIN_RATE * len(question.text):
-                group = list(best)
-            else:
-                least = min(self._characters)
-                group = [each for each, size in enumerate(self._characters) if size == least]
-        self._rng.shuffle(group)
-        chosen = min(group, key=lambda each: queues[each])
-        for step in steps:
-            held = self._tree.setdefault(step, set())
-            if chosen not in held:
-                held.add(chosen)
-                self._characters[chosen] += self.STEP
+        keys, length = question.prompt.keys, len(question.prompt)
+        faded = math.exp((self._since - self._clock()) / self.MEMORY_SECONDS)
+        self._work = [each * faded for each in self._work]
+        self._since = self._clock()
+        mean = sum(self._work) / self._replicas or 1.0
+        costs = [length - each.match(keys, limit=length - 1).boundary for each in self.caches]
+        costs = [cost + len(question.answer) for cost in costs]
+        prices = [
+            cost * math.exp(self.WEIGHT * work / mean)
+            for cost, work in zip(costs, self._work, strict=True)
+        ]
+        chosen = prices.index(min(prices))
+        self._work[chosen] += costs[chosen]
         return chosen
-
-    def _steps(self, text: str) -> list[int]:
-        steps, value = [], 0
-        for at in range(0, len(text), self.STEP):
-            value = hash((value, text[at : at + self.STEP]))
-            steps.append(value)
-        return steps
 
 
 class Ours:
@@ -126,9 +111,9 @@ class Ours:
         self._chose[id(question)] = router
         return int(name.rpartition("-")[2])
 
-    def ended(self, question: Question, replica: int) -> None:
+    def ended(self, question: Question, replica: int, spent: Spent) -> None:
         name = self._views[replica].id
-        self._chose.pop(id(question)).ended(name, question.affinity)
+        self._chose.pop(id(question)).ended(name, question.affinity, 0, spent)
 
     def told(self, replica: int, digest: AffinityDigest, load: float) -> None:
         name = self._views[replica].id

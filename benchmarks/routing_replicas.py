@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from server_process import server_process
 
 from vlm_serve.preprocess.affinity import AffinityDigest
+from vlm_serve.routing.view import Spent
 
 OPTIONS = ("--threads", "1", "--max-num-seqs", "8", "--no-page", "--speculative", "off")
 WORDS_PER_WORD = 5
@@ -152,14 +153,14 @@ class _Run:
                 usage = event.get("usage") or usage
         assert usage is not None, "the answer broke off"
         self._queues[number] -= 1
-        self._chooser.ended(question, number)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
+        spent = Spent(usage["prompt_tokens"], cached, usage["completion_tokens"])
+        self._chooser.ended(question, number, spent)
         self._outcome.first_tokens.append(first)
         self._outcome.prompt_tokens += usage["prompt_tokens"]
         self._outcome.hit_tokens += cached
         window, windows = int(self._now // WINDOW_SECONDS), self._windows[number]
-        computed = usage["prompt_tokens"] - cached + usage["completion_tokens"]
-        windows[window] = windows.get(window, 0.0) + computed
+        windows[window] = windows.get(window, 0.0) + spent.computed
 
     async def _report(self) -> None:
         """Tells the chooser what servers have said some seconds before."""

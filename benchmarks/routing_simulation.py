@@ -16,6 +16,8 @@ from vlm_serve.cache.placement import plan_snapshots
 from vlm_serve.cache.prefix_cache import Lease, PrefixCache
 from vlm_serve.engine.affinity import AffinityMap
 from vlm_serve.engine.mirror import TreeMirror
+from vlm_serve.preprocess.affinity import AffinityDigest
+from vlm_serve.routing.view import Spent
 
 WINDOW_SECONDS = 10.0
 DIGEST_SECONDS, DIGEST_AGE = 1.0, 5.0
@@ -56,7 +58,7 @@ class Replica:
         self.mirror = TreeMirror(self.cache.events)
         self.affinity = AffinityMap(self.mirror, has_state=True)
         self.queue: deque[Question] = deque()
-        self.running: tuple[Question, Lease] | None = None
+        self.running: tuple[Question, Lease, int] | None = None
         self.speed = speed
         self.hit_tokens = 0
         self.windows: dict[int, float] = {}
@@ -86,7 +88,7 @@ class Replica:
         )
         for position, kind in planned:
             self.cache.reserve_snapshot(lease, position, kind)
-        self.running = (question, lease)
+        self.running = (question, lease, match.boundary)
         self.hit_tokens += match.boundary
         computed = len(prompt) - match.boundary
         first = now + computed / self.speed
@@ -94,10 +96,10 @@ class Replica:
         self._note_work(now, end)
         return first, end
 
-    def end(self) -> Question:
+    def end(self) -> tuple[Question, Spent]:
         """The running request has been answered."""
         assert self.running is not None
-        question, lease = self.running
+        question, lease, cached = self.running
         prompt = question.prompt
         keys = prompt.keys.fork()
         self.cache.commit(lease, keys, len(prompt), exact_until=len(prompt))
@@ -108,7 +110,7 @@ class Replica:
         self.mirror.publish()
         self.affinity.note(question.affinity, prompt, states)
         self.running = None
-        return question
+        return question, Spent(len(prompt), cached, len(question.answer))
 
     def _note_work(self, begin: float, end: float) -> None:
         while begin < end:
@@ -149,7 +151,7 @@ def simulate(
     """Sends a trace through replicas."""
     outcome, order = Outcome(), itertools.count()
     ends: list[tuple[float, int, int]] = []
-    reports: deque[tuple[float, int, object, float]] = deque()
+    reports: deque[tuple[float, int, AffinityDigest, float]] = deque()
     next_report = DIGEST_SECONDS
 
     def begin(number: int) -> None:
@@ -171,11 +173,11 @@ def simulate(
                 return
             if ends and ends[0][0] == clock.now:
                 number = heapq.heappop(ends)[2]
-                chooser.ended(replicas[number].end(), number)
+                question, spent = replicas[number].end()
+                chooser.ended(question, number, spent)
                 begin(number)
             elif reports and reports[0][0] == clock.now:
-                _, number, digest, load = reports.popleft()
-                chooser.told(number, digest, load)  # type: ignore[arg-type]
+                chooser.told(*reports.popleft()[1:])
             else:
                 next_report += DIGEST_SECONDS
                 for number, replica in enumerate(replicas):

@@ -8,7 +8,7 @@ with an earlier conversation. Prompts have real prefix keys, requests real affin
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -58,7 +58,6 @@ class Question:
         prompt: what the cache sees of it.
         answer: the tokens that answer it.
         affinity: its affinity keys.
-        text: its texts in one, as a router that knows no media sees it.
         messages: of the chat, as a client sends it.
         medium: which of the media its conversation is about.
     """
@@ -67,7 +66,6 @@ class Question:
     prompt: Marks
     answer: tuple[int, ...]
     affinity: tuple[bytes, ...]
-    text: str
     messages: tuple[dict[str, Any], ...]
     medium: int
 
@@ -150,14 +148,13 @@ class Trace:
         marks = Marks(
             keys, tuple(said.media_ends), tuple(said.message_ends), said.message_ends[0], stable
         )
-        text = "".join(_texts(said.messages))
         answer = self._words(self._rng.randint(16, 64))
         said.ids += [*answer[1], END_OF_TURN]
         said.message_ends.append(len(said.ids))
         said.messages.append({"role": "assistant", "content": answer[0]})
         said.turns += 1
         said_so_far, ids = tuple(said.messages[:-1]), (*answer[1], END_OF_TURN)
-        return Question(now, marks, ids, affinity, text, said_so_far, said.medium)
+        return Question(now, marks, ids, affinity, said_so_far, said.medium)
 
     def _begin(self) -> Conversation:
         medium = 0
@@ -194,12 +191,3 @@ class Trace:
         """Random text, and its tokens."""
         words = [f"{self._rng.randrange(100, 10_000)} " for _ in range(count)]
         return "".join(words), [int(word) for word in words]
-
-
-def _texts(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str):
-            yield content
-        else:
-            yield from (part["text"] for part in content if part["type"] == "text")

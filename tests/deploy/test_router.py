@@ -15,6 +15,7 @@ from ray.serve.request_router import RequestRouter
 from vlm_serve.deploy import board
 from vlm_serve.deploy.core import Core
 from vlm_serve.deploy.router import AffinityRouter
+from vlm_serve.routing.view import Spent
 
 
 class InTurn(Core):
@@ -115,9 +116,36 @@ def test_the_core_hears_of_requests_from_begin_to_end(
     assert board.BOARD.routed == {7: "a"}
     adapter.on_request_completed(replica.replica_id, "one")
     adapter.on_request_completed(replica.replica_id, "one")
+    assert len(heard) == 1, "its front has not read all of the answer"
+    spent = Spent(5, 0, 3)
+    board.BOARD.over(7, spent)
+    assert ranked(adapter, replicas("a", "b"), request())
+    assert ranked(adapter, replicas("a", "b"), request())
     adapter._now_running(["b"])
-    assert board.BOARD.replicas == ("b",)
-    assert heard == [("sent", "a", (b"k",), 5), ("ended", "a", (b"k",), 5), ("removed", "a")]
+    assert board.BOARD.replicas == ("b",) and not board.BOARD.spent and not board.BOARD.routed
+    ended = ("ended", "a", (b"k",), 5, spent)
+    assert heard == [("sent", "a", (b"k",), 5), ended, ("removed", "a")]
+
+
+def test_an_end_of_which_the_front_knows_nothing_is_told_at_once(
+    adapter: AffinityRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "BOARD", board.Board(replicas=("a",)))
+    heard: list[Any] = []
+    monkeypatch.setattr(adapter._core, "ended", lambda *said: heard.append(said))
+    (replica,) = replicas("a")
+    adapter.on_request_routed(request("front", 7, keys=(b"k",)), replica.replica_id, None)
+    board.BOARD.over(7, None)
+    adapter.on_request_completed(replica.replica_id, "one")
+    assert heard == [("a", (b"k",), 0, None)]
+
+
+def test_the_board_keeps_the_last_of_what_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "MAX_SPENT", 3)
+    kept = board.Board()
+    for number in range(10):
+        kept.over(number, Spent(1, 0, number))
+    assert list(kept.spent) == [7, 8, 9]
 
 
 def test_the_board_tells_an_end_in_order_from_a_death(

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm_serve.preprocess.affinity import AffinityDigest, affinity_keys_of_body
+from vlm_serve.preprocess.affinity import AffinityDigest, affinity_keys_of_body, place_of
 from vlm_serve.routing import holdings, loads
 from vlm_serve.routing.holdings import Digests, Sent
 from vlm_serve.routing.loads import Loads
 from vlm_serve.routing.rendezvous import Rendezvous
 from vlm_serve.routing.router import Policy, Router
-from vlm_serve.routing.view import ReplicaView
+from vlm_serve.routing.view import ReplicaView, Spent
 
 NAMES = ["a", "b", "c", "d"]
 VIEWS = [ReplicaView(name) for name in NAMES]
@@ -35,9 +35,11 @@ class Clock:
         return self.now
 
 
-def keys_about(medium: str, question: str = "What?", system: bool = True) -> tuple[bytes, ...]:
+def keys_about(
+    medium: str, question: str = "What?", system: bool = True, kind: str = "image"
+) -> tuple[bytes, ...]:
     content = [
-        {"type": "image_url", "image_url": {"url": f"https://example.com/{medium}"}},
+        {"type": f"{kind}_url", f"{kind}_url": {"url": f"https://example.com/{medium}"}},
         {"type": "text", "text": question},
     ]
     messages = [SYSTEM] * system + [{"role": "user", "content": content}]
@@ -71,12 +73,63 @@ def test_a_router_remembers_where_it_sent_what_for_a_while() -> None:
 
 
 def test_what_every_replica_holds_speaks_for_none() -> None:
-    router, keys = Router(Policy(home_weight=0.0), Clock()), keys_about("cat")
-    assert len(router._reuse(list(keys), 2000, set(NAMES), 0.0)) == 0
-    for name, tokens in zip(NAMES, (400, 400, 400, 900), strict=True):
-        router.digest(name, AffinityDigest(1, ((keys[-1], 400), (keys[1], tokens))))
-    saved = router._reuse(list(keys), 2000, set(NAMES), 0.0)
-    assert saved == {"a": 0.0, "b": 0.0, "c": 0.0, "d": 500.0}
+    keys = keys_about("cat")
+    fresh, held = Router(clock=Clock()), Router(clock=Clock())
+    for router in (fresh, held):
+        router.choose(keys, 0, VIEWS)
+        for name, tokens in zip(NAMES, (500, 4000, 100, 2000), strict=True):
+            router.sent(name, keys_about(f"of {name}", system=False), tokens)
+    for name in NAMES:
+        held.digest(name, holding(*keys))
+    assert held.choose(keys, 0, VIEWS) == fresh.choose(keys, 0, VIEWS)
+
+
+def test_what_is_new_goes_where_less_was_given_what_is_held_stays() -> None:
+    """Work counts against what a replica would compute, not against a request that is no work."""
+    router, held = Router(Policy(home_weight=0.0), Clock()), keys_about("cat")
+    router.choose(held, 0, VIEWS)
+    router.digest("a", holding(held[0], tokens=1200))
+    for name, tokens in zip(NAMES, (2000, 1500, 1000, 500), strict=True):
+        router.sent(name, keys_about(f"of {name}", system=False), tokens)
+    assert router.choose(keys_about("new"), 0, VIEWS) == ["d", "c", "b", "a"]
+    assert router.choose(held, 0, VIEWS) == ["a", "d", "c", "b"]
+
+
+def test_what_a_request_has_cost_takes_the_place_of_what_was_expected() -> None:
+    clock = Clock()
+    router, keys = Router(clock=clock), keys_about("cat")
+    answer = Policy().answer_tokens
+    router.choose(keys, 5000, VIEWS)
+    router.sent("a", keys, 5000)
+    assert router._loads.work("a", 0.0) == pytest.approx(5000 + answer)
+    clock.now = 2.0
+    before = router._loads.work("a", 2.0)
+    router.ended("a", keys, 5000, Spent(3000, 400, 50))
+    assert router._loads.open("a") == 0.0
+    assert router._loads.work("a", 2.0) == pytest.approx(before - 5000 - answer + 2650)
+    router.sent("b", keys, 10)
+    router.ended("b", keys, 10, Spent(0, 900, 0))
+    assert router._loads.work("b", 2.0) == 0.0, "no less than nothing"
+
+
+def test_routers_learn_how_large_clips_are() -> None:
+    """And whatever they learn of clips says nothing of pictures."""
+    router = Router(clock=Clock())
+    pictures = keys_about("picture")
+    for number in range(50):
+        keys = keys_about(f"clip {number}", kind="video")
+        router.sent("a", keys, 0)
+        router.ended("a", keys, 0, Spent(900, 0, 20))
+    expected = router._length(list(keys_about("another", kind="video")), 0)
+    assert expected == pytest.approx(900, rel=0.05)
+    assert router._length(list(pictures), 0) == place_of(pictures[0]).tokens
+    held = keys_about("clip 0", "And now? " * 100, kind="video")
+    router.digest("b", holding(held[1], tokens=850))
+    rest = place_of(held[0]).tokens - place_of(held[1]).tokens
+    known = 850 + rest * router._sizes.factor(held[0])
+    assert router._length(list(held), 0) == known, "what somebody holds is known"
+    router.sent("c", keys_about("last", kind="video"), 0)
+    assert router._loads.open("c") == pytest.approx(900 + 20, rel=0.05)
 
 
 def test_much_to_do_outweighs_what_is_held() -> None:
@@ -183,6 +236,9 @@ def test_nothing_raises(first: Any, second: Any) -> None:
             assert set(NAMES) <= set(chosen)
     router.sent(first, second, first)
     router.ended(second, first, second)
+    router.ended("a", first, 0, second)
+    for counts in ((first, second, 1), (1, 2, second)):
+        router.ended("a", keys_about("cat"), 0, Spent(*counts))
     router.digest(first, second)
     router.digest("a", AffinityDigest(first, second))
     router.digest("a", AffinityDigest(1, ((first, second),)))
@@ -190,7 +246,7 @@ def test_nothing_raises(first: Any, second: Any) -> None:
     assert sorted(router.choose(keys_about("cat"), 0, VIEWS)) == NAMES
 
 
-@pytest.mark.parametrize("part", ["_rendezvous", "_digests", "_sent", "_loads", "_clock"])
+@pytest.mark.parametrize("part", ["_rendezvous", "_digests", "_sent", "_loads", "_sizes", "_clock"])
 def test_a_fault_inside_leaves_a_choice(part: str, caplog: pytest.LogCaptureFixture) -> None:
     router, keys = Router(clock=Clock()), keys_about("cat")
     setattr(router, part, None)
@@ -198,7 +254,7 @@ def test_a_fault_inside_leaves_a_choice(part: str, caplog: pytest.LogCaptureFixt
     assert firsts == set(NAMES), "one after the other"
     calls: list[Callable[[], object]] = [
         lambda: router.sent("a", keys, 0),
-        lambda: router.ended("a", keys),
+        lambda: router.ended("a", keys, 0, Spent(1000, 0, 10)),
         lambda: router.digest("a", holding(*keys)),
         lambda: router.removed("a"),
     ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlm_serve.routing.router import Router
-from vlm_serve.routing.view import ReplicaView
+from vlm_serve.routing.view import ReplicaView, Spent
 
 
 class Core:
@@ -27,9 +27,11 @@ class Core:
         """A request was sent there."""
         self._router.sent(name, keys, tokens)
 
-    def ended(self, name: str, keys: Sequence[bytes], tokens: int) -> None:
-        """It has ended."""
-        self._router.ended(name, keys, tokens)
+    def ended(
+        self, name: str, keys: Sequence[bytes], tokens: int, spent: Spent | None = None
+    ) -> None:
+        """It has ended, and has turned out to be `spent`, if that is known."""
+        self._router.ended(name, keys, tokens, spent)
 
     def heard(self, name: str, stats: Mapping[str, Any]) -> None:
         """What a replica says of itself: `load`, and maybe `digest`."""

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,8 @@ from vlm_serve.deploy.board import BOARD
 from vlm_serve.deploy.box import BEGUN, Letter
 from vlm_serve.deploy.link import letters_at
 from vlm_serve.errors import OverloadedError, VlmServeError
+from vlm_serve.routing.view import Spent
+from vlm_serve.server.attempt import USAGE
 
 _log = logging.getLogger(__name__)
 
@@ -169,12 +171,13 @@ class Fleet:
         watching = asyncio.ensure_future(self._watch(response, number, exchange))
         self._watching.add(watching)
         watching.add_done_callback(self._watching.discard)
-        ended = False
+        ended, usage = False, None
         try:
             while (letter := await exchange.letters.get()) is not None:
                 if isinstance(letter, BaseException):
                     raise letter
                 exchange.waiting -= len(letter.get("body", b""))
+                usage = letter.get(USAGE, usage)
                 if letter["type"] != BEGUN["type"]:
                     yield letter
             ended = True
@@ -183,7 +186,7 @@ class Fleet:
             if not ended:  # off the loop: each of these is a call of its own
                 asyncio.get_running_loop().run_in_executor(None, response.cancel)
             del self._open[number]
-            BOARD.routed.pop(number, None)
+            BOARD.over(number, _spent(usage, call))
 
     async def _watch(self, response: Any, number: int, exchange: _Exchange) -> None:
         """Tells an exchange how its call has ended, if that was not an answer."""
@@ -257,6 +260,16 @@ class Fleet:
         for exchange in self._open.values():
             if exchange.replica == name:
                 exchange.put(_lost(name))
+
+
+def _spent(usage: Sequence[Mapping[str, int] | None] | None, call: Call) -> Spent | None:
+    """What a request has turned out to be, as its last letter told; None: none did, or its counts
+    are those of an attempt before."""
+    if usage is None or (call.attempt is not None and call.attempt.resumed):
+        return None
+    counts = [each for each in usage if each is not None]
+    names = "prompt_tokens", "cached_tokens", "completion_tokens"
+    return Spent(*(sum(each[name] for each in counts) for name in names))
 
 
 def _lost(replica: str | None) -> ReplicaLostError:

@@ -30,7 +30,8 @@ class AffinityRouter(RequestRouter):
 
     def initialize_state(self, **_: Any) -> None:
         self._core = Core()
-        self._sent: dict[str, tuple[Sequence[bytes], int]] = {}
+        self._sent: dict[str, tuple[int, Sequence[bytes], int]] = {}
+        self._completed: dict[int, tuple[str, Sequence[bytes], int]] = {}
 
     async def choose_replicas(
         self,
@@ -54,6 +55,7 @@ class AffinityRouter(RequestRouter):
         wanted = wishes.get("replica")
         if wanted is not None:
             return [[by_name[wanted]]] if wanted in by_name else []
+        self._settle()
         for name, each in by_name.items():
             self._core.heard(name, each.routing_stats)
         names = self._core.choose(wishes.get("keys", ()), wishes.get("tokens", 0), list(by_name))
@@ -77,15 +79,25 @@ class AffinityRouter(RequestRouter):
         if len(pending_request.args) < 2:
             return  # a link, which has no number
         wishes, name = _wishes(pending_request), replica_id.unique_id
-        board.BOARD.routed[pending_request.args[1]] = name
+        number = pending_request.args[1]
+        board.BOARD.routed[number] = name
         request = wishes.get("keys", ()), wishes.get("tokens", 0)
-        self._sent[pending_request.metadata.internal_request_id] = request
+        self._sent[pending_request.metadata.internal_request_id] = number, *request
         self._core.sent(name, *request)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         request = self._sent.pop(internal_request_id, None)
         if request is not None:
-            self._core.ended(replica_id.unique_id, *request)
+            number, keys, tokens = request
+            self._completed[number] = replica_id.unique_id, keys, tokens
+        self._settle()
+
+    def _settle(self) -> None:
+        """Tells the core of requests that have ended. The call of one may be over before its front
+        has read the last letter, which says what the request took; so it waits for that."""
+        for number in [each for each in self._completed if each not in board.BOARD.routed]:
+            request = self._completed.pop(number)
+            self._core.ended(*request, board.BOARD.spent.pop(number, None))
 
     def _now_running(self, names: Iterable[str]) -> set[str]:
         """Those that did until now, and do no more."""

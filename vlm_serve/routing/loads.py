@@ -71,12 +71,20 @@ class Loads:
             (other, _), (_, forgotten) = self._kinds.popitem(last=False)
             self._close(other, forgotten)
 
-    def ended(self, replica: str, kind: bytes) -> None:
-        """One of that kind has ended there; one that is not known changes nothing."""
+    def ended(self, replica: str, kind: bytes, now: float, spent: float | None = None) -> None:
+        """One of that kind has ended there; one that is not known changes nothing.
+
+        Args:
+            spent: tokens that were computed for it, if that is known: they take the place of those
+                that were expected.
+        """
         entry = self._kinds.get((replica, kind))
         if entry is None:
             return
         tokens = entry[1] / entry[0]
+        if spent is not None:
+            more = (spent - tokens) * self._growth(now)
+            self._work[replica] = max(0.0, self._work.get(replica, 0.0) + more)
         entry[0] -= 1
         entry[1] -= tokens
         if entry[0] < 1:

@@ -1,8 +1,9 @@
-"""Chooses replicas for requests: what they would have to compute, against what they have to do.
+"""Chooses replicas for requests: what they would have to compute, times what they have been given.
 
-A router works alone. It knows the digests that replicas publish, what it has sent itself since, and
-the loads that it is told. Several routers agree where it matters by rendezvous hashing: each prefix
-has a home, to which it goes unless another replica has it or the home has too much to do.
+A router works alone. It knows the digests that replicas publish, what it has sent itself since and
+what that has cost, and the loads that it is told. Several routers agree where it matters by
+rendezvous hashing: each prefix has a home, to which it goes unless another replica has it or the
+home has been given too much.
 """
 
 from __future__ import annotations
@@ -19,33 +20,38 @@ from vlm_serve.preprocess.affinity import KEY_BYTES, MAX_KEYS, AffinityDigest, p
 from vlm_serve.routing.holdings import Digests, Sent
 from vlm_serve.routing.loads import Loads
 from vlm_serve.routing.rendezvous import Rendezvous
-from vlm_serve.routing.view import ReplicaView
+from vlm_serve.routing.sizes import Sizes
+from vlm_serve.routing.view import ReplicaView, Spent
 
 _log = logging.getLogger(__name__)
+
+_MAX_FACTOR = 500.0
+"""The exponential of it is a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What counts how much. All of it is compared in tokens to compute.
+    """What counts how much. A replica's price for a request is the tokens that it would have to
+    compute, times the exponential of the work that it has been given of late and of its place among
+    the homes of the request's prefix.
 
     Attributes:
-        work_weight: of the tokens that this router has given a replica of late, where that is as
-            many as others got.
-        work_power: how steeply more than that counts.
-        load_weight: of the tokens that a replica has to do now.
-        home_weight: of the tokens whose home a replica is, although it does not hold them.
-        answer_tokens: that a request makes to do besides what its prompt does.
-        homes: replicas that a prefix is at home on; each counts half of the one before it.
+        work_weight: of the tokens given to a replica of late. The unit is what all have got on
+            average and twice the whole request: where little is done, little is to be evened out,
+            and of large requests routers rather agree where they are at home.
+        home_weight: of a place in the order of a prefix's homes.
+        load_weight: of a token that a replica has to do now, as if it were to be computed too.
+        homes: replicas that a prefix is at home on; all others share the place behind them.
+        answer_tokens: that answers are taken to have before any has ended.
         memory_seconds: see `Loads`.
         sent_seconds: so long a prefix counts as held where it was sent to, digest or not.
     """
 
-    work_weight: float = 0.35
-    work_power: float = 2.0
+    work_weight: float = 4.0
+    home_weight: float = 0.35
     load_weight: float = 0.02
-    home_weight: float = 0.5
-    answer_tokens: float = 128.0
     homes: int = 2
+    answer_tokens: float = 128.0
     memory_seconds: float = 10.0
     sent_seconds: float = 10.0
 
@@ -75,6 +81,7 @@ class Router:
         self._digests = Digests()
         self._sent = Sent()
         self._loads = Loads(self._policy.memory_seconds)
+        self._sizes = Sizes(self._policy.answer_tokens)
         self._turn = 0
 
     def choose(
@@ -103,20 +110,37 @@ class Router:
         """A request goes to a replica. Arguments as of `choose`."""
         try:
             keys, now = _valid(keys), self._clock()
-            tokens = self._length(keys, tokens)
-            held = self._reuse(keys, tokens, {replica_id}, now).get(replica_id, 0.0)
+            length = self._length(keys, tokens)
+            held = self._reuse(keys, length, {replica_id}, now).get(replica_id, 0.0)
             self._loads.know([replica_id])
-            work = tokens - held + self._policy.answer_tokens
+            work = length - held + self._sizes.answer
             self._loads.sent(replica_id, keys[0] if keys else b"", work, now)
             self._sent.add(replica_id, keys, now)
         except Exception:
             self._failed()
 
-    def ended(self, replica_id: str, keys: Sequence[bytes] = (), tokens: int = 0) -> None:
-        """A request that was sent has ended, in whichever way."""
+    def ended(
+        self,
+        replica_id: str,
+        keys: Sequence[bytes] = (),
+        tokens: int = 0,
+        spent: Spent | None = None,
+    ) -> None:
+        """A request that was sent has ended, in whichever way.
+
+        Args:
+            spent: what it has turned out to be, if that is known. What was expected of it is
+                corrected, and what will be expected of others like it.
+        """
         try:
-            keys = _valid(keys)
-            self._loads.ended(replica_id, keys[0] if keys else b"")
+            keys, now = _valid(keys), self._clock()
+            kind = keys[0] if keys else b""
+            if not isinstance(spent, Spent):
+                self._loads.ended(replica_id, kind, now)
+                return
+            self._loads.ended(replica_id, kind, now, spent.computed)
+            if keys:
+                self._sizes.learn(kind, spent.prompt_tokens, spent.answer_tokens)
         except Exception:
             self._failed()
 
@@ -145,44 +169,43 @@ class Router:
         if len(loads) < 2:
             return list(loads)
         policy, now = self._policy, self._clock()
-        tokens = self._length(keys, tokens)
+        length = self._length(keys, tokens)
         self._loads.know(loads)
-        saved = self._reuse(keys, tokens, set(loads), now)
-        prefix, held = self._homely(keys, tokens)
-        ranks = self._rendezvous.weights(prefix, loads)
+        saved = self._reuse(keys, length, set(loads), now)
+        ranks = self._rendezvous.weights(self._home_key(keys), loads)
         homes = heapq.nlargest(policy.homes, ranks, key=ranks.__getitem__)
-        for number, home in enumerate(homes):
-            saved[home] = max(saved.get(home, 0.0), policy.home_weight * held / 2**number)
+        places = {home: place for place, home in enumerate(homes)}
+        answer = self._sizes.answer
         works, growth = self._loads.works(now)
-        mean = sum(map(works.__getitem__, loads)) / len(loads) or 1.0
-        slope = policy.work_weight * mean / growth / policy.work_power
-        waiting, costs = self._loads.open, dict[str, tuple[float, int]]()
+        unit = sum(map(works.__getitem__, loads)) / len(loads)
+        unit += 2 * max(1.0, length + answer) * growth
+        waiting, prices = self._loads.open, dict[str, tuple[float, int]]()
         for replica, load in loads.items():
-            cost = slope * (works[replica] / mean) ** policy.work_power
-            cost += policy.load_weight * max(load, waiting(replica))
-            costs[replica] = (cost - saved.get(replica, 0.0), -ranks[replica])
-        return sorted(costs, key=costs.__getitem__)
+            compute = length - saved.get(replica, 0.0) + answer
+            compute += policy.load_weight * max(load, waiting(replica))
+            factor = policy.work_weight * works[replica] / unit
+            factor += policy.home_weight * places.get(replica, len(homes))
+            prices[replica] = (compute * math.exp(min(factor, _MAX_FACTOR)), -ranks[replica])
+        return sorted(prices, key=prices.__getitem__)
 
-    def _length(self, keys: list[bytes], tokens: Any) -> int:
+    def _length(self, keys: list[bytes], tokens: Any) -> float:
         """Tokens of a request. If nobody has counted them: what its keys say, or somebody who has
         computed the beginning of it."""
         if isinstance(tokens, int) and tokens > 0:
             return tokens
         if not keys:
             return 0
-        guess = place_of(keys[0]).tokens
         for key in keys:
             held = self._digests.holders(key)
             if held:
-                known = next(iter(held.values()))
-                return max(known, known + guess - place_of(key).tokens)
-        return guess
+                rest = max(0, place_of(keys[0]).tokens - place_of(key).tokens)
+                return next(iter(held.values())) + rest * self._sizes.factor(keys[0])
+        return self._sizes.guess(keys[0])
 
-    def _reuse(self, keys: list[bytes], tokens: int, ids: set[str], now: float) -> dict[str, float]:
-        """Tokens of a request that replicas need not compute, as far as is known.
-
-        What all of them hold is left out, since it speaks for none of them.
-        """
+    def _reuse(
+        self, keys: list[bytes], tokens: float, ids: set[str], now: float
+    ) -> dict[str, float]:
+        """Tokens of a request that replicas need not compute, as far as is known."""
         found: dict[str, float] = {}
         share = tokens / max(1, place_of(keys[0]).tokens) if keys else 0.0
         since = now - self._policy.sent_seconds
@@ -201,25 +224,22 @@ class Router:
                     if times[replica] >= since:
                         found[replica] = expected
                 missing -= found.keys()
-        if len(ids) > 1 and not missing:
-            least = min(found.values())
-            found = {replica: value - least for replica, value in found.items()}
         return found
 
-    def _homely(self, keys: list[bytes], tokens: int) -> tuple[bytes, float]:
-        """The key by which a request has a home, and the tokens of that key's prefix.
+    def _home_key(self, keys: list[bytes]) -> bytes:
+        """The key by which a request has a home.
 
-        The prefix ends with the first medium; without media where half of all has been said.
+        Its prefix ends with the first medium; without media where half of all has been said.
         """
         if not keys:
             self._turn += 1
-            return self._turn.to_bytes(KEY_BYTES, "little"), 0.0
-        whole = max(1, place_of(keys[0]).tokens)
+            return self._turn.to_bytes(KEY_BYTES, "little")
+        whole = place_of(keys[0]).tokens
         for key in reversed(keys):
             place = place_of(key)
             if place.media or 2 * place.tokens >= whole:
                 break
-        return key, tokens * min(1.0, place.tokens / whole)
+        return key
 
 
 def _valid(keys: Any) -> list[bytes]:

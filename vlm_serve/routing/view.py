@@ -1,4 +1,4 @@
-"""A replica as a router is told of it."""
+"""A replica and an answer as a router is told of them."""
 
 from __future__ import annotations
 
@@ -16,3 +16,23 @@ class ReplicaView:
 
     id: str
     load: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a request has turned out to be.
+
+    Attributes:
+        prompt_tokens: of its prompts.
+        cached_tokens: of those, the ones that the replica need not compute.
+        answer_tokens: of all its answers.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    answer_tokens: int
+
+    @property
+    def computed(self) -> int:
+        """Tokens that a replica has computed for it."""
+        return max(0, self.prompt_tokens - self.cached_tokens) + self.answer_tokens
