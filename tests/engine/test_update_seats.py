@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from simulation import Letters
+from letters import Letters
 from symbolic import make_prompt
 
 from vlm_serve.engine.request import Language, Request
