@@ -19,11 +19,6 @@ namespace vlm {
 
 constexpr int64_t STRIDE = 1 << 18;  // bytes of a weight that a thread takes for a few rows
 
-// sums[r][PANEL] += x[r][begin:end] . panel[begin:end], of a panel with values of `type`; where
-// `begin` is 0 the sums begin. It is even.
-void accumulate(const void* panel, int64_t type, const Operand& x, int64_t begin, int64_t end,
-                float* sums);
-
 // sums[r][PANEL] = x[r] . panel `index` + bias.
 void multiply(const Weight& weight, int64_t index, const Operand& x, float* sums);
 
@@ -43,6 +38,13 @@ struct Workplace {
 };
 
 Workplace& own_workplace();
+
+// Asks the memory for where the next panel's columns of a row will go, behind those at `out`.
+template <typename T>
+VLM_INLINE void ask_for_next(const T* out) {
+    __builtin_prefetch(out + PANEL, 1);
+    if (sizeof(T) == 4) __builtin_prefetch(out + PANEL + LANES, 1);
+}
 
 // How a product is shared out: blocks of rows times groups of panels.
 struct Split {
