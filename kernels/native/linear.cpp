@@ -32,6 +32,7 @@ void project_as(const Projection& job) {
     auto use = [&](int64_t row, int64_t column, int64_t count, const float* sums) {
         T* out = (T*)job.out + row * job.weight.columns + column;
         const T* other = JOINS ? (const T*)job.other + row * job.other_stride + column : out;
+        ask_for_next(out);
         int64_t c = 0;
         for (; c + LANES <= count; c += LANES) {
             const Vec sum = load(sums + c);

@@ -65,9 +65,14 @@ void Operand::pack(const T* const* from, int64_t rows, int64_t depth, int64_t pa
                 std::memcpy(to + (k + i) * rows, &own, sizeof own);
             }
         }
-    if (rows == 3)
-        for (; k < depth; ++k)
-            for (int64_t r = 0; r < 3; ++r) to[3 * k + r] = load_one(from[r] + k) * factors[k % 8];
+    if (rows == 3 && factors == PLAIN_FACTORS) {
+        const T *a = from[0], *b = from[1], *c = from[2];
+        for (; k < depth; ++k) {
+            to[3 * k] = load_one(a + k);
+            to[3 * k + 1] = load_one(b + k);
+            to[3 * k + 2] = load_one(c + k);
+        }
+    }
     for (; k < depth; ++k)
         for (int64_t r = 0; r < rows; ++r)
             to[k * rows + r] = load_one(from[r] + k) * factors[k % 8];

@@ -22,36 +22,66 @@ inline Words spread_word(const float* word) {
     return bits - Words{};
 }
 
+// Values of 16 bits are widened in registers; if they are KEPT they are also written down, as
+// `[k, PANEL]` float32.
+template <bool KEPT>
+class Widening {
+  public:
+    explicit Widening(float* to) : to_(to) {}
+
+  protected:
+    VLM_INLINE Floats kept(Floats values, int64_t at) const {
+        if (KEPT) std::memcpy(to_ + at, &values, sizeof values);
+        return values;
+    }
+    VLM_INLINE void go_on(int64_t count) {
+        if (KEPT) to_ += count;
+    }
+
+  private:
+    float* to_;
+};
+
 // What a panel holds: how many bytes of a step (a k or a pair of k), and how such a step is added
 // to the sums of ROWS rows. `x` are the step's values, next to each other.
-struct HalfSingles {
+template <bool KEPT>
+struct HalfSingles : Widening<KEPT> {
     static constexpr int64_t BYTES = 2 * PANEL, STEP = 1;
+    using Widening<KEPT>::Widening;
+
     template <int ROWS>
-    static inline void add(const char* step, const float* x, Floats (*total)[REGISTERS]) {
-#pragma GCC unroll 8
-        for (int j = 0; j < REGISTERS; ++j) {
-            const Floats w = from_float16(step + 2 * j * WIDTH);
-#pragma GCC unroll 12
-            for (int r = 0; r < ROWS; ++r) total[r][j] = fused(spread(x[r]), w, total[r][j]);
-        }
+    VLM_INLINE void add(const char* step, const float* x, Floats (*total)[REGISTERS]) {
+        auto value = [&](int j) {
+            return this->kept(from_float16(step + 2 * j * WIDTH), j * WIDTH);
+        };
+        add_products<ROWS>(value, x, total);
+        this->go_on(PANEL);
     }
 };
 
-// Pairs of bfloat16, each value widened where it stands.
-struct WidenedPairs {
+template <bool KEPT>
+struct WidenedPairs : Widening<KEPT> {
     static constexpr int64_t BYTES = 4 * PANEL, STEP = 2;
+    using Widening<KEPT>::Widening;
+
     template <int ROWS>
-    static inline void add(const char* step, const float* x, Floats (*total)[REGISTERS]) {
+    VLM_INLINE void add(const char* step, const float* x, Floats (*total)[REGISTERS]) {
+        Floats factors[2 * ROWS];
+#pragma GCC unroll 24
+        for (int i = 0; i < 2 * ROWS; ++i) factors[i] = spread(x[i]);
+        auto factor = [&](int i) { return FACTORS_STAY ? factors[i] : spread(x[i]); };
 #pragma GCC unroll 8
         for (int j = 0; j < REGISTERS; ++j) {
             const Words pairs = read<Words>(step + j * sizeof(Words));
-            const Floats even = (Floats)(pairs << 16), odd = (Floats)(pairs & 0xffff0000u);
+            const Floats even = this->kept((Floats)(pairs << 16), j * WIDTH);
+            const Floats odd = this->kept((Floats)(pairs & 0xffff0000u), PANEL + j * WIDTH);
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; ++r) {
-                total[r][j] = fused(spread(x[r]), even, total[r][j]);
-                total[r][j] = fused(spread(x[ROWS + r]), odd, total[r][j]);
+                total[r][j] = fused(factor(r), even, total[r][j]);
+                total[r][j] = fused(factor(ROWS + r), odd, total[r][j]);
             }
         }
+        this->go_on(2 * PANEL);
     }
 };
 
@@ -73,7 +103,8 @@ struct Pairs {
 };
 
 template <typename Kind, int ROWS>
-void tile(const char* panel, const float* x, int64_t steps, Next next, bool fresh, float* sums) {
+void tile(Kind kind, const char* panel, const float* x, int64_t steps, Next next, bool fresh,
+          float* sums) {
     Floats total[ROWS][REGISTERS];
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
@@ -84,7 +115,7 @@ void tile(const char* panel, const float* x, int64_t steps, Next next, bool fres
         __builtin_prefetch(next.at);
         __builtin_prefetch(next.at + 64);
         next.at += next.step;
-        Kind::template add<ROWS>(panel, x, total);
+        kind.template add<ROWS>(panel, x, total);
         panel += Kind::BYTES;
         x += Kind::STEP * ROWS;
     }
@@ -95,81 +126,64 @@ void tile(const char* panel, const float* x, int64_t steps, Next next, bool fres
             std::memcpy(sums + r * PANEL + j * WIDTH, &total[r][j], sizeof total[r][j]);
 }
 
-typedef void (*Tile)(const char*, const float*, int64_t, Next, bool, float*);
-
 template <typename Kind>
-Tile tile_of(int64_t rows) {
-    if constexpr (MOST_ROWS == 3) {
-        constexpr Tile tiles[] = {tile<Kind, 1>, tile<Kind, 2>, tile<Kind, 3>};
-        return tiles[rows - 1];
-    } else {
-        constexpr Tile tiles[] = {tile<Kind, 1>, tile<Kind, 2>,  tile<Kind, 3>,  tile<Kind, 4>,
-                                  tile<Kind, 5>, tile<Kind, 6>,  tile<Kind, 7>,  tile<Kind, 8>,
-                                  tile<Kind, 9>, tile<Kind, 10>, tile<Kind, 11>, tile<Kind, 12>};
-        return tiles[rows - 1];
-    }
-}
+using Tile = void (*)(Kind, const char*, const float*, int64_t, Next, bool, float*);
 
-// 16-bit values of a part of a panel as float32, `[k, PANEL]`.
-void widen(const char* panel, int64_t type, int64_t count, float* to) {
-    if (type == FLOAT16) {
-        for (int64_t i = 0; i < count * PANEL; i += LANES)
-            store(to + i, load((const f16*)panel + i));
-        return;
-    }
-    for (int64_t k = 0; k < count; k += 2, to += 2 * PANEL, panel += 4 * PANEL) {
-        for (int j = 0; j < PANEL; j += WIDTH) {
-            const Words pairs = read<Words>(panel + 4 * j);
-            const Words even = pairs << 16, odd = pairs & 0xffff0000u;
-            std::memcpy(to + j, &even, sizeof even);
-            std::memcpy(to + PANEL + j, &odd, sizeof odd);
-        }
-    }
-}
+// Some k of a panel, or pairs of k where the operand has pairs, for the sums of all rows.
+struct Part {
+    const Operand& x;
+    int64_t begin, count;
+    float* sums;
+    const char* next;  // what is asked for meanwhile, and how many bytes of it a group does at a k
+    int64_t step;
 
-template <typename Kind>
-void all_groups(const char* panel, const Operand& x, int64_t begin, int64_t steps, Next next,
-                float* sums) {
-    next.step = (next.step + x.groups() - 1) / x.groups();  // Every group asks for its share.
-    for (int64_t group = 0; group < x.groups(); ++group) {
-        const int64_t size = x.size(group);
-        tile_of<Kind>(size)(panel, x.group(group) + begin * size, steps, next, begin == 0,
-                            sums + x.first(group) * PANEL);
-        next.at += steps * next.step;
+    // Adds values to the sums of one group of rows.
+    template <typename Kind>
+    void add(Kind kind, int64_t group, const void* values) {
+        const int64_t size = x.size(group), steps = count / Kind::STEP, asked = Kind::STEP * step;
+        const auto tile_of = [](auto rows) { return tile<Kind, rows>; };
+        by_rows<Tile<Kind>>(size, tile_of)(kind, (const char*)values, x.group(group) + begin * size,
+                                           steps, {next, asked}, begin == 0,
+                                           sums + x.first(group) * PANEL);
+        next += steps * asked;
     }
-}
 
-}  // namespace
-
-void accumulate(const void* panel, int64_t type, const Operand& x, int64_t begin, int64_t end,
-                float* sums) {
-    const char* part = (const char*)panel + begin * PANEL * bytes_of(type);
-    const int64_t count = padded(end, type) - begin;
-    const bool once = x.groups() == 1;
-    // Several groups work on a part from the cache, while the next one comes.
-    const Next next{part + (once ? AHEAD : count * PANEL * bytes_of(type)),
-                    type == FLOAT16 ? 2 * PANEL : 4 * PANEL};
-    if (x.pairs()) return all_groups<Pairs>(part, x, begin / 2, count / 2, next, sums);
-    if (type == FLOAT32) return all_groups<Singles>(part, x, begin, count, next, sums);
-    if (once && type == BFLOAT16)
-        return all_groups<WidenedPairs>(part, x, begin, count / 2, next, sums);
-    if (once) return all_groups<HalfSingles>(part, x, begin, count, next, sums);
-    alignas(64) float wide[DEPTH * PANEL];
-    for (int64_t k = begin; k < end; k += DEPTH) {
-        const int64_t own = std::min(DEPTH, begin + count - k);
-        widen(part, type, own, wide);
-        part += own * PANEL * 2;
-        all_groups<Singles>((const char*)wide, x, k, own, {part, 2 * PANEL}, sums);
+    template <typename Kind>
+    void add_all(const char* values) {
+        for (int64_t group = 0; group < x.groups(); ++group) add(Kind(), group, values);
     }
-}
 
-namespace {
+    // The first group widens them for the others.
+    template <template <bool> typename Kind>
+    void add_widened(const char* values) {
+        if (x.groups() == 1) return add(Kind<false>(nullptr), 0, values);
+        alignas(64) float wide[DEPTH * PANEL];
+        add(Kind<true>(wide), 0, values);
+        for (int64_t group = 1; group < x.groups(); ++group) add(Singles(), group, wide);
+    }
+};
 
 void multiply_dense(const Weight& weight, int64_t index, const Operand& x, float* sums) {
-    const char* panel = (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
-    const int64_t size = x.groups() == 1 ? weight.depth : x.pairs() ? 2 * DEPTH : DEPTH;
-    for (int64_t begin = 0; begin < weight.depth; begin += size)
-        accumulate(panel, weight.type, x, begin, std::min(begin + size, weight.depth), sums);
+    const int64_t depth = padded(weight.depth, weight.type), unit = x.pairs() ? 2 : 1;
+    const int64_t bytes = panel_step(weight.type), share = (bytes + x.groups() - 1) / x.groups();
+    const char* values = (const char*)weight.packed + index * depth * bytes;
+    const bool once = x.groups() == 1;
+    const int64_t most = once ? depth : unit * DEPTH;
+    for (int64_t begin = 0; begin < depth; begin += most) {
+        const int64_t count = std::min(most, depth - begin);
+        // Several groups work on a part from the cache, while the next one comes.
+        const char* next = values + (once ? AHEAD : count * bytes);
+        Part part{x, begin / unit, count / unit, sums, next, unit * share};
+        if (x.pairs())
+            part.add_all<Pairs>(values);
+        else if (weight.type == FLOAT32)
+            part.add_all<Singles>(values);
+        else if (weight.type == BFLOAT16)
+            part.add_widened<WidenedPairs>(values);
+        else
+            part.add_widened<HalfSingles>(values);
+        values += count * bytes;
+    }
 }
 
 }  // namespace

@@ -19,11 +19,6 @@ namespace vlm {
 
 constexpr int64_t STRIDE = 1 << 18;  // bytes of a weight that a thread takes for a few rows
 
-// sums[r][PANEL] += x[r][begin:end] . panel[begin:end], of a panel with values of `type`; where
-// `begin` is 0 the sums begin. It is even.
-void accumulate(const void* panel, int64_t type, const Operand& x, int64_t begin, int64_t end,
-                float* sums);
-
 // sums[r][PANEL] = x[r] . panel `index` + bias.
 void multiply(const Weight& weight, int64_t index, const Operand& x, float* sums);
 
@@ -44,6 +39,13 @@ struct Workplace {
 
 Workplace& own_workplace();
 
+// Asks the memory for where the next panel's columns of a row will go, behind those at `out`.
+template <typename T>
+VLM_INLINE void ask_for_next(const T* out) {
+    __builtin_prefetch(out + PANEL, 1);
+    if (sizeof(T) == 4) __builtin_prefetch(out + PANEL + LANES, 1);
+}
+
 // How a product is shared out: blocks of rows times groups of panels.
 struct Split {
     int64_t rows, panels, blocks, groups;
@@ -54,11 +56,11 @@ struct Split {
         const int64_t most = most_rows(weight.depth);
         blocks = (rows + most - 1) / most;
         const int64_t bytes = panel_bytes(weight.depth, weight.type);
-        if (rows == 1 && threads > 1) {
-            split_row(bytes, threads);
+        if (rows <= MOST_ROWS && threads > 1) {
+            split_few(bytes, threads);
             return;
         }
-        // Threads end together if there is enough to take; a few rows are read with long strides.
+        // Threads end together if there is enough to take; weights are read with long strides.
         const int64_t wanted = std::max<int64_t>(1, 16 * threads / std::max<int64_t>(blocks, 1));
         const int64_t least = blocks > 1 ? 8 : std::max<int64_t>(1, STRIDE / bytes);
         groups = std::max<int64_t>(1, std::min(wanted, panels / least));
@@ -72,9 +74,10 @@ struct Split {
     }
 
   private:
-    // One row waits for the memory alone. Every place where its reading begins anew costs time, so
-    // that each thread has a long part; short ones are left for those that are done first.
-    void split_row(int64_t bytes, int64_t threads) {
+    // Rows whose sums stay in registers wait for the memory alone. Every place where its reading
+    // begins anew costs time, so that each thread has a long part; short ones are left for those
+    // that are done first.
+    void split_few(int64_t bytes, int64_t threads) {
         const int64_t each = std::max<int64_t>(1, STRIDE / 8 / bytes);
         large = threads;
         ahead = panels * 3 / 4 / threads * threads;

@@ -14,6 +14,7 @@ struct Put {
 
     void operator()(int64_t row, int64_t column, int64_t count, const float* sums) const {
         Out* to = out(row) + column;
+        ask_for_next(to);
         for (int64_t c = 0; c < count; c += LANES) {
             const Vec value = rounded<T>(load(sums + c));
             if (count - c >= LANES)
