@@ -273,9 +273,9 @@ class Service(Work):
         def begun() -> tuple[Preparation, list[Future[LoadedMedia]]]:
             """Media begin to load here: what begins threads may have to wait for them."""
             made = work()
-            return made, preprocessor.start_loading(made, stop) if isinstance(
-                made, Rendering
-            ) else []
+            if isinstance(made, Rendering):
+                return made, preprocessor.start_loading(made, stop)
+            return made, []
 
         try:
             with stop.timed("render"):
