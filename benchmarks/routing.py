@@ -1,15 +1,15 @@
 """Routers on a trace of questions about media: what replicas reuse, and how evenly they work.
 
     python benchmarks/routing.py [--replicas 4] [--requests 2000] [--seed 0] [--hot]
-    python benchmarks/routing.py --real [--requests 800] [--only ours]
+    python benchmarks/routing.py --real [--rate 8] [--scale 1] [--only ours]
 
 Replicas are simulated around the real prefix cache; caches are finite. Four independent routers
 know what they have sent themselves, what came of it, and digests that are five seconds old. Beside
 ours: random, round robin, Ray Serve's prefix router, which sees texts only, and one router that
 knows everything at once; and one replica that is as large as all of them. `--real`: replicas are
-servers of the demo model with pictures and clips, half as many as in the simulation, and times are
-what a client waits. `--timings`: what choosing costs with up to 256 replicas, and what the affinity
-keys of a large body cost.
+servers of the demo model with pictures and clips, and times are what a client waits; `--scale` is
+the share of the simulation's users and media, and of the caches. `--timings`: what choosing costs
+with up to 256 replicas, and what the affinity keys of a large body cost.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from vlm_serve.routing.router import Policy, Router
 from vlm_serve.routing.view import ReplicaView
 
 RATE = 10.0
-"""Requests a second for each replica."""
+"""Requests a second for each simulated replica."""
 SPEED = 18_000.0
 """Tokens a second of each replica."""
 CACHE_SHARE = 0.6
 """Of all media's tokens: what the caches of all replicas hold together."""
 ROWS = 256
 SIZES = (4, 16, 64, 256)
-REAL_RATE, REAL_SCALE, REAL_CACHE_MIB = 4.0, 0.5, 2.5
-"""With real replicas: requests a second for each, share of users and media, memory of a cache."""
+REAL_RATE, REAL_CACHE_MIB = 8.0, 5.0
+"""With real replicas: requests a second for each, memory of a cache at full scale."""
 
 Make = Callable[[Callable[[], float]], Chooser]
 
@@ -91,19 +91,23 @@ def compare(count: int, requests: int, seed: int, hot: float, policy: Policy, on
     show(rows)
 
 
-def compare_real(count: int, requests: int, seed: int, policy: Policy, only: str) -> None:
+def compare_real(
+    count: int, requests: int, seed: int, rate: float, scale: float, policy: Policy, only: str
+) -> None:
     """Prints a table of real replicas."""
-    trace_of = routing_replicas.RealTrace(seed, REAL_RATE * count, scale=REAL_SCALE)
+    cache = REAL_CACHE_MIB * scale
+    trace_of = routing_replicas.RealTrace(seed, rate * count, scale=scale)
     trace = list(trace_of.requests(requests))
     distinct = len({each.medium for each in trace})
     print(
         f"\n{describe(len(os.sched_getaffinity(0)))}\n{count} servers of the demo model, "
-        f"{requests} requests about {distinct} media, caches of {REAL_CACHE_MIB} MiB"
+        f"{requests} requests about {distinct} media, {rate * count:g} a second, caches of "
+        f"{cache} MiB"
     )
-    with routing_replicas.servers(1, count * REAL_CACHE_MIB, 2) as urls:
+    with routing_replicas.servers(1, count * cache, 2) as urls:
         single = routing_replicas.run(urls, trace, RoundRobin(1, seed))
     rows = {f"one, {count} times as large": single}
-    with routing_replicas.servers(count, REAL_CACHE_MIB, 1) as urls:
+    with routing_replicas.servers(count, cache, 1) as urls:
         for name, make in policies(count, seed, policy).items():
             if only in name:
                 rows[name] = routing_replicas.run(urls, trace, make(time.monotonic))
@@ -189,6 +193,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", action="store_true", help="real servers of the demo model")
+    parser.add_argument("--rate", type=float, default=REAL_RATE, help="a second for each real one")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the trace for real ones")
     parser.add_argument("--hot", action="store_true", help="one medium in half of all requests")
     parser.add_argument("--only", default="", help="policies whose name has this in it")
     parser.add_argument("--timings", action="store_true", help="only what choosing and keys cost")
@@ -199,7 +205,8 @@ def main() -> None:
     given = {name: getattr(options, name) for name in weights}
     policy = Policy(**{name: value for name, value in given.items() if value is not None})
     if options.real:
-        compare_real(options.replicas, options.requests, options.seed, policy, options.only)
+        shape = options.requests, options.seed, options.rate, options.scale
+        compare_real(options.replicas, *shape, policy, options.only)
     elif not options.timings:
         hot = 0.5 if options.hot else 0.0
         compare(options.replicas, options.requests, options.seed, hot, policy, options.only)
