@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -302,9 +303,15 @@ def test_requests_that_want_the_same_entries_share_one_read(
         prompt = random_ids(LENGTH, seed=1)
         cold = pipe.generate(prompt, greedy(4))
         evict(pipe)
+        watched.held = ("get",)
+        watched.gate.clear()
         watched.calls.clear()
-        with together(pipe.engine, 3):
-            outputs = pipe.generate_many([prompt, prompt, prompt], greedy(4))
+        with ThreadPoolExecutor() as pool, together(pipe.engine, 3):
+            answers = pool.submit(pipe.generate_many, [prompt, prompt, prompt], greedy(4))
+            wait_for(lambda: bool(watched.calls["get"]))
+            time.sleep(0.5)  # the read is not over while the others look for the same
+            watched.gate.set()
+            outputs = answers.result()
         assert [output.token_ids for output in outputs] == [cold.token_ids] * 3
         assert [output.cache_report.tiers for output in outputs] == [{"host": CACHED}] * 3
         assert watched.calls["get"] == 1
