@@ -10,7 +10,7 @@ import torch
 from checkpoint_spec import CheckpointSpec
 from compiled_cases import SPECS
 from make_checkpoint import make_checkpoint
-from model_driver import Driver, text_sequence
+from model_driver import Driver, Sequence_, text_sequence
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine import step_paths
@@ -25,13 +25,19 @@ from vlm_serve.models.program import UnsupportedError
 pytestmark = pytest.mark.usefixtures("compiler")
 
 
-def test_bad_rows_and_blocks(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, SPECS["dense"])
+def begun(folder: Path) -> tuple[Driver, Sequence_]:
+    """A compiled dense model, and a sequence of three tokens that it has computed."""
+    path = make_checkpoint(folder, SPECS["dense"])
     model = load_model(path, torch.float32, "cpu", compiled=True)
     driver = Driver(model, num_blocks=8, num_rows=4)
     model.compile_steps(driver.caches)
     one = text_sequence([1, 2, 3])
     driver.step(prefills=[(one, 0, 3)])
+    return driver, one
+
+
+def test_bad_rows_and_blocks(tmp_path: Path) -> None:
+    driver, one = begun(tmp_path)
     one.tokens.append(4)
     one.row = 4
     with pytest.raises(KernelArgumentError, match=r"meta.src_rows"):
@@ -43,12 +49,7 @@ def test_bad_rows_and_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token", [-1, SPECS["dense"].vocab_size])
 def test_a_token_without_an_embedding(tmp_path: Path, token: int) -> None:
-    path = make_checkpoint(tmp_path, SPECS["dense"])
-    model = load_model(path, torch.float32, "cpu", compiled=True)
-    driver = Driver(model, num_blocks=8, num_rows=4)
-    model.compile_steps(driver.caches)
-    one = text_sequence([1, 2, 3])
-    driver.step(prefills=[(one, 0, 3)])
+    driver, one = begun(tmp_path)
     one.tokens.append(token)
     with pytest.raises(RuntimeError, match="vlm_step"):
         driver.step([one])
