@@ -18,6 +18,9 @@ _NEVER = -1
 _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
 
+_reserve = 0
+"""By which the heap grows at once; 0: nothing was asked of it."""
+
 
 def retain_freed_memory(reserve: int = 4 << 30) -> bool:
     """Tell the C library to serve large tensors from its heap and to keep what is freed.
@@ -37,33 +40,45 @@ def retain_freed_memory(reserve: int = 4 << 30) -> bool:
     """
     try:
         libc = ctypes.CDLL(None)
-        mallopt, madvise = libc.mallopt, libc.madvise
+        mallopt = libc.mallopt
     except (OSError, AttributeError):
         return False
     settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_ARENA_MAX, 1))
     if any(mallopt(name, value) != 1 for name, value in settings):
         return False
-    malloc, free = libc.malloc, libc.free
+    global _reserve
+    _reserve = reserve
+    _advise(libc)
+    return True
+
+
+def _advise(libc: ctypes.CDLL) -> None:
+    """Lets the heap grow by the reserve, in large pages where the kernel has them."""
+    malloc, free, madvise = libc.malloc, libc.free, libc.madvise
     malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     free.argtypes = [ctypes.c_void_p]
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    block = malloc(reserve)
+    block = malloc(_reserve)
     if block is not None:
         first = -(-block // _HUGE_PAGE) * _HUGE_PAGE
         # Advice only: where it is refused, pages are small and all else holds.
-        madvise(first, max(0, block + reserve - first), _MADV_HUGEPAGE)
+        madvise(first, max(0, block + _reserve - first), _MADV_HUGEPAGE)
         free(block)
-    return True
 
 
 def release_freed_memory() -> bool:
     """Give pages on which nothing lives back to the kernel, wherever in the heap they are.
 
+    A heap that is kept grows by its reserve again, with the advice that went with its end.
+
     Returns:
         Whether there was a way to: False where the C library is not glibc. Takes milliseconds.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    libc = ctypes.CDLL(None)
+    trim = getattr(libc, "malloc_trim", None)
     if trim is None:
         return False
     trim(0)
+    if _reserve:
+        _advise(libc)
     return True

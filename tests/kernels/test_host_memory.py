@@ -73,3 +73,37 @@ def test_what_is_free_between_tensors_can_be_given_back() -> None:
     kept, left = map(int, done.stdout.split())
     assert kept > 70_000_000, "the tensors were not on the heap"
     assert left < 20_000_000
+
+
+ADVISED = """
+import torch
+from vlm_serve.kernels.host_memory import release_freed_memory, retain_freed_memory
+
+def advised(tensor):
+    '''Whether the kernel was advised to back where it ends by large pages.'''
+    last = tensor.data_ptr() + tensor.nbytes - 1
+    within = False
+    for line in open("/proc/self/smaps"):
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(each, 16) for each in first.split("-"))
+            within = begin <= last < end
+        elif within and first == "VmFlags:":
+            return "hg" in line.split()
+    raise LookupError("it lies nowhere")
+
+assert retain_freed_memory()
+large = torch.ones(16 << 20)
+first = advised(large)
+del large
+assert release_freed_memory()
+print(int(first), int(advised(torch.ones(16 << 20))))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_what_was_given_back_is_taken_again_in_large_pages() -> None:
+    command = [sys.executable, "-c", ADVISED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before == after, "giving memory back took the advice away"

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError
+from vlm_serve.kernels.host_memory import release_freed_memory
 from vlm_serve.kernels.linear import Linear, Part, Shard, load
 from vlm_serve.kernels.linear.base import shape
 from vlm_serve.kernels.linear.codes import Codes
@@ -29,6 +30,7 @@ _VISION_PREFIXES = ("model.visual.", "visual.", "model.", "")
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 _log = logging.getLogger(__name__)
 _TELL_SECONDS = 2.0
+_RELEASE_BYTES = 64 << 20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -79,7 +81,7 @@ class Weights:
         self.compiled = compiled
         self._files: dict[str, safe_open] = {}
         self._checked: set[str] = set()
-        self._read = self._total = 0
+        self._read = self._total = self._released = 0
         self._told = time.monotonic()
         for file in weight_files(path):
             try:
@@ -190,7 +192,12 @@ class Weights:
         self, *parts: Part, bias: list[Part] | None = None, shard: Shard | None = None
     ) -> Linear:
         """Rows of several tensors below each other, as one projection; or what a shard has."""
-        return load(self, list(parts), bias, shard)
+        loaded = load(self, list(parts), bias, shard)
+        # Where a piece lay on its way, the next one of its size does not always fit.
+        if self._read - self._released >= _RELEASE_BYTES:
+            self._released = self._read
+            release_freed_memory()
+        return loaded
 
     def stacked(
         self, parts: Sequence[Part], count: int, shard: Shard | None = None
