@@ -30,7 +30,7 @@ void AttentionPlan::make(const Attention& job) {
         for (int64_t tile = query_tiles(job, i) - 1; tile >= 0; --tile) {
             const int64_t rows = (job.offsets[i + 1] - job.offsets[i]) * shared;
             const int64_t last = (std::min((tile + 1) * QUERIES, rows) - 1) / shared;
-            const int64_t keys = job.starts[i] + last + 1;
+            const int64_t keys = visible_to(job, i, last);
             const int64_t own = (keys + PART_KEYS - 1) / PART_KEYS;
             for (int64_t head = 0; head < job.kv_heads; ++head) {
                 AttentionItem item{(int32_t)i, (int32_t)head, (int32_t)tile, -1, 0};

@@ -1,11 +1,12 @@
-// Causal attention over paged keys and values, the same for one query and for thousands: those of
+// Attention over paged keys and values, the same for one query and for thousands: those of
 // one key head pass over its keys in tiles with a running softmax. Many are the lanes of vectors;
 // where they are few, keys and then dims are.
 //
 // A query takes the keys from position 0 on in tiles of 64 and the tiles in parts of 512; what it
 // does not see adds nothing, and the parts are joined in their order. So its bits depend on its
 // sequence alone: not on its slice, the queries beside it, or on whether threads share its parts.
-// `first_key` slots of a sequence's table come before its first key, and count nowhere.
+// `first_key` slots of a sequence's table come before its first key, and count nowhere. If a job
+// is `whole`, every query sees all keys of its sequence.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +26,7 @@ constexpr int64_t QUERIES = QUERY_VECS * LANES;
 struct Attention {
     int64_t sequences, threads, heads, kv_heads, head_dim, q_stride, q_head;
     Pages pages;
-    int64_t first_key;
+    int64_t first_key, whole;
     double scale;
     const int64_t *offsets, *starts;
     const int32_t** tables;  // [sequences], a sequence's blocks in their order
@@ -36,6 +37,11 @@ struct Attention {
 // The keys that the last query of a sequence sees.
 inline int64_t keys_of(const Attention& job, int64_t sequence) {
     return job.starts[sequence] + job.offsets[sequence + 1] - job.offsets[sequence];
+}
+
+// How many of them the query of its token number `token` sees.
+inline int64_t visible_to(const Attention& job, int64_t sequence, int64_t token) {
+    return job.whole ? keys_of(job, sequence) : job.starts[sequence] + token + 1;
 }
 
 inline int64_t query_tiles(const Attention& job, int64_t sequence) {

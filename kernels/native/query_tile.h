@@ -102,7 +102,7 @@ class QueryTile {
             own().put((const T*)job_.q + (begin + token) * job_.q_stride +
                           (item.kv_head * shared_ + head) * job_.q_head,
                       r);
-            visible_[r] = (float)(job_.starts[item.sequence] + token + 1);
+            visible_[r] = (float)visible_to(job_, item.sequence, token);
         }
         least_ = (int64_t)visible_[0];
         most_ = (int64_t)visible_[rows_ - 1];

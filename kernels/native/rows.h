@@ -16,6 +16,21 @@ inline void norm_row(const X* x, T* out, int64_t width, const float* factors, fl
 }
 
 template <typename X, typename T>
+inline void layer_norm_row(const X* x, T* out, int64_t width, const float* factors,
+                           const float* offsets, float eps) {
+    Vec total = zero(), squares = zero();
+    for (int64_t c = 0; c < width; c += LANES) total = total + load(x + c);
+    const Vec mean = all(sum(total) / (float)width);
+    for (int64_t c = 0; c < width; c += LANES) {
+        const Vec own = load(x + c) - mean;
+        squares = fma(own, own, squares);
+    }
+    const float scale = 1.0f / square_root(sum(squares) / (float)width + eps);
+    for (int64_t c = 0; c < width; c += LANES)
+        store(out + c, fma((load(x + c) - mean) * scale, load(factors + c), load(offsets + c)));
+}
+
+template <typename X, typename T>
 inline void gated_norm_row(const X* x, const T* gate, T* out, int64_t width, const float* factors,
                            float eps) {
     const float scale = inverse_rms(x, width, eps);
@@ -36,17 +51,22 @@ inline void rotations(const int64_t* positions, int64_t stride, const float* inv
         cosine_and_sine((float)positions[axis[i] * stride] * inv_freq[i], cos + i, sin + i);
 }
 
+// The first 2 * half numbers of x.
+inline void rotate(float* x, const float* cos, const float* sin, int64_t half) {
+    for (int64_t i = 0; i < half; ++i) {
+        const float low = x[i], high = x[i + half];
+        x[i] = low * cos[i] - high * sin[i];
+        x[i + half] = high * cos[i] + low * sin[i];
+    }
+}
+
 // Zero-centred norm over one head, then the rotation of its first 2 * half dims.
 template <typename X, typename T>
 inline void norm_and_rotate(const X* x, T* out, const float* factors, const float* cos,
                             const float* sin, int64_t dim, int64_t half, float eps) {
     float wide[MOST_DIM];
     norm_row(x, wide, dim, factors, eps);
-    for (int64_t i = 0; i < half; ++i) {
-        const float low = wide[i], high = wide[i + half];
-        wide[i] = low * cos[i] - high * sin[i];
-        wide[i + half] = high * cos[i] + low * sin[i];
-    }
+    rotate(wide, cos, sin, half);
     for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(wide + d));
 }
 

@@ -77,6 +77,7 @@ struct Paged {
                                  .q_head = own.dim,
                                  .pages = pages(),
                                  .first_key = first_key,
+                                 .whole = 0,
                                  .scale = 0.125,
                                  .offsets = begins.data(),
                                  .starts = starts.data(),

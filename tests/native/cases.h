@@ -163,6 +163,7 @@ void delta_cases();
 void conv_cases();
 void rows_cases();
 void step_cases();
+void tower_cases();
 void ranks_cases();
 void self_cases();
 

@@ -47,6 +47,7 @@ int main() {
     cases::conv_cases();
     cases::rows_cases();
     cases::step_cases();
+    cases::tower_cases();
     cases::ranks_cases();
     cases::self_cases();
     return cases::failures != 0;

@@ -144,7 +144,7 @@ class Program:
     def hidden(self) -> None:
         """The step's hidden states, from `normed`."""
         self.reports_hidden = True
-        self.emit("Hidden", x=self.normed, width=self._hidden)
+        self.emit("Hidden", x=self.normed, width=self._hidden, stride=self._hidden)
 
     def gated(self, gate: Linear, up: Linear) -> View:
         """silu(gate(normed)) * up(normed)."""

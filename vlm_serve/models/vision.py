@@ -9,9 +9,22 @@ from functools import lru_cache
 import torch
 
 from vlm_serve.kernels.linear import Linear
+from vlm_serve.models.compiled_tower import CompiledTower
 from vlm_serve.models.parts.base import Loader
-from vlm_serve.models.vision_grid import axial_angles, interpolate_positions
-from vlm_serve.models.vision_parts import REMEMBERED_GRIDS, Affine, Reader, attend, layer_norm
+from vlm_serve.models.program import UnsupportedError
+from vlm_serve.models.vision_grid import (
+    axial_frequencies,
+    block_order,
+    interpolate_positions,
+)
+from vlm_serve.models.vision_parts import (
+    REMEMBERED_GRIDS,
+    Merger,
+    Reader,
+    VisionBlock,
+    attend,
+    layer_norm,
+)
 
 Grid = tuple[int, int, int]
 """(1, h, w): one temporal patch, in patches."""
@@ -51,28 +64,6 @@ class VisionSpec:
         return VisionTower(self, source, prefix, dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class VisionBlock:
-    """Weights of one transformer block."""
-
-    norm1: Affine
-    qkv: Linear
-    proj: Linear
-    norm2: Affine
-    fc1: Linear
-    fc2: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class Merger:
-    """Squares of patches to tokens. `norm` is of patches, or of squares where `late`."""
-
-    norm: Affine
-    fc1: Linear
-    fc2: Linear
-    late: bool
-
-
 class VisionTower:
     """The tower of Qwen3-VL and Qwen3.5 (transformers' Qwen3VLVisionModel): attention within one
     temporal patch, interpolated absolute positions, axial rotary embedding, 2x2 mergers.
@@ -97,7 +88,28 @@ class VisionTower:
             reader.merger(f"deepstack_merger_list.{index}", late=True)
             for index in range(len(config.deepstack))
         )
+        self._mergers = dict(zip(config.deepstack, self._deepstack, strict=True))
+        head_dim = config.hidden_size // config.heads
+        self._inv_freq = axial_frequencies(head_dim, config.rope_theta)
+        self._compiled = self._compile()
         self._grid_tensors = lru_cache(REMEMBERED_GRIDS)(self._compute_grid_tensors)
+
+    def _compile(self) -> CompiledTower | None:
+        """None if compiled code does not multiply here, or does not know such a tower."""
+        config = self._config
+        try:
+            return CompiledTower(
+                self._blocks,
+                self._merger,
+                self._mergers,
+                dtype=self._dtype,
+                hidden=config.hidden_size,
+                heads=config.heads,
+                merge=config.merge_size,
+                inv_freq=self._inv_freq,
+            )
+        except UnsupportedError:
+            return None
 
     @torch.inference_mode()
     def encode(
@@ -128,36 +140,46 @@ class VisionTower:
         if not grids:
             return []
         tables = [self._grid_tensors(height, width) for _, height, width in grids]
-        positions, cos, sin = (torch.cat(parts) for parts in zip(*tables, strict=True))
+        embedded, places = tables[0]
+        if len(tables) > 1:
+            embedded = torch.cat([each for each, _ in tables])
+            places = torch.cat([each for _, each in tables], dim=1)
         patches = patches.to(self._device, self._dtype)
-        x = self._patch_embed(patches, plus=positions, deterministic=deterministic)
-        # [n, 1, 1, d]: the same angles for queries, keys and every head.
-        angles = (cos[:, None, None], sin[:, None, None])
-        mergers = dict(zip(self._config.deepstack, self._deepstack, strict=True))
-        features = []
-        for index, block in enumerate(self._blocks):
-            x = self._attention(block, x, angles, sizes, deterministic)
-            x = self._mlp(block, x, deterministic)
-            if index in mergers:
-                features.append(self._merge(mergers[index], x, deterministic))
-        merged = self._merge(self._merger, x, deterministic)
-        if features:
-            merged = torch.cat([merged, *features], dim=1)
+        x = self._patch_embed(patches, plus=embedded, deterministic=deterministic)
+        if self._compiled is not None:
+            merged = self._compiled.run(x, places, sizes)
+        else:
+            merged = self._by_ops(x, places, sizes, deterministic)
         rows = [size // self._config.merge_size**2 for size in sizes]
         return list(torch.split_with_sizes(merged, rows))
+
+    def _by_ops(
+        self, x: torch.Tensor, places: torch.Tensor, sizes: list[int], deterministic: bool
+    ) -> torch.Tensor:
+        angles = torch.cat([axis.float()[:, None] * self._inv_freq for axis in places], dim=1)
+        # [n, 1, 1, d]: the same angles for queries, keys and every head.
+        turns = tuple(each.to(self._device)[:, None, None] for each in (angles.cos(), angles.sin()))
+        features = []
+        for index, block in enumerate(self._blocks):
+            x = self._attention(block, x, turns, sizes, deterministic)
+            x = self._mlp(block, x, deterministic)
+            if index in self._mergers:
+                features.append(self._merge(self._mergers[index], x, deterministic))
+        merged = self._merge(self._merger, x, deterministic)
+        return torch.cat([merged, *features], dim=1) if features else merged
 
     def _attention(
         self,
         block: VisionBlock,
         x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        turns: tuple[torch.Tensor, ...],
         sizes: list[int],
         deterministic: bool,
     ) -> torch.Tensor:
         tokens, heads = x.shape[0], self._config.heads
         qkv = block.qkv(layer_norm(x, block.norm1), deterministic=deterministic)
         qkv = qkv.view(tokens, 3, heads, -1)
-        mixed = attend(_rotate(qkv[:, :2], *angles), qkv[:, 2], sizes).view(tokens, -1)
+        mixed = attend(_rotate(qkv[:, :2], *turns), qkv[:, 2], sizes).view(tokens, -1)
         return block.proj(mixed, plus=x, deterministic=deterministic)
 
     def _mlp(self, block: VisionBlock, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
@@ -172,14 +194,11 @@ class VisionTower:
         hidden = merger.fc1(normed, activation="gelu", deterministic=deterministic)
         return merger.fc2(hidden, deterministic=deterministic)
 
-    def _compute_grid_tensors(
-        self, height: int, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        config = self._config
-        positions = interpolate_positions(self._positions, height, width, config.merge_size)
-        head_dim = config.hidden_size // config.heads
-        cos, sin = axial_angles(height, width, config.merge_size, head_dim, config.rope_theta)
-        return positions, cos.to(self._device), sin.to(self._device)
+    def _compute_grid_tensors(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Position embeddings of a grid's patches, and int64 `[2, n]` rows and columns."""
+        merge = self._config.merge_size
+        positions = interpolate_positions(self._positions, height, width, merge)
+        return positions, torch.stack(block_order(height, width, merge))
 
 
 class _Reader(Reader):

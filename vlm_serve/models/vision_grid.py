@@ -54,20 +54,11 @@ def _taps(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tensor, torc
     return taps, torch.stack([1 - above_weight, above_weight], dim=1)
 
 
-def axial_angles(
-    height: int, width: int, merge: int, head_dim: int, theta: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of the axial rotary embedding: half of the frequencies turn with the row,
-    half with the column.
-
-    Returns:
-        (cos, sin), float32 `[height * width, head_dim / 2]` each.
-    """
+def axial_frequencies(head_dim: int, theta: float) -> torch.Tensor:
+    """Of the axial rotary embedding: float32 `[head_dim / 4]`. Half of a head's angles turn with
+    the row by these, half with the column."""
     spatial = head_dim // 2
-    inv_freq = 1.0 / (theta ** (torch.arange(0, spatial, 2, dtype=torch.float) / spatial))
-    rows, columns = block_order(height, width, merge)
-    angles = torch.cat([axis.float()[:, None] * inv_freq for axis in (rows, columns)], dim=1)
-    return angles.cos(), angles.sin()
+    return 1.0 / (theta ** (torch.arange(0, spatial, 2, dtype=torch.float) / spatial))
 
 
 def nested_order(height: int, width: int, merge: int) -> torch.Tensor:

@@ -13,7 +13,8 @@ from vlm_serve.models.parts.base import Loader
 REMEMBERED_GRIDS = 64
 """What follows from a grid alone is kept for so many of them."""
 
-_EPS = 1e-6
+EPS = 1e-6
+"""Of layer norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,28 @@ class Affine:
 
     weight: torch.Tensor
     bias: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VisionBlock:
+    """Weights of one transformer block."""
+
+    norm1: Affine
+    qkv: Linear
+    proj: Linear
+    norm2: Affine
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Merger:
+    """Squares of patches to tokens. `norm` is of patches, or of squares where `late`."""
+
+    norm: Affine
+    fc1: Linear
+    fc2: Linear
+    late: bool
 
 
 class Reader:
@@ -52,7 +75,7 @@ class Reader:
 
 def layer_norm(x: torch.Tensor, norm: Affine) -> torch.Tensor:
     """Over the last dim."""
-    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, _EPS)
+    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, EPS)
 
 
 def attend(qk: torch.Tensor, v: torch.Tensor, sizes: list[int]) -> torch.Tensor:

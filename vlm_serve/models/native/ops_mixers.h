@@ -64,6 +64,7 @@ Attention attention_job(const Run& run, const Attend& op) {
             .q_head = op.head_dim,
             .pages = op.pages,
             .first_key = op.first_key,
+            .whole = 0,
             .scale = op.scale,
             .offsets = step.first_token,
             .starts = step.start,

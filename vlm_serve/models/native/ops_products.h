@@ -7,8 +7,11 @@
 
 namespace vlm {
 
-// What happens to up to 32 columns of a product, rounded as an op would store them.
-template <typename T, typename Out>
+inline Vec as_it_is(const Vec& x) { return x; }
+
+// What happens to up to 32 columns of a product, rounded as an op would store them, once ACTIVATE
+// has had them.
+template <typename T, typename Out, Vec (*ACTIVATE)(const Vec&) = as_it_is>
 struct Put {
     Strided<Out> out;
 
@@ -16,7 +19,7 @@ struct Put {
         Out* to = out(row) + column;
         ask_for_next(to);
         for (int64_t c = 0; c < count; c += LANES) {
-            const Vec value = rounded<T>(load(sums + c));
+            const Vec value = rounded<T>(ACTIVATE(load(sums + c)));
             if (count - c >= LANES)
                 store(to + c, value);
             else
@@ -52,6 +55,10 @@ void perform(const Run& run, const Product& op) {
             return to(Put<T, float>{{run.step.logits, run.program.vocab}});
         case SHARED:
             return to(Put<float, float>{run.own_slot(op.weight.columns)});
+        case STORE_GELU:
+            return to(Put<T, T, gelu>{run.rows<T>(op.out)});
+        case STORE_GELU_TANH:
+            return to(Put<T, T, gelu_tanh>{run.rows<T>(op.out)});
     }
 }
 

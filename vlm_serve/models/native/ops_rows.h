@@ -40,6 +40,15 @@ void perform(const Run& run, const Norm& op) {
 }
 
 template <typename T>
+void perform(const Run& run, const LayerNorm& op) {
+    const Strided<float> x = run.rows<float>(op.x);
+    const Strided<T> out = run.rows<T>(op.out);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < run.tokens; ++t)
+        layer_norm_row(x(t), out(t), op.width, op.factors, op.offsets, (float)op.eps);
+}
+
+template <typename T>
 void perform(const Run& run, const Rotations& op) {
     const Strided<float> cos = run.rows<float>(op.cos), sin = run.rows<float>(op.sin);
     const Step& step = run.step;
@@ -76,7 +85,7 @@ void perform(const Run& run, const Hidden& op) {
     const Strided<T> x = run.rows<T>(op.x);
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < run.tokens; ++t)
-        std::memcpy((T*)run.step.hidden + t * op.width, x(t), op.width * sizeof(T));
+        std::memcpy((T*)run.step.hidden + t * op.stride + op.column, x(t), op.width * sizeof(T));
 }
 
 // By way of memory whose content has been used: rows may come in any order.

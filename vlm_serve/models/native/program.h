@@ -12,19 +12,24 @@ namespace vlm {
 
 // What an operation is, and the struct that its `args` point to.
 enum Kind : int64_t {
-    NORM = 0,       // Norm
-    ROTATIONS = 1,  // Rotations
-    PRODUCT = 2,    // Product
-    GATED = 3,      // Gated
-    DELTA_NET = 4,  // DeltaNet
-    HEADS = 5,      // Heads
-    ATTEND = 6,     // Attend
-    SIGMOID = 7,    // Sigmoid
-    KEEP = 8,       // Keep
-    EXPERTS = 9,    // Experts
-    FEATURES = 10,  // Features
-    HIDDEN = 11,    // Hidden
-    REDUCE = 12,    // Reduce
+    NORM = 0,         // Norm
+    ROTATIONS = 1,    // Rotations
+    PRODUCT = 2,      // Product
+    GATED = 3,        // Gated
+    DELTA_NET = 4,    // DeltaNet
+    HEADS = 5,        // Heads
+    ATTEND = 6,       // Attend
+    SIGMOID = 7,      // Sigmoid
+    KEEP = 8,         // Keep
+    EXPERTS = 9,      // Experts
+    FEATURES = 10,    // Features
+    HIDDEN = 11,      // Hidden
+    REDUCE = 12,      // Reduce
+    LAYER_NORM = 13,  // LayerNorm
+    TURN = 14,        // Turn
+    SEE_ALL = 15,     // SeeAll
+    NARROW = 16,      // Narrow
+    SQUARES = 17,     // Squares
 };
 
 // Rows of a buffer, one for each token: elements `column` and on, `stride` elements apart, which is
@@ -43,6 +48,14 @@ struct Norm {
     double eps;
 };
 
+// The same of x less its mean; `offsets` are added.
+struct LayerNorm {
+    View x, out;
+    int64_t width;
+    const float *factors, *offsets;
+    double eps;
+};
+
 // Cosine and sine of every token's angles, float32 [half] each.
 struct Rotations {
     View cos, sin;
@@ -53,11 +66,13 @@ struct Rotations {
 
 // Where a product goes.
 enum Destination : int64_t {
-    STORE = 0,   // to `out`, in the type of activations
-    ADD = 1,     // is added to `out`, float32
-    SCORES = 2,  // to `out`, float32
-    LOGITS = 3,  // to the step's logits
-    SHARED = 4,  // float32, to this rank's slot, [tokens, columns]
+    STORE = 0,            // to `out`, in the type of activations
+    ADD = 1,              // is added to `out`, float32
+    SCORES = 2,           // to `out`, float32
+    LOGITS = 3,           // to the step's logits
+    SHARED = 4,           // float32, to this rank's slot, [tokens, columns]
+    STORE_GELU = 5,       // to `out`, as gelu has it
+    STORE_GELU_TANH = 6,  // likewise, as gelu_tanh has it
 };
 
 struct Product {
@@ -106,6 +121,32 @@ struct Attend {
     double scale;
 };
 
+// Of rows of queries, keys and values of all heads, rotates the first two. A head's dims come to
+// `out` with zeros behind them, `room` in all.
+struct Turn {
+    View x, cos, sin, out;
+    int64_t heads, head_dim, room;
+};
+
+// Attention of every token to all of its sequence: x as Turn leaves it; `out` is [tokens, heads,
+// room], contiguous.
+struct SeeAll {
+    View x, out;
+    int64_t heads, room;
+    double scale;
+};
+
+// [heads, room] to [heads, head_dim].
+struct Narrow {
+    View x, out;
+    int64_t heads, head_dim, room;
+};
+
+// From here on so many tokens, next to each other, are one row; `size` 1: each is its own.
+struct Squares {
+    int64_t size;
+};
+
 // x * sigmoid(gate) in place.
 struct Sigmoid {
     View x, gate;
@@ -139,10 +180,11 @@ struct Features {
     int64_t column, width;
 };
 
-// Rows of x are the step's hidden states.
+// Rows of x are the step's hidden states, of which each has `stride` elements: those from `column`
+// on.
 struct Hidden {
     View x;
-    int64_t width;
+    int64_t width, column, stride;
 };
 
 // Adds what the ranks' slots hold, [tokens, width] each, in the order of the ranks, to `out`,
@@ -189,7 +231,7 @@ struct Step {
     const int64_t *updates, *folded;
     const int64_t* logit_rows;    // [R] tokens
     float* logits;                // [R, vocab]
-    void* hidden;                 // [T, hidden], if the program has HIDDEN
+    void* hidden;                 // what the program's HIDDEN ops leave
     int64_t* expert_ids;          // [T, expert_layers, top_k] or null: none are wanted
     int64_t media, media_stride;  // M runs of tokens with features, a row of them so many elements
     const int64_t* media_first;   // [M] first token

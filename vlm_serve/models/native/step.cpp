@@ -6,6 +6,7 @@
 
 #include "ops_experts.h"
 #include "ops_mixers.h"
+#include "ops_patches.h"
 #include "ops_rows.h"
 
 namespace vlm {
@@ -39,6 +40,16 @@ void perform(Run& run, const Op& op) {
             return perform<T>(run, *(const Hidden*)op.args);
         case REDUCE:
             return perform<T>(run, *(const Reduce*)op.args);
+        case LAYER_NORM:
+            return perform<T>(run, *(const LayerNorm*)op.args);
+        case TURN:
+            return perform<T>(run, *(const Turn*)op.args);
+        case SEE_ALL:
+            return perform<T>(run, *(const SeeAll*)op.args);
+        case NARROW:
+            return perform<T>(run, *(const Narrow*)op.args);
+        case SQUARES:
+            return perform<T>(run, *(const Squares*)op.args);
     }
 }
 
@@ -60,6 +71,10 @@ Rooms prepare(const Run& run) {
     for_kind<Attend>(program, ATTEND, [&](const Attend& op) {
         run.memory.plans.make(attention_job<T>(run, op));
         rooms.attention = std::max(rooms.attention, attention_room(op.head_dim));
+    });
+    for_kind<SeeAll>(program, SEE_ALL, [&](const SeeAll& op) {
+        run.memory.plans.make(attention_job<T>(run, op));
+        rooms.attention = std::max(rooms.attention, attention_room(op.room));
     });
     for_kind<DeltaNet>(program, DELTA_NET, [&](const DeltaNet& op) {
         rooms.delta = std::max(rooms.delta, delta_heads_room(op));
@@ -88,6 +103,7 @@ void run_all(const Program& program, const Step& step) {
         for (int64_t i = 0; i < program.count && !failed && !run.apart; ++i)
             perform<T>(run, program.ops[i]);
     }
+    for_kind<SeeAll>(program, SEE_ALL, [&](const SeeAll&) { memory.arena.keep(KEPT_OF_PICTURES); });
     if (failed) throw std::bad_alloc();
     if (run.apart) throw Apart();
 }

@@ -35,11 +35,22 @@ class Arena {
         return false;
     }
 
+    // Gives the memory back if it is more than that.
+    void keep(int64_t most) {
+        if (size_ <= most) return;
+        room_ = Room();
+        base_ = nullptr;
+        size_ = 0;
+    }
+
   private:
     Room room_;
     char* base_ = nullptr;
     int64_t size_ = 0, used_ = 0;
 };
+
+// What is kept of the memory of pictures, of which one may have many times the tokens of a step.
+constexpr int64_t KEPT_OF_PICTURES = 64 << 20;
 
 // Tokens whose experts are computed together, at most: every one of them has top_k results.
 constexpr int64_t EXPERT_TOKENS = 1024;

@@ -1,0 +1,79 @@
+// Operations of vision towers: tokens are patches, and sequences pictures.
+#pragma once
+
+#include <cstring>
+
+#include "ops_mixers.h"
+
+namespace vlm {
+
+template <typename T>
+void perform(const Run& run, const Turn& op) {
+    const Strided<T> x = run.rows<T>(op.x), out = run.rows<T>(op.out);
+    const Strided<float> cos = run.rows<float>(op.cos), sin = run.rows<float>(op.sin);
+    const int64_t dim = op.head_dim;
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < run.tokens; ++t)
+        for (int64_t head = 0; head < 3 * op.heads; ++head) {
+            float row[MOST_DIM] = {};
+            for (int64_t d = 0; d < dim; d += LANES)
+                store(row + d, load_some(x(t) + head * dim + d, std::min<int64_t>(LANES, dim - d)));
+            if (head < 2 * op.heads) rotate(row, cos(t), sin(t), dim / 2);
+            for (int64_t d = 0; d < op.room; d += LANES)
+                store(out(t) + head * op.room + d, load(row + d));
+        }
+}
+
+// Keys and values are read where they lie: every token is a block.
+template <typename T>
+Attention attention_job(const Run& run, const SeeAll& op) {
+    const Step& step = run.step;
+    T* first = run.rows<T>(op.x)(0);
+    Pages pages{};
+    pages.form = sizeof(T) == 4 ? KV_FLOAT32 : KV_BFLOAT16;
+    pages.block_size = 1;
+    pages.block_stride = op.x.stride;
+    pages.head_stride = op.room;
+    pages.k = first + op.heads * op.room;
+    pages.v = first + 2 * op.heads * op.room;
+    return {.sequences = step.sequences,
+            .threads = step.threads,
+            .heads = op.heads,
+            .kv_heads = op.heads,
+            .head_dim = op.room,
+            .q_stride = op.x.stride,
+            .q_head = op.room,
+            .pages = pages,
+            .first_key = 0,
+            .whole = 1,
+            .scale = op.scale,
+            .offsets = step.first_token,
+            .starts = step.start,
+            .tables = step.tables,
+            .q = first,
+            .out = run.rows<T>(op.out)(0)};
+}
+
+template <typename T>
+void perform(const Run& run, const SeeAll& op) {
+    const Attention job = attention_job<T>(run, op);
+    attend<T>(job, run.memory.plans.of(job));
+}
+
+template <typename T>
+void perform(const Run& run, const Narrow& op) {
+    const Strided<T> x = run.rows<T>(op.x), out = run.rows<T>(op.out);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < run.tokens; ++t)
+        for (int64_t head = 0; head < op.heads; ++head)
+            std::memcpy(out(t) + head * op.head_dim, x(t) + head * op.room,
+                        op.head_dim * sizeof(T));
+}
+
+template <typename T>
+void perform(Run& run, const Squares& op) {
+#pragma omp single
+    run.tokens = run.step.tokens / op.size;
+}
+
+}  // namespace vlm
