@@ -27,7 +27,7 @@ from vlm_serve.kernels.linear import Linear, dense
 from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.float8 import PackedFloat8
 from vlm_serve.kernels.linear.integers import PackedIntegers
-from vlm_serve.kernels.linear.quantising import GROUPS
+from vlm_serve.kernels.linear.quantising import GROUPS, SCALES
 
 TOUCHED = 192 << 20
 FEW = 8
@@ -47,8 +47,9 @@ class Kind:
         if self.bits:
             group = GROUPS[self.bits][0]
             codes = torch.randint(1 << self.bits, (columns, depth), dtype=torch.uint8)
-            own = torch.full((columns, depth // group), 0.01, dtype=torch.bfloat16)
-            integers = IntegerCodes(codes, own, None, self.bits, group)
+            own = torch.full((columns, depth // group), 100).to(SCALES[self.bits])
+            factors = torch.full((columns,), 2.0**-20) if own.dtype == torch.int8 else None
+            integers = IntegerCodes(codes, own, None, self.bits, group, factors)
             return PackedIntegers.of([integers], columns, depth, dynamic=self.dynamic)
         plain = torch.randn(columns, depth)
         scales = torch.ones(-(-columns // 128), depth // 128)

@@ -17,6 +17,7 @@ import torch
 
 from vlm_serve.engine.build import find_checkpoint
 from vlm_serve.kernels.linear import Linear, Part, dense
+from vlm_serve.kernels.linear.codes import scale_values
 from vlm_serve.kernels.linear.integers import PackedIntegers
 from vlm_serve.kernels.linear.quantising import quantise
 from vlm_serve.models import read_spec
@@ -58,7 +59,8 @@ def errors(plain: torch.Tensor, bits: int, group: int) -> Iterator[float]:
     """Of the weight, of exact and of dynamic products."""
     codes = quantise(plain, bits, group)
     steps = codes.codes.view(len(plain), -1, group).float() - (1 << (bits - 1))
-    yield relative((steps * codes.scales.float()[..., None]).flatten(1), plain)
+    scales = scale_values(codes.scales, codes.factors)
+    yield relative((steps * scales[..., None]).flatten(1), plain)
     x = rows_of(plain.shape[1])
     expected = dense(plain, compiled=True)(x)
     for dynamic in (False, True):
