@@ -16,8 +16,9 @@ import torch
 class IntegerCodes:
     """`(codes[n, k] - zeros[n, k // group]) * scales[n, k // group]`.
 
-    Scales of one byte are roots: q stands for `factors[n] * q * |q|`. Such a scale is a float32
-    number that has been stored in less, exactly: products have the bits of that number's.
+    Scales of one byte are roots: q stands for `factors[n] * q * |q|`. That is a float32 number
+    stored in less, exactly: products have the bits of those with it, as long as no sum on the way
+    is too small or too large to be a normal number.
 
     Attributes:
         codes: uint8 `[N, K]`, 0 … 2**bits - 1.
