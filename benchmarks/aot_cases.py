@@ -153,6 +153,13 @@ def _integers(bits: int, columns: int, depth: int) -> Stored:
     return StoredIntegers.empty(kind, columns, depth, torch.device("cpu"))
 
 
+def _rooted(columns: int, depth: int) -> Stored:
+    """As a plain weight is while it is loaded."""
+    codes, roots = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int8)
+    kind = IntegerCodes(codes, roots, None, 4, 32, torch.empty(0))
+    return StoredIntegers.empty(kind, columns, depth, torch.device("cpu"))
+
+
 def _float8(columns: int, depth: int) -> Stored:
     codes = torch.empty(0, dtype=torch.float8_e4m3fn)
     kind = Float8Codes(codes, _half(0), (128, 128))
@@ -161,6 +168,7 @@ def _float8(columns: int, depth: int) -> Stored:
 
 CODES: dict[str, Callable[[int, int], Stored]] = {
     "int4": partial(_integers, 4),
+    "int4 of one byte": _rooted,
     "int8": partial(_integers, 8),
     "float8": _float8,
 }

@@ -28,6 +28,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.int16: "*i16",
     torch.int32: "*i32",

@@ -27,7 +27,7 @@ from vlm_serve.kernels.linear import Linear, dense
 from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.float8 import PackedFloat8
 from vlm_serve.kernels.linear.integers import PackedIntegers
-from vlm_serve.kernels.linear.quantising import GROUPS
+from vlm_serve.kernels.linear.quantising import GROUPS, SCALES
 
 TOUCHED = 192 << 20
 FEW = 8
@@ -35,11 +35,13 @@ FEW = 8
 
 @dataclass(frozen=True)
 class Kind:
-    """A format and its arithmetic: bits 16 are bfloat16, and 0 e4m3 in blocks of 128."""
+    """A format and its arithmetic: bits 16 are bfloat16, and 0 e4m3 in blocks of 128. `wide` scales
+    are bfloat16, where quantising makes smaller ones."""
 
     name: str
     bits: int
     dynamic: bool = False
+    wide: bool = False
 
     def make(self, columns: int, depth: int) -> Linear:
         if self.bits == 16:
@@ -47,8 +49,10 @@ class Kind:
         if self.bits:
             group = GROUPS[self.bits][0]
             codes = torch.randint(1 << self.bits, (columns, depth), dtype=torch.uint8)
-            own = torch.full((columns, depth // group), 0.01, dtype=torch.bfloat16)
-            integers = IntegerCodes(codes, own, None, self.bits, group)
+            kept = torch.bfloat16 if self.wide else SCALES[self.bits]
+            own = torch.full((columns, depth // group), 100).to(kept)
+            factors = torch.full((columns,), 2.0**-20) if kept == torch.int8 else None
+            integers = IntegerCodes(codes, own, None, self.bits, group, factors)
             return PackedIntegers.of([integers], columns, depth, dynamic=self.dynamic)
         plain = torch.randn(columns, depth)
         scales = torch.ones(-(-columns // 128), depth // 128)
@@ -62,6 +66,8 @@ KINDS = (
     Kind("int8 dynamic", 8, dynamic=True),
     Kind("int4 exact", 4),
     Kind("int4 dynamic", 4, dynamic=True),
+    Kind("int4 exact wide", 4, wide=True),
+    Kind("int4 dynamic wide", 4, dynamic=True, wide=True),
     Kind("fp8 exact", 0),
 )
 

@@ -14,7 +14,7 @@ from engine_peers import Completions, find_llama, llama, ours
 from limits import Limits
 from machine import ROOT
 
-from vlm_serve.kernels.linear.quantising import GROUPS, SCALES
+from vlm_serve.kernels.linear.quantising import group_of, num_bytes
 
 # Found once engine_cases has said where.
 from checkpoint_spec import BENCHMARK_SPEC, CheckpointSpec  # isort: skip
@@ -36,10 +36,15 @@ SPEC = replace(
 PEERS = {"bfloat16": ("BF16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
 """Each of our formats, and what llama.cpp has of that width."""
 
-_BYTES = {"bfloat16": 2.0} | {
-    f"int{bits}": bits / 8 + SCALES.itemsize / GROUPS[bits][0] for bits in GROUPS
-}
-"""Of a weight: its code and its share of a scale."""
+
+def _bytes(kind: str, columns: int, depth: int) -> int:
+    """Of a weight, with its scales."""
+    if kind == "bfloat16":
+        return 2 * columns * depth
+    bits = int(kind.removeprefix("int"))
+    group = group_of(bits, depth)
+    assert group is not None
+    return num_bytes(columns, depth, bits, group)
 
 
 def bytes_per_token(spec: CheckpointSpec, kind: str, context: int) -> int:
@@ -55,17 +60,17 @@ def bytes_per_token(spec: CheckpointSpec, kind: str, context: int) -> int:
     values = spec.gdn_value_heads * spec.gdn_value_dim
     mixed = 2 * spec.gdn_key_heads * spec.gdn_key_dim + 2 * values
     queries, keys = spec.attention_heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    weights = spec.hidden_size * (
-        recurrent * (mixed + values)
-        + attending * (3 * queries + 2 * keys)
-        + spec.num_layers * 3 * spec.intermediate_size
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    weights = (
+        recurrent * (_bytes(kind, mixed, hidden) + _bytes(kind, hidden, values))
+        + attending * (_bytes(kind, 2 * (queries + keys), hidden) + _bytes(kind, hidden, queries))
+        + spec.num_layers * (_bytes(kind, 2 * inner, hidden) + _bytes(kind, hidden, inner))
     )
-    small = 2 * recurrent * spec.gdn_value_heads * spec.hidden_size  # a and b, in bfloat16
-    head = spec.vocab_size * spec.hidden_size
+    small = _bytes("bfloat16", 2 * recurrent * spec.gdn_value_heads, hidden)  # a and b
+    head = _bytes("int8" if kind == "int4" else kind, spec.vocab_size, hidden)
     state = recurrent * values * spec.gdn_key_dim * 4
     pages = attending * 2 * keys * 2 * context
-    head_bytes = _BYTES["int8" if kind == "int4" else kind]
-    return round(weights * _BYTES[kind] + 2 * small + head * head_bytes + 2 * state + pages)
+    return weights + small + head + 2 * state + pages
 
 
 class PlainRead:

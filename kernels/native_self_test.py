@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from vlm_serve.kernels.native_build import BuildError
 
-FLOAT32 = "45facc28807ea10b"
+FLOAT32 = "76066061fd6baa7c"
 """The digest of float32 results."""
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
+from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes, scale_values
 
 
 def generator(seed: int) -> torch.Generator:
@@ -31,6 +33,21 @@ def integers(
     return IntegerCodes(codes, factors, offsets if zeros else None, bits, group)
 
 
+def rooted(columns: int, depth: int, bits: int, group: int, *, zeros: bool = False) -> IntegerCodes:
+    """The same codes with scales of one byte, and rows whose scales are far apart."""
+    plain = integers(columns, depth, bits, group, zeros=zeros)
+    shape = (columns, depth // group)
+    roots = torch.randint(-128, 128, shape, generator=generator(5), dtype=torch.int8)
+    exponents = torch.randint(-34, -20, (columns,), generator=generator(6))
+    return replace(plain, scales=roots, factors=torch.ldexp(torch.ones(columns), exponents))
+
+
+def widened(codes: IntegerCodes) -> IntegerCodes:
+    """Codes with scales of one byte as codes with the float32 scales that those are."""
+    scales = scale_values(codes.scales, codes.factors)
+    return replace(codes, scales=scales, factors=None)
+
+
 def float8(
     columns: int, depth: int, block: tuple[int, int], scales: torch.dtype = torch.float32
 ) -> Float8Codes:
@@ -50,4 +67,4 @@ def dequantised(codes: Codes) -> torch.Tensor:
     groups = places // codes.group
     middle = 2.0 ** (codes.bits - 1)
     zeros = middle if codes.zeros is None else codes.zeros.double()[rows, groups]
-    return (wide - zeros) * codes.scales.double()[rows, groups]
+    return (wide - zeros) * scale_values(codes.scales, codes.factors).double()[rows, groups]

@@ -6,6 +6,7 @@ block. Packing, nibble order and the offsets of file formats end where these beg
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +16,17 @@ import torch
 class IntegerCodes:
     """`(codes[n, k] - zeros[n, k // group]) * scales[n, k // group]`.
 
+    Scales of one byte are roots: q stands for `factors[n] * q * |q|`. That is a float32 number
+    stored in less, exactly: products have the bits of those with it, as long as no sum on the way
+    is too small or too large to be a normal number.
+
     Attributes:
         codes: uint8 `[N, K]`, 0 … 2**bits - 1.
-        scales: float32, bfloat16 or float16 `[N, K / group]`.
+        scales: float32, bfloat16, float16 or int8 `[N, K / group]`.
         zeros: uint8 `[N, K / group]`; `2**(bits - 1)` everywhere if None.
         bits: 4 or 8.
         group: values of one scale; divides K.
+        factors: float32 `[N]`, powers of two, beside int8 scales; None beside others.
     """
 
     codes: torch.Tensor
@@ -28,6 +34,21 @@ class IntegerCodes:
     zeros: torch.Tensor | None
     bits: int
     group: int
+    factors: torch.Tensor | None = None
+
+    def of_columns(self, columns: range) -> IntegerCodes:
+        """Some k of all rows; a cut through a group makes groups as small as it needs, exactly."""
+        group = math.gcd(self.group, columns.start, len(columns))
+        chosen = torch.arange(columns.start, columns.stop, group) // self.group
+        zeros = None if self.zeros is None else self.zeros[:, chosen]
+        codes = self.codes[:, columns.start : columns.stop]
+        return IntegerCodes(codes, self.scales[:, chosen], zeros, self.bits, group, self.factors)
+
+
+def scale_values(scales: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    """float32 `[N, groups]`: what scales of integer codes, and their factors, stand for."""
+    wide = scales.float()
+    return wide if factors is None else wide * wide.abs() * factors[:, None]
 
 
 @dataclass(frozen=True, slots=True)

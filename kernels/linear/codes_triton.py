@@ -2,7 +2,8 @@
 
 A group's codes, less their zero point, are whole numbers (or float8) that bfloat16 and float16 have
 exactly. So a group is one chain of products with the activations as they are, in float32, and is
-folded into the row's sum by one product with its scale; nothing else is rounded.
+folded into the row's sum by one product with its scale; nothing else is rounded. Scales of one byte
+are whole numbers by then: a sum gets its column's factor, a power of two, in the end.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -40,6 +41,7 @@ def grouped_product(
     codes,
     scales,
     zeros,
+    factors,
     columns,
     inside,
     code_stride,
@@ -48,6 +50,7 @@ def grouped_product(
     GROUP: tl.constexpr,
     FORM: tl.constexpr,
     ZEROS: tl.constexpr,
+    ROOTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
@@ -64,7 +67,9 @@ def grouped_product(
     middle = 128.0 if FORM == INT8 else 8.0
     for group in range(0, (DEPTH + GROUP - 1) // GROUP):
         at_scale = columns * scale_stride + group
-        scale = tl.load(scales + at_scale, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scales + at_scale, mask=inside, other=0).to(tl.float32)
+        if ROOTS:
+            scale *= tl.abs(scale)
         zero = tl.zeros((COLUMNS,), tl.float32) + middle
         if ZEROS:
             zero = tl.load(zeros + at_scale, mask=inside, other=0).to(tl.float32)
@@ -95,6 +100,8 @@ def grouped_product(
             else:
                 part = tl.dot(rows, decode_float8(stored).to(DOT), part, input_precision=PRECISION)
         total += part * scale[None, :]
+    if ROOTS:
+        total *= tl.load(factors + columns, mask=inside, other=0.0)[None, :]
     return total
 
 
@@ -104,6 +111,7 @@ def _linear_kernel(
     codes,
     scales,
     zeros,
+    factors,
     bias,
     out,
     tokens,
@@ -115,6 +123,7 @@ def _linear_kernel(
     GROUP: tl.constexpr,
     FORM: tl.constexpr,
     ZEROS: tl.constexpr,
+    ROOTS: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -133,6 +142,7 @@ def _linear_kernel(
         codes,
         scales,
         zeros,
+        factors,
         columns,
         inside,
         code_stride,
@@ -141,6 +151,7 @@ def _linear_kernel(
         GROUP,
         FORM,
         ZEROS,
+        ROOTS,
         ROWS,
         COLUMNS,
         STEP,
@@ -188,6 +199,7 @@ def product(
 def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str, Any]:
     """A weight as the arguments of kernels that multiply by it; float8 travels as bytes."""
     zeros = None if isinstance(weight, StoredFloat8) else weight.zeros
+    factors = None if isinstance(weight, StoredFloat8) else weight.factors
     if isinstance(weight, StoredFloat8):
         form = FLOAT8_NATIVE if target.native_float8 else FLOAT8_INTEGER
         group, span = weight.block, weight.block
@@ -197,13 +209,15 @@ def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str,
     return {
         "codes": weight.codes.view(torch.uint8),
         "scales": weight.scales,
-        # Without zero points any pointer takes their place; it is never read.
+        # Any pointer takes the place of what there is none of; it is never read.
         "zeros": weight.codes.view(torch.uint8) if zeros is None else zeros,
+        "factors": weight.scales if factors is None else factors,
         "code_stride": weight.codes.stride(0),
         "scale_stride": weight.scales.stride(0),
         "GROUP": group,
         "FORM": int(form.value),
         "ZEROS": zeros is not None,
+        "ROOTS": factors is not None,
         # A dot has at least 16 products.
         "STEP": min(32 if x.dtype == torch.float32 else 64, power_of_two(span, 16)),
         "DOT": dot_dtype(x.dtype),

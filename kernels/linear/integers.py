@@ -45,22 +45,28 @@ class PackedIntegers(PackedCodes):
         words = panels(columns, depth * like.bits // 32, torch.int32)
         scales = panels(columns, depth // group, like.scales.dtype)
         zeros: torch.Tensor | None = None
+        factors = None if like.factors is None else panels(columns, 1, torch.float32)
         first = 0
         while piece is not None:
             if (piece.bits, piece.group) != (like.bits, like.group):
                 raise KernelArgumentError("pieces", "bits or groups differ within a weight")
+            if piece.scales.dtype != scales.dtype:
+                raise KernelArgumentError("pieces", "types of scales differ within a weight")
             put(words, first, _words(piece))
             put(scales, first, _repeated(piece.scales, piece.group // group))
             if piece.zeros is not None and zeros is None:
                 zeros = panels(columns, depth // group, torch.uint8, 1 << (like.bits - 1))
             if piece.zeros is not None and zeros is not None:
                 put(zeros, first, _repeated(piece.zeros, piece.group // group))
+            if piece.factors is not None and factors is not None:
+                put(factors, first, piece.factors[:, None])
             first += piece.codes.shape[0]
             piece = next(pieces, None)
         return cls(
             words,
             scales,
             zeros,
+            factors,
             kind=_KINDS[like.bits],
             columns=columns,
             depth=depth,

@@ -11,6 +11,8 @@ from vlm_serve.kernels.linear.dense import TYPES
 from vlm_serve.kernels.linear.packed import PANEL, Packed
 from vlm_serve.kernels.native_layout import constant
 
+SCALE_TYPES = TYPES | {torch.int8: constant("ROOTS")}
+
 MOST_GROUP = constant("MOST_GROUP")
 LEAST_GROUP = constant("LEAST_GROUP")
 """Groups of k are a multiple of this."""
@@ -21,8 +23,9 @@ class PackedCodes(Packed):
 
     Args:
         words: int32 `[panels, words of a column, 32]`.
-        scales: float32, bfloat16 or float16 `[panels, K / group, 32]`.
+        scales: float32, bfloat16, float16 or int8 `[panels, K / group, 32]`.
         zeros: uint8 like scales, or None.
+        factors: float32 `[panels, 1, 32]` beside int8 scales, else None.
         kind: the constant of compiled code for such codes.
         columns, depth, group: N, K and how many k share a scale.
         bias: float32 `[N]` or None.
@@ -34,6 +37,7 @@ class PackedCodes(Packed):
         words: torch.Tensor,
         scales: torch.Tensor,
         zeros: torch.Tensor | None,
+        factors: torch.Tensor | None = None,
         *,
         kind: str,
         columns: int,
@@ -52,10 +56,11 @@ class PackedCodes(Packed):
             scales=scales.data_ptr(),
             zeros=None if zeros is None else zeros.data_ptr(),
             group=group,
-            scale_type=TYPES[scales.dtype],
+            scale_type=SCALE_TYPES[scales.dtype],
             dynamic=dynamic,
+            factors=None if factors is None else factors.data_ptr(),
         )
-        super().__init__(record, torch.uint8, words, scales, zeros, bias)
+        super().__init__(record, torch.uint8, words, scales, zeros, factors, bias)
         self.group = group
 
     def takes(self, dtype: torch.dtype) -> bool:

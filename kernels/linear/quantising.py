@@ -2,6 +2,9 @@
 
 A group's scale begins where its value of the largest magnitude is the lowest code, and is then the
 one that is best for its codes: of the codes of several beginnings those that leave the least error.
+It is kept in bfloat16 beside 8 bits. Beside 4 it is a byte, the root of the scale over a power of
+two of the row's own: steps are finer where scales are smaller, so that groups may differ a
+hundredfold.
 """
 
 from __future__ import annotations
@@ -10,13 +13,17 @@ from collections.abc import Iterator
 
 import torch
 
-from vlm_serve.kernels.linear.codes import IntegerCodes
+from vlm_serve.kernels.linear.codes import IntegerCodes, scale_values
 
 GROUPS = {8: (128, 64, 32, 16), 4: (32, 16)}
 """By bits, how many k share a scale: the first that divides K."""
-SCALES = torch.bfloat16
+SCALES = {8: torch.bfloat16, 4: torch.int8}
+"""By bits, how a scale is kept; int8: a root, beside a factor of the row."""
 _BEGINNINGS = {8: (1.0,), 4: (1.0, 0.8, 0.86, 0.92, 0.96, 1.05, 1.12)}
 _AT_ONCE = 1 << 20
+_MOST_ROOT = 127
+_EXPONENTS = (-126, 113)
+"""Of factors: so that they, and the largest root's square times them, are normal numbers."""
 
 
 def group_of(bits: int, depth: int) -> int | None:
@@ -33,26 +40,40 @@ def quantise(weight: torch.Tensor, bits: int, group: int) -> IntegerCodes:
         group: values of one scale.
 
     Returns:
-        Codes without zero points, with scales in bfloat16, which may be negative.
+        Codes without zero points, with scales as `SCALES` says, which may be negative.
     """
     columns, depth = weight.shape
     codes = torch.empty(columns, depth, dtype=torch.uint8)
-    scales = torch.empty(columns, depth // group, dtype=SCALES)
+    scales = torch.empty(columns, depth // group, dtype=SCALES[bits])
+    factors = torch.empty(columns) if scales.dtype == torch.int8 else None
     step = max(1, _AT_ONCE // depth)
     for first in range(0, columns, step):
         own = slice(first, first + step)
         plain = weight[own].float().cpu().reshape(-1, depth // group, group)
-        scale = _best(plain, bits).to(SCALES)
-        scales[own] = scale
+        best = _best(plain, bits)
+        if factors is None:
+            scales[own] = best
+            kept = scale_values(scales[own], None)
+        else:
+            scales[own], factors[own] = _roots(best)
+            kept = scale_values(scales[own], factors[own])
         middle = 1 << (bits - 1)
-        codes[own] = (_whole(plain, scale.float(), bits) + middle).flatten(1).to(torch.uint8)
-    return IntegerCodes(codes, scales, None, bits, group)
+        codes[own] = (_whole(plain, kept, bits) + middle).flatten(1).to(torch.uint8)
+    return IntegerCodes(codes, scales, None, bits, group, factors)
 
 
-def quantised(pieces: Iterator[torch.Tensor], bits: int, group: int) -> Iterator[IntegerCodes]:
-    """The same, piece by piece."""
+def quantised(
+    pieces: Iterator[torch.Tensor], bits: int, group: int, columns: range
+) -> Iterator[IntegerCodes]:
+    """Some columns of whole rows, piece by piece: a row's factor depends on all of the row."""
     for piece in pieces:
-        yield quantise(piece, bits, group)
+        yield quantise(piece, bits, group).of_columns(columns)
+
+
+def num_bytes(columns: int, depth: int, bits: int, group: int) -> int:
+    """What the codes of `[N, K]` take, with their scales and factors."""
+    of_scales = depth // group * SCALES[bits].itemsize + (4 if SCALES[bits] == torch.int8 else 0)
+    return columns * (depth * bits // 8 + of_scales)
 
 
 def _best(plain: torch.Tensor, bits: int) -> torch.Tensor:
@@ -68,6 +89,18 @@ def _best(plain: torch.Tensor, bits: int) -> torch.Tensor:
         better = gain > most
         best, most = torch.where(better, along / size, best), torch.where(better, gain, most)
     return best
+
+
+def _roots(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The roots of scales `[N, groups]`, and float32 `[N]` factors, the least that the largest
+    scale of a row lets be. Only a scale of 0 gets the root 0: the codes of any other leave less.
+    """
+    part, exponents = torch.frexp(scale.abs().amax(-1) / _MOST_ROOT**2)
+    exponents = (exponents - (part == 0.5).int()).clamp_(*_EXPONENTS)
+    # Of their bits: a power that a processor computes may be off by the last one.
+    factors = ((exponents + 127) << 23).view(torch.float32)
+    roots = (scale.abs() / factors[:, None]).sqrt_().round_().clamp_(1, _MOST_ROOT)
+    return roots * scale.sign(), factors
 
 
 def _whole(plain: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:

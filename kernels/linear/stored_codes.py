@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
+from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes, scale_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class StoredIntegers:
         codes: uint8 `[N, K]`, or `[N, K / 2]` of 4 bits.
         scales: `[N, K / group]`, in the type they came in.
         zeros: uint8 `[N, K / group]`; `2**(bits - 1)` everywhere if None.
-        bits, group: as in IntegerCodes.
+        bits, group, factors: as in IntegerCodes.
     """
 
     codes: torch.Tensor
@@ -31,6 +31,7 @@ class StoredIntegers:
     zeros: torch.Tensor | None
     bits: int
     group: int
+    factors: torch.Tensor | None = None
 
     @classmethod
     def empty(
@@ -54,6 +55,7 @@ class StoredIntegers:
             None if like.zeros is None else torch.empty(groups, dtype=torch.uint8, device=device),
             like.bits,
             like.group,
+            None if like.factors is None else torch.empty(columns, device=device),
         )
 
     def put(self, first: int, piece: Codes) -> None:
@@ -76,6 +78,8 @@ class StoredIntegers:
         self.scales[rows] = piece.scales
         if self.zeros is not None and piece.zeros is not None:
             self.zeros[rows] = piece.zeros
+        if self.factors is not None and piece.factors is not None:
+            self.factors[rows] = piece.factors
 
     def plain(self, rows: slice) -> torch.Tensor:
         """float32 `[n, K]`: what the codes of these rows stand for."""
@@ -87,7 +91,8 @@ class StoredIntegers:
             wide -= 2 ** (self.bits - 1)
         else:
             wide -= self.zeros[rows].float().unsqueeze(-1)
-        wide *= self.scales[rows].float().unsqueeze(-1)
+        factors = None if self.factors is None else self.factors[rows]
+        wide *= scale_values(self.scales[rows], factors).unsqueeze(-1)
         return wide.flatten(1)
 
     @property
@@ -98,8 +103,9 @@ class StoredIntegers:
     @property
     def nbytes(self) -> int:
         """What they take in memory."""
-        zeros = 0 if self.zeros is None else self.zeros.nbytes
-        return self.codes.nbytes + self.scales.nbytes + zeros
+        others = (self.zeros, self.factors)
+        more = sum(each.nbytes for each in others if each is not None)
+        return self.codes.nbytes + self.scales.nbytes + more
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@
 // of four bits has k 0 to 3 in the lower halves of its bytes and k 4 to 7 in the upper ones.
 // Integer codes are unsigned. Their value is (code - zero) * scale; without zero points zero is the
 // middle, 128 or 8. A byte of FLOAT8 is e4m3 without infinities; its value is that times the scale.
-// Scales and zero points of a panel are `[K / group, 32]`.
+// Scales and zero points of a panel are `[K / group, 32]`. Scales of one byte are roots, whose
+// value is q * |q|; a column's sum is multiplied by its factor when it is complete.
 //
 // Every group has a sum of its own, a chain of fused multiply-adds over ascending k, from zero on,
 // of x * (code - middle). One more adds (middle - zero) times the sum of the group's x (16 lanes
@@ -73,6 +74,10 @@ class PanelScales {
     VLM_INLINE Floats scale_at(const char* from) const {
         if (type_ == FLOAT32) return read<Floats>(from);
         if (type_ == FLOAT16) return from_float16(from);
+        if (type_ == ROOTS) {
+            const Floats root = __builtin_convertvector(from_signed_bytes(from), Floats);
+            return root * (Floats)((Words)root & 0x7fffffffu);
+        }
         return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
     }
     static VLM_INLINE Floats zero_at(const uint8_t* from) {

@@ -136,6 +136,19 @@ inline Signed from_bytes(const void* from) {
 #endif
 }
 
+// As many signed bytes.
+inline Signed from_signed_bytes(const void* from) {
+#if defined(__AVX512F__)
+    return (Signed)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+    return (Signed)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+    Signed words;
+    for (int i = 0; i < WIDTH; ++i) words[i] = ((const int8_t*)from)[i];
+    return words;
+#endif
+}
+
 // The least significant byte of every word.
 inline void to_bytes(void* to, Signed words) {
 #if defined(__AVX512F__)

@@ -104,7 +104,8 @@ void products(Digest& digest, int64_t type) {
     const std::vector<W> packed = draw.many<W>(panels * PANEL * DEEP, 0.1f);
     const std::vector<float> bias = draw.many<float>(panels * PANEL, 1.0f);
     const std::vector<X> x = draw.many<X>(MOST * DEEP, 1.0f);
-    const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type, nullptr, nullptr, 0, 0, 0};
+    const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type,   nullptr,
+                        nullptr,       0,           0,       0,    nullptr};
     own_workplace().reserve(DEEP);
     std::vector<float> out(MOST * COLUMNS);
     for (int64_t count : {(int64_t)1, (int64_t)5, MOST}) {
@@ -117,9 +118,10 @@ void products(Digest& digest, int64_t type) {
     }
 }
 
-// Rows times a weight of codes, with and without zero points. Any words are such a weight.
+// Rows times a weight of codes, with and without zero points. Any words are such a weight, and any
+// bytes its scales if they are roots.
 template <typename X>
-void coded_products(Digest& digest, int64_t type, int64_t dynamic) {
+void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale_type = FLOAT16) {
     constexpr int64_t DEEP = 384, GROUP = 48, COLUMNS = 72, MOST = 50;
     Draw draw{6};
     const int64_t panels = (COLUMNS + PANEL - 1) / PANEL, groups = panels * (DEEP / GROUP) * PANEL;
@@ -129,14 +131,24 @@ void coded_products(Digest& digest, int64_t type, int64_t dynamic) {
         word = draw.state ^ draw.state >> 16;
     }
     const std::vector<f16> scales = draw.many<f16>(groups, 0.1f);
+    const std::vector<float> factors(panels * PANEL, 0x1p-16f);
     const std::vector<X> x = draw.many<X>(MOST * DEEP, 1.0f);
     std::vector<uint8_t> zeros(groups);
     for (uint8_t& zero : zeros) zero = (uint8_t)(draw.one(7.5f) + 8.0f);
     own_workplace().reserve(DEEP);
     std::vector<float> out(MOST * COLUMNS);
     for (const uint8_t* zero : {(const uint8_t*)nullptr, (const uint8_t*)zeros.data()}) {
-        const Weight weight{words.data(),  nullptr, COLUMNS, DEEP,    type,
-                            scales.data(), zero,    GROUP,   FLOAT16, dynamic};
+        const Weight weight{words.data(),
+                            nullptr,
+                            COLUMNS,
+                            DEEP,
+                            type,
+                            scales.data(),
+                            zero,
+                            GROUP,
+                            scale_type,
+                            dynamic,
+                            scale_type == ROOTS ? factors.data() : nullptr};
         for (int64_t count : {(int64_t)1, (int64_t)5, MOST}) {
             project<X>(
                 weight, count, 1, [&](int64_t r) { return x.data() + r * DEEP; },
@@ -254,6 +266,7 @@ void self_test(uint64_t* digests) {
     coded_products<float>(digest, FLOAT8, 0);
     coded_products<bf16>(digest, INT8, 1);
     coded_products<float>(digest, INT4, 1);
+    for (int64_t dynamic : {0, 1}) coded_products<float>(digest, INT4, dynamic, ROOTS);
     recurrences<float>(digest);
     recurrences<bf16>(digest);
     convolutions(digest);

@@ -24,6 +24,8 @@ enum Type : int64_t {
     INT8 = 3,
     INT4 = 4,
     FLOAT8 = 5,
+    // Scales alone: signed bytes q that stand for q * |q|.
+    ROOTS = 6,
 };
 
 struct Weight {
@@ -38,6 +40,9 @@ struct Weight {
     int64_t group;       // k that share a scale: a multiple of 16, at most MOST_GROUP; divides K
     int64_t scale_type;  // of the scales
     int64_t dynamic;     // 1: activations are quantised too
+    // Of ROOTS only, null beside other scales: `[panels, 32]` powers of two by which the scales of
+    // a column have to be multiplied. Its sum is, in the end, which has the same bits.
+    const float* factors;
 };
 
 inline int64_t panels_of(const Weight& weight) { return (weight.columns + PANEL - 1) / PANEL; }
@@ -59,8 +64,8 @@ inline int64_t panel_step(int64_t type) {
                             : 2 * PANEL;
 }
 
-// Of a value that is no code.
-inline int64_t bytes_of(int64_t type) { return type == FLOAT32 ? 4 : 2; }
+// Of a value that is no code, and of a scale.
+inline int64_t bytes_of(int64_t type) { return type == FLOAT32 ? 4 : type == ROOTS ? 1 : 2; }
 
 // K as a panel has it.
 inline int64_t padded(int64_t depth, int64_t type) {

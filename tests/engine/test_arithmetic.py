@@ -109,10 +109,10 @@ def numerics(backend: Backend, **options: Any) -> str:
 def test_numerics_name_digest_and_torch() -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     of_torch = f"torch {torch.__version__} {capability}"
-    assert numerics(PAIRS) == f"version 4, cpu-compiled bfloat16-pairs bbbb, {of_torch}"
-    assert numerics(PLAIN) == f"version 4, cpu-compiled float32 aaaa, {of_torch}"
-    assert numerics(TORCH) == f"version 4, {of_torch}"
-    assert numerics(TORCH, deterministic=True) == f"version 4, {of_torch}, deterministic"
+    assert numerics(PAIRS) == f"version 5, cpu-compiled bfloat16-pairs bbbb, {of_torch}"
+    assert numerics(PLAIN) == f"version 5, cpu-compiled float32 aaaa, {of_torch}"
+    assert numerics(TORCH) == f"version 5, {of_torch}"
+    assert numerics(TORCH, deterministic=True) == f"version 5, {of_torch}, deterministic"
     assert "triton" in numerics(Backend(GPU))
     asked = {"compute_dtype": "bfloat16"}
     assert f"cpu-compiled bfloat16 aaaa, {of_torch}" in numerics(PLAIN, **asked)

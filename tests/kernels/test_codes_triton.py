@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from quantised_codes import dequantised, float8, integers
+from quantised_codes import dequantised, float8, integers, rooted, widened
 from triton_case import DEVICE, assert_near, kernels, randn, row_by_row
 
 from vlm_serve.kernels.linear import codes_triton
@@ -22,6 +22,7 @@ CASES: list[Codes] = [
     integers(40, 256, 4, 128, scales=torch.float16),
     integers(65, 96, 4, 32, zeros=True),
     integers(33, 72, 4, 72, zeros=True, scales=torch.bfloat16),
+    rooted(40, 96, 4, 32),
     float8(130, 260, (128, 128), torch.bfloat16),
     float8(37, 72, (1, 72)),
 ]
@@ -52,6 +53,13 @@ def test_equals_the_product_with_dequantised_weights(
         active = projection(x, activation="silu")
     assert_near(added, expected + plus.double().cpu(), TOLERANCE[dtype])
     assert_near(active, torch.nn.functional.silu(expected), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_scales_of_one_byte_have_the_bits_of_those_in_float32(dtype: torch.dtype) -> None:
+    codes, x = rooted(40, 96, 4, 32, zeros=True), randn(19, 96, dtype=dtype)
+    with kernels():
+        assert torch.equal(linear(codes)(x), linear(widened(codes))(x))
 
 
 @pytest.mark.parametrize("codes", CASES[-2:])

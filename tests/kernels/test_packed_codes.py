@@ -3,8 +3,11 @@ whole numbers, a row's bits in any company, and what lies in memory."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from quantised_codes import dequantised, rooted, widened
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
@@ -53,17 +56,26 @@ def value(codes: Codes) -> torch.Tensor:
     return steps * scales.repeat_interleave(codes.group, 1)
 
 
+def cut(codes: IntegerCodes) -> list[IntegerCodes]:
+    """The same in pieces of some rows each."""
+    rows = [slice(*ends) for ends in ((0, CUTS[0]), CUTS, (CUTS[1], COLUMNS))]
+    return [
+        replace(
+            codes,
+            codes=codes.codes[own],
+            scales=codes.scales[own],
+            zeros=None if codes.zeros is None else codes.zeros[own],
+            factors=None if codes.factors is None else codes.factors[own],
+        )
+        for own in rows
+    ]
+
+
 def packed(codes: Codes, bias: torch.Tensor | None = None, *, dynamic: bool = False) -> PackedCodes:
     """From pieces, wherever they are cut; blocks of rows stay whole."""
     if isinstance(codes, Float8Codes):
         return PackedFloat8.of([codes], COLUMNS, DEPTH, bias)
-    codes_, scales = (torch.tensor_split(each, CUTS) for each in (codes.codes, codes.scales))
-    zeros = [None] * 3 if codes.zeros is None else torch.tensor_split(codes.zeros, CUTS)
-    pieces = [
-        IntegerCodes(*tensors, codes.bits, codes.group)
-        for tensors in zip(codes_, scales, zeros, strict=True)
-    ]
-    return PackedIntegers.of(pieces, COLUMNS, DEPTH, bias, dynamic=dynamic)
+    return PackedIntegers.of(cut(codes), COLUMNS, DEPTH, bias, dynamic=dynamic)
 
 
 def activations(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -99,6 +111,33 @@ def test_equals_the_product_with_dequantised_weights(codes: Codes, dtype: torch.
     assert float(((got.double() - expected).abs() / size).max()) < exact
     biased = packed(codes, bias)(x).double()
     assert float(((biased - expected - bias).abs() / (size + 1)).max()) < exact
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("bits", "group"), [(4, 16), (4, 32), (4, 256), (8, 128)])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_of_one_byte_have_the_bits_of_those_in_float32(
+    zeros: bool, bits: int, group: int, dynamic: bool, dtype: torch.dtype
+) -> None:
+    codes = rooted(COLUMNS, DEPTH, bits, group, zeros=zeros)
+    bias = torch.randn(COLUMNS, generator=torch.Generator().manual_seed(3)) / 64
+    x = activations(193, dtype)
+    for offset in (None, bias):
+        byte = packed(codes, offset, dynamic=dynamic)
+        wide = packed(widened(codes), offset, dynamic=dynamic)
+        assert byte.nbytes < wide.nbytes
+        for rows in (1, 2, 5, 13, 193):
+            some = x[-rows:]
+            assert torch.equal(byte(some), wide(some)), (rows, offset)
+            assert torch.equal(byte(some, activation="silu"), wide(some, activation="silu"))
+            assert torch.equal(byte.gated(byte, some), wide.gated(wide, some))
+    expected = x.double() @ dequantised(codes).T
+    size = x.double().abs() @ dequantised(codes).abs().T
+    exact = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    if not dynamic:
+        got = packed(codes)(x).double()
+        assert float(((got - expected).abs() / size.clamp(min=1e-30)).max()) < exact
 
 
 def quantised(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,6 +219,8 @@ def test_what_cannot_be_packed() -> None:
     other = integers(4, 64, zeros=False)
     with pytest.raises(KernelArgumentError, match="groups differ"):
         PackedIntegers.of([codes, other], 2 * COLUMNS, DEPTH)
+    with pytest.raises(KernelArgumentError, match="types of scales differ"):
+        PackedIntegers.of([codes, rooted(COLUMNS, DEPTH, 4, 32)], 2 * COLUMNS, DEPTH)
     odd = IntegerCodes(codes.codes[:, :20], codes.scales[:, :1], None, 4, 20)
     with pytest.raises(KernelArgumentError, match="20 of 20, expected a multiple of 16"):
         PackedIntegers.of([odd], COLUMNS, 20)

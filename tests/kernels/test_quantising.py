@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlm_serve.kernels.linear.codes import IntegerCodes
-from vlm_serve.kernels.linear.quantising import group_of, quantise
+from vlm_serve.kernels.linear.codes import IntegerCodes, scale_values
+from vlm_serve.kernels.linear.quantising import group_of, num_bytes, quantise
 
 
 def value(codes: IntegerCodes) -> torch.Tensor:
     steps = codes.codes.float() - (1 << (codes.bits - 1))
     grouped = steps.view(len(steps), -1, codes.group)
-    return (grouped * codes.scales.float()[..., None]).flatten(1)
+    return (grouped * scale_values(codes.scales, codes.factors)[..., None]).flatten(1)
 
 
 def weight() -> torch.Tensor:
@@ -38,16 +38,78 @@ def test_scales_are_better_than_those_of_the_largest_value() -> None:
     assert (value(codes) - plain.flatten(1)).norm() < 0.93 * plain_error
 
 
-def test_groups_of_nothing_and_of_little() -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_groups_of_nothing_and_of_little(bits: int) -> None:
     plain = weight()
     plain[0, :32] = 0
-    plain[1, :32] *= 1e-30
+    plain[1, :32] /= 100
     plain[2] = 0
-    found = value(quantise(plain, 4, 32))
+    plain[3] *= 1e-30
+    found = value(quantise(plain, bits, 32))
     assert found.isfinite().all()
     assert not found[0, :32].any() and not found[2].any()
-    small, left = plain[1, :32].double(), found[1, :32].double()
-    assert float((left - small).norm() / small.norm()) < 0.35
+    for part in ((1, slice(0, 32)), (3, slice(None))):
+        small, left = plain[part].double(), found[part].double()
+        assert float((left - small).norm() / small.norm()) < 0.12
+
+
+def test_scales_of_four_bits_are_bytes_and_a_power_of_two_for_each_row() -> None:
+    codes = quantise(weight() * torch.logspace(-30, 30, 48)[:, None], 4, 32)
+    assert codes.scales.dtype == torch.int8 and codes.factors is not None
+    roots = codes.scales.abs().amax(-1)
+    assert int(roots.min()) >= 89 and int(roots.max()) <= 127, "no factor could be smaller"
+    assert bool((torch.frexp(codes.factors)[0] == 0.5).all())
+    held = (codes.codes.numel() // 2, codes.scales.nbytes, codes.factors.nbytes)
+    assert num_bytes(48, 256, 4, 32) == sum(held)
+    assert quantise(weight(), 8, 128).factors is None
+
+
+def test_a_byte_takes_no_more_of_a_weight_than_bfloat16_and_one_in_two_hundred() -> None:
+    """Normally distributed, and with tails."""
+    random = torch.Generator().manual_seed(1)
+    normal, other = (torch.randn(64, 2048, generator=random) for _ in range(2))
+    for plain in (normal, normal / (other.abs() + 0.1)):
+        codes = quantise(plain, 4, 32)
+        left = (value(codes) - plain).norm()
+        grouped, middle = plain.view(64, -1, 32), 8
+        steps = codes.codes.view(64, -1, 32).float() - middle
+        best = ((steps * grouped).sum(-1) / (steps * steps).sum(-1).clamp(min=1e-30)).bfloat16()
+        whole = (grouped / best.float()[..., None]).nan_to_num(0, 0, 0).round().clamp(-8, 7)
+        wide = (whole * best.float()[..., None] - grouped).norm()
+        assert left < 1.005 * wide
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-39, 1e-33, 1e30, 3e36])
+def test_the_smallest_and_the_largest_numbers(size: float) -> None:
+    """One in a row, and all of it: factors and scales stay normal numbers."""
+    plain = weight()
+    plain[0, 40] = size
+    plain[1] = plain[1].clamp(-1, 1) * size
+    codes = quantise(plain, 4, 32)
+    found, scales = value(codes), scale_values(codes.scales, codes.factors)
+    assert codes.factors is not None and found.isfinite().all()
+    least = torch.finfo(torch.float32).tiny
+    assert float(codes.factors.min()) >= least
+    assert float(scales[scales != 0].abs().min()) >= least
+    rest = torch.cat([found[2:], plain[2:]]).view(2, -1, 256)
+    assert float((rest[0] - rest[1]).norm() / rest[1].norm()) < 0.083
+    if size > 1:
+        assert float((found[0, 40] / plain[0, 40] - 1).abs()) < 0.1
+    small, left = plain[1].double(), found[1].double()
+    if size > 1e-36:
+        assert float((left - small).norm() / small.norm()) < 0.1
+    else:
+        assert float(left.abs().max()) < 1e-36, "next to nothing stays that"
+
+
+def test_columns_of_a_row_have_its_codes_and_scales() -> None:
+    codes = quantise(weight() * torch.logspace(0, -3, 256), 4, 32)
+    plain = value(codes)
+    for columns in (range(128, 256), range(64), range(48, 96), range(16, 32)):
+        own = codes.of_columns(columns)
+        assert torch.equal(own.codes, codes.codes[:, columns.start : columns.stop])
+        assert torch.equal(value(own), plain[:, columns.start : columns.stop])
+        assert own.group * own.scales.shape[1] == len(columns)
 
 
 def test_rows_are_quantised_on_their_own() -> None:

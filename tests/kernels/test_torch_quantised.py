@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from quantised_codes import dequantised, float8, integers, randn
+from quantised_codes import dequantised, float8, integers, randn, rooted, widened
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import base, torch_quantised
@@ -20,6 +20,7 @@ CASES: list[Codes] = [
     integers(40, 128, 4, 128, scales=torch.float16),
     integers(33, 192, 4, 32, zeros=True),
     integers(200, 256, 4, 64, zeros=True, scales=torch.bfloat16),
+    rooted(70, 128, 4, 32),
     float8(130, 260, (128, 128), torch.bfloat16),
     float8(37, 64, (1, 64)),
     float8(37, 64, (1, 128)),
@@ -106,7 +107,13 @@ def test_pieces_lie_below_each_other() -> None:
     torch.testing.assert_close(got.double(), x.double() @ plain.T, atol=1e-4, rtol=1e-5)
 
 
+def test_scales_of_one_byte_have_the_bits_of_those_in_float32() -> None:
+    codes, x = rooted(40, 128, 4, 32), randn(20, 128)
+    assert torch.equal(linear(codes)(x), linear(widened(codes))(x))
+
+
 def test_codes_take_what_they_take() -> None:
+    assert linear(rooted(256, 512, 4, 32)).nbytes == 256 * 512 // 2 + 256 * 16 + 256 * 4
     bias = randn(256)
     four = linear(integers(256, 512, 4, 128, zeros=True, scales=torch.float16), bias)
     assert four.nbytes == 256 * 512 // 2 + 256 * 4 * 3 + 256 * 4

@@ -4,19 +4,24 @@ codes, which projections have how many bits, and what that takes."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, text_sequence
+from quantised_codes import widened
 
 from vlm_serve.kernels.linear import Linear
+from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.kernels.linear.joined import Joined
 from vlm_serve.kernels.linear.packed_codes import PackedCodes
-from vlm_serve.models import Model, load_model, read_spec
+from vlm_serve.kernels.linear.quantising import quantised
+from vlm_serve.models import Model, load_model, read_spec, weights
 from vlm_serve.models.parts.feed_forward import LoadedExperts
 from vlm_serve.models.weight_sizes import weight_bytes
 
@@ -39,10 +44,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def loaded(path: Path, bits: int | None, *, compiled: bool = True, dynamic: bool = False) -> Model:
-    weights = torch.bfloat16 if compiled else torch.float32
     return load_model(
         path,
-        weights,
+        torch.bfloat16 if compiled else torch.float32,
         "cpu",
         compute_dtype=torch.float32,
         compiled=compiled,
@@ -71,6 +75,23 @@ def test_compiled_steps_equal_torch_with_the_same_codes(checkpoint: Path, bits: 
     for step in (False, True):
         got = logits(loaded(checkpoint, bits), step=step)
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * size)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_scales_of_one_byte_have_the_bits_of_those_in_float32(
+    checkpoint: Path, dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [logits(loaded(checkpoint, 4, dynamic=dynamic), step=step) for step in (False, True)]
+
+    def widely(*arguments: Any) -> Iterator[IntegerCodes]:
+        for codes in quantised(*arguments):
+            yield codes if codes.factors is None else widened(codes)
+
+    size = bytes_of_codes(loaded(checkpoint, 4))
+    monkeypatch.setattr(weights, "quantised", widely)
+    assert bytes_of_codes(loaded(checkpoint, 4)) > size
+    for step, narrow in zip((False, True), found, strict=True):
+        assert torch.equal(logits(loaded(checkpoint, 4, dynamic=dynamic), step=step), narrow)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -114,12 +135,17 @@ def test_what_they_take_is_foreseen(checkpoint: Path, bits: int) -> None:
         compiled=True,
         bits=bits,
     )
-    measured = 0
+    measured = bytes_of_codes(model)
+    assert 0 < measured <= sum(size for name, size in known.formats if name.startswith("int"))
+
+
+def bytes_of_codes(model: Model) -> int:
+    """With the head's."""
+    total = model._decoder.head.nbytes
     for layer in model._decoder.layers:
         for part in (layer.mixer, layer.feed_forward):
-            measured += sum(each.nbytes for each in vars_of(part) if isinstance(each, PackedCodes))
-    measured += model._decoder.head.nbytes
-    assert 0 < measured <= sum(size for name, size in known.formats if name.startswith("int"))
+            total += sum(each.nbytes for each in vars_of(part) if isinstance(each, PackedCodes))
+    return total
 
 
 def vars_of(part: object) -> list[object]:

@@ -9,17 +9,19 @@
 
 namespace cases {
 
-static const char* TYPES[] = {"float32", "bfloat16", "float16"};
+static const char* TYPES[] = {"float32", "bfloat16", "float16", "", "", "", "roots"};
 static const char* CODES[] = {"int8", "int4", "float8"};
 static const char* USES[] = {"plain", "times", "plus", "silu", "gelu", "gelu_tanh"};
 
-// Values below 1 in magnitude; those of float16 also below its least normal number.
-static void put(Random& random, int64_t type, uint16_t* to) {
+// Values below 1 in magnitude; those of float16 also below its least normal number. Roots are any
+// bytes.
+static void put(Random& random, int64_t type, void* to) {
     const float number = random.number(0.5f);
     if (type == vlm::FLOAT32) std::memcpy(to, &number, sizeof number);
     if (type == vlm::BFLOAT16) vlm::store_one((bf16*)to, number);
     if (type == vlm::FLOAT16)
-        *to = random.below(2) << 15 | random.below(15) << 10 | random.below(1 << 10);
+        *(uint16_t*)to = random.below(2) << 15 | random.below(15) << 10 | random.below(1 << 10);
+    if (type == vlm::ROOTS) *(int8_t*)to = (int8_t)random.below(256);
 }
 
 Matrix::Matrix(Random& random, int64_t type, int64_t columns, int64_t depth, bool biased)
@@ -41,7 +43,8 @@ vlm::Weight Matrix::weight() const {
             .zeros = nullptr,
             .group = 0,
             .scale_type = 0,
-            .dynamic = 0};
+            .dynamic = 0,
+            .factors = nullptr};
 }
 
 std::vector<int64_t> Matrix::packed(int64_t threads, int64_t cut) const {
@@ -117,6 +120,7 @@ template <typename T>
 static void coded_product(int64_t type, int64_t scale_type, bool zeros, bool dynamic,
                           int64_t rows) {
     constexpr int64_t COLUMNS = 77, DEEP = 192, GROUP = 64;
+    const bool roots = scale_type == vlm::ROOTS;
     const std::string name = std::string("vlm_linear/") + CODES[type - vlm::INT8] + "/" +
                              TYPES[scale_type] + (zeros ? "/zeros" : "") +
                              (dynamic ? "/dynamic/" : "/") + std::to_string(rows);
@@ -125,9 +129,11 @@ static void coded_product(int64_t type, int64_t scale_type, bool zeros, bool dyn
     const int64_t count = panels * DEEP / GROUP * vlm::PANEL;
     std::vector<uint32_t> words(panels * vlm::panel_bytes(DEEP, type) / 4);
     for (uint32_t& word : words) word = random.below(1 << 16) << 16 | random.below(1 << 16);
-    std::vector<uint16_t> scales(2 * count);
+    std::vector<char> scales(4 * count);
     for (int64_t i = 0; i < count; ++i)
-        put(random, scale_type, &scales[scale_type == vlm::FLOAT32 ? 2 * i : i]);
+        put(random, scale_type, &scales[i * vlm::bytes_of(scale_type)]);
+    std::vector<float> factors(panels * vlm::PANEL);
+    for (float& each : factors) each = std::ldexp(1.0f, -(int)random.below(20) - 8);
     std::vector<uint8_t> zero(count);
     for (uint8_t& each : zero) each = random.below(16);
     const std::vector<T> x = random.numbers<T>(rows * DEEP, 2.0f);
@@ -142,7 +148,8 @@ static void coded_product(int64_t type, int64_t scale_type, bool zeros, bool dyn
                                              .zeros = zeros ? zero.data() : nullptr,
                                              .group = GROUP,
                                              .scale_type = scale_type,
-                                             .dynamic = dynamic},
+                                             .dynamic = dynamic,
+                                             .factors = roots ? factors.data() : nullptr},
                                   .rows = some,
                                   .x_stride = DEEP,
                                   .other_stride = 0,
@@ -162,7 +169,7 @@ static void coded_product(int64_t type, int64_t scale_type, bool zeros, bool dyn
 template <typename T>
 static void coded_products() {
     for (int64_t type : {vlm::INT8, vlm::INT4, vlm::FLOAT8})
-        for (int64_t scales : {vlm::FLOAT32, vlm::BFLOAT16, vlm::FLOAT16})
+        for (int64_t scales : {vlm::FLOAT32, vlm::BFLOAT16, vlm::FLOAT16, vlm::ROOTS})
             for (bool zeros : {false, true})
                 for (bool dynamic : {false, true})
                     for (int64_t rows : {1, 5, 13, 100})

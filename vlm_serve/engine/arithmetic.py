@@ -26,7 +26,7 @@ DTYPES = {
     "int8": torch.uint8,
 }
 """Option values and the types that are stored; int8 means unsigned codes with scales."""
-NUMERICS_VERSION = 4
+NUMERICS_VERSION = 5
 """Raised whenever a kernel's arithmetic changes: what older code computed is then not reused."""
 
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16

@@ -150,12 +150,17 @@ class Weights:
         return pieces(opened, part, shard)
 
     def _made_codes(self, part: Part, shard: Shard | None) -> Iterator[Codes] | None:
-        """Of a plain weight, if it is to be quantised."""
+        """Of a plain weight, if it is to be quantised. A shard of the depth has those of whole
+        rows."""
         depth = shape([part], shard)[1]
-        kind = None if self._bits is None else loading_format(self._bits, part, depth)
-        if kind is None:
+        if self._bits is None or loading_format(self._bits, part, depth) is None:
             return None
-        return quantised(part.pieces(self, shard), kind.bits, kind.group)
+        columns = range(part.sizes[1])
+        kind = loading_format(self._bits, part, len(columns))
+        assert kind is not None, "groups of a shard are groups of the row"
+        if shard is not None and shard.axis == 1:
+            columns, shard = shard.of(len(columns)), None
+        return quantised(part.pieces(self, shard), kind.bits, kind.group, columns)
 
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """A tensor as it lies in its file, read-only memory that is paged in when touched."""

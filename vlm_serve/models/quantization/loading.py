@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from vlm_serve.kernels.linear import Part
-from vlm_serve.kernels.linear.quantising import group_of
-from vlm_serve.models.quantization.base import integer_bytes
+from vlm_serve.kernels.linear.quantising import group_of, num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class OnLoad:
         return f"int{self.bits}"
 
     def nbytes(self, columns: int, depth: int) -> int:
-        """What `[N, K]` takes in memory."""
-        return integer_bytes(columns, depth, self.bits, self.group, zeros=False)
+        """What `[N, K]` takes in memory, whose K may be a shard of a row's."""
+        return num_bytes(columns, depth, self.bits, math.gcd(self.group, depth))
 
 
 def loading_format(bits: int, part: Part, depth: int) -> OnLoad | None:
