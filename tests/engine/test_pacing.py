@@ -198,12 +198,27 @@ def test_a_short_prompt_overtakes_the_rest_of_a_long_one() -> None:
     assert [delta.finish_reason for delta in world.run(plan)] == ["length"]
 
 
+def test_a_much_shorter_one_gets_a_step_and_then_it_is_the_long_ones_turn() -> None:
+    world = slow_world()
+    long = world.submit(5, length=600, max_tokens=1).sequences[0].number
+    world.run(world.plan())
+    for length in (5, 4):
+        short = world.submit(6, length=length, max_tokens=1).sequences[0].number
+        plan = world.plan()
+        assert planned(plan) == {short: length}
+        assert [delta.finish_reason for delta in world.run(plan)] == ["length"]
+        world.submit(7, length=600, max_tokens=1)
+        plan = world.plan()
+        assert planned(plan)[long] >= 16
+        world.run(plan)
+
+
 def test_a_long_prompt_overtakes_nothing() -> None:
     world = slow_world()
     first = world.submit(5, length=600, max_tokens=1)
     world.run(world.plan())
     second = world.submit(6, length=60, max_tokens=1)
-    third = world.submit(7, length=5, max_tokens=1)
+    third = world.submit(7, length=19, max_tokens=1)
     assert planned(world.plan()).keys() == {first.sequences[0].number, third.sequences[0].number}
     assert second.sequences[0] in world.scheduler.waiting
 

@@ -41,6 +41,8 @@ class SchedulerConfig:
 
 _LEAST_ALONE = 4
 """Times as many tokens at least has a step that nobody waits for yet."""
+_WORTH_A_STEP = 4
+"""Times as many tokens as a short prompt has a step must have, for it to get one of its own."""
 _MOST_OVERTAKING = 8
 """Waiting prompts that a step looks at to find short ones."""
 
@@ -49,9 +51,10 @@ class Planner:
     """Reserves blocks, rows and embeddings for what runs next.
 
     Decode tokens come first, then running prefills and replays, oldest first, then admissions, and
-    drafts from what is left. While a prefill needs more than the step has, up to half of the step
-    goes to waiting prompts that fit into that as a whole: a short one overtakes the rest of a long
-    one. While there are suspects of a failed step, the first of them runs alone.
+    drafts from what is left. While a prefill needs more than the step has, a short prompt overtakes
+    the rest of it: if it is much smaller than the step it gets one without the long one, whose turn
+    is the next; else up to half of the step goes to prompts that fit into that as a whole. While
+    there are suspects of a failed step, the first of them runs alone.
 
     Attributes:
         pace: limits the step.
@@ -73,6 +76,7 @@ class Planner:
         self._config = config
         self._drafting = drafting
         self._reports_left = 0
+        self._held_back = False
         self.pace = Pace(config.step_seconds, config.least_step_tokens)
         self.failures: list[tuple[Sequence, Exception]] = []
         self._admission = Admission(
@@ -130,50 +134,55 @@ class Planner:
     def _grant_prompts(self, running: list[Sequence], budget: int) -> int:
         """Plans slices of running prefills and replays, and admits what waits; returns the tokens
         planned."""
-        left = budget
+        left, kept = budget, 0
         prefills = [each for each in running if each.prefilling]
-        kept = self._kept_for_short_ones(prefills, budget)
+        held_back, self._held_back = self._held_back, False
+        if self._may_be_overtaken(prefills, budget):
+            if not held_back:
+                short = self._overtaking(prefills[0], budget // _WORTH_A_STEP)
+                taken = budget - self._admit(budget, short)
+                if taken:
+                    self._held_back = True
+                    return taken
+            most = max(0, min(budget // 2, budget - self._config.block_size))
+            kept = min(most, sum(each.num_tokens for each in self._overtaking(prefills[0])))
         for sequence in running:
             left -= self._grant(sequence, left - kept)
         # Where prefills wait for something themselves, there is room for long prompts too.
-        busy = left - kept < self._config.block_size
-        return budget - self._admit(left, whole=kept > 0 and busy)
+        whole = kept > 0 and left - kept < self._config.block_size
+        prefills = [each for each in self._roster.running if each.prefilling] if whole else []
+        beside = self._overtaking(min(prefills, key=order)) if prefills else None
+        return budget - self._admit(left, beside)
 
-    def _kept_for_short_ones(self, prefills: list[Sequence], budget: int) -> int:
-        """Tokens that running prefills leave to waiting prompts that may overtake them."""
+    def _may_be_overtaken(self, prefills: list[Sequence], budget: int) -> bool:
+        """Whether running prefills need more than a step, and there is a seat for others."""
         roster = self._roster
         needed = sum(each.prefill_target - each.num_computed for each in prefills)
-        if not needed or needed <= budget or roster.suspects:
-            return 0
-        if len(roster.running) >= self._config.max_num_seqs:
-            return 0
-        waiting = self._overtaking(prefills[0])
-        most = max(0, min(budget // 2, budget - self._config.block_size))
-        return min(most, sum(each.num_tokens for each in waiting))
+        full = len(roster.running) >= self._config.max_num_seqs
+        return bool(needed) and needed > budget and not roster.suspects and not full
 
-    def _overtaking(self, prefill: Sequence) -> list[Sequence]:
-        """Of what waits, what may overtake a prefill: nothing of a lower priority."""
+    def _overtaking(self, prefill: Sequence, most: int | None = None) -> list[Sequence]:
+        """Of what waits, what may overtake a prefill: nothing of a lower priority, and of no more
+        than so many tokens."""
         found: list[Sequence] = []
         for sequence in self._roster.waiting:
             lower = sequence.request.priority > prefill.request.priority
             if lower or len(found) == _MOST_OVERTAKING:
                 break
-            if sequence.overtakes and not sequence.fetching and sequence.lease is None:
+            free = sequence.overtakes and not sequence.fetching and sequence.lease is None
+            if free and (most is None or sequence.num_tokens <= most):
                 found.append(sequence)
         return found
 
-    def _admit(self, budget: int, *, whole: bool) -> int:
+    def _admit(self, budget: int, short: list[Sequence] | None) -> int:
         """Admits what waits; returns the budget that is left.
 
         Args:
             budget: tokens.
-            whole: only prompts that it covers whole, of those that may overtake what runs.
+            short: only these, and only those of them that it covers whole; None: whoever comes.
         """
-        roster, most = self._roster, budget
-        waiting = roster.suspects[:1] or list(roster.waiting)
-        if whole:
-            prefills = [each for each in roster.running if each.prefilling]
-            waiting = self._overtaking(min(prefills, key=order)) if prefills else waiting
+        roster, most, whole = self._roster, budget, short is not None
+        waiting = short or [] if whole else roster.suspects[:1] or list(roster.waiting)
         for sequence in waiting:
             if sequence.lease is not None or sequence.fetching:
                 continue
