@@ -66,10 +66,12 @@ def _advise(libc: ctypes.CDLL) -> None:
         free(block)
 
 
-def release_freed_memory() -> bool:
+def release_freed_memory(*, regrow: bool = False) -> bool:
     """Give pages on which nothing lives back to the kernel, wherever in the heap they are.
 
-    A heap that is kept grows by its reserve again, with the advice that went with its end.
+    Args:
+        regrow: a heap that is kept grows by its reserve again, with the advice that went with its
+            end. Not while others wait: the kernel may have to move much to find a large page.
 
     Returns:
         Whether there was a way to: False where the C library is not glibc. Takes milliseconds.
@@ -79,6 +81,6 @@ def release_freed_memory() -> bool:
     if trim is None:
         return False
     trim(0)
-    if _reserve:
+    if regrow and _reserve:
         _advise(libc)
     return True

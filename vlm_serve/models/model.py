@@ -297,5 +297,5 @@ def load_model(
         dynamic=dynamic,
     )
     model = Model(spec, weights, fingerprint(directory), drafts=drafts)
-    release_freed_memory()  # what pieces of weights needed on their way
+    release_freed_memory(regrow=True)  # what pieces of weights needed on their way
     return model
