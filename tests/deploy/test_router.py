@@ -12,7 +12,7 @@ import pytest
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import RequestRouter
 
-from vlm_serve.deploy import board
+from vlm_serve.deploy import board, router
 from vlm_serve.deploy.core import Core
 from vlm_serve.deploy.router import AffinityRouter
 from vlm_serve.routing.view import Spent
@@ -46,12 +46,12 @@ def replicas(*names: str) -> list[Any]:
     ]
 
 
-def request(*args: Any, **wishes: Any) -> Any:
+def request(*args: Any, name: str = "one", **wishes: Any) -> Any:
     return SimpleNamespace(
         args=list(args),
         kwargs=wishes,
         routing_context=SimpleNamespace(should_backoff=False),
-        metadata=SimpleNamespace(internal_request_id="one"),
+        metadata=SimpleNamespace(internal_request_id=name),
     )
 
 
@@ -138,6 +138,24 @@ def test_an_end_of_which_the_front_knows_nothing_is_told_at_once(
     board.BOARD.over(7, None)
     adapter.on_request_completed(replica.replica_id, "one")
     assert heard == [("a", (b"k",), 0, None)]
+
+
+def test_requests_of_whose_ends_nobody_tells_count_as_ended(
+    adapter: AffinityRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "BOARD", board.Board(replicas=("a",)))
+    monkeypatch.setattr(router, "MAX_OPEN", 3)
+    heard: list[Any] = []
+    monkeypatch.setattr(adapter._core, "ended", lambda *said: heard.append(said))
+    (replica,) = replicas("a")
+    for number in range(5):
+        asked = request("front", number, name=f"request {number}", keys=(b"k",), tokens=number)
+        adapter.on_request_routed(asked, replica.replica_id, None)
+        board.BOARD.over(number, None)
+    assert len(adapter._sent) == 3
+    assert ranked(adapter, replicas("a"), request())
+    assert heard == [("a", (b"k",), tokens, None) for tokens in (0, 1)]
+    assert not adapter._completed
 
 
 def test_the_board_keeps_the_last_of_what_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from vlm_serve.deploy import board
 from vlm_serve.deploy.core import Core
 
 _log = logging.getLogger(__name__)
+MAX_OPEN = 65_536
+"""Requests of whose ends Serve is yet to tell. Whichever it never tells of count as ended then."""
 
 
 class AffinityRouter(RequestRouter):
@@ -30,7 +32,7 @@ class AffinityRouter(RequestRouter):
 
     def initialize_state(self, **_: Any) -> None:
         self._core = Core()
-        self._sent: dict[str, tuple[int, Sequence[bytes], int]] = {}
+        self._sent: dict[str, tuple[int, tuple[str, Sequence[bytes], int]]] = {}
         self._completed: dict[int, tuple[str, Sequence[bytes], int]] = {}
 
     async def choose_replicas(
@@ -81,15 +83,15 @@ class AffinityRouter(RequestRouter):
         wishes, name = _wishes(pending_request), replica_id.unique_id
         number = pending_request.args[1]
         board.BOARD.routed[number] = name
-        request = wishes.get("keys", ()), wishes.get("tokens", 0)
-        self._sent[pending_request.metadata.internal_request_id] = number, *request
-        self._core.sent(name, *request)
+        request = name, wishes.get("keys", ()), wishes.get("tokens", 0)
+        self._sent[pending_request.metadata.internal_request_id] = number, request
+        self._core.sent(*request)
+        while len(self._sent) > MAX_OPEN:
+            self._completed.update([self._sent.pop(next(iter(self._sent)))])
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        request = self._sent.pop(internal_request_id, None)
-        if request is not None:
-            number, keys, tokens = request
-            self._completed[number] = replica_id.unique_id, keys, tokens
+        if internal_request_id in self._sent:
+            self._completed.update([self._sent.pop(internal_request_id)])
         self._settle()
 
     def _settle(self) -> None:
