@@ -34,6 +34,7 @@ from make_checkpoint import make_checkpoint  # noqa: E402
 
 from vlm_serve.kernels.host_memory import retain_freed_memory  # noqa: E402
 from vlm_serve.models import Model, load_model  # noqa: E402
+from vlm_serve.server.draining import SWITCH_SECONDS  # noqa: E402
 
 SPEC = replace(BENCHMARK_SPEC, num_layers=4, vision_depth=4, vision_intermediate_size=3072)
 TOWERS = {
@@ -121,7 +122,7 @@ def main() -> None:
     run_as(options.isa)
     retain_freed_memory()
     torch.set_num_threads(options.threads)
-    sys.setswitchinterval(0.0005)  # as the server has it
+    sys.setswitchinterval(SWITCH_SECONDS)
     print(describe(options.threads))
     print(
         "| tower | type | patches | one call, ms | products | torch | busy, ms | products | torch |"

@@ -182,7 +182,9 @@ class Planner:
             short: only these, and only those of them that it covers whole; None: whoever comes.
         """
         roster, most, whole = self._roster, budget, short is not None
-        waiting = short or [] if whole else roster.suspects[:1] or list(roster.waiting)
+        waiting = short
+        if waiting is None:
+            waiting = roster.suspects[:1] or list(roster.waiting)
         for sequence in waiting:
             if sequence.lease is not None or sequence.fetching:
                 continue

@@ -61,8 +61,8 @@ class CompiledTower:
         if self._dim > _MOST_DIM:
             raise UnsupportedError(f"heads of {self._dim} dims, more than {_MOST_DIM}")
         self.width = merger.fc2.columns * (1 + len(late))
-        self._axes = torch.arange(2, dtype=torch.int32).repeat_interleave(len(inv_freq))
-        self._program.rotate(inv_freq.repeat(2), self._axes)
+        axes = torch.arange(2, dtype=torch.int32).repeat_interleave(len(inv_freq))
+        self._program.rotate(inv_freq.repeat(2), axes)
         features = 0
         for index, block in enumerate(blocks):
             self._add_attention(block)

@@ -27,7 +27,6 @@ void perform(const Run& run, const Turn& op) {
 // Keys and values are read where they lie: every token is a block.
 template <typename T>
 Attention attention_job(const Run& run, const SeeAll& op) {
-    const Step& step = run.step;
     T* first = run.rows<T>(op.x)(0);
     Pages pages{};
     pages.form = sizeof(T) == 4 ? KV_FLOAT32 : KV_BFLOAT16;
@@ -36,22 +35,17 @@ Attention attention_job(const Run& run, const SeeAll& op) {
     pages.head_stride = op.room;
     pages.k = first + op.heads * op.room;
     pages.v = first + 2 * op.heads * op.room;
-    return {.sequences = step.sequences,
-            .threads = step.threads,
-            .heads = op.heads,
-            .kv_heads = op.heads,
-            .head_dim = op.room,
-            .q_stride = op.x.stride,
-            .q_head = op.room,
-            .pages = pages,
-            .first_key = 0,
-            .whole = 1,
-            .scale = op.scale,
-            .offsets = step.first_token,
-            .starts = step.start,
-            .tables = step.tables,
-            .q = first,
-            .out = run.rows<T>(op.out)(0)};
+    const Attend same{.q = op.x,
+                      .out = op.out,
+                      .heads = op.heads,
+                      .kv_heads = op.heads,
+                      .head_dim = op.room,
+                      .pages = pages,
+                      .first_key = 0,
+                      .scale = op.scale};
+    Attention job = attention_job<T>(run, same);
+    job.whole = 1;
+    return job;
 }
 
 template <typename T>
