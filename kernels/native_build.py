@@ -23,7 +23,11 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from vlm_serve.kernels.native_processor import lacking, processor_identity
+from vlm_serve.kernels.native_processor import (
+    lacking,
+    processor_identity,
+    tile_registers_refused,
+)
 
 SOURCES = (Path(__file__).parent / "native", Path(__file__).parents[1] / "models" / "native")
 """Ops of single layers, and the compiled forward, which is made of them. No two files have the same
@@ -46,6 +50,7 @@ SANITIZER_FLAGS = (
     "-g",
     "-O1",
 )
+WITHOUT_TILES = ("-mno-amx-bf16", "-mno-amx-int8", "-mno-amx-tile")
 TIME_LIMIT_S = 120.0
 KEPT_FOR_S = 7 * 24 * 3600.0
 
@@ -62,16 +67,20 @@ class Recipe:
         compiler: path of the C++ compiler.
         arch: the processor to compile for, as `-march` takes it.
         sanitized: whether the library checks its memory accesses and arithmetic as it runs.
+        tiles: whether it may use tile registers if the processor has any.
     """
 
     compiler: str
     arch: str
     sanitized: bool
+    tiles: bool = True
 
     @property
     def flags(self) -> tuple[str, ...]:
         """The compiler's flags."""
-        return (*FLAGS, f"-march={self.arch}", *(SANITIZER_FLAGS if self.sanitized else ()))
+        without = () if self.tiles else WITHOUT_TILES
+        sanitizer = SANITIZER_FLAGS if self.sanitized else ()
+        return (*FLAGS, f"-march={self.arch}", *without, *sanitizer)
 
     def path(self) -> Path:
         """Where the library is kept, whether or not it has been built.
@@ -101,7 +110,8 @@ def recipe() -> Recipe:
         BuildError: there is no compiler.
     """
     arch = os.environ.get("VLM_SERVE_NATIVE_ARCH") or "native"
-    return Recipe(_compiler(), arch, os.environ.get("VLM_SERVE_NATIVE_SANITIZE", "0") == "1")
+    sanitized = os.environ.get("VLM_SERVE_NATIVE_SANITIZE", "0") == "1"
+    return Recipe(_compiler(), arch, sanitized, tiles=not tile_registers_refused())
 
 
 def build(how: Recipe, target: Path) -> None:

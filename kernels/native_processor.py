@@ -3,6 +3,7 @@ processor has. One that the processor lacks would end the process without a word
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from collections.abc import Set
 from pathlib import Path
@@ -76,6 +77,18 @@ def processor_identity() -> bytes:
         next((line for line in lines if line.startswith(key)), "")
         for key in ("model name", "flags", "Features")
     ).encode()
+
+
+def tile_registers_refused() -> bool:
+    """Whether the processor has tile registers (AMX) that the system does not let this process use.
+
+    Linux gives them to a process that asks, which this does.
+    """
+    if "amx_tile" not in _flags():
+        return False
+    arch_prctl, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    result: int = ctypes.CDLL(None).syscall(arch_prctl, request, tile_data)
+    return result != 0
 
 
 def _flags() -> set[str]:

@@ -28,6 +28,7 @@ class Digests:
     Attributes:
         float32: of everything computed in float32.
         pairs: of that and of products of bfloat16 pairs; None if the library has none.
+        tiles: whether those are made tile by tile, which gives them other bits.
         integer_dots: whether it sums products of bytes in one instruction; they have the same bits
             where it does not.
     """
@@ -35,6 +36,7 @@ class Digests:
     float32: str
     pairs: str | None
     integer_dots: bool = False
+    tiles: bool = False
 
 
 def run(library: ctypes.CDLL) -> Digests:
@@ -44,12 +46,12 @@ def run(library: ctypes.CDLL) -> Digests:
         BuildError: it does not come to its end.
         AttributeError: the library has none.
     """
-    digests = (ctypes.c_uint64 * 3)()
+    digests = (ctypes.c_uint64 * 4)()
     library.vlm_self_test.restype = ctypes.c_int64
     if library.vlm_self_test(digests):
         raise BuildError("the library's self-test does not come to its end")
     float32, pairs = (f"{digest:016x}" for digest in digests[:2])
-    return Digests(float32, pairs if digests[1] else None, bool(digests[2]))
+    return Digests(float32, pairs if digests[1] else None, *map(bool, digests[2:]))
 
 
 def check(library: ctypes.CDLL) -> None:

@@ -47,6 +47,15 @@ void pack_pairs(const bf16* const* from, int64_t rows, int64_t depth, int64_t wo
 
 }  // namespace
 
+void Operand::pack_tile_row(const bf16* from, int64_t depth, int64_t step, char* to) {
+    constexpr int64_t BYTES = 2 * TILE_DEPTH;
+    for (; depth >= TILE_DEPTH; depth -= TILE_DEPTH, from += TILE_DEPTH, to += step)
+        std::memcpy(to, from, BYTES);
+    if (!depth) return;
+    std::memcpy(to, from, 2 * depth);
+    std::memset(to + 2 * depth, 0, BYTES - 2 * depth);
+}
+
 // Many rows by way of squares in registers, whose stores write over the lanes that have no row.
 template <typename T>
 void Operand::pack(const T* const* from, int64_t rows, int64_t depth, int64_t padded, int64_t type,

@@ -21,6 +21,7 @@ class Operand {
         const int64_t depth = weight.depth, type = weight.type;
         rows_ = rows;
         pairs_ = in_pairs<T>(type);
+        if (in_tiles<T>(type)) return take_tiles(rows, depth, at);
         groups_ = (rows + MOST_ROWS - 1) / MOST_ROWS;
         const int64_t group = weight.dynamic ? row_group(weight) : weight.group;
         const int64_t sums = is_codes(type) ? depth / group : 0;
@@ -47,7 +48,8 @@ class Operand {
 
     // Has room for as many rows as `most_rows` says, so that `take` asks for none.
     void reserve(int64_t depth) {
-        room_.of(most_rows(depth) * (depth + depth / LEAST_GROUP + 1) + LANES);
+        room_.of(most_rows(depth, false) * (depth + depth / LEAST_GROUP + 1) + LANES);
+        if (TILE_PRODUCTS) room_.of(tile_words(most_rows(depth, true), depth));
     }
 
     int64_t rows() const { return rows_; }
@@ -57,7 +59,31 @@ class Operand {
     int64_t size(int64_t group) const { return first(group + 1) - first(group); }
     const float* group(int64_t index) const { return place_ + first(index) * words_; }
 
+    // Beside tile products: `[tiles, K / 32, rows of a tile, 32]`, where tiles are of 16 rows, or
+    // of all of them if they are fewer. What K lacks is zero.
+    const char* tiles() const { return (const char*)place_; }
+
   private:
+    static int64_t tile_words(int64_t rows, int64_t depth) {
+        const int64_t all =
+            rows > TILE_ROWS ? (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS : rows;
+        return all * ((depth + TILE_DEPTH - 1) / TILE_DEPTH) * (TILE_DEPTH / 2);
+    }
+
+    template <typename At>
+    void take_tiles(int64_t rows, int64_t depth, const At& at) {
+        char* to = (char*)room_.of(tile_words(rows, depth));
+        place_ = (const float*)to;
+        const int64_t blocks = (depth + TILE_DEPTH - 1) / TILE_DEPTH;
+        const int64_t wide = std::min(rows, TILE_ROWS) * 64;
+        for (int64_t r = 0; r < rows; ++r)
+            pack_tile_row((const bf16*)at(r), depth, wide,
+                          to + r / TILE_ROWS * blocks * wide + r % TILE_ROWS * 64);
+    }
+
+    // One row, whose blocks are `step` bytes from each other.
+    static void pack_tile_row(const bf16* from, int64_t depth, int64_t step, char* to);
+
     template <typename T>
     void pack(const T* const* from, int64_t rows, int64_t depth, int64_t padded, int64_t type,
               float* to) const;

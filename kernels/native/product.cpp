@@ -3,6 +3,7 @@
 
 #include "grouped.h"
 #include "singles.h"
+#include "tiles.h"
 
 namespace vlm {
 
@@ -206,6 +207,8 @@ void multiply(const Weight& weight, int64_t index, const Operand& x, float* sums
     if (factors) ask_for(factors);
     if (is_codes(weight.type))
         multiply_codes(weight, index, x, sums);
+    else if (x.pairs() && TILE_PRODUCTS)
+        multiply_tiles(weight, index, x, sums);
     else
         multiply_dense(weight, index, x, sums);
     if (factors)

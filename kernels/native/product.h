@@ -27,7 +27,9 @@ struct Workplace {
     Operand operand;
     Room sums[2];
 
-    float* sums_of(int which) { return sums[which].of(ROW_BLOCK * PANEL); }
+    float* sums_of(int which) {
+        return sums[which].of((TILE_PRODUCTS ? TILES_BLOCK : ROW_BLOCK) * PANEL);
+    }
 
     // Has room for products of such a depth.
     void reserve(int64_t depth) {
@@ -51,12 +53,12 @@ struct Split {
     int64_t rows, panels, blocks, groups;
     int64_t large = 0, ahead = 0;  // groups that come first, and the panels that they have together
 
-    Split(int64_t count, const Weight& weight, int64_t threads)
+    Split(int64_t count, const Weight& weight, bool tiles, int64_t threads)
         : rows(count), panels(panels_of(weight)) {
-        const int64_t most = most_rows(weight.depth);
+        const int64_t most = most_rows(weight.depth, tiles);
         blocks = (rows + most - 1) / most;
         const int64_t bytes = panel_bytes(weight.depth, weight.type);
-        if (rows <= MOST_ROWS && threads > 1) {
+        if (rows <= (tiles ? TILE_ROWS : MOST_ROWS) && threads > 1) {
             split_few(bytes, threads);
             return;
         }
@@ -92,7 +94,7 @@ struct Split {
 template <typename T, typename At, typename Each>
 void for_panels(const Weight& weight, int64_t rows, int64_t threads, const At& at,
                 const Each& each) {
-    const Split split(rows, weight, threads);
+    const Split split(rows, weight, in_tiles<T>(weight.type), threads);
     Workplace& own = own_workplace();
     int64_t taken = -1;
 #pragma omp for schedule(dynamic, 1)

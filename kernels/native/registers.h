@@ -37,6 +37,13 @@ constexpr bool PAIR_PRODUCTS = true;
 constexpr bool PAIR_PRODUCTS = false;
 #endif
 
+// Whether products of whole tiles of them are; see tiles.h.
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+constexpr bool TILE_PRODUCTS = true;
+#else
+constexpr bool TILE_PRODUCTS = false;
+#endif
+
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Signed __attribute__((vector_size(4 * WIDTH)));

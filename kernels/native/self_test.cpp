@@ -275,6 +275,7 @@ void self_test(uint64_t* digests) {
     digests[0] = digest.value;
     digests[1] = 0;
     digests[2] = INTEGER_DOTS;
+    digests[3] = TILE_PRODUCTS;
     if (!PAIR_PRODUCTS) return;
     // On top of the others, since whoever multiplies pairs computes the rest in float32.
     products<bf16, bf16>(digest, BFLOAT16);
@@ -287,7 +288,8 @@ void self_test(uint64_t* digests) {
 }  // namespace vlm
 
 // Two digests: of float32 arithmetic, and of that and products of bfloat16 pairs, 0 where there are
-// none. Then whether sums of products of bytes are one instruction. Returns what `guarded` does.
+// none. Then whether sums of products of bytes are one instruction, and whether products of tiles
+// are. Returns what `guarded` does.
 extern "C" int64_t vlm_self_test(uint64_t* digests) {
     return vlm::guarded([=] { vlm::self_test(digests); });
 }

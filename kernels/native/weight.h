@@ -14,6 +14,10 @@ constexpr int64_t DEPTH = WIDTH == 16 ? 256 : 128;   // of a panel's part that s
 constexpr int64_t ROW_BLOCK = 192;          // rows that pass over a panel together, at most
 constexpr int64_t OPERAND_BYTES = 3 << 19;  // of their packed values, unless that is a few rows
 
+// Likewise of rows in tiles, whose sums a processor may compute in one instruction.
+constexpr int64_t TILE_ROWS = 16, TILE_DEPTH = 32;
+constexpr int64_t TILES_BLOCK = 384, TILES_BYTES = 1 << 20;
+
 constexpr int64_t LEAST_GROUP = 16, MOST_GROUP = 128;
 
 enum Type : int64_t {
@@ -76,14 +80,22 @@ inline int64_t panel_bytes(int64_t depth, int64_t type) {
     return padded(depth, type) * panel_step(type);
 }
 
-// Whether rows of T meet such a weight in products of pairs.
+// Whether rows of T meet such a weight in products of pairs, and those in products of tiles.
 template <typename T>
 inline bool in_pairs(int64_t type) {
     return PAIR_PRODUCTS && sizeof(T) == 2 && type == BFLOAT16;
 }
+template <typename T>
+inline bool in_tiles(int64_t type) {
+    return TILE_PRODUCTS && in_pairs<T>(type);
+}
 
-// Most rows of an operand of such a depth.
-inline int64_t most_rows(int64_t depth) {
+// Most rows of an operand of such a depth, in products of tiles or others.
+inline int64_t most_rows(int64_t depth, bool tiles) {
+    if (tiles) {
+        const int64_t most = TILES_BYTES / (2 * depth) / (2 * TILE_ROWS) * (2 * TILE_ROWS);
+        return std::max(2 * TILE_ROWS, std::min(most, TILES_BLOCK));
+    }
     const int64_t most = OPERAND_BYTES / (4 * depth) / MOST_ROWS * MOST_ROWS;
     return std::max(2 * MOST_ROWS, std::min(most, ROW_BLOCK));
 }

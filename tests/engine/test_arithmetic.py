@@ -21,6 +21,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TORCH = Backend(CPU)
 PLAIN = Backend(CPU, Digests("aaaa", None))
 PAIRS = Backend(CPU, Digests("aaaa", "bbbb"))
+TILES = Backend(CPU, Digests("aaaa", "bbbb", tiles=True))
 
 
 def types_of(checkpoint: str, backend: Backend, **options: Any) -> dict[str, str]:
@@ -82,6 +83,7 @@ def test_a_compute_type_for_which_there_is_no_code(
     ("checkpoint", "backend", "options", "reason"),
     [
         ("bfloat16", PAIRS, {}, "there are products of bfloat16 pairs"),
+        ("bfloat16", TILES, {}, "there are products of bfloat16 tiles \\(AMX\\)"),
         ("bfloat16", PLAIN, {}, "no products of bfloat16 pairs .* widened in registers"),
         ("float16", PAIRS, {}, "no products of float16; weights are widened"),
         ("float32", PAIRS, {}, "as the weights"),
@@ -110,6 +112,7 @@ def test_numerics_name_digest_and_torch() -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     of_torch = f"torch {torch.__version__} {capability}"
     assert numerics(PAIRS) == f"version 5, cpu-compiled bfloat16-pairs bbbb, {of_torch}"
+    assert numerics(TILES) == f"version 5, cpu-compiled bfloat16-tiles bbbb, {of_torch}"
     assert numerics(PLAIN) == f"version 5, cpu-compiled float32 aaaa, {of_torch}"
     assert numerics(TORCH) == f"version 5, {of_torch}"
     assert numerics(TORCH, deterministic=True) == f"version 5, {of_torch}, deterministic"

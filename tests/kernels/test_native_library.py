@@ -15,7 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -293,6 +295,30 @@ def test_instructions_that_this_processor_lacks(
     forget()
     monkeypatch.setenv("VLM_SERVE_NATIVE_ARCH", "x86-64-v3")
     assert load().answer() == 42
+
+
+@x86
+@pytest.mark.parametrize(
+    ("flags", "result", "tiles"),
+    [
+        ("avx2 amx_tile amx_bf16", 0, True),
+        ("avx2 amx_tile amx_bf16", -1, False),
+        ("avx2", -1, True),
+    ],
+)
+def test_tile_registers_that_a_process_must_not_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, result: int, tiles: bool
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"flags\t\t: {flags}\n")
+    monkeypatch.setattr(native_processor, "_CPUINFO", cpuinfo)
+    process = SimpleNamespace(syscall=lambda *asked: result)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: process)
+    how = recipe()
+    assert how.tiles == tiles
+    macros = native_build.predefined(replace(how, arch="sapphirerapids"), time.monotonic() + 60)
+    assert ("__AMX_TILE__" in macros) == tiles
+    assert "__AVX512BF16__" in macros
 
 
 @x86

@@ -3,7 +3,7 @@
 The program in this folder calls every kernel with seeded inputs and prints a digest of each result.
 It is built for the processors below, and run where this machine can: its own processor runs its
 own code, QEMU that of another architecture if Debian's cross compiler for it is there. float32
-must have the same bits everywhere, bfloat16 where pairs of it are multiplied in the same way.
+must have the same bits everywhere, bfloat16 where it is multiplied in the same way.
 Then the kernels' Python tests run, natively and as on a machine that has AVX2 at most.
 
 What is only compiled, or not even that, is listed with its reason and counted.
@@ -45,9 +45,11 @@ PROCESSORS = {
     "x86-64-v3": "x86_64",
     "x86-64-v4": "x86_64",
     "znver4": "x86_64",
+    "sapphirerapids": "x86_64",
     "armv8.2-a": "aarch64",
 }
 """What `-march` takes, and the architecture of it."""
+PRODUCTS = ("singles", "pairs", "tiles")
 # For compilers that do not know a processor (GCC knows znver4 from 12.3 on): another one with the
 # same instructions for the kernels.
 STAND_INS = {"znver4": "cooperlake"}
@@ -73,12 +75,12 @@ class Report:
     """What the program prints.
 
     Attributes:
-        pairs: whether pairs of bfloat16 are multiplied in one instruction.
+        products: how bfloat16 is multiplied: in "singles", "pairs" or "tiles" an instruction.
         digests: by case: activations, kernel and what it was called with.
         differing: cases that depend on the number of threads or on other rows, and how.
     """
 
-    pairs: bool
+    products: str
     digests: dict[str, str]
     differing: tuple[str, ...] = ()
 
@@ -130,17 +132,17 @@ def outcome(processor: str) -> Outcome:
 
 def parsed(printed: str) -> Report:
     """What the program has printed, line by line."""
-    pairs, digests, differing = False, {}, []
+    products, digests, differing = "singles", {}, []
     for line in printed.splitlines():
         kind, _, rest = line.partition(" ")
-        if kind == "pair_products":
-            pairs = rest == "1"
+        if kind == "products":
+            products = rest
         elif kind == "differs":
             differing.append(rest)
         elif kind in ("float32", "bf16"):
             name, digest = rest.split()
             digests[f"{kind} {name}"] = digest
-    return Report(pairs, digests, tuple(differing))
+    return Report(products, digests, tuple(differing))
 
 
 def kernel(case: str) -> str:
@@ -161,7 +163,7 @@ def differences(outcomes: Sequence[Outcome]) -> Iterator[str]:
             first, other = next(
                 (name, each)
                 for name, each in reports
-                if case.startswith("float32 ") or each.pairs == report.pairs
+                if case.startswith("float32 ") or each.products == report.products
             )
             if other.digests.get(case) != digest:
                 theirs = other.digests.get(case, "absent")
@@ -177,14 +179,14 @@ def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
     states = [each.state for each in outcomes]
     counts = (f"{states.count(state)} {state}" for state in ("run", "compiled only", "not built"))
     yield f"{len(outcomes)} processors: {', '.join(counts)}"
-    yield f"float32 cases compared between: {', '.join(_ran(outcomes, (False, True)))}"
-    for pairs, how in ((False, "one by one"), (True, "in pairs")):
-        names = ", ".join(_ran(outcomes, (pairs,))) or "none"
+    yield f"float32 cases compared between: {', '.join(_ran(outcomes, PRODUCTS))}"
+    for how in PRODUCTS:
+        names = ", ".join(_ran(outcomes, (how,))) or "none"
         yield f"bfloat16 cases compared between those that multiply {how}: {names}"
 
 
-def _ran(outcomes: Sequence[Outcome], pairs: tuple[bool, ...]) -> list[str]:
-    return [each.processor for each in outcomes if each.report and each.report.pairs in pairs]
+def _ran(outcomes: Sequence[Outcome], products: tuple[str, ...]) -> list[str]:
+    return [each.processor for each in outcomes if each.report and each.report.products in products]
 
 
 def _recipe(processor: str) -> Recipe:

@@ -6,6 +6,7 @@
 #include "matrix.h"
 #include "operand.cpp"
 #include "product.cpp"
+#include "tiles.cpp"
 
 namespace cases {
 
@@ -187,6 +188,34 @@ static void products() {
     }
 }
 
+// A sum of products of tiles as tiles.h describes it, number by number.
+static float in_tiles(const bf16* x, const bf16* weight, int64_t depth) {
+    float total = 0.0f;
+    for (int64_t block = 0; block < depth; block += vlm::TILE_DEPTH) {
+        float even_odd[2] = {};
+        for (int64_t k = block; k < std::min(depth, block + vlm::TILE_DEPTH); ++k)
+            even_odd[k % 2] =
+                std::fma(vlm::load_one(x + k), vlm::load_one(weight + k), even_odd[k % 2]);
+        total += even_odd[0] + even_odd[1];
+    }
+    return total;
+}
+
+static void tile_products() {
+    for (int64_t depth : {1, 31, 32, 300, 1029})
+        for (int64_t rows : {1, 16, 17, 33, 500}) {
+            const std::string name = "tiles/" + std::to_string(rows) + "x" + std::to_string(depth);
+            Random random(name);
+            const Product<bf16> own(random, vlm::BFLOAT16, vlm::PLAIN, rows, 33, depth);
+            std::vector<bf16> wanted(rows * 33);
+            for (int64_t r = 0; r < rows; ++r)
+                for (int64_t c = 0; c < 33; ++c)
+                    vlm::store_one(&wanted[r * 33 + c],
+                                   in_tiles(&own.x[r * own.x_stride], own.matrix.row(c), depth));
+            expect(alike(own.run(0, rows, 2), wanted), 16, name, "from the definition");
+        }
+}
+
 static void packings() {
     for (int64_t type : {vlm::FLOAT32, vlm::BFLOAT16, vlm::FLOAT16}) {
         const std::string name = std::string("vlm_pack/") + TYPES[type];
@@ -203,6 +232,7 @@ void linear_cases() {
     packings();
     products<float>();
     products<bf16>();
+    if (vlm::TILE_PRODUCTS) tile_products();
     coded_products<float>();
     coded_products<bf16>();
 }

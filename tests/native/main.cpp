@@ -40,7 +40,8 @@ std::vector<int64_t> offsets(const std::vector<Slice>& slices) {
 }  // namespace cases
 
 int main() {
-    std::printf("width %d\npair_products %d\n", vlm::WIDTH, (int)vlm::PAIR_PRODUCTS);
+    const char* products = vlm::TILE_PRODUCTS ? "tiles" : vlm::PAIR_PRODUCTS ? "pairs" : "singles";
+    std::printf("width %d\nproducts %s\n", vlm::WIDTH, products);
     cases::linear_cases();
     cases::attention_cases();
     cases::delta_cases();

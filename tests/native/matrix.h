@@ -12,6 +12,9 @@ class Matrix {
 
     vlm::Weight weight() const;
 
+    // Of bfloat16, as it was before it was packed.
+    const bf16* row(int64_t column) const { return (const bf16*)&plain_[column * stride_]; }
+
     // The packed values, packed again by so many threads, the columns from `cut` on on their own.
     std::vector<int64_t> packed(int64_t threads, int64_t cut) const;
 

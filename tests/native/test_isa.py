@@ -28,30 +28,32 @@ def test_results_do_not_depend_on_the_processor(outcomes: list[Outcome]) -> None
     assert not list(differences(outcomes))
 
 
-def ran(processor: str, pairs: bool, **digests: str) -> Outcome:
+def ran(processor: str, products: str, **digests: str) -> Outcome:
     cases = {f"float32 {name}": "0" for name in FUNCTIONS}
     cases |= {name.replace("_vlm", " vlm", 1): digest for name, digest in digests.items()}
-    return Outcome(processor, "run", "", Report(pairs, cases))
+    return Outcome(processor, "run", "", Report(products, cases))
 
 
 def test_differences_name_kernel_and_case() -> None:
-    first = ran("native", False, float32_vlm_linear="1")
-    assert list(differences([first, ran("znver4", True, float32_vlm_linear="2")])) == [
+    first = ran("native", "singles", float32_vlm_linear="1")
+    assert list(differences([first, ran("znver4", "pairs", float32_vlm_linear="2")])) == [
         "vlm_linear: float32 vlm_linear is 2 on znver4, 1 on native"
     ]
 
 
-def test_bfloat16_is_compared_where_pairs_are_multiplied_alike() -> None:
-    first = ran("native", False, bf16_vlm_linear="1")
-    assert not list(differences([first, ran("znver4", True, bf16_vlm_linear="2")]))
-    assert list(differences([first, ran("x86-64-v3", False, bf16_vlm_linear="2")]))
+def test_bfloat16_is_compared_where_it_is_multiplied_alike() -> None:
+    first = ran("native", "singles", bf16_vlm_linear="1")
+    assert not list(differences([first, ran("znver4", "pairs", bf16_vlm_linear="2")]))
+    assert list(differences([first, ran("x86-64-v3", "singles", bf16_vlm_linear="2")]))
 
 
 def test_what_is_printed() -> None:
     report = parsed(
-        "width 8\npair_products 1\nfloat32 vlm_gates/1 ab\ndiffers bf16 vlm_gates/1: 2 threads\n"
+        "width 8\nproducts pairs\nfloat32 vlm_gates/1 ab\ndiffers bf16 vlm_gates/1: 2 threads\n"
     )
-    assert report == Report(True, {"float32 vlm_gates/1": "ab"}, ("bf16 vlm_gates/1: 2 threads",))
+    assert report == Report(
+        "pairs", {"float32 vlm_gates/1": "ab"}, ("bf16 vlm_gates/1: 2 threads",)
+    )
     outcomes = [
         Outcome("native", "run", "", report),
         Outcome("armv8.2-a", "not built", "aarch64-linux-gnu-g++ was not found"),

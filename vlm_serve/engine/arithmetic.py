@@ -31,6 +31,7 @@ NUMERICS_VERSION = 5
 
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
 _PAIRS = "products of bfloat16 pairs (AVX512-BF16)"
+_TILES = "products of bfloat16 tiles (AMX)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,11 @@ class Backend:
         return self.digests is not None
 
     @property
-    def pairs(self) -> bool:
-        """Whether they have products of bfloat16 pairs."""
-        return self.digests is not None and self.digests.pairs is not None
+    def products(self) -> str | None:
+        """How they multiply bfloat16 by itself, if the processor can; None if it cannot."""
+        if self.digests is None or self.digests.pairs is None:
+            return None
+        return _TILES if self.digests.tiles else _PAIRS
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +198,7 @@ def _compute(
     """The type of activations, and why."""
     wanted = None if config.compute_dtype == "auto" else DTYPES[config.compute_dtype]
     if backend.compiled:
-        return _compiled_compute(wanted, weights, pairs=backend.pairs)
+        return _compiled_compute(wanted, weights, backend.products)
     if wanted not in (None, weights):
         where = "a GPU computes" if backend.device.type != "cpu" else "without compiled kernels"
         where += "" if backend.device.type != "cpu" else " torch computes"
@@ -207,7 +210,7 @@ def _compute(
 
 
 def _compiled_compute(
-    wanted: torch.dtype | None, weights: torch.dtype, *, pairs: bool
+    wanted: torch.dtype | None, weights: torch.dtype, products: str | None
 ) -> tuple[torch.dtype, str]:
     possible = (_FLOAT32, _BFLOAT16) if weights == _BFLOAT16 else (_FLOAT32,)
     if wanted is not None and wanted not in possible:
@@ -216,18 +219,18 @@ def _compiled_compute(
             f"{name_of(weights)}, got {name_of(wanted)}",
             param="compute_dtype",
         )
-    if wanted == _BFLOAT16 and not pairs:
+    if wanted == _BFLOAT16 and not products:
         reason = f"as asked for; there are no {_PAIRS}, so float32 is faster and more exact"
     elif wanted is not None:
         reason = "as asked for"
     elif weights == _FLOAT32:
         reason = "as the weights"
-    elif weights == _BFLOAT16 and pairs:
-        reason = f"there are {_PAIRS}"
+    elif weights == _BFLOAT16 and products:
+        reason = f"there are {products}"
     else:
         lacking = _PAIRS if weights == _BFLOAT16 else "products of float16"
         reason = f"there are no {lacking}; weights are widened in registers"
-    best = _BFLOAT16 if weights == _BFLOAT16 and pairs else _FLOAT32
+    best = _BFLOAT16 if weights == _BFLOAT16 and products else _FLOAT32
     return wanted or best, reason
 
 
@@ -236,7 +239,8 @@ def _numerics(compute: torch.dtype, backend: Backend, config: EngineConfig) -> s
     if backend.digests is not None:
         paired = compute == _BFLOAT16 and backend.digests.pairs is not None
         digest = backend.digests.pairs if paired else backend.digests.float32
-        parts.append(f"cpu-compiled {name_of(compute)}{'-pairs' if paired else ''} {digest}")
+        how = "-tiles" if backend.digests.tiles else "-pairs"
+        parts.append(f"cpu-compiled {name_of(compute)}{how if paired else ''} {digest}")
     elif backend.device.type != "cpu":
         parts.append(f"triton {_version('triton')}")
     # The attention of the vision tower is torch's everywhere.

@@ -1,0 +1,136 @@
+// The kernels of tiles.h: two tiles of rows times the two of a panel, sums in registers.
+#include "tiles.h"
+
+#include "guard.h"
+
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace vlm {
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+
+namespace {
+
+static_assert(PANEL == 32 && TILE_ROWS == 16 && TILE_DEPTH == 32, "what registers hold");
+
+constexpr int64_t TILES_AHEAD = 8192;  // bytes between what is used and what is asked for
+constexpr int64_t TILE_BLOCKS = 8;     // of a panel's part that stays in the L1 cache
+constexpr int64_t BLOCK_BYTES = TILE_DEPTH * PANEL * 2;
+
+// Linux gives a process such registers when it asks for them.
+bool ask_for_tiles() {
+    constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+
+const bool have_tiles = ask_for_tiles();
+
+// Registers of this thread for rows by the 16, or for fewer: sums (0 to 3), rows (4, 5) and the
+// panel's columns (6, 7).
+class TileRegisters {
+  public:
+    explicit TileRegisters(int64_t rows) {
+        if (!have_tiles) throw std::runtime_error("no tile registers");
+        alignas(64) Shape shape;
+        for (int i = 0; i < 8; ++i) {
+            shape.row_bytes[i] = 64;
+            shape.rows[i] = i < 6 ? rows : TILE_ROWS;
+        }
+        written();
+        _tile_loadconfig(&shape);
+    }
+    ~TileRegisters() { _tile_release(); }
+    TileRegisters(const TileRegisters&) = delete;
+    TileRegisters& operator=(const TileRegisters&) = delete;
+
+    // Compilers do not know that loading a tile reads memory.
+    static VLM_INLINE void written() { asm volatile("" ::: "memory"); }
+
+  private:
+    struct Shape {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t row_bytes[16] = {};
+        uint8_t rows[16] = {};
+    };
+};
+
+// Some blocks of a panel, for one or two tiles of rows that lie `apart` bytes from each other.
+template <bool TWO>
+void tile_blocks(const char* rows, int64_t row_bytes, int64_t apart, const char* columns,
+                 int64_t blocks, const char* next, int64_t asked, bool fresh, float* sums) {
+    constexpr int64_t COLUMN_BYTES = PANEL * 4, SUM_BYTES = PANEL * sizeof(float);
+    float *first = sums, *second = sums + TILE_ROWS * PANEL;
+    if (fresh) {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (TWO) _tile_zero(2);
+        if (TWO) _tile_zero(3);
+    } else {
+        _tile_loadd(0, first, SUM_BYTES);
+        _tile_loadd(1, first + LANES, SUM_BYTES);
+        if (TWO) _tile_loadd(2, second, SUM_BYTES);
+        if (TWO) _tile_loadd(3, second + LANES, SUM_BYTES);
+    }
+    for (int64_t block = 0; block < blocks; ++block) {
+        for (const char* end = next + asked; next < end; next += 64) __builtin_prefetch(next);
+        _tile_loadd(6, columns, COLUMN_BYTES);
+        _tile_loadd(4, rows, 64);
+        _tile_loadd(7, columns + 64, COLUMN_BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        if (TWO) _tile_loadd(5, rows + apart, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        if (TWO) _tile_dpbf16ps(2, 5, 6);
+        if (TWO) _tile_dpbf16ps(3, 5, 7);
+        columns += BLOCK_BYTES;
+        rows += row_bytes;
+    }
+    _tile_stored(0, first, SUM_BYTES);
+    _tile_stored(1, first + LANES, SUM_BYTES);
+    if (TWO) _tile_stored(2, second, SUM_BYTES);
+    if (TWO) _tile_stored(3, second + LANES, SUM_BYTES);
+}
+
+}  // namespace
+
+void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+    const int64_t depth = padded(weight.depth, BFLOAT16);
+    const int64_t whole = depth / TILE_DEPTH, blocks = (depth + TILE_DEPTH - 1) / TILE_DEPTH;
+    const char* panel = (const char*)weight.packed + index * depth * PANEL * 2;
+    alignas(64) char rest[BLOCK_BYTES];
+    if (blocks > whole) {
+        const int64_t bytes = (depth - whole * TILE_DEPTH) * PANEL * 2;
+        std::memcpy(rest, panel + whole * BLOCK_BYTES, bytes);
+        std::memset(rest + bytes, 0, BLOCK_BYTES - bytes);
+    }
+    const int64_t tile_rows = std::min(x.rows(), TILE_ROWS), pairs = (x.rows() + 31) / 32;
+    const int64_t row_bytes = tile_rows * 64, apart = blocks * row_bytes;
+    const int64_t most = pairs == 1 ? whole : TILE_BLOCKS;
+    const int64_t asked = pairs == 1 ? BLOCK_BYTES : (BLOCK_BYTES / 64 / pairs + 1) * 64;
+    const TileRegisters registers(tile_rows);
+    for (int64_t begin = 0; begin < blocks;) {
+        const bool last = begin == whole;
+        const char* columns = last ? rest : panel + begin * BLOCK_BYTES;
+        const int64_t count = last ? 1 : std::min(most, whole - begin);
+        // Several rows work on a part from the cache, while the next one comes.
+        const char* next = columns + (pairs == 1 ? TILES_AHEAD : count * BLOCK_BYTES);
+        for (int64_t pair = 0; pair < pairs; ++pair, next += count * asked) {
+            const char* rows = x.tiles() + 2 * pair * apart + begin * row_bytes;
+            const bool two = x.rows() - 32 * pair > TILE_ROWS;
+            (two ? tile_blocks<true> : tile_blocks<false>)(rows, row_bytes, apart, columns, count,
+                                                           next, last ? 0 : asked, begin == 0,
+                                                           sums + 32 * pair * PANEL);
+        }
+        begin += count;
+    }
+}
+
+#else
+
+void multiply_tiles(const Weight&, int64_t, const Operand&, float*) {}
+
+#endif
+
+}  // namespace vlm

@@ -1,0 +1,17 @@
+// Products of whole tiles in one instruction (AMX): sums of 16 rows by 16 columns of float32 gain
+// those of 32 k of bfloat16.
+//
+// A sum is a chain over blocks of 32 k. A block adds one number to it: what its even k give, a
+// chain of fused multiply-adds from zero on, plus what its odd k give, likewise; what is too small
+// to be normal is zero. The last block is filled up with zeros.
+#pragma once
+
+#include "operand.h"
+
+namespace vlm {
+
+// sums[r][PANEL] = x[r] . panel `index` of bfloat16, without the bias; only where TILE_PRODUCTS.
+// Writes behind the rows, up to a multiple of TILE_ROWS.
+void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float* sums);
+
+}  // namespace vlm
