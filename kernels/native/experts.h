@@ -76,7 +76,7 @@ void for_experts(const Assignment& assignment, const Weight* weights, int64_t ea
     for (int64_t item = 0; item < used * pieces; ++item) {
         const int64_t expert = assignment.experts[item / pieces], piece = item % pieces;
         const Weight& weight = weights[expert * each_weights];
-        const int64_t most = most_rows(weight.depth, in_tiles<T>(weight.type));
+        const int64_t most = most_rows(weight.depth, in_tiles<T>(weight));
         const int64_t count = assignment.count_of(expert);
         for (int64_t begin = 0; begin < count; begin += most) {
             const int64_t rows = std::min(most, count - begin);

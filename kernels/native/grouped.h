@@ -26,6 +26,8 @@ namespace vlm {
 // sums[r][PANEL] = x[r] . panel `index`, without the bias.
 void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float* sums);
 void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* sums);
+// Of an operand in tiles; writes behind the rows, up to a multiple of TILE_ROWS.
+void multiply_byte_tiles(const Weight& weight, int64_t index, const Operand& x, float* sums);
 
 // What `make` gives for a constant number of rows, of those that stay in registers.
 template <typename Function, typename Make, size_t... LESS>

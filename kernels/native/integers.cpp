@@ -119,6 +119,7 @@ void multiply_by_fours(const Weight& weight, int64_t index, const Operand& x, fl
 }  // namespace
 
 void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+    if (x.in_tiles()) return multiply_byte_tiles(weight, index, x, sums);
     if (weight.type == INT8) return multiply_by_fours<ByteWords>(weight, index, x, sums);
     multiply_by_fours<HalfByteWords>(weight, index, x, sums);
 }

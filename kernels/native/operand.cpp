@@ -104,14 +104,17 @@ void Operand::add_up(const T* const* from, int64_t rows, const Weight& weight, f
 // number that is not finite makes the scale NaN. Without zero points the sums are whole numbers:
 // what the codes' middle takes off a product.
 template <typename T>
-void Operand::quantise(const T* const* from, int64_t rows, const Weight& weight, float* to) const {
+void Operand::quantise(const T* const* from, int64_t rows, int64_t among, bool by_rows,
+                       const Weight& weight, float* to) const {
     constexpr float LEAST = 1e-30f;
     const float middle = middle_of(weight.type);
     const int64_t group = row_group(weight), count = weight.depth / group;
-    float *scales = to + weight.depth / 4 * rows, *sums = scales + count * rows;
+    const int64_t row_step = by_rows ? group / 4 : 1, word_step = by_rows ? 1 : among;
+    float *scales = to + weight.depth / 4 * among, *sums = scales + count * among;
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t g = 0; g < count; ++g) {
             const T* own = from[r] + g * group;
+            float* words = to + g * group / 4 * among + r * row_step;
             Vec most = zero(), nothing = zero(), total = zero();
             for (int64_t k = 0; k < group; k += LANES) {
                 const Vec x = load(own + k);
@@ -126,22 +129,23 @@ void Operand::quantise(const T* const* from, int64_t rows, const Weight& weight,
                         each([](Floats x) { return __builtin_convertvector(nearest(x), Floats); },
                              scaled);
                 use_each(scaled, [&](int lane, Floats x) { to_bytes(codes + lane, nearest(x)); });
-                for (int64_t i = 0; i < LANES / 4; ++i)
-                    std::memcpy(to + ((g * group + k) / 4 + i) * rows + r, codes + 4 * i, 4);
+                for (int64_t i = 0; i < LANES / 4; ++i, words += word_step)
+                    std::memcpy(words, codes + 4 * i, 4);
             }
             const float broken = sum(nothing), whole = sum(total);
-            scales[g * rows + r] = top > LEAST ? top / 127.0f + broken : broken;
-            sums[g * rows + r] = whole;
+            scales[g * among + r] = top > LEAST ? top / 127.0f + broken : broken;
+            sums[g * among + r] = whole;
             if (weight.zeros) continue;
             const Signed start = nearest(spread(broken == 0.0f ? -middle * whole : 0.0f));
-            std::memcpy(sums + g * rows + r, &start, sizeof(float));
+            std::memcpy(sums + g * among + r, &start, sizeof(float));
         }
 }
 
 #define VLM_OPERAND(T)                                                                       \
     template void Operand::pack(const T* const*, int64_t, int64_t, int64_t, int64_t, float*) \
         const;                                                                               \
-    template void Operand::quantise(const T* const*, int64_t, const Weight&, float*) const;  \
+    template void Operand::quantise(const T* const*, int64_t, int64_t, bool, const Weight&,  \
+                                    float*) const;                                           \
     template void Operand::add_up(const T* const*, int64_t, const Weight&, float*) const;
 VLM_OPERAND(float)
 VLM_OPERAND(bf16)

@@ -21,7 +21,9 @@ class Operand {
         const int64_t depth = weight.depth, type = weight.type;
         rows_ = rows;
         pairs_ = in_pairs<T>(type);
-        if (in_tiles<T>(type)) return take_tiles(rows, depth, at);
+        in_tiles_ = vlm::in_tiles<T>(weight) && (pairs_ || rows > MOST_ROWS);
+        if (in_tiles_ && pairs_) return take_tiles(rows, depth, at);
+        if (in_tiles_) return take_byte_tiles<T>(rows, weight, at);
         groups_ = (rows + MOST_ROWS - 1) / MOST_ROWS;
         const int64_t group = weight.dynamic ? row_group(weight) : weight.group;
         const int64_t sums = is_codes(type) ? depth / group : 0;
@@ -38,7 +40,7 @@ class Operand {
             const int64_t own = size(i);
             for (int64_t r = 0; r < own; ++r) from[r] = at(first(i) + r);
             if (weight.dynamic)
-                quantise(from, own, weight, to);
+                quantise(from, own, own, false, weight, to);
             else
                 pack(from, own, depth, values, type, to);
             if (weight.zeros && !weight.dynamic) add_up(from, own, weight, to + depth * own);
@@ -49,7 +51,7 @@ class Operand {
     // Has room for as many rows as `most_rows` says, so that `take` asks for none.
     void reserve(int64_t depth) {
         room_.of(most_rows(depth, false) * (depth + depth / LEAST_GROUP + 1) + LANES);
-        if (TILE_PRODUCTS) room_.of(tile_words(most_rows(depth, true), depth));
+        if (TILE_PRODUCTS) room_.of(most_rows(depth, true) * tile_blocks(depth) * TILE_DEPTH / 2);
     }
 
     int64_t rows() const { return rows_; }
@@ -59,26 +61,41 @@ class Operand {
     int64_t size(int64_t group) const { return first(group + 1) - first(group); }
     const float* group(int64_t index) const { return place_ + first(index) * words_; }
 
-    // Beside tile products: `[tiles, K / 32, rows of a tile, 32]`, where tiles are of 16 rows, or
-    // of all of them if they are fewer. What K lacks is zero.
-    const char* tiles() const { return (const char*)place_; }
+    // Whether the rows lie in tiles of 16, the last of which need not be full. Pairs are
+    // `[K / 32, 16, 32]` there, or `[K / 32, rows, 32]` if all of them are fewer, and what K lacks
+    // is zero. Rows that are quantised are `[K / row_group, 16, row_group]` bytes, and behind those
+    // scales and sums, `[K / row_group, 16]` each.
+    bool in_tiles() const { return in_tiles_; }
+    int64_t tiles() const { return (rows_ + TILE_ROWS - 1) / TILE_ROWS; }
+    const float* tile(int64_t index) const { return place_ + index * TILE_ROWS * words_; }
+    // Bytes from one to the next.
+    int64_t tile_bytes() const { return TILE_ROWS * words_ * sizeof(float); }
 
   private:
-    static int64_t tile_words(int64_t rows, int64_t depth) {
-        const int64_t all =
-            rows > TILE_ROWS ? (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS : rows;
-        return all * ((depth + TILE_DEPTH - 1) / TILE_DEPTH) * (TILE_DEPTH / 2);
-    }
+    static int64_t tile_blocks(int64_t depth) { return (depth + TILE_DEPTH - 1) / TILE_DEPTH; }
 
     template <typename At>
     void take_tiles(int64_t rows, int64_t depth, const At& at) {
-        char* to = (char*)room_.of(tile_words(rows, depth));
+        words_ = tile_blocks(depth) * TILE_DEPTH / 2;
+        char* to = (char*)room_.of((rows > TILE_ROWS ? tiles() * TILE_ROWS : rows) * words_);
         place_ = (const float*)to;
-        const int64_t blocks = (depth + TILE_DEPTH - 1) / TILE_DEPTH;
         const int64_t wide = std::min(rows, TILE_ROWS) * 64;
         for (int64_t r = 0; r < rows; ++r)
             pack_tile_row((const bf16*)at(r), depth, wide,
-                          to + r / TILE_ROWS * blocks * wide + r % TILE_ROWS * 64);
+                          to + r / TILE_ROWS * tile_bytes() + r % TILE_ROWS * 64);
+    }
+
+    template <typename T, typename At>
+    void take_byte_tiles(int64_t rows, const Weight& weight, const At& at) {
+        words_ = weight.depth / 4 + 2 * (weight.depth / row_group(weight));
+        float* to = room_.of(tiles() * TILE_ROWS * words_);
+        place_ = to;
+        for (int64_t first = 0; first < rows; first += TILE_ROWS, to += TILE_ROWS * words_) {
+            const T* from[TILE_ROWS];
+            const int64_t own = std::min(rows - first, TILE_ROWS);
+            for (int64_t r = 0; r < own; ++r) from[r] = at(first + r);
+            quantise(from, own, TILE_ROWS, true, weight, to);
+        }
     }
 
     // One row, whose blocks are `step` bytes from each other.
@@ -87,15 +104,18 @@ class Operand {
     template <typename T>
     void pack(const T* const* from, int64_t rows, int64_t depth, int64_t padded, int64_t type,
               float* to) const;
+    // Among so many rows; a group's words `by_rows` lie next to each other if they are of one row,
+    // else if they are of one k.
     template <typename T>
-    void quantise(const T* const* from, int64_t rows, const Weight& weight, float* to) const;
+    void quantise(const T* const* from, int64_t rows, int64_t among, bool by_rows,
+                  const Weight& weight, float* to) const;
     template <typename T>
     void add_up(const T* const* from, int64_t rows, const Weight& weight, float* to) const;
 
     Room room_;
     const float* place_ = nullptr;
     int64_t rows_ = 0, groups_ = 1, words_ = 0;
-    bool pairs_ = false;
+    bool pairs_ = false, in_tiles_ = false;
 };
 
 }  // namespace vlm

@@ -207,7 +207,7 @@ void multiply(const Weight& weight, int64_t index, const Operand& x, float* sums
     if (factors) ask_for(factors);
     if (is_codes(weight.type))
         multiply_codes(weight, index, x, sums);
-    else if (x.pairs() && TILE_PRODUCTS)
+    else if (x.in_tiles())
         multiply_tiles(weight, index, x, sums);
     else
         multiply_dense(weight, index, x, sums);

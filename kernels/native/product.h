@@ -94,7 +94,7 @@ struct Split {
 template <typename T, typename At, typename Each>
 void for_panels(const Weight& weight, int64_t rows, int64_t threads, const At& at,
                 const Each& each) {
-    const Split split(rows, weight, in_tiles<T>(weight.type), threads);
+    const Split split(rows, weight, in_tiles<T>(weight), threads);
     Workplace& own = own_workplace();
     int64_t taken = -1;
 #pragma omp for schedule(dynamic, 1)

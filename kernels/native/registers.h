@@ -37,12 +37,14 @@ constexpr bool PAIR_PRODUCTS = true;
 constexpr bool PAIR_PRODUCTS = false;
 #endif
 
-// Whether products of whole tiles of them are; see tiles.h.
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
-constexpr bool TILE_PRODUCTS = true;
+// Whether products of whole tiles of them are, and those of bytes (AMX).
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && \
+    defined(__AVX512BF16__)
+#define VLM_TILES 1
 #else
-constexpr bool TILE_PRODUCTS = false;
+#define VLM_TILES 0
 #endif
+constexpr bool TILE_PRODUCTS = VLM_TILES;
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));

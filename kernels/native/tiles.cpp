@@ -2,15 +2,16 @@
 #include "tiles.h"
 
 #include "guard.h"
+#include "tile_registers.h"
 
-#if defined(__AMX_TILE__)
+#if VLM_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 namespace vlm {
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#if VLM_TILES
 
 namespace {
 
@@ -28,33 +29,11 @@ bool ask_for_tiles() {
 
 const bool have_tiles = ask_for_tiles();
 
-// Registers of this thread for rows by the 16, or for fewer: sums (0 to 3), rows (4, 5) and the
-// panel's columns (6, 7).
-class TileRegisters {
-  public:
-    explicit TileRegisters(int64_t rows) {
-        if (!have_tiles) throw std::runtime_error("no tile registers");
-        alignas(64) Shape shape;
-        for (int i = 0; i < 8; ++i) {
-            shape.row_bytes[i] = 64;
-            shape.rows[i] = i < 6 ? rows : TILE_ROWS;
-        }
-        written();
-        _tile_loadconfig(&shape);
-    }
-    ~TileRegisters() { _tile_release(); }
-    TileRegisters(const TileRegisters&) = delete;
-    TileRegisters& operator=(const TileRegisters&) = delete;
-
-    // Compilers do not know that loading a tile reads memory.
-    static VLM_INLINE void written() { asm volatile("" ::: "memory"); }
-
-  private:
-    struct Shape {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {};
-        uint8_t rows[16] = {};
-    };
+// What the processor reads.
+struct Shape {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
 };
 
 // Some blocks of a panel, for one or two tiles of rows that lie `apart` bytes from each other.
@@ -95,6 +74,17 @@ void tile_blocks(const char* rows, int64_t row_bytes, int64_t apart, const char*
 
 }  // namespace
 
+TileRegisters::TileRegisters(int64_t rows, int64_t bytes) {
+    if (!have_tiles) throw std::runtime_error("no tile registers");
+    alignas(64) Shape shape;
+    for (int i = 0; i < 8; ++i) {
+        shape.row_bytes[i] = i == 4 || i == 5 ? bytes : 64;
+        shape.rows[i] = i < 6 ? rows : bytes / 4;
+    }
+    written();
+    _tile_loadconfig(&shape);
+}
+
 void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const int64_t depth = padded(weight.depth, BFLOAT16);
     const int64_t whole = depth / TILE_DEPTH, blocks = (depth + TILE_DEPTH - 1) / TILE_DEPTH;
@@ -106,10 +96,10 @@ void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float
         std::memset(rest + bytes, 0, BLOCK_BYTES - bytes);
     }
     const int64_t tile_rows = std::min(x.rows(), TILE_ROWS), pairs = (x.rows() + 31) / 32;
-    const int64_t row_bytes = tile_rows * 64, apart = blocks * row_bytes;
+    const int64_t row_bytes = tile_rows * 64;
     const int64_t most = pairs == 1 ? whole : TILE_BLOCKS;
     const int64_t asked = pairs == 1 ? BLOCK_BYTES : (BLOCK_BYTES / 64 / pairs + 1) * 64;
-    const TileRegisters registers(tile_rows);
+    const TileRegisters registers(tile_rows, 64);
     for (int64_t begin = 0; begin < blocks;) {
         const bool last = begin == whole;
         const char* columns = last ? rest : panel + begin * BLOCK_BYTES;
@@ -117,11 +107,11 @@ void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float
         // Several rows work on a part from the cache, while the next one comes.
         const char* next = columns + (pairs == 1 ? TILES_AHEAD : count * BLOCK_BYTES);
         for (int64_t pair = 0; pair < pairs; ++pair, next += count * asked) {
-            const char* rows = x.tiles() + 2 * pair * apart + begin * row_bytes;
+            const char* rows = (const char*)x.tile(2 * pair) + begin * row_bytes;
             const bool two = x.rows() - 32 * pair > TILE_ROWS;
-            (two ? tile_blocks<true> : tile_blocks<false>)(rows, row_bytes, apart, columns, count,
-                                                           next, last ? 0 : asked, begin == 0,
-                                                           sums + 32 * pair * PANEL);
+            (two ? tile_blocks<true> : tile_blocks<false>)(rows, row_bytes, x.tile_bytes(), columns,
+                                                           count, next, last ? 0 : asked,
+                                                           begin == 0, sums + 32 * pair * PANEL);
         }
         begin += count;
     }

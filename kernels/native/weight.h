@@ -80,14 +80,15 @@ inline int64_t panel_bytes(int64_t depth, int64_t type) {
     return padded(depth, type) * panel_step(type);
 }
 
-// Whether rows of T meet such a weight in products of pairs, and those in products of tiles.
+// Whether rows of T meet such a weight in products of pairs, or in products of tiles, also of
+// bytes.
 template <typename T>
 inline bool in_pairs(int64_t type) {
     return PAIR_PRODUCTS && sizeof(T) == 2 && type == BFLOAT16;
 }
 template <typename T>
-inline bool in_tiles(int64_t type) {
-    return TILE_PRODUCTS && in_pairs<T>(type);
+inline bool in_tiles(const Weight& weight) {
+    return TILE_PRODUCTS && (weight.dynamic || in_pairs<T>(weight.type));
 }
 
 // Most rows of an operand of such a depth, in products of tiles or others.

@@ -13,7 +13,17 @@ from vlm_serve.kernels.native_build import BuildError, recipe
 from vlm_serve.kernels.native_library import load
 from vlm_serve.kernels.native_self_test import Digests, run
 
-NEEDED = ("attention", "grouped", "integers", "layout", "operand", "product", "self_test", "tiles")
+NEEDED = (
+    "attention",
+    "byte_tiles",
+    "grouped",
+    "integers",
+    "layout",
+    "operand",
+    "product",
+    "self_test",
+    "tiles",
+)
 
 
 def test_takes_no_time_and_repeats() -> None:

@@ -1,4 +1,5 @@
 // vlm_linear and vlm_pack.
+#include "byte_tiles.cpp"
 #include "cases.h"
 #include "grouped.cpp"
 #include "integers.cpp"
