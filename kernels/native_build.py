@@ -3,7 +3,8 @@
 As Triton does for its launchers, the sources are compiled where they run, for the processor that
 they run on or the one that VLM_SERVE_NATIVE_ARCH names, once: the library is kept under the digest
 of everything it depends on. It brings no OpenMP of its own: its symbols are those of the libgomp
-that torch has loaded, so that both share one pool of worker threads.
+that torch has loaded, so that both share one pool of worker threads. (Clang's needs an OpenMP of its
+own, with a pool of its own.)
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def build(how: Recipe, target: Path) -> None:
         OSError: there is no room for the result.
     """
     deadline = time.monotonic() + TIME_LIMIT_S * (5 if how.sanitized else 1)
-    instructions(how, deadline)
+    macros = instructions(how, deadline)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         sources = sorted(source for folder in SOURCES for source in folder.glob("*.cpp"))
@@ -138,9 +139,11 @@ def build(how: Recipe, target: Path) -> None:
         for job in jobs:
             job.result()
         linked = str(Path(scratch) / "linked.so")
-        # Without -fopenmp, which would bring in a second libgomp.
+        # GCC's without -fopenmp, which would bring in a second libgomp; Clang's calls are not
+        # those of a libgomp.
+        openmp = ("-fopenmp",) if "__clang__" in macros else ()
         sanitizer = SANITIZER_FLAGS if how.sanitized else ()
-        _run(deadline, how.compiler, "-shared", *sanitizer, *objects, "-o", linked)
+        _run(deadline, how.compiler, "-shared", *openmp, *sanitizer, *objects, "-o", linked)
         os.replace(linked, target)
 
 

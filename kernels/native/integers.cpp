@@ -58,8 +58,7 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
         });
 #pragma GCC unroll 8
         for (int64_t step = 0; step < WORDS; ++step, words += PANEL * 4) {
-            __builtin_prefetch(words + INTEGERS_AHEAD);
-            __builtin_prefetch(words + INTEGERS_AHEAD + 64);
+            ask_for_codes(words + INTEGERS_AHEAD);
 #pragma GCC unroll 2
             for (int part = 0; part < Kind::COUNT; ++part, x += ROWS) {
                 Words codes[REGISTERS];

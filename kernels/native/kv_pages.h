@@ -49,6 +49,19 @@ VLM_INLINE Vec load(const float8* from) {
     });
 }
 
+// Lane i is that lane of a table that lane i of `at` says.
+template <typename V>
+VLM_INLINE V looked_up(V table, V at) {
+#if defined(__clang__)
+    constexpr int COUNT = sizeof at / sizeof at[0];
+    V found;
+    for (int i = 0; i < COUNT; ++i) found[i] = table[at[i] % COUNT];
+    return found;
+#else
+    return __builtin_shuffle(table, at);
+#endif
+}
+
 // As bfloat16, which has them all.
 inline void widen_row(const float8* from, int64_t dim, bf16* to) {
     typedef uint8_t Bytes __attribute__((vector_size(2 * WIDTH)));
@@ -60,7 +73,7 @@ inline void widen_row(const float8* from, int64_t dim, bf16* to) {
     int64_t d = 0;
     for (; d + 2 * WIDTH <= dim; d += 2 * WIDTH) {
         const Wide code = __builtin_convertvector(read<Bytes>(from + d), Wide), size = code & 0x7f;
-        Wide value = size < 8 ? __builtin_shuffle(tiny, size) : (size << 4) + 0x3c00;
+        Wide value = size < 8 ? looked_up(tiny, size) : (size << 4) + 0x3c00;
         value = size == 0x7f ? Wide{} + 0x7fc0 : value;
         value |= (code & 0x80) << 8;
         std::memcpy(to + d, &value, sizeof value);

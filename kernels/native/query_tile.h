@@ -197,16 +197,17 @@ class QueryTile {
 
     void zip(const bf16* even, const bf16* odd, float* to) const {
         typedef uint16_t Whole __attribute__((vector_size(4 * WIDTH)));
-        Whole first, second;
-        for (int i = 0; i < 2 * WIDTH; ++i) {
-            first[i] = i / 2 + i % 2 * 2 * WIDTH;
-            second[i] = first[i] + WIDTH;
-        }
+        struct First {
+            static constexpr int of(int lane) { return lane / 2 + lane % 2 * 2 * WIDTH; }
+        };
+        struct Second {
+            static constexpr int of(int lane) { return First::of(lane) + WIDTH; }
+        };
         int64_t d = 0;
         for (; d + 2 * WIDTH <= dim_; d += 2 * WIDTH) {
             const Whole low = read<Whole>(even + d), high = read<Whole>(odd + d);
-            const Whole lower = __builtin_shuffle(low, high, first);
-            const Whole upper = __builtin_shuffle(low, high, second);
+            const Whole lower = shuffled<First>(low, high);
+            const Whole upper = shuffled<Second>(low, high);
             std::memcpy(to + d, &lower, sizeof lower);
             std::memcpy(to + d + WIDTH, &upper, sizeof upper);
         }

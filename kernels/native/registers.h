@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
 #include <immintrin.h>
@@ -51,6 +52,31 @@ typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Signed __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 
+// Asks the memory for 128 bytes of a weight that are soon to be read once: into the L2 cache where
+// tiles tell that the processor is one whose L1 cache can ask for too little at a time.
+VLM_INLINE void ask_for_codes(const char* at) {
+    constexpr int CACHE = TILE_PRODUCTS ? 2 : 3;
+    __builtin_prefetch(at, 0, CACHE);
+    __builtin_prefetch(at + 64, 0, CACHE);
+}
+
+// Lanes of a and, behind them, of b: `AT::of(i)` is where lane i of the result comes from.
+template <typename At, typename V, int... LANE>
+VLM_INLINE V shuffled(V a, V b, std::integer_sequence<int, LANE...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, At::of(LANE)...);
+#else
+    // Older GCC has only this one.
+    typedef decltype(a < a) Lanes;
+    return __builtin_shuffle(a, b, Lanes{At::of(LANE)...});
+#endif
+}
+template <typename At, typename V>
+VLM_INLINE V shuffled(V a, V b) {
+    constexpr int COUNT = sizeof a / sizeof a[0];
+    return shuffled<At>(a, b, std::make_integer_sequence<int, COUNT>());
+}
+
 // a * b + c, rounded once.
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
@@ -75,7 +101,11 @@ inline Floats lesser(Floats a, Floats b) {
 
 // c plus the products of the pairs of bfloat16 in a and b; only where PAIR_PRODUCTS.
 inline Floats fused_pairs(Words a, Words b, Floats c) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__clang__)
+    // Clang 16 does not survive such a product with a number that is spread from memory.
+    asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+    return c;
+#elif defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
 #else
     (void)a, (void)b;

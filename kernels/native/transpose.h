@@ -8,17 +8,18 @@ namespace vlm {
 // One step: rows STEP apart swap the lanes whose number has that bit.
 template <int STEP>
 inline void swap_lanes(Words* rows) {
-    Signed low, high;
-    for (int lane = 0; lane < WIDTH; ++lane) {
-        low[lane] = lane & STEP ? WIDTH + lane - STEP : lane;
-        high[lane] = lane & STEP ? WIDTH + lane : lane + STEP;
-    }
+    struct Low {
+        static constexpr int of(int lane) { return lane & STEP ? WIDTH + lane - STEP : lane; }
+    };
+    struct High {
+        static constexpr int of(int lane) { return lane & STEP ? WIDTH + lane : lane + STEP; }
+    };
 #pragma GCC unroll 16
     for (int i = 0; i < WIDTH; ++i) {
         if (i & STEP) continue;
         const Words a = rows[i], b = rows[i + STEP];
-        rows[i] = __builtin_shuffle(a, b, low);
-        rows[i + STEP] = __builtin_shuffle(a, b, high);
+        rows[i] = shuffled<Low>(a, b);
+        rows[i + STEP] = shuffled<High>(a, b);
     }
 }
 

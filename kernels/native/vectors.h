@@ -208,9 +208,10 @@ VLM_INLINE Vec rounded(const Vec& v) {
 // A register with its lanes moved by half of `span`: lane i takes lane i ^ (span / 2).
 template <int SPAN>
 VLM_INLINE Floats swapped(Floats v) {
-    Signed from;
-    for (int i = 0; i < WIDTH; ++i) from[i] = i ^ (SPAN / 2);
-    return __builtin_shuffle(v, from);
+    struct From {
+        static constexpr int of(int lane) { return lane ^ (SPAN / 2); }
+    };
+    return shuffled<From>(v, v);
 }
 
 // Joins all lanes: first those eight apart, then four, two and one.
