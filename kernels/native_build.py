@@ -3,7 +3,7 @@
 As Triton does for its launchers, the sources are compiled where they run, for the processor that
 they run on or the one that VLM_SERVE_NATIVE_ARCH names, once: the library is kept under the digest
 of everything it depends on. It brings no OpenMP of its own: its symbols are those of the libgomp
-that torch has loaded, so that both share one pool of worker threads. (Clang's needs an OpenMP of its
+that torch has loaded, so that both share one pool of worker threads. (Clang needs an OpenMP of its
 own, with a pool of its own.)
 """
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from vlm_serve.kernels.native_build import BuildError, recipe
 from vlm_serve.kernels.native_library import load
 from vlm_serve.kernels.native_self_test import Digests, run
 
+CLANGS = ("clang++", "clang++-16", "clang++-14")
 NEEDED = (
     "attention",
     "byte_tiles",
@@ -49,6 +54,16 @@ def test_other_registers_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, arc
     except BuildError as error:
         pytest.skip(str(error))
     assert run(ctypes.CDLL(str(how.path()))) == Digests(native_self_test.FLOAT32, None, False)
+
+
+def test_another_compiler_gives_the_same_bits() -> None:
+    clang = next((name for name in CLANGS if shutil.which(name)), None)
+    if not clang or shutil.which(recipe().compiler) == shutil.which(clang):
+        pytest.skip("there is no second compiler: Debian's clang, with libomp-dev")
+    command = [sys.executable, "-m", "vlm_serve.kernels.native_self_test"]
+    environment = os.environ | {"CXX": clang}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == f'FLOAT32 = "{native_self_test.FLOAT32}"', done.stderr
 
 
 def test_a_changed_function_changes_the_digest(
