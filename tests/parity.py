@@ -42,8 +42,8 @@ class Reference:
 @dataclass
 class Comparison:
     """How far an answer agrees with its reference. `allowed` is more than usual for a prompt that
-    amplifies rounding: four times what the reference's logits differ by if they are computed at once,
-    where much is computed as before."""
+    amplifies rounding: four times what the reference's logits differ by if they are computed at
+    once, where much is computed as before."""
 
     equal: bool
     near_tie: bool
