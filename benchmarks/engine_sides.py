@@ -74,10 +74,15 @@ class Peers:
         if '"vision_config"' not in (self._checkpoint / "config.json").read_text():
             print("photographs skipped: the checkpoint has no vision tower", flush=True)
             return {}
-        sides = {
-            name: stack.enter_context(self._serve(folder))
-            for name, folder in self._own_folders().items()
-        }
+        sides = {}
+        for name, folder in self._own_folders().items():
+            try:
+                sides[name] = stack.enter_context(self._serve(folder))
+            except Unavailable as error:
+                # An earlier server need not know the switches of today's.
+                if name == OURS:
+                    raise
+                print(f"photographs: {name} skipped: {error}", flush=True)
         sides[PLAIN] = stack.enter_context(self._serve(ROOT, "--no-compiled-kernels"))
         if self._vllm is not None:
             sides[VLLM] = self._vllm.server
