@@ -64,7 +64,7 @@ template <typename T, typename P>
 class FewQueries : public QueryTile<FewQueries<T, P>, T, P> {
     using Base = QueryTile<FewQueries<T, P>, T, P>;
     using Base::dim_, Base::rows_, Base::least_, Base::visible_, Base::queries_, Base::scores_;
-    using Base::part_, Base::running_, Base::words, Base::PAIRS, Base::SCALED;
+    using Base::part_, Base::running_, Base::words, Base::PAIRS, Base::SCALED, Base::in_tiles_;
     static constexpr int MOST = 8;
 
   public:
@@ -76,6 +76,7 @@ class FewQueries : public QueryTile<FewQueries<T, P>, T, P> {
     }
 
     int64_t count() const { return dim_ * MOST; }
+    int64_t tile_rows() const { return rows_ <= MOST / 2 ? MOST / 2 : MOST; }
 
     void clear() { std::memset(queries_, 0, words() * MOST * sizeof(float)); }
 
@@ -88,7 +89,11 @@ class FewQueries : public QueryTile<FewQueries<T, P>, T, P> {
     }
 
     void score(const float* const* keys) {
-        by_count([&](auto count) { score_few<PAIRS, count>(keys, queries_, words(), scores_); });
+        if (in_tiles_)
+            score_few_tiles(keys, queries_, dim_, scores_);
+        else
+            by_count(
+                [&](auto count) { score_few<PAIRS, count>(keys, queries_, words(), scores_); });
         for (int64_t j = 0; j < rows_ * TILE_KEYS && SCALED; j += LANES)
             store(scores_ + j, load(scores_ + j) * load(Base::key_scales_.scale + j % TILE_KEYS));
     }
@@ -124,6 +129,7 @@ class FewQueries : public QueryTile<FewQueries<T, P>, T, P> {
     }
 
     void mix(const float* const* values) {
+        if (in_tiles_) return mix_few_tiles(values[0], scores_, dim_, part_.mixed);
         by_count([&](auto count) {
             mix_few<PAIRS, count>(values, scores_, PAIRS ? TILE_KEYS / 2 : TILE_KEYS, dim_,
                                   part_.mixed);

@@ -67,12 +67,14 @@ template <typename T, typename P>
 class ManyQueries : public QueryTile<ManyQueries<T, P>, T, P> {
     using Base = QueryTile<ManyQueries<T, P>, T, P>;
     using Base::dim_, Base::rows_, Base::least_, Base::visible_, Base::queries_, Base::scores_;
+    using Base::in_tiles_, Base::wide_;
     using Base::part_, Base::running_, Base::words, Base::PAIRS, Base::SCALED;
 
   public:
     using Base::Base;
 
     int64_t count() const { return dim_ * QUERIES; }
+    int64_t tile_rows() const { return TILE_ROWS; }
 
     void clear() { std::memset(queries_, 0, words() * QUERIES * sizeof(float)); }
 
@@ -86,7 +88,8 @@ class ManyQueries : public QueryTile<ManyQueries<T, P>, T, P> {
 
     void score(const float* const* keys) {
         by_width([&](auto vecs) {
-            for (int64_t j = 0; j < TILE_KEYS; j += ROWS)
+            if (in_tiles_) score_tiles<vecs>(keys, queries_, dim_, (char*)wide_, scores_);
+            for (int64_t j = 0; j < TILE_KEYS && !in_tiles_; j += ROWS)
                 vlm::score<PAIRS, vecs * VLM_PARTS>(keys + j, queries_, words(),
                                                     scores_ + j * QUERIES);
             for (int64_t j = 0; j < TILE_KEYS && SCALED; ++j)
@@ -104,6 +107,8 @@ class ManyQueries : public QueryTile<ManyQueries<T, P>, T, P> {
 
     void mix(const float* const* values) {
         by_width([&](auto vecs) {
+            if (in_tiles_)
+                return mix_tiles<vecs>(values[0], scores_, dim_, Base::more_values(), part_.mixed);
             for (int64_t d = 0; d < dim_; d += ROWS)
                 vlm::mix<PAIRS, vecs * VLM_PARTS>(values, d, scores_,
                                                   PAIRS ? TILE_KEYS / 2 : TILE_KEYS,

@@ -1,9 +1,11 @@
 // A tile of queries on its way over the keys of its sequence; see attention.h.
 #pragma once
 
+#include <optional>
 #include <type_traits>
 
 #include "attention_tiles.h"
+#include "tile_attention.h"
 
 namespace vlm {
 
@@ -13,7 +15,8 @@ namespace vlm {
 //   clear(), put(r)   for the queries, the address of each,
 //   score(keys)       of a tile, then weigh(first), then mix(values),
 //   add_part()        to what was seen before,
-//   divide(), get(r)  for the results.
+//   divide(), get(r)  for the results,
+//   tile_rows()       that its products have if they are of tiles.
 template <typename Own, typename T, typename P>
 class QueryTile {
   public:
@@ -24,7 +27,10 @@ class QueryTile {
     using Operand = std::conditional_t<PAIRS, bf16, float>;
 
     QueryTile(const Attention& job, float* memory)
-        : job_(job), dim_(job.head_dim), shared_(job.heads / job.kv_heads) {
+        : job_(job),
+          dim_(job.head_dim),
+          shared_(job.heads / job.kv_heads),
+          in_tiles_(PAIRS && attends_in_tiles(dim_)) {
         queries_ = memory;
         scores_ = queries_ + dim_ * QUERIES;
         wide_ = scores_ + TILE_KEYS * QUERIES;
@@ -79,10 +85,14 @@ class QueryTile {
 
     const Attention& job_;
     int64_t dim_, shared_, rows_ = 0, least_ = 0;
+    bool in_tiles_;
     float visible_[QUERIES];  // how many keys each query sees
     Scales key_scales_, value_scales_;
-    float *queries_, *scores_;
+    float *queries_, *scores_, *wide_;  // keys as products take them, then values
     Running running_, part_;
+
+    // Room for as many pairs of values as a tile has, behind those themselves.
+    float* more_values() const { return wide_ + TILE_KEYS * dim_ + TILE_KEYS / 2 * dim_; }
 
   private:
     Own& own() { return *(Own*)this; }
@@ -111,6 +121,8 @@ class QueryTile {
     // The keys of the part that begins with `first`.
     void pass(int64_t first) {
         part_.begin(own().count());
+        std::optional<TileRegisters> registers;
+        if (in_tiles_) registers.emplace(own().tile_rows(), 64);
         const int64_t end = std::min(first + PART_KEYS, most_);
         Places places[2];
         places[0].find(job_.pages, job_.first_key, blocks_, first, most_);
@@ -230,7 +242,6 @@ class QueryTile {
     int64_t head_ = 0, first_ = 0, most_ = 0;
     const int32_t* blocks_ = nullptr;
     const P *keys_ = nullptr, *values_ = nullptr;
-    float* wide_;
 };
 
 }  // namespace vlm
