@@ -28,6 +28,7 @@ INSTRUCTIONS = {
     "__AVX512BF16__": "AVX512-BF16",
     "__AVXVNNI__": "AVX-VNNI",
     "__AMX_BF16__": "AMX-BF16",
+    "__AMX_INT8__": "AMX-INT8",
     "__ARM_NEON": "NEON",
     "__ARM_FEATURE_DOTPROD": "NEON dot products",
     "__ARM_FEATURE_MATMUL_INT8": "NEON int8 matrices",
