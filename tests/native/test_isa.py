@@ -22,10 +22,11 @@ def test_results_do_not_depend_on_threads_and_other_rows(outcomes: list[Outcome]
 
 
 def test_results_do_not_depend_on_the_processor(outcomes: list[Outcome]) -> None:
-    for each in outcomes:
-        if not each.report:
-            pytest.skip(f"{each.processor}: {each.note}")
     assert not list(differences(outcomes))
+    for each in outcomes:
+        # Few machines run its code, all compile it.
+        if not each.report and (each.processor, each.state) != ("sapphirerapids", "compiled only"):
+            pytest.skip(f"{each.processor}: {each.note}")
 
 
 def ran(processor: str, products: str, **digests: str) -> Outcome:
