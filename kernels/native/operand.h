@@ -51,7 +51,7 @@ class Operand {
     // Has room for as many rows as `most_rows` says, so that `take` asks for none.
     void reserve(int64_t depth) {
         room_.of(most_rows(depth, false) * (depth + depth / LEAST_GROUP + 1) + LANES);
-        if (TILE_PRODUCTS) room_.of(most_rows(depth, true) * tile_blocks(depth) * TILE_DEPTH / 2);
+        if (TILE_PRODUCTS) room_.of(most_rows(depth, true) * tile_steps(depth) * TILE_DEPTH / 2);
     }
 
     int64_t rows() const { return rows_; }
@@ -72,11 +72,9 @@ class Operand {
     int64_t tile_bytes() const { return TILE_ROWS * words_ * sizeof(float); }
 
   private:
-    static int64_t tile_blocks(int64_t depth) { return (depth + TILE_DEPTH - 1) / TILE_DEPTH; }
-
     template <typename At>
     void take_tiles(int64_t rows, int64_t depth, const At& at) {
-        words_ = tile_blocks(depth) * TILE_DEPTH / 2;
+        words_ = tile_steps(depth) * TILE_DEPTH / 2;
         char* to = (char*)room_.of((rows > TILE_ROWS ? tiles() * TILE_ROWS : rows) * words_);
         place_ = (const float*)to;
         const int64_t wide = std::min(rows, TILE_ROWS) * 64;

@@ -87,7 +87,7 @@ TileRegisters::TileRegisters(int64_t rows, int64_t bytes) {
 
 void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const int64_t depth = padded(weight.depth, BFLOAT16);
-    const int64_t whole = depth / TILE_DEPTH, blocks = (depth + TILE_DEPTH - 1) / TILE_DEPTH;
+    const int64_t whole = depth / TILE_DEPTH, blocks = tile_steps(depth);
     const char* panel = (const char*)weight.packed + index * depth * PANEL * 2;
     alignas(64) char rest[BLOCK_BYTES];
     if (blocks > whole) {
@@ -95,7 +95,7 @@ void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float
         std::memcpy(rest, panel + whole * BLOCK_BYTES, bytes);
         std::memset(rest + bytes, 0, BLOCK_BYTES - bytes);
     }
-    const int64_t tile_rows = std::min(x.rows(), TILE_ROWS), pairs = (x.rows() + 31) / 32;
+    const int64_t tile_rows = std::min(x.rows(), TILE_ROWS), pairs = (x.tiles() + 1) / 2;
     const int64_t row_bytes = tile_rows * 64;
     const int64_t most = pairs == 1 ? whole : TILE_BLOCKS;
     const int64_t asked = pairs == 1 ? BLOCK_BYTES : (BLOCK_BYTES / 64 / pairs + 1) * 64;
@@ -108,10 +108,11 @@ void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float
         const char* next = columns + (pairs == 1 ? TILES_AHEAD : count * BLOCK_BYTES);
         for (int64_t pair = 0; pair < pairs; ++pair, next += count * asked) {
             const char* rows = (const char*)x.tile(2 * pair) + begin * row_bytes;
-            const bool two = x.rows() - 32 * pair > TILE_ROWS;
+            const bool two = 2 * pair + 1 < x.tiles();
             (two ? tile_blocks<true> : tile_blocks<false>)(rows, row_bytes, x.tile_bytes(), columns,
                                                            count, next, last ? 0 : asked,
-                                                           begin == 0, sums + 32 * pair * PANEL);
+                                                           begin == 0,
+                                                           sums + 2 * pair * TILE_ROWS * PANEL);
         }
         begin += count;
     }
