@@ -1,7 +1,7 @@
 """Where the time of a decode step goes, here and in an earlier checkout, in turns.
 
-    python benchmarks/step_parts.py CHECKPOINT [--before FOLDER] [--dtype bfloat16] [--batch 1]
-        [--tokens 100] [--rounds 10] [--threads 2]
+    python benchmarks/step_parts.py CHECKPOINT [--before FOLDER] [--dtype bfloat16]
+        [--quantization int8] [--batch 1] [--tokens 100] [--rounds 10] [--threads 2]
 
 Each side is a process of its own whose functions below are timed where they stand; the figures are
 medians over rounds of the median step, in microseconds. A part contains those that it calls: `step`
@@ -60,7 +60,7 @@ def timed(place: str, times: list[float]) -> None:
     setattr(owner, name, measured)
 
 
-def serve(checkpoint: str, dtype: str, threads: int) -> None:
+def serve(checkpoint: str, dtype: str, quantization: str | None, threads: int) -> None:
     """The child's side: answers every (prompts, tokens) with the median seconds of each part."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -69,7 +69,13 @@ def serve(checkpoint: str, dtype: str, threads: int) -> None:
     times: dict[str, list[float]] = {name: [] for name in PARTS}
     for name, place in PARTS.items():
         timed(place, times[name])
-    config = EngineConfig(dtype=dtype, block_size=64, threads=threads, cache_memory="1GiB")
+    config = EngineConfig(
+        dtype=dtype,
+        quantization=quantization,
+        block_size=64,
+        threads=threads,
+        cache_memory="1GiB",
+    )
     with Pipeline(checkpoint, config) as pipe:
         print(json.dumps(pipe.engine.spec.vocab_size), file=answers, flush=True)
         for line in sys.stdin:
@@ -86,6 +92,8 @@ def serve(checkpoint: str, dtype: str, threads: int) -> None:
 def side(folder: Path, options: argparse.Namespace) -> Iterator[Callable[[Any], Any]]:
     """A checkout's engine: a function that asks it, whose first answer is the vocabulary."""
     arguments = [options.checkpoint, "--dtype", options.dtype, "--threads", str(options.threads)]
+    if options.quantization:
+        arguments += ["--quantization", options.quantization]
     process = subprocess.Popen(
         [sys.executable, __file__, *arguments, "--serve"],
         env=own_environment(folder),
@@ -112,6 +120,7 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--before", type=Path)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", choices=("int8", "int4"), default=None)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=10)
@@ -119,7 +128,7 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        return serve(options.checkpoint, options.dtype, options.threads)
+        return serve(options.checkpoint, options.dtype, options.quantization, options.threads)
     folders = [ROOT] + ([options.before.resolve()] if options.before else [])
     names = ["now", *(f"commit {commit(folder)}" for folder in folders[1:])]
     print(describe(options.threads), flush=True)

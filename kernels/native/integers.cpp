@@ -18,12 +18,12 @@ inline Words four_of(const float* word) {
 
 // How many words of a row meet a word of codes, and what each of them meets.
 struct ByteWords {
-    static constexpr int COUNT = 1;
+    static constexpr int COUNT = 1, MOST_CLOSE = 12;
     static VLM_INLINE Words part(Words word, int) { return word; }
 };
 
 struct HalfByteWords {
-    static constexpr int COUNT = 2;
+    static constexpr int COUNT = 2, MOST_CLOSE = 1;
     static VLM_INLINE Words part(Words word, int which) {
         return (which ? word >> 4 : word) & 0x0f0f0f0fu;
     }
@@ -35,6 +35,9 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
                   int64_t begin, int64_t end, float* sums) {
     constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
     constexpr bool KEPT = ROWS * REGISTERS <= MOST_KEPT;
+    // Where tiles tell what processor it is, one that foresees what an instruction will read from
+    // what it read before: copies of a load, each with strides of its own, make it ask too far.
+    constexpr bool CLOSE = TILE_PRODUCTS && ROWS <= Kind::MOST_CLOSE;
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
     const float* scales = x + weight.depth / 4 * ROWS + begin * ROWS;
     const float* x_sums = scales + count * ROWS;
@@ -56,9 +59,8 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
         each_sum([&](int r, int j) {
             total[r][j] = weight.zeros ? Signed{} : (Signed)four_of(x_sums + r);
         });
-#pragma GCC unroll 8
-        for (int64_t step = 0; step < WORDS; ++step, words += PANEL * 4) {
-            ask_for_codes(words + INTEGERS_AHEAD);
+        auto add_step = [&]() __attribute__((always_inline)) {
+            ask_for_weight(words + INTEGERS_AHEAD);
 #pragma GCC unroll 2
             for (int part = 0; part < Kind::COUNT; ++part, x += ROWS) {
                 Words codes[REGISTERS];
@@ -73,6 +75,14 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
                         total[r][j] = dots(codes[j], own, total[r][j]);
                 }
             }
+            words += PANEL * 4;
+        };
+        if (CLOSE) {
+#pragma GCC unroll 2
+            for (int64_t step = 0; step < WORDS; ++step) add_step();
+        } else {
+#pragma GCC unroll 8
+            for (int64_t step = 0; step < WORDS; ++step) add_step();
         }
         if (group == begin || shared == 1 || group % shared == 0) of = all.of(group / shared);
         each_sum([&](int r, int j) {

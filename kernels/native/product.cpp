@@ -9,7 +9,8 @@ namespace vlm {
 
 namespace {
 
-constexpr int64_t AHEAD = 4096;  // bytes between what is used and what is asked for, of one group
+// Bytes between what is used and what is asked for, of one group.
+constexpr int64_t AHEAD = TILE_PRODUCTS ? 2048 : 4096;
 
 // What a tile asks the memory for while it computes: `step` bytes in every step, up to 128.
 struct Next {
@@ -113,8 +114,7 @@ void tile(Kind kind, const char* panel, const float* x, int64_t steps, Next next
         for (int j = 0; j < REGISTERS; ++j)
             total[r][j] = fresh ? Floats{} : read<Floats>(sums + r * PANEL + j * WIDTH);
     for (int64_t s = 0; s < steps; ++s) {
-        __builtin_prefetch(next.at);
-        __builtin_prefetch(next.at + 64);
+        ask_for_weight(next.at);
         next.at += next.step;
         kind.template add<ROWS>(panel, x, total);
         panel += Kind::BYTES;

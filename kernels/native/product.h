@@ -51,7 +51,13 @@ VLM_INLINE void ask_for_next(const T* out) {
 // How a product is shared out: blocks of rows times groups of panels.
 struct Split {
     int64_t rows, panels, blocks, groups;
+    int64_t whole = 0;  // blocks that come first, each for one thread with all of its panels
     int64_t large = 0, ahead = 0;  // groups that come first, and the panels that they have together
+
+    // What a thread takes: panels `begin` to `end` of one block.
+    struct Item {
+        int64_t block, begin, end;
+    };
 
     Split(int64_t count, const Weight& weight, bool tiles, int64_t threads)
         : rows(count), panels(panels_of(weight)) {
@@ -62,27 +68,37 @@ struct Split {
             split_few(bytes, threads);
             return;
         }
-        // Threads end together if there is enough to take; weights are read with long strides.
-        const int64_t wanted = std::max<int64_t>(1, 16 * threads / std::max<int64_t>(blocks, 1));
+        // A whole block is packed once. Threads end together if there is enough to take, so that
+        // the last blocks are shared, and packed by each of them; weights are read with long
+        // strides.
+        whole = std::max<int64_t>(0, blocks / threads - 1) * threads;
+        const int64_t shared = std::max<int64_t>(1, blocks - whole);
+        const int64_t wanted = std::max<int64_t>(1, 16 * threads / shared);
         const int64_t least = blocks > 1 ? 8 : std::max<int64_t>(1, STRIDE / bytes);
         groups = std::max<int64_t>(1, std::min(wanted, panels / least));
     }
 
-    int64_t items() const { return blocks * groups; }
+    int64_t items() const { return whole + (blocks - whole) * groups; }
+    Item item(int64_t index) const {
+        if (index < whole) return {index, 0, panels};
+        const int64_t block = whole + (index - whole) / groups, group = (index - whole) % groups;
+        return {block, first_panel(group), first_panel(group + 1)};
+    }
     int64_t first_row(int64_t block) const { return block * rows / blocks; }
+
+  private:
     int64_t first_panel(int64_t group) const {
         if (group < large) return group * ahead / large;
         return ahead + (group - large) * (panels - ahead) / std::max<int64_t>(1, groups - large);
     }
 
-  private:
     // Rows whose sums stay in registers wait for the memory alone. Every place where its reading
     // begins anew costs time, so that each thread has a long part; short ones are left for those
     // that are done first.
     void split_few(int64_t bytes, int64_t threads) {
         const int64_t each = std::max<int64_t>(1, STRIDE / 8 / bytes);
         large = threads;
-        ahead = panels * 3 / 4 / threads * threads;
+        ahead = panels * 15 / 16 / threads * threads;
         groups = large + (panels - ahead + each - 1) / each;
     }
 };
@@ -98,14 +114,14 @@ void for_panels(const Weight& weight, int64_t rows, int64_t threads, const At& a
     Workplace& own = own_workplace();
     int64_t taken = -1;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < split.items(); ++item) {
-        const int64_t block = item / split.groups, group = item % split.groups;
-        const int64_t first = split.first_row(block), count = split.first_row(block + 1) - first;
-        if (taken != block)
+    for (int64_t i = 0; i < split.items(); ++i) {
+        const Split::Item item = split.item(i);
+        const int64_t first = split.first_row(item.block);
+        const int64_t count = split.first_row(item.block + 1) - first;
+        if (taken != item.block)
             own.operand.take<T>(count, weight, [&](int64_t r) { return at(first + r); });
-        taken = block;
-        for (int64_t p = split.first_panel(group); p < split.first_panel(group + 1); ++p)
-            each(first, p, own);
+        taken = item.block;
+        for (int64_t p = item.begin; p < item.end; ++p) each(first, p, own);
     }
 }
 

@@ -52,9 +52,9 @@ typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Signed __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 
-// Asks the memory for 128 bytes of a weight that are soon to be read once: into the L2 cache where
-// tiles tell that the processor is one whose L1 cache can ask for too little at a time.
-VLM_INLINE void ask_for_codes(const char* at) {
+// Asks the memory for 128 bytes of a weight that are soon to be read: into the L2 cache where tiles
+// tell that the processor is one whose L1 cache can ask for too little at a time.
+VLM_INLINE void ask_for_weight(const char* at) {
     constexpr int CACHE = TILE_PRODUCTS ? 2 : 3;
     __builtin_prefetch(at, 0, CACHE);
     __builtin_prefetch(at + 64, 0, CACHE);

@@ -17,8 +17,9 @@ namespace {
 
 static_assert(PANEL == 32 && TILE_ROWS == 16 && TILE_DEPTH == 32, "what registers hold");
 
-constexpr int64_t TILES_AHEAD = 8192;  // bytes between what is used and what is asked for
-constexpr int64_t TILE_BLOCKS = 8;     // of a panel's part that stays in the L1 cache
+constexpr int64_t TILES_AHEAD = 1024;  // bytes between what is used and what is asked for
+constexpr int64_t TILE_BLOCKS = 16;    // of a panel's part that stays in the L1 cache
+constexpr int64_t MANY_PAIRS = 3;      // of tiles that make it worth to fetch such a part
 constexpr int64_t BLOCK_BYTES = TILE_DEPTH * PANEL * 2;
 
 // Linux gives a process such registers when it asks for them.
@@ -54,12 +55,13 @@ void tile_blocks(const char* rows, int64_t row_bytes, int64_t apart, const char*
         if (TWO) _tile_loadd(3, second + LANES, SUM_BYTES);
     }
     for (int64_t block = 0; block < blocks; ++block) {
-        for (const char* end = next + asked; next < end; next += 64) __builtin_prefetch(next);
+        for (const char* end = next + asked; next < end; next += 64) __builtin_prefetch(next, 0, 2);
         _tile_loadd(6, columns, COLUMN_BYTES);
-        _tile_loadd(4, rows, 64);
+        // Rows that pass by shall not push the panel's part out of the L1 cache.
+        _tile_stream_loadd(4, rows, 64);
         _tile_loadd(7, columns + 64, COLUMN_BYTES);
         _tile_dpbf16ps(0, 4, 6);
-        if (TWO) _tile_loadd(5, rows + apart, 64);
+        if (TWO) _tile_stream_loadd(5, rows + apart, 64);
         _tile_dpbf16ps(1, 4, 7);
         if (TWO) _tile_dpbf16ps(2, 5, 6);
         if (TWO) _tile_dpbf16ps(3, 5, 7);
@@ -97,7 +99,8 @@ void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float
     }
     const int64_t tile_rows = std::min(x.rows(), TILE_ROWS), pairs = (x.tiles() + 1) / 2;
     const int64_t row_bytes = tile_rows * 64;
-    const int64_t most = pairs == 1 ? whole : TILE_BLOCKS;
+    const int64_t some = pairs < MANY_PAIRS ? TILE_BLOCKS / 2 : TILE_BLOCKS;
+    const int64_t most = pairs == 1 ? whole : some;
     const int64_t asked = pairs == 1 ? BLOCK_BYTES : (BLOCK_BYTES / 64 / pairs + 1) * 64;
     const TileRegisters registers(tile_rows, 64);
     for (int64_t begin = 0; begin < blocks;) {

@@ -17,7 +17,7 @@ constexpr int64_t OPERAND_BYTES = 3 << 19;  // of their packed values, unless th
 // Likewise of rows in tiles, whose sums a processor may compute in one instruction.
 constexpr int64_t TILE_ROWS = 16, TILE_DEPTH = 32;
 inline int64_t tile_steps(int64_t depth) { return (depth + TILE_DEPTH - 1) / TILE_DEPTH; }
-constexpr int64_t TILES_BLOCK = 384, TILES_BYTES = 1 << 20;
+constexpr int64_t TILES_BLOCK = 256, TILES_BYTES = 3 << 18;
 
 constexpr int64_t LEAST_GROUP = 16, MOST_GROUP = 128;
 
