@@ -17,7 +17,7 @@ namespace {
 
 static_assert(PANEL == 32 && TILE_ROWS == 16 && TILE_DEPTH == 32, "what registers hold");
 
-constexpr int64_t TILES_AHEAD = 1024;  // bytes between what is used and what is asked for
+constexpr int64_t TILES_AHEAD = 2048;  // bytes between what is used and what is asked for
 constexpr int64_t TILE_BLOCKS = 16;    // of a panel's part that stays in the L1 cache
 constexpr int64_t MANY_PAIRS = 3;      // of tiles that make it worth to fetch such a part
 constexpr int64_t BLOCK_BYTES = TILE_DEPTH * PANEL * 2;
