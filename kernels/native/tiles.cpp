@@ -58,7 +58,10 @@ void tile_blocks(const char* rows, int64_t row_bytes, int64_t apart, const char*
         for (const char* end = next + asked; next < end; next += 64) __builtin_prefetch(next, 0, 2);
         _tile_loadd(6, columns, COLUMN_BYTES);
         // Rows that pass by shall not push the panel's part out of the L1 cache.
-        _tile_stream_loadd(4, rows, 64);
+        if (TWO)
+            _tile_stream_loadd(4, rows, 64);
+        else
+            _tile_loadd(4, rows, 64);
         _tile_loadd(7, columns + 64, COLUMN_BYTES);
         _tile_dpbf16ps(0, 4, 6);
         if (TWO) _tile_stream_loadd(5, rows + apart, 64);
