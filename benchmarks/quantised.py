@@ -94,10 +94,14 @@ def _measure(kind: str, row: Row, sides: dict[str, Side], rounds: int, until: fl
     results.measure(mine, row, rounds, until=until)
     reached = True
     for name, tokens in row.names.items():
-        cells = [row.cell(results.median(name, side), tokens) for side in mine]
-        cells += [""] * (len(sides) - len(mine))
+        cells = [
+            row.cell(results.median(name, side), tokens) if side in mine else "" for side in sides
+        ]
         goal = FIRST_GOAL if name == FIRST else GOAL
-        for other in list(mine)[1:]:
+        for other in list(sides)[1:]:
+            if other not in mine:
+                cells.append("")
+                continue
             due = other in PEERS[kind]
             ratio = results.ratio(name, own, other)
             low, high = results.ratio_range(name, own, other)
