@@ -18,7 +18,7 @@ inline Words four_of(const float* word) {
 
 // How many words of a row meet a word of codes, and what each of them meets.
 struct ByteWords {
-    static constexpr int COUNT = 1, MOST_CLOSE = 12;
+    static constexpr int COUNT = 1, MOST_CLOSE = MOST_ROWS;
     static VLM_INLINE Words part(Words word, int) { return word; }
 };
 

@@ -9,9 +9,6 @@ namespace vlm {
 
 namespace {
 
-// Bytes between what is used and what is asked for, of one group.
-constexpr int64_t AHEAD = TILE_PRODUCTS ? 2048 : 4096;
-
 // What a tile asks the memory for while it computes: `step` bytes in every step, up to 128.
 struct Next {
     const char* at;
@@ -173,7 +170,7 @@ void multiply_dense(const Weight& weight, int64_t index, const Operand& x, float
     for (int64_t begin = 0; begin < depth; begin += most) {
         const int64_t count = std::min(most, depth - begin);
         // Several groups work on a part from the cache, while the next one comes.
-        const char* next = values + (once ? AHEAD : count * bytes);
+        const char* next = values + (once ? WEIGHT_AHEAD : count * bytes);
         Part part{x, begin / unit, count / unit, sums, next, unit * share};
         if (x.pairs())
             part.add_all<Pairs>(values);

@@ -73,9 +73,8 @@ struct Split {
         // strides.
         whole = std::max<int64_t>(0, blocks / threads - 1) * threads;
         const int64_t shared = std::max<int64_t>(1, blocks - whole);
-        const int64_t wanted = std::max<int64_t>(1, 16 * threads / shared);
         const int64_t least = blocks > 1 ? 8 : std::max<int64_t>(1, STRIDE / bytes);
-        groups = std::max<int64_t>(1, std::min(wanted, panels / least));
+        groups = std::max<int64_t>(1, std::min(16 * threads / shared, panels / least));
     }
 
     int64_t items() const { return whole + (blocks - whole) * groups; }

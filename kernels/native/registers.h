@@ -52,12 +52,16 @@ typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Signed __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 
-// Asks the memory for 128 bytes of a weight that are soon to be read: into the L2 cache where tiles
-// tell that the processor is one whose L1 cache can ask for too little at a time.
+// What weights are asked for into, as prefetches name it: the L2 cache where tiles tell that the
+// processor is one whose L1 cache can ask for too little at a time, else the L1 cache.
+constexpr int WEIGHT_CACHE = TILE_PRODUCTS ? 2 : 3;
+// Bytes between what is used of a weight that is no codes, and what is asked for.
+constexpr int64_t WEIGHT_AHEAD = TILE_PRODUCTS ? 2048 : 4096;
+
+// Asks the memory for 128 bytes of a weight that are soon to be read.
 VLM_INLINE void ask_for_weight(const char* at) {
-    constexpr int CACHE = TILE_PRODUCTS ? 2 : 3;
-    __builtin_prefetch(at, 0, CACHE);
-    __builtin_prefetch(at + 64, 0, CACHE);
+    __builtin_prefetch(at, 0, WEIGHT_CACHE);
+    __builtin_prefetch(at + 64, 0, WEIGHT_CACHE);
 }
 
 // Lanes of a and, behind them, of b: `AT::of(i)` is where lane i of the result comes from.

@@ -17,9 +17,8 @@ namespace {
 
 static_assert(PANEL == 32 && TILE_ROWS == 16 && TILE_DEPTH == 32, "what registers hold");
 
-constexpr int64_t TILES_AHEAD = 2048;  // bytes between what is used and what is asked for
-constexpr int64_t TILE_BLOCKS = 16;    // of a panel's part that stays in the L1 cache
-constexpr int64_t MANY_PAIRS = 3;      // of tiles that make it worth to fetch such a part
+constexpr int64_t TILE_BLOCKS = 16;  // of a panel's part that stays in the L1 cache
+constexpr int64_t MANY_PAIRS = 3;    // of tiles that make it worth to fetch such a part
 constexpr int64_t BLOCK_BYTES = TILE_DEPTH * PANEL * 2;
 
 // Linux gives a process such registers when it asks for them.
@@ -55,7 +54,8 @@ void tile_blocks(const char* rows, int64_t row_bytes, int64_t apart, const char*
         if (TWO) _tile_loadd(3, second + LANES, SUM_BYTES);
     }
     for (int64_t block = 0; block < blocks; ++block) {
-        for (const char* end = next + asked; next < end; next += 64) __builtin_prefetch(next, 0, 2);
+        for (const char* end = next + asked; next < end; next += 64)
+            __builtin_prefetch(next, 0, WEIGHT_CACHE);
         _tile_loadd(6, columns, COLUMN_BYTES);
         // Rows that pass by shall not push the panel's part out of the L1 cache.
         if (TWO)
@@ -102,8 +102,7 @@ void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float
     }
     const int64_t tile_rows = std::min(x.rows(), TILE_ROWS), pairs = (x.tiles() + 1) / 2;
     const int64_t row_bytes = tile_rows * 64;
-    const int64_t some = pairs < MANY_PAIRS ? TILE_BLOCKS / 2 : TILE_BLOCKS;
-    const int64_t most = pairs == 1 ? whole : some;
+    const int64_t most = pairs == 1 ? whole : pairs < MANY_PAIRS ? TILE_BLOCKS / 2 : TILE_BLOCKS;
     const int64_t asked = pairs == 1 ? BLOCK_BYTES : (BLOCK_BYTES / 64 / pairs + 1) * 64;
     const TileRegisters registers(tile_rows, 64);
     for (int64_t begin = 0; begin < blocks;) {
@@ -111,7 +110,7 @@ void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float
         const char* columns = last ? rest : panel + begin * BLOCK_BYTES;
         const int64_t count = last ? 1 : std::min(most, whole - begin);
         // Several rows work on a part from the cache, while the next one comes.
-        const char* next = columns + (pairs == 1 ? TILES_AHEAD : count * BLOCK_BYTES);
+        const char* next = columns + (pairs == 1 ? WEIGHT_AHEAD : count * BLOCK_BYTES);
         for (int64_t pair = 0; pair < pairs; ++pair, next += count * asked) {
             const char* rows = (const char*)x.tile(2 * pair) + begin * row_bytes;
             const bool two = 2 * pair + 1 < x.tiles();
