@@ -61,10 +61,10 @@ struct Assignment {
 };
 
 // Inside a parallel region: a product per expert in use, shared out among its threads. `at(place)`
-// is where the row of a place lies; `panel(expert, index, places, operand)` computes one panel.
-template <typename T, typename At, typename Panel>
+// is where the row of a place lies; `use(expert, panels, places, workplace)` computes panels.
+template <typename T, typename At, typename Use>
 void for_experts(const Assignment& assignment, const Weight* weights, int64_t each_weights,
-                 const At& at, const Panel& panel) {
+                 const At& at, const Use& use) {
     Workplace& own = own_workplace();
     const int64_t used = assignment.experts.size();
     const int64_t panels = panels_of(weights[0]);
@@ -82,8 +82,8 @@ void for_experts(const Assignment& assignment, const Weight* weights, int64_t ea
             const int64_t rows = std::min(most, count - begin);
             const int64_t* places = assignment.places.data() + assignment.first[expert] + begin;
             own.operand.take<T>(rows, weight, [&](int64_t r) { return at(places[r]); });
-            for (int64_t p = piece * each; p < std::min(panels, (piece + 1) * each); ++p)
-                panel(expert, p, places, own);
+            own.for_runs(piece * each, std::min(panels, (piece + 1) * each),
+                         [&](const Panels& some) { use(expert, some, places, own); });
         }
     }
 }

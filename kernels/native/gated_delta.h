@@ -13,6 +13,8 @@ namespace vlm {
 
 // Vectors of a state's part: 128 x 32 float32 are half of an L1 cache.
 constexpr int DELTA_VECS = WIDTH == 16 ? 2 : 1;
+// Of a part that is read where it lies: whole rows are, as far as their sums stay in registers.
+constexpr int WIDE_VECS = WIDTH == 16 ? 8 : 4;
 constexpr int64_t MOST_TAPS = 9;
 
 // log of the decay: neg_decay * softplus(a + bias).
@@ -157,14 +159,15 @@ class HeadState {
         // A single token's state is read where it lies, in wider parts.
         const bool apart = n == 1 && row && from_ && !inside_;
         for (int64_t c = 0; c < value_dim_;) {
-            const int64_t left = (value_dim_ - c) / LANES;
-            const int64_t vecs = apart && left >= 4 ? 4 : left >= DELTA_VECS ? DELTA_VECS : 1;
+            int64_t vecs = apart ? WIDE_VECS : DELTA_VECS;
+            while (vecs > (value_dim_ - c) / LANES) vecs /= 2;
             const StatePart<S> from = part(from_, c), to = part(row, c);
             auto run = [&](const auto& own) {
                 using E = std::remove_pointer_t<decltype(own.at)>;
-                const auto pass = vecs == 4            ? recurrence<4, S, E>
-                                  : vecs == DELTA_VECS ? recurrence<DELTA_VECS, S, E>
-                                                       : recurrence<1, S, E>;
+                const auto pass = vecs == WIDE_VECS       ? recurrence<WIDE_VECS, S, E>
+                                  : vecs == WIDE_VECS / 2 ? recurrence<WIDE_VECS / 2, S, E>
+                                  : vecs == 2             ? recurrence<2, S, E>
+                                                          : recurrence<1, S, E>;
                 pass(from, inside_, own, to, key_dim_, n, qk, gates, v + c, v_stride,
                      changes ? changes + c : nullptr, change_stride);
             };

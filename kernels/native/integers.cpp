@@ -5,8 +5,9 @@ namespace vlm {
 
 namespace {
 
-constexpr int64_t INTEGERS_AHEAD = 4096;  // bytes between what is used and what is asked for
-constexpr int64_t CACHED_K = 512;         // of a panel's part that stays in the L1 cache, about
+// Bytes between what is used and what is asked for.
+constexpr int64_t INTEGERS_AHEAD = TILE_PRODUCTS ? 5120 : 4096;
+constexpr int64_t CACHED_K = 512;  // of a panel's part that stays in the L1 cache, about
 constexpr int MOST_KEPT =
     WIDTH == 16 ? 8 : 4;  // sums that stay in registers beside those of a group
 
@@ -78,7 +79,7 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
             words += PANEL * 4;
         };
         if (CLOSE) {
-#pragma GCC unroll 2
+#pragma GCC unroll 1
             for (int64_t step = 0; step < WORDS; ++step) add_step();
         } else {
 #pragma GCC unroll 8

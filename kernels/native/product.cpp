@@ -189,31 +189,37 @@ VLM_INLINE void ask_for(const float* columns) {
     for (int j = 0; j < PANEL; j += LANES) __builtin_prefetch(columns + j);
 }
 
-// Every sum as `made(column, sum)` makes it.
+// Every sum of a panel as `made(column, sum)` makes it.
 template <typename Make>
-VLM_INLINE void for_sums(int64_t rows, float* sums, const Make& made) {
+VLM_INLINE void remake(int64_t rows, float* sums, const Make& made) {
     for (float* end = sums + rows * PANEL; sums < end; sums += PANEL)
         for (int j = 0; j < PANEL; j += LANES) store(sums + j, made(j, load(sums + j)));
 }
 
+void multiply_panel(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+    if (is_codes(weight.type)) return multiply_codes(weight, index, x, sums);
+    x.in_tiles() ? multiply_tiles(weight, index, x, sums) : multiply_dense(weight, index, x, sums);
+}
+
 }  // namespace
 
-void multiply(const Weight& weight, int64_t index, const Operand& x, float* sums) {
-    const int64_t column = index * PANEL, count = std::min<int64_t>(PANEL, weight.columns - column);
-    const float* factors = weight.factors ? weight.factors + column : nullptr;
+void multiply(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
+    const int64_t first = panels.first * PANEL, size = x.rows() * PANEL;
+    const float* factors = weight.factors ? weight.factors + first : nullptr;
     if (factors) ask_for(factors);
-    if (is_codes(weight.type))
-        multiply_codes(weight, index, x, sums);
-    else if (x.in_tiles())
-        multiply_tiles(weight, index, x, sums);
-    else
-        multiply_dense(weight, index, x, sums);
-    if (factors)
-        for_sums(x.rows(), sums, [=](int j, const Vec& sum) { return sum * load(factors + j); });
-    if (!weight.bias) return;
-    float bias[PANEL] = {};
-    std::memcpy(bias, weight.bias + column, count * sizeof(float));
-    for_sums(x.rows(), sums, [&](int j, const Vec& sum) { return sum + load(bias + j); });
+    for (int64_t p = 0; p < panels.count; ++p)
+        multiply_panel(weight, panels.first + p, x, sums + p * size);
+    for (int64_t p = 0; p < panels.count && factors; ++p, factors += PANEL)
+        remake(x.rows(), sums + p * size,
+               [=](int j, const Vec& sum) { return sum * load(factors + j); });
+    for (int64_t p = 0; p < panels.count && weight.bias; ++p) {
+        const int64_t column = first + p * PANEL;
+        float bias[PANEL] = {};
+        std::memcpy(bias, weight.bias + column,
+                    std::min<int64_t>(PANEL, weight.columns - column) * sizeof(float));
+        remake(x.rows(), sums + p * size,
+               [&](int j, const Vec& sum) { return sum + load(bias + j); });
+    }
 }
 
 Workplace& own_workplace() {

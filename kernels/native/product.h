@@ -18,9 +18,15 @@
 namespace vlm {
 
 constexpr int64_t STRIDE = 1 << 18;  // bytes of a weight that a thread takes for a few rows
+constexpr int64_t RUN_ROWS = 64;     // rows whose sums are kept until they are used, about
 
-// sums[r][PANEL] = x[r] . panel `index` + bias.
-void multiply(const Weight& weight, int64_t index, const Operand& x, float* sums);
+// Panels next to each other, from `first` on.
+struct Panels {
+    int64_t first, count;
+};
+
+// sums[p][r][PANEL] = x[r] . panel `panels.first + p` + bias.
+void multiply(const Weight& weight, const Panels& panels, const Operand& x, float* sums);
 
 // What a thread needs for its share of a product.
 struct Workplace {
@@ -29,6 +35,15 @@ struct Workplace {
 
     float* sums_of(int which) {
         return sums[which].of((TILE_PRODUCTS ? TILES_BLOCK : ROW_BLOCK) * PANEL);
+    }
+
+    // Calls `each(panels)` for panels `begin` to `end`, as many at a time as are worth it: where
+    // few rows wait for the memory, whatever else is read or written between two panels makes the
+    // processor lose sight of the weight.
+    template <typename Each>
+    void for_runs(int64_t begin, int64_t end, const Each& each) const {
+        const int64_t most = std::max<int64_t>(1, RUN_ROWS / operand.rows());
+        for (int64_t p = begin; p < end; p += most) each(Panels{p, std::min(most, end - p)});
     }
 
     // Has room for products of such a depth.
@@ -40,6 +55,17 @@ struct Workplace {
 };
 
 Workplace& own_workplace();
+
+// Calls `use(row, column, count, at)` for every row of every panel: sums of `count` columns from
+// `column` on lie `at` so many.
+template <typename Use>
+void for_sums(const Weight& weight, const Panels& panels, int64_t rows, const Use& use) {
+    for (int64_t p = 0; p < panels.count; ++p) {
+        const int64_t column = (panels.first + p) * PANEL;
+        const int64_t count = std::min<int64_t>(PANEL, weight.columns - column);
+        for (int64_t r = 0; r < rows; ++r) use(r, column, count, (p * rows + r) * PANEL);
+    }
+}
 
 // Asks the memory for where the next panel's columns of a row will go, behind those at `out`.
 template <typename T>
@@ -104,8 +130,8 @@ struct Split {
 
 // Inside a parallel region: the panels of `weight`, shared out among its threads, which all have
 // passed when it is done. Their workplaces have room for it. `at(r)` is where row r lies;
-// `each(first, panel, workplace)` computes one panel for the rows that the workplace's operand
-// holds, from row `first` on.
+// `each(first, panels, workplace)` computes panels for the rows that the workplace's operand holds,
+// from row `first` on.
 template <typename T, typename At, typename Each>
 void for_panels(const Weight& weight, int64_t rows, int64_t threads, const At& at,
                 const Each& each) {
@@ -120,7 +146,7 @@ void for_panels(const Weight& weight, int64_t rows, int64_t threads, const At& a
         if (taken != item.block)
             own.operand.take<T>(count, weight, [&](int64_t r) { return at(first + r); });
         taken = item.block;
-        for (int64_t p = item.begin; p < item.end; ++p) each(first, p, own);
+        own.for_runs(item.begin, item.end, [&](const Panels& panels) { each(first, panels, own); });
     }
 }
 
@@ -128,13 +154,15 @@ void for_panels(const Weight& weight, int64_t rows, int64_t threads, const At& a
 // columns and may write behind `count`, up to PANEL.
 template <typename T, typename At, typename Use>
 void project(const Weight& weight, int64_t rows, int64_t threads, const At& at, const Use& use) {
-    for_panels<T>(weight, rows, threads, at, [&](int64_t first, int64_t p, Workplace& own) {
-        float* sums = own.sums_of(0);
-        multiply(weight, p, own.operand, sums);
-        const int64_t wide = std::min<int64_t>(PANEL, weight.columns - p * PANEL);
-        for (int64_t r = 0; r < own.operand.rows(); ++r)
-            use(first + r, p * PANEL, wide, sums + r * PANEL);
-    });
+    for_panels<T>(weight, rows, threads, at,
+                  [&](int64_t first, const Panels& panels, Workplace& own) {
+                      float* sums = own.sums_of(0);
+                      multiply(weight, panels, own.operand, sums);
+                      for_sums(weight, panels, own.operand.rows(),
+                               [&](int64_t r, int64_t column, int64_t count, int64_t at) {
+                                   use(first + r, column, count, sums + at);
+                               });
+                  });
 }
 
 }  // namespace vlm

@@ -38,19 +38,22 @@ struct ExpertsOf {
         assignment.make(ids(first), n * op.top_k, op.experts);
         for_experts<T>(
             assignment, op.gate_up, 2, [&](int64_t place) { return x(first + place / op.top_k); },
-            [&](int64_t expert, int64_t p, const int64_t* places, Workplace& own) {
+            [&](int64_t expert, const Panels& panels, const int64_t* places, Workplace& own) {
                 const Weight* pair = op.gate_up + 2 * expert;
-                gate_panel<T>(pair[0], pair[1], p, own,
-                              [&](int64_t r) { return hidden(places[r]); });
+                gate_panels<T>(pair[0], pair[1], panels, own,
+                               [&](int64_t r) { return hidden(places[r]); });
             });
-        for_experts<T>(assignment, op.down, 1, hidden,
-                       [&](int64_t expert, int64_t p, const int64_t* places, Workplace& own) {
-                           multiply(op.down[expert], p, own.operand, own.sums_of(0));
-                           const int64_t count = std::min<int64_t>(PANEL, op.hidden - p * PANEL);
-                           for (int64_t r = 0; r < own.operand.rows(); ++r)
-                               std::memcpy(routed(places[r]) + p * PANEL,
-                                           own.sums_of(0) + r * PANEL, count * sizeof(float));
-                       });
+        for_experts<T>(
+            assignment, op.down, 1, hidden,
+            [&](int64_t expert, const Panels& panels, const int64_t* places, Workplace& own) {
+                const float* sums = own.sums_of(0);
+                multiply(op.down[expert], panels, own.operand, own.sums_of(0));
+                for_sums(op.down[expert], panels, own.operand.rows(),
+                         [&](int64_t r, int64_t column, int64_t count, int64_t at) {
+                             std::memcpy(routed(places[r]) + column, sums + at,
+                                         count * sizeof(float));
+                         });
+            });
         auto from = [&](int64_t r) { return shared(first + r); };
         if (op.has_shared() && op.apart)
             project<T>(op.shared_down, n, run.step.threads, from, Put<float, float>{apart});

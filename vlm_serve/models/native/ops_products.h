@@ -81,26 +81,28 @@ void perform(Run& run, const Reduce& op) {
         }
 }
 
-// silu(gate . x) * (up . x) for one panel of the operand's rows; `out(r)` is where row r goes.
+// silu(gate . x) * (up . x) for panels of the operand's rows; `out(r)` is where row r goes.
 template <typename T, typename Out>
-void gate_panel(const Weight& gate, const Weight& up, int64_t p, Workplace& own, const Out& out) {
+void gate_panels(const Weight& gate, const Weight& up, const Panels& panels, Workplace& own,
+                 const Out& out) {
     float *gates = own.sums_of(0), *ups = own.sums_of(1);
-    multiply(gate, p, own.operand, gates);
-    multiply(up, p, own.operand, ups);
-    const int64_t count = std::min<int64_t>(PANEL, gate.columns - p * PANEL);
-    for (int64_t r = 0; r < own.operand.rows(); ++r)
-        for (int64_t c = 0; c < count; c += LANES)
-            store(out(r) + p * PANEL + c, silu(rounded<T>(load(gates + r * PANEL + c))) *
-                                              rounded<T>(load(ups + r * PANEL + c)));
+    multiply(gate, panels, own.operand, gates);
+    multiply(up, panels, own.operand, ups);
+    for_sums(gate, panels, own.operand.rows(),
+             [&](int64_t r, int64_t column, int64_t count, int64_t at) {
+                 for (int64_t c = 0; c < count; c += LANES)
+                     store(out(r) + column + c,
+                           silu(rounded<T>(load(gates + at + c))) * rounded<T>(load(ups + at + c)));
+             });
 }
 
 template <typename T>
 void perform(const Run& run, const Gated& op) {
     const Strided<T> out = run.rows<T>(op.out);
     for_panels<T>(op.gate, run.tokens, run.step.threads, run.rows<T>(op.x),
-                  [&](int64_t first, int64_t p, Workplace& own) {
-                      gate_panel<T>(op.gate, op.up, p, own,
-                                    [&](int64_t r) { return out(first + r); });
+                  [&](int64_t first, const Panels& panels, Workplace& own) {
+                      gate_panels<T>(op.gate, op.up, panels, own,
+                                     [&](int64_t r) { return out(first + r); });
                   });
 }
 
