@@ -106,10 +106,10 @@ template <typename T>
 void attend_all(const Attention& job) {
     static thread_local AttentionPlan plan;
     plan.make(job);
-    on_all_threads(job.threads, [&] { own_attention_room().of(attention_room(job.head_dim)); });
     AttentionPlan& made = plan;
-#pragma omp parallel num_threads((int)job.threads)
-    attend<T>(job, made);
+    on_all_threads(
+        job.threads, [&] { own_attention_room().of(attention_room(job.head_dim)); },
+        [&] { attend<T>(job, made); });
 }
 
 }  // namespace vlm

@@ -71,13 +71,14 @@ void delta_head(const Delta& job, int64_t sequence, int64_t head) {
 template <typename T>
 void delta_packed(const Delta& job) {
     const int64_t pieces = job.packed.sequences * job.value_heads;
-    on_all_threads(job.packed.threads,
-                   [&] { own_delta_room().of(delta_room(job.key_dim, job.value_dim, 1)); });
-#pragma omp parallel for schedule(dynamic, 1) num_threads((int)job.packed.threads)
-    for (int64_t i = 0; i < pieces; ++i) {
-        const auto head = job.state_type == BFLOAT16 ? delta_head<T, bf16> : delta_head<T, float>;
-        head(job, i / job.value_heads, i % job.value_heads);
-    }
+    const auto head = job.state_type == BFLOAT16 ? delta_head<T, bf16> : delta_head<T, float>;
+    on_all_threads(
+        job.packed.threads, [&] { own_delta_room().of(delta_room(job.key_dim, job.value_dim, 1)); },
+        [&] {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < pieces; ++i)
+                head(job, i / job.value_heads, i % job.value_heads);
+        });
 }
 
 // Write strength and log decay, [tokens, heads] each, from b and a side by side.

@@ -30,13 +30,17 @@ int64_t guarded(const Work& work) {
     }
 }
 
-// Runs `prepare` on every one of `threads` threads, where it may ask for memory that lasts.
-// Throws std::bad_alloc if one of them has not enough.
-template <typename Prepare>
-void on_all_threads(int64_t threads, const Prepare& prepare) {
+// Runs `prepare` on every one of `threads` threads, where it may ask for memory that lasts, and
+// then their common `work`. Throws std::bad_alloc if one of them has not enough, before any works.
+template <typename Prepare, typename Work>
+void on_all_threads(int64_t threads, const Prepare& prepare, const Work& work) {
     std::atomic<int64_t> failed{0};
 #pragma omp parallel num_threads((int)threads)
-    failed += guarded(prepare);
+    {
+        failed += guarded(prepare);
+#pragma omp barrier
+        if (!failed) work();
+    }
     if (failed) throw std::bad_alloc();
 }
 

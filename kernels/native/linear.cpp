@@ -42,9 +42,9 @@ void project_as(const Projection& job) {
         const Vec sum = load(sums + c), joined = JOINS ? load_some(other + c, count - c) : sum;
         store_some(out + c, finished<USE>(sum, joined), count - c);
     };
-    on_all_threads(job.threads, [&] { own_workplace().reserve(job.weight.depth); });
-#pragma omp parallel num_threads((int)job.threads)
-    project<T>(job.weight, job.rows, job.threads, at, use);
+    on_all_threads(
+        job.threads, [&] { own_workplace().reserve(job.weight.depth); },
+        [&] { project<T>(job.weight, job.rows, job.threads, at, use); });
 }
 
 template <typename T>

@@ -54,14 +54,15 @@ typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 
 // What weights are asked for into, as prefetches name it: the L2 cache where tiles tell that the
 // processor is one whose L1 cache can ask for too little at a time, else the L1 cache.
-constexpr int WEIGHT_CACHE = TILE_PRODUCTS ? 2 : 3;
+constexpr int L1_CACHE = 3, WEIGHT_CACHE = TILE_PRODUCTS ? 2 : L1_CACHE;
 // Bytes between what is used of a weight that is no codes, and what is asked for.
 constexpr int64_t WEIGHT_AHEAD = TILE_PRODUCTS ? 2048 : 4096;
 
 // Asks the memory for 128 bytes of a weight that are soon to be read.
+template <int CACHE = WEIGHT_CACHE>
 VLM_INLINE void ask_for_weight(const char* at) {
-    __builtin_prefetch(at, 0, WEIGHT_CACHE);
-    __builtin_prefetch(at + 64, 0, WEIGHT_CACHE);
+    __builtin_prefetch(at, 0, CACHE);
+    __builtin_prefetch(at + 64, 0, CACHE);
 }
 
 // Lanes of a and, behind them, of b: `AT::of(i)` is where lane i of the result comes from.
