@@ -16,7 +16,8 @@ from vlm_serve.kernels.linear import Linear, Part, Shard, dense, load
 from vlm_serve.kernels.linear.dense import PackedDense
 from vlm_serve.kernels.linear.torch_dense import ROWS_AT_ONCE, TorchDense
 
-SHAPES = [(1, 64), (37, 65), (200, 64), (48, 300), (272, 2304)]
+SHAPES = [(1, 64), (37, 65), (200, 64), (48, 300), (272, 2304), (2150, 64)]
+"""The last one has more columns than compiled code computes of a row before any of them is used."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Types of weight and activations that compiled code multiplies.
 COMPILED = [

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 
 from vlm_serve.kernels.linear import Linear, Part, Shard, load
 from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
+from vlm_serve.kernels.linear.integers import PackedIntegers
 from vlm_serve.kernels.linear.joined import Joined
+from vlm_serve.kernels.linear.quantising import quantise
 from vlm_serve.kernels.linear.runs import runs
 
 DEPTH, ROWS = 64, 40
@@ -128,3 +130,22 @@ def test_a_row_alone_has_the_bits_it_has_among_many() -> None:
     whole = got(x, deterministic=True)
     for row in (0, 17, 63):
         assert torch.equal(got(x[row : row + 1], deterministic=True), whole[row : row + 1])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_column_alone_has_the_bits_it_has_among_many(dynamic: bool, rows: int) -> None:
+    """Among more than are computed before any of them is used, with factors and biases."""
+    columns, step = 2150, 50
+    bias, x = randn(columns, seed=1), randn(rows, DEPTH, seed=2)
+    codes = quantise(randn(columns, DEPTH), 4, 32)
+    assert codes.factors is not None
+
+    def product(first: int, last: int) -> torch.Tensor:
+        assert codes.factors is not None
+        own = slice(first, last)
+        piece = IntegerCodes(codes.codes[own], codes.scales[own], None, 4, 32, codes.factors[own])
+        return PackedIntegers.of([piece], last - first, DEPTH, bias[own], dynamic=dynamic)(x)
+
+    alone = [product(first, first + step) for first in range(0, columns, step)]
+    assert torch.equal(product(0, columns), torch.cat(alone, 1))
