@@ -111,7 +111,7 @@ void tile(Kind kind, const char* panel, const float* x, int64_t steps, Next next
         for (int j = 0; j < REGISTERS; ++j)
             total[r][j] = fresh ? Floats{} : read<Floats>(sums + r * PANEL + j * WIDTH);
     for (int64_t s = 0; s < steps; ++s) {
-        // Several rows take longer over a weight than the L2 cache's own reading ahead.
+        // Beside several rows there is time for the way to the L1 cache as well.
         ask_for_weight<ROWS == 1 ? WEIGHT_CACHE : L1_CACHE>(next.at);
         next.at += next.step;
         kind.template add<ROWS>(panel, x, total);
