@@ -202,25 +202,28 @@ void multiply_panel(const Weight& weight, int64_t index, const Operand& x, float
     x.in_tiles() ? multiply_tiles(weight, index, x, sums) : multiply_dense(weight, index, x, sums);
 }
 
+// What a column has to be multiplied with, and its bias.
+void finish(const Weight& weight, int64_t index, int64_t rows, float* sums) {
+    const int64_t column = index * PANEL, count = std::min<int64_t>(PANEL, weight.columns - column);
+    if (weight.factors) {
+        const float* factors = weight.factors + column;
+        remake(rows, sums, [=](int j, const Vec& sum) { return sum * load(factors + j); });
+    }
+    if (!weight.bias) return;
+    float bias[PANEL] = {};
+    std::memcpy(bias, weight.bias + column, count * sizeof(float));
+    remake(rows, sums, [&](int j, const Vec& sum) { return sum + load(bias + j); });
+}
+
 }  // namespace
 
 void multiply(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
-    const int64_t first = panels.first * PANEL, size = x.rows() * PANEL;
-    const float* factors = weight.factors ? weight.factors + first : nullptr;
-    if (factors) ask_for(factors);
+    const int64_t size = x.rows() * PANEL;
+    if (weight.factors) ask_for(weight.factors + panels.first * PANEL);
     for (int64_t p = 0; p < panels.count; ++p)
         multiply_panel(weight, panels.first + p, x, sums + p * size);
-    for (int64_t p = 0; p < panels.count && factors; ++p, factors += PANEL)
-        remake(x.rows(), sums + p * size,
-               [=](int j, const Vec& sum) { return sum * load(factors + j); });
-    for (int64_t p = 0; p < panels.count && weight.bias; ++p) {
-        const int64_t column = first + p * PANEL;
-        float bias[PANEL] = {};
-        std::memcpy(bias, weight.bias + column,
-                    std::min<int64_t>(PANEL, weight.columns - column) * sizeof(float));
-        remake(x.rows(), sums + p * size,
-               [&](int j, const Vec& sum) { return sum + load(bias + j); });
-    }
+    for (int64_t p = 0; p < panels.count; ++p)
+        finish(weight, panels.first + p, x.rows(), sums + p * size);
 }
 
 Workplace& own_workplace() {

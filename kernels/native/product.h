@@ -159,8 +159,8 @@ void project(const Weight& weight, int64_t rows, int64_t threads, const At& at, 
                       float* sums = own.sums_of(0);
                       multiply(weight, panels, own.operand, sums);
                       for_sums(weight, panels, own.operand.rows(),
-                               [&](int64_t r, int64_t column, int64_t count, int64_t at) {
-                                   use(first + r, column, count, sums + at);
+                               [&](int64_t r, int64_t column, int64_t count, int64_t place) {
+                                   use(first + r, column, count, sums + place);
                                });
                   });
 }

@@ -139,12 +139,12 @@ def test_a_column_alone_has_the_bits_it_has_among_many(dynamic: bool, rows: int)
     columns, step = 2150, 50
     bias, x = randn(columns, seed=1), randn(rows, DEPTH, seed=2)
     codes = quantise(randn(columns, DEPTH), 4, 32)
-    assert codes.factors is not None
+    factors = codes.factors
+    assert factors is not None
 
     def product(first: int, last: int) -> torch.Tensor:
-        assert codes.factors is not None
         own = slice(first, last)
-        piece = IntegerCodes(codes.codes[own], codes.scales[own], None, 4, 32, codes.factors[own])
+        piece = IntegerCodes(codes.codes[own], codes.scales[own], None, 4, 32, factors[own])
         return PackedIntegers.of([piece], last - first, DEPTH, bias[own], dynamic=dynamic)(x)
 
     alone = [product(first, first + step) for first in range(0, columns, step)]
