@@ -152,6 +152,7 @@ void wide_rows(const Weight& weight, const PanelScales& scales, const float* wid
                int64_t group, float* sums) {
     Floats total[ROWS][REGISTERS] = {};
     const float* own = x + group * weight.group * ROWS;
+#pragma GCC unroll 4
     for (int64_t k = 0; k < weight.group; ++k)
         Singles::add<ROWS>((const char*)(wide + k * PANEL), own + k * ROWS, total);
     const Folding fold(weight, scales, group, x + weight.depth * ROWS, ROWS);

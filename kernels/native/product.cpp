@@ -15,6 +15,10 @@ struct Next {
     int64_t step;
 };
 
+// Steps that ask for more wait for the memory, which a processor foresees best if one instruction
+// reads it; others for the arithmetic, of which there is more in a loop that has several of them.
+constexpr int64_t MOST_ASKED = 64;
+
 inline Words spread_word(const float* word) {
     uint32_t bits;
     std::memcpy(&bits, word, sizeof bits);
@@ -110,13 +114,21 @@ void tile(Kind kind, const char* panel, const float* x, int64_t steps, Next next
 #pragma GCC unroll 8
         for (int j = 0; j < REGISTERS; ++j)
             total[r][j] = fresh ? Floats{} : read<Floats>(sums + r * PANEL + j * WIDTH);
-    for (int64_t s = 0; s < steps; ++s) {
+    auto add_step = [&]() __attribute__((always_inline)) {
         // Beside several rows there is time for the way to the L1 cache as well.
         ask_for_weight<ROWS == 1 ? WEIGHT_CACHE : L1_CACHE>(next.at);
         next.at += next.step;
         kind.template add<ROWS>(panel, x, total);
         panel += Kind::BYTES;
         x += Kind::STEP * ROWS;
+    };
+    int64_t s = 0;
+    if (ROWS > 1 && next.step <= MOST_ASKED) {
+#pragma GCC unroll 4
+        for (; s < steps; ++s) add_step();
+    } else {
+#pragma GCC unroll 1
+        for (; s < steps; ++s) add_step();
     }
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
