@@ -19,12 +19,12 @@ inline Words four_of(const float* word) {
 
 // How many words of a row meet a word of codes, and what each of them meets.
 struct ByteWords {
-    static constexpr int COUNT = 1, MOST_CLOSE = MOST_ROWS;
+    static constexpr int COUNT = 1;
     static VLM_INLINE Words part(Words word, int) { return word; }
 };
 
 struct HalfByteWords {
-    static constexpr int COUNT = 2, MOST_CLOSE = 1;
+    static constexpr int COUNT = 2;
     static VLM_INLINE Words part(Words word, int which) {
         return (which ? word >> 4 : word) & 0x0f0f0f0fu;
     }
@@ -37,8 +37,10 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
     constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
     constexpr bool KEPT = ROWS * REGISTERS <= MOST_KEPT;
     // Where tiles tell what processor it is, one that foresees what an instruction will read from
-    // what it read before: copies of a load, each with strides of its own, make it ask too far.
-    constexpr bool CLOSE = TILE_PRODUCTS && ROWS <= Kind::MOST_CLOSE;
+    // what it read before: copies of a load, each with strides of its own, make it ask too far. A
+    // row waits for the memory alone, and has every line read by one instruction.
+    constexpr bool BY_LINES = TILE_PRODUCTS && ROWS == 1;
+    constexpr bool CLOSE = TILE_PRODUCTS && Kind::COUNT == 1;
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
     const float* scales = x + weight.depth / 4 * ROWS + begin * ROWS;
     const float* x_sums = scales + count * ROWS;
@@ -78,7 +80,25 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
             }
             words += PANEL * 4;
         };
-        if (CLOSE) {
+        // The sums of a step's registers take turns.
+        auto add_line = [&](const float* own) __attribute__((always_inline)) {
+            ask_and_pause(words + INTEGERS_AHEAD);
+            const Words codes = read<Words>(words);
+            Signed sum = total[0][0];
+#pragma GCC unroll 2
+            for (int part = 0; part < Kind::COUNT; ++part)
+                sum = dots(Kind::part(codes, part), four_of(own + part), sum);
+#pragma GCC unroll 8
+            for (int j = 1; j < REGISTERS; ++j) total[0][j - 1] = total[0][j];
+            total[0][REGISTERS - 1] = sum;
+            words += sizeof(Words);
+        };
+        if (BY_LINES) {
+#pragma GCC unroll 1
+            for (int64_t line = 0; line < WORDS * REGISTERS; ++line)
+                add_line(x + line / REGISTERS * Kind::COUNT);
+            x += WORDS * Kind::COUNT;
+        } else if (CLOSE) {
 #pragma GCC unroll 1
             for (int64_t step = 0; step < WORDS; ++step) add_step();
         } else {

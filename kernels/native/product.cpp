@@ -209,11 +209,6 @@ VLM_INLINE void remake(int64_t rows, float* sums, const Make& made) {
         for (int j = 0; j < PANEL; j += LANES) store(sums + j, made(j, load(sums + j)));
 }
 
-void multiply_panel(const Weight& weight, int64_t index, const Operand& x, float* sums) {
-    if (is_codes(weight.type)) return multiply_codes(weight, index, x, sums);
-    x.in_tiles() ? multiply_tiles(weight, index, x, sums) : multiply_dense(weight, index, x, sums);
-}
-
 // What a column has to be multiplied with, and its bias.
 void finish(const Weight& weight, int64_t index, int64_t rows, float* sums) {
     const int64_t column = index * PANEL, count = std::min<int64_t>(PANEL, weight.columns - column);
@@ -231,11 +226,17 @@ void finish(const Weight& weight, int64_t index, int64_t rows, float* sums) {
 
 void multiply(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
     const int64_t size = x.rows() * PANEL;
+    auto each_panel = [&](const auto& work) {
+        for (int64_t p = 0; p < panels.count; ++p) work(panels.first + p, sums + p * size);
+    };
     if (weight.factors) ask_for(weight.factors + panels.first * PANEL);
-    for (int64_t p = 0; p < panels.count; ++p)
-        multiply_panel(weight, panels.first + p, x, sums + p * size);
-    for (int64_t p = 0; p < panels.count; ++p)
-        finish(weight, panels.first + p, x.rows(), sums + p * size);
+    if (is_codes(weight.type))
+        each_panel([&](int64_t index, float* to) { multiply_codes(weight, index, x, to); });
+    else if (x.in_tiles())
+        multiply_tiles(weight, panels, x, sums);
+    else
+        each_panel([&](int64_t index, float* to) { multiply_dense(weight, index, x, to); });
+    each_panel([&](int64_t index, float* to) { finish(weight, index, x.rows(), to); });
 }
 
 Workplace& own_workplace() {

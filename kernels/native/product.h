@@ -20,11 +20,6 @@ namespace vlm {
 constexpr int64_t STRIDE = 1 << 18;  // bytes of a weight that a thread takes for a few rows
 constexpr int64_t RUN_ROWS = 64;     // rows whose sums are kept until they are used, about
 
-// Panels next to each other, from `first` on.
-struct Panels {
-    int64_t first, count;
-};
-
 // sums[p][r][PANEL] = x[r] . panel `panels.first + p` + bias.
 void multiply(const Weight& weight, const Panels& panels, const Operand& x, float* sums);
 

@@ -65,6 +65,16 @@ VLM_INLINE void ask_for_weight(const char* at) {
     __builtin_prefetch(at + 64, 0, CACHE);
 }
 
+// Asks for a line of a weight, and pauses: where tiles tell what processor it is, requests that
+// follow each other at once are answered more slowly. Only where TILE_PRODUCTS.
+VLM_INLINE void ask_and_pause(const char* at) {
+#if VLM_TILES
+    asm volatile("prefetcht1 %0\n\tnop\n\tnop\n\tnop" : : "m"(*at));
+#else
+    (void)at;
+#endif
+}
+
 // Lanes of a and, behind them, of b: `AT::of(i)` is where lane i of the result comes from.
 template <typename At, typename V, int... LANE>
 VLM_INLINE V shuffled(V a, V b, std::integer_sequence<int, LANE...>) {

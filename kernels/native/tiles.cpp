@@ -36,8 +36,19 @@ struct Shape {
     uint8_t rows[16] = {};
 };
 
+// What a tile of rows has: 16 unless there are fewer.
+inline int64_t rows_of_tile(const Operand& x) { return std::min(x.rows(), TILE_ROWS); }
+
+// Half a block, line by line.
+VLM_INLINE void ask_for_half(const char* at) {
+#pragma GCC unroll 16
+    for (int i = 0; i < BLOCK_BYTES / 2; i += 64) ask_and_pause(at + i);
+}
+
 // Some blocks of a panel, for one or two tiles of rows that lie `apart` bytes from each other.
-template <bool TWO>
+// Beside each, `asked` bytes from `next` on are asked for; if that is LATE, a whole block behind
+// its use.
+template <bool TWO, bool LATE>
 void tile_blocks(const char* rows, int64_t row_bytes, int64_t apart, const char* columns,
                  int64_t blocks, const char* next, int64_t asked, bool fresh, float* sums) {
     constexpr int64_t COLUMN_BYTES = PANEL * 4, SUM_BYTES = PANEL * sizeof(float);
@@ -54,9 +65,10 @@ void tile_blocks(const char* rows, int64_t row_bytes, int64_t apart, const char*
         if (TWO) _tile_loadd(3, second + LANES, SUM_BYTES);
     }
     for (int64_t block = 0; block < blocks; ++block) {
-        for (const char* end = next + asked; next < end; next += 64)
+        for (const char* end = next + asked; !LATE && next < end; next += 64)
             __builtin_prefetch(next, 0, WEIGHT_CACHE);
         _tile_loadd(6, columns, COLUMN_BYTES);
+        if (LATE) ask_for_half(next);
         // Rows that pass by shall not push the panel's part out of the L1 cache.
         if (TWO)
             _tile_stream_loadd(4, rows, 64);
@@ -68,6 +80,8 @@ void tile_blocks(const char* rows, int64_t row_bytes, int64_t apart, const char*
         _tile_dpbf16ps(1, 4, 7);
         if (TWO) _tile_dpbf16ps(2, 5, 6);
         if (TWO) _tile_dpbf16ps(3, 5, 7);
+        if (LATE) ask_for_half(next + BLOCK_BYTES / 2);
+        if (LATE) next += BLOCK_BYTES;
         columns += BLOCK_BYTES;
         rows += row_bytes;
     }
@@ -90,7 +104,9 @@ TileRegisters::TileRegisters(int64_t rows, int64_t bytes) {
     _tile_loadconfig(&shape);
 }
 
-void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+namespace {
+
+void multiply_panel(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const int64_t depth = padded(weight.depth, BFLOAT16);
     const int64_t whole = depth / TILE_DEPTH, blocks = tile_steps(depth);
     const char* panel = (const char*)weight.packed + index * depth * PANEL * 2;
@@ -99,14 +115,13 @@ void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float
         const int64_t bytes = (depth - whole * TILE_DEPTH) * PANEL * 2;
         std::memcpy(rest, panel + whole * BLOCK_BYTES, bytes);
         std::memset(rest + bytes, 0, BLOCK_BYTES - bytes);
+        TileRegisters::written();
     }
-    const int64_t tile_rows = std::min(x.rows(), TILE_ROWS), pairs = (x.tiles() + 1) / 2;
-    const int64_t row_bytes = tile_rows * 64;
+    const int64_t pairs = (x.tiles() + 1) / 2, row_bytes = rows_of_tile(x) * 64;
     const int64_t most = pairs == 1 ? whole : pairs < MANY_PAIRS ? TILE_BLOCKS / 2 : TILE_BLOCKS;
     const int64_t asked = pairs == 1 ? BLOCK_BYTES : (BLOCK_BYTES / 64 / pairs + 1) * 64;
-    const TileRegisters registers(tile_rows, 64);
     for (int64_t begin = 0; begin < blocks;) {
-        const bool last = begin == whole;
+        const bool last = begin == whole, late = x.tiles() == 1 && !last;
         const char* columns = last ? rest : panel + begin * BLOCK_BYTES;
         const int64_t count = last ? 1 : std::min(most, whole - begin);
         // Several rows work on a part from the cache, while the next one comes.
@@ -114,18 +129,27 @@ void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float
         for (int64_t pair = 0; pair < pairs; ++pair, next += count * asked) {
             const char* rows = (const char*)x.tile(2 * pair) + begin * row_bytes;
             const bool two = 2 * pair + 1 < x.tiles();
-            (two ? tile_blocks<true> : tile_blocks<false>)(rows, row_bytes, x.tile_bytes(), columns,
-                                                           count, next, last ? 0 : asked,
-                                                           begin == 0,
-                                                           sums + 2 * pair * TILE_ROWS * PANEL);
+            const auto work = two    ? tile_blocks<true, false>
+                              : late ? tile_blocks<false, true>
+                                     : tile_blocks<false, false>;
+            work(rows, row_bytes, x.tile_bytes(), columns, count, next, last ? 0 : asked,
+                 begin == 0, sums + 2 * pair * TILE_ROWS * PANEL);
         }
         begin += count;
     }
 }
 
+}  // namespace
+
+void multiply_tiles(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
+    const TileRegisters registers(rows_of_tile(x), 64);
+    for (int64_t p = 0; p < panels.count; ++p, sums += x.rows() * PANEL)
+        multiply_panel(weight, panels.first + p, x, sums);
+}
+
 #else
 
-void multiply_tiles(const Weight&, int64_t, const Operand&, float*) {}
+void multiply_tiles(const Weight&, const Panels&, const Operand&, float*) {}
 
 #endif
 

@@ -10,8 +10,8 @@
 
 namespace vlm {
 
-// sums[r][PANEL] = x[r] . panel `index` of bfloat16, without the bias; only where TILE_PRODUCTS.
-// Writes behind the rows, up to a multiple of TILE_ROWS.
-void multiply_tiles(const Weight& weight, int64_t index, const Operand& x, float* sums);
+// sums[p][r][PANEL] = x[r] . panel `panels.first + p` of bfloat16, without the bias; only where
+// TILE_PRODUCTS. Writes behind the rows, up to a multiple of TILE_ROWS.
+void multiply_tiles(const Weight& weight, const Panels& panels, const Operand& x, float* sums);
 
 }  // namespace vlm

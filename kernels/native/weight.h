@@ -52,6 +52,11 @@ struct Weight {
 
 inline int64_t panels_of(const Weight& weight) { return (weight.columns + PANEL - 1) / PANEL; }
 
+// Panels next to each other, from `first` on.
+struct Panels {
+    int64_t first, count;
+};
+
 // How many k of a row share a scale if it is quantised: fewer than those of a weight may, since
 // activations have values that are much larger than their neighbours.
 inline int64_t row_group(const Weight& weight) { return weight.group % 32 ? 16 : 32; }
