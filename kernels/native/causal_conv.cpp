@@ -2,7 +2,7 @@
 // of the sequences are taken by threads as they come.
 #include <algorithm>
 
-#include "gated_delta.h"
+#include "convolution.h"
 #include "guard.h"
 #include "packed.h"
 

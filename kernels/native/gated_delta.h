@@ -1,5 +1,5 @@
-// The gated delta rule, token by token, and the convolution before it: what a step's layers and the
-// ops of single layers share. See kernels/gated_delta and kernels/causal_conv for the mathematics.
+// The gated delta rule, token by token: what a step's layers and the ops of single layers share.
+// See kernels/gated_delta for the mathematics.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,6 @@ namespace vlm {
 constexpr int DELTA_VECS = WIDTH == 16 ? 2 : 1;
 // Of a part that is read where it lies: whole rows are, as far as their sums stay in registers.
 constexpr int WIDE_VECS = WIDTH == 16 ? 8 : 4;
-constexpr int64_t MOST_TAPS = 9;
 
 // log of the decay: neg_decay * softplus(a + bias).
 inline Vec log_decay(const Vec& a, const Vec& bias, const Vec& neg_decay) {
@@ -239,50 +238,6 @@ inline void prepare(float* qk, int64_t n, int64_t key_dim, float* gates) {
         for (int64_t d = 0; d < key_dim; d += LANES)
             overlap = fma(load(q + d), load(q + key_dim + d), overlap);
         gates[4 * t + 2] = sum(overlap);
-    }
-}
-
-// Where a convolution's inputs before the first token lie: a state row's tails, null for zeros, and
-// how they are stored.
-template <typename T>
-struct Tails {
-    T* row;  // [channels, kernel - 1], oldest first
-    int64_t kept;
-
-    // The inputs of 16 channels, as `convolve` keeps them.
-    void load(int64_t channel, Vec* window) const {
-        for (int64_t j = 0; j < kept; ++j) {
-            float lanes[LANES] = {};
-            for (int i = 0; i < LANES && row; ++i)
-                lanes[i] = load_one(row + (channel + i) * kept + j);
-            window[j] = vlm::load(lanes);
-        }
-    }
-    void store(int64_t channel, const Vec* window) const {
-        for (int64_t j = 0; j < kept && row; ++j) {
-            float lanes[LANES];
-            vlm::store(lanes, window[j]);
-            for (int i = 0; i < LANES; ++i) store_one(row + (channel + i) * kept + j, lanes[i]);
-        }
-    }
-};
-
-// `n` tokens of 16 channels: y = silu(sum of taps * inputs), rounded as T. `window` holds the
-// `kept` inputs before them, oldest first, and then those before the next token. `taps` are
-// [kept + 1, channels].
-template <typename T, typename Y>
-inline void convolve(const T* x, int64_t x_stride, int64_t n, const float* taps, int64_t channels,
-                     int64_t kept, Vec* window, Y* y, int64_t y_stride) {
-    for (int64_t t = 0; t < n; ++t) {
-        const Vec input = load(x + t * x_stride);
-        Vec total = zero();
-        for (int64_t j = 0; j < kept; ++j) {
-            total = fma(window[j], load(taps + j * channels), total);
-            if (j) window[j - 1] = window[j];
-        }
-        total = fma(input, load(taps + kept * channels), total);
-        if (kept) window[kept - 1] = input;
-        store(y + t * y_stride, rounded<T>(silu(total)));
     }
 }
 

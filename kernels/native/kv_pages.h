@@ -79,27 +79,31 @@ inline void widen_row(const float8* from, int64_t dim, bf16* to) {
         std::memcpy(to + d, &value, sizeof value);
     }
     for (; d < dim; d += LANES)
-        use_each(load(from + d), [=](int lane, Floats x) {
-            const Halves halves = __builtin_convertvector((Words)x >> 16, Halves);
-            std::memcpy(to + d + lane, &halves, sizeof halves);
-        });
+        use_each(
+            [=](int lane, Floats x) {
+                const Halves halves = __builtin_convertvector((Words)x >> 16, Halves);
+                std::memcpy(to + d + lane, &halves, sizeof halves);
+            },
+            load(from + d));
 }
 
 // To the nearest, ties to even; what is too large becomes the largest number.
 VLM_INLINE void store(float8* to, const Vec& v) {
-    use_each(v, [=](int lane, Floats x) {
-        const Words bits = (Words)x, sign = bits >> 24 & 0x80u;
-        Floats size = (Floats)(bits & 0x7fffffffu);
-        size = size > 448.0f ? spread(448.0f) : size;
-        const Words own = (Words)size;
-        // 20 of 23 bits go, and the exponent's bias from 127 to 7.
-        const Words normal = ((own + 0x7ffffu + (own >> 20 & 1)) >> 20) - 960;
-        // Below 2^-6 codes count multiples of 2^-9, the distance of numbers at 2^14.
-        const Words tiny = (Words)(size + 16384.0f) - 0x46800000u;
-        Words code = size < 0x1p-6f ? tiny : normal;
-        code = x != x ? code * 0 + 0x7fu : code;
-        to_bytes(to + lane, (Signed)(code | sign));
-    });
+    use_each(
+        [=](int lane, Floats x) {
+            const Words bits = (Words)x, sign = bits >> 24 & 0x80u;
+            Floats size = (Floats)(bits & 0x7fffffffu);
+            size = size > 448.0f ? spread(448.0f) : size;
+            const Words own = (Words)size;
+            // 20 of 23 bits go, and the exponent's bias from 127 to 7.
+            const Words normal = ((own + 0x7ffffu + (own >> 20 & 1)) >> 20) - 960;
+            // Below 2^-6 codes count multiples of 2^-9, the distance of numbers at 2^14.
+            const Words tiny = (Words)(size + 16384.0f) - 0x46800000u;
+            Words code = size < 0x1p-6f ? tiny : normal;
+            code = x != x ? code * 0 + 0x7fu : code;
+            to_bytes(to + lane, (Signed)(code | sign));
+        },
+        v);
 }
 
 // The smallest float16 not below x, for 0 <= x <= 65504.
@@ -129,11 +133,13 @@ inline void quantise_row(const float* x, int64_t dim, code8* codes, f16* scale, 
     store(halves, all((float)middle[0]));
     *zero_point = halves[0];
     for (int64_t d = 0; d < dim; d += LANES)
-        use_each(load(x + d) * inverse, [&](int lane, Floats own) {
-            Signed code = nearest(own) + middle;
-            code = code < 0 ? code * 0 : code > 255 ? code * 0 + 255 : code;
-            to_bytes(codes + d + lane, code);
-        });
+        use_each(
+            [&](int lane, Floats own) {
+                Signed code = nearest(own) + middle;
+                code = code < 0 ? code * 0 : code > 255 ? code * 0 + 255 : code;
+                to_bytes(codes + d + lane, code);
+            },
+            load(x + d) * inverse);
 }
 
 template <typename P>

@@ -192,11 +192,13 @@ class ManyQueries : public QueryTile<ManyQueries<T, P>, T, P> {
     static void keep(float* own, int64_t j, const Vec& weight) {
         if constexpr (PAIRS) {
             float* at = own + j / 2 * QUERIES;
-            use_each(weight, [=](int lane, Floats x) {
-                Words words = rounded_bits(x);
-                words = j % 2 ? read<Words>(at + lane) | (words & 0xffff0000u) : words >> 16;
-                std::memcpy(at + lane, &words, sizeof words);
-            });
+            use_each(
+                [=](int lane, Floats x) {
+                    Words words = rounded_bits(x);
+                    words = j % 2 ? read<Words>(at + lane) | (words & 0xffff0000u) : words >> 16;
+                    std::memcpy(at + lane, &words, sizeof words);
+                },
+                weight);
         } else {
             store(own + j * QUERIES, weight);
         }

@@ -128,7 +128,7 @@ void Operand::quantise(const T* const* from, int64_t rows, int64_t among, bool b
                 total = total +
                         each([](Floats x) { return __builtin_convertvector(nearest(x), Floats); },
                              scaled);
-                use_each(scaled, [&](int lane, Floats x) { to_bytes(codes + lane, nearest(x)); });
+                use_each([&](int lane, Floats x) { to_bytes(codes + lane, nearest(x)); }, scaled);
                 for (int64_t i = 0; i < LANES / 4; ++i, words += word_step)
                     std::memcpy(words, codes + 4 * i, 4);
             }

@@ -201,10 +201,12 @@ class QueryTile {
 
     // Numbers that bfloat16 has.
     static void store_exact(bf16* to, const Vec& values) {
-        use_each(values, [=](int lane, Floats x) {
-            const Halves halves = __builtin_convertvector((Words)x >> 16, Halves);
-            std::memcpy(to + lane, &halves, sizeof halves);
-        });
+        use_each(
+            [=](int lane, Floats x) {
+                const Halves halves = __builtin_convertvector((Words)x >> 16, Halves);
+                std::memcpy(to + lane, &halves, sizeof halves);
+            },
+            values);
     }
 
     void zip(const bf16* even, const bf16* odd, float* to) const {

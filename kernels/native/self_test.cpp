@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "convolution.h"
 #include "experts.h"
 #include "gated_delta.h"
 #include "product.h"

@@ -117,35 +117,28 @@ VLM_INLINE V read(const void* from) {
     return v;
 }
 
-VLM_INLINE Vec load(const float* from) {
-    return made([=](int lane) { return read<Floats>(from + lane); });
+VLM_INLINE Floats load_register(const float* from) { return read<Floats>(from); }
+VLM_INLINE Floats load_register(const bf16* from) {
+    return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
+}
+VLM_INLINE Floats load_register(const f16* from) { return from_float16(from); }
+
+template <typename T>
+VLM_INLINE Vec load(const T* from) {
+    return made([=](int lane) { return load_register(from + lane); });
 }
 
-VLM_INLINE Vec load(const bf16* from) {
-    return made([=](int lane) {
-        return (Floats)(__builtin_convertvector(read<Halves>(from + lane), Words) << 16);
-    });
-}
-
-VLM_INLINE Vec load(const f16* from) {
-    return made([=](int lane) { return from_float16(from + lane); });
-}
-
-// Calls `use(lane, register)` for every register.
-template <typename Use>
-VLM_INLINE void use_each(const Vec& v, const Use& use) {
-    use(0, v.a);
+// Calls `use(lane, registers...)` for every register of vectors.
+template <typename Use, typename... Vecs>
+VLM_INLINE void use_each(const Use& use, const Vecs&... v) {
+    use(0, v.a...);
 #if VLM_PARTS >= 2
-    use(WIDTH, v.b);
+    use(WIDTH, v.b...);
 #endif
 #if VLM_PARTS >= 4
-    use(2 * WIDTH, v.c);
-    use(3 * WIDTH, v.d);
+    use(2 * WIDTH, v.c...);
+    use(3 * WIDTH, v.d...);
 #endif
-}
-
-VLM_INLINE void store(float* to, const Vec& v) {
-    use_each(v, [=](int lane, Floats x) { std::memcpy(to + lane, &x, sizeof x); });
 }
 
 // The upper half of float32 rounded to the nearest, ties to even, as torch does.
@@ -155,15 +148,16 @@ VLM_INLINE Words rounded_bits(Floats x) {
     return x != x ? bits | 0x400000u : kept;
 }
 
-VLM_INLINE void store(bf16* to, const Vec& v) {
-    use_each(v, [=](int lane, Floats x) {
-        const Halves halves = __builtin_convertvector(rounded_bits(x) >> 16, Halves);
-        std::memcpy(to + lane, &halves, sizeof halves);
-    });
+VLM_INLINE void store_register(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+VLM_INLINE void store_register(bf16* to, Floats x) {
+    const Halves halves = __builtin_convertvector(rounded_bits(x) >> 16, Halves);
+    std::memcpy(to, &halves, sizeof halves);
 }
+VLM_INLINE void store_register(f16* to, Floats x) { to_float16(to, x); }
 
-VLM_INLINE void store(f16* to, const Vec& v) {
-    use_each(v, [=](int lane, Floats x) { to_float16(to + lane, x); });
+template <typename T>
+VLM_INLINE void store(T* to, const Vec& v) {
+    use_each([=](int lane, Floats x) { store_register(to + lane, x); }, v);
 }
 
 VLM_INLINE float load_one(const float* from) { return *from; }

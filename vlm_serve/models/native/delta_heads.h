@@ -2,6 +2,7 @@
 // serves, from the projected input to the gated norm, a tile of tokens after the other.
 #pragma once
 
+#include "convolution.h"
 #include "gated_delta.h"
 #include "rows.h"
 #include "run.h"

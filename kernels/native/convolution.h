@@ -1,0 +1,121 @@
+// The causal convolution before the gated delta rule: what a step's layers and the op of a single
+// layer share. See kernels/causal_conv for the mathematics.
+#pragma once
+
+#include "functions.h"
+
+namespace vlm {
+
+constexpr int64_t MOST_TAPS = 9;
+
+// Three registers of triples next to each other, apart: lane i of the result is value 3 i + PLACE.
+template <int PLACE>
+VLM_INLINE Floats of_triples(Floats a, Floats b, Floats c) {
+    struct Early {
+        static constexpr int of(int lane) {
+            return 3 * lane + PLACE < 2 * WIDTH ? 3 * lane + PLACE : 0;
+        }
+    };
+    struct All {
+        static constexpr int of(int lane) {
+            const int value = 3 * lane + PLACE;
+            return value < 2 * WIDTH ? lane : value - WIDTH;
+        }
+    };
+    return shuffled<All>(shuffled<Early>(a, b), c);
+}
+
+// Likewise back: the register with the values PART * WIDTH and on.
+template <int PART>
+VLM_INLINE Floats in_triples(Floats first, Floats second, Floats third) {
+    struct Two {
+        static constexpr int of(int lane) {
+            const int value = PART * WIDTH + lane;
+            return value % 3 == 1 ? WIDTH + value / 3 : value / 3;
+        }
+    };
+    struct All {
+        static constexpr int of(int lane) {
+            const int value = PART * WIDTH + lane;
+            return value % 3 == 2 ? WIDTH + value / 3 : lane;
+        }
+    };
+    return shuffled<All>(shuffled<Two>(first, second), third);
+}
+
+// Where a convolution's inputs before the first token lie: a state row's tails, null for zeros, and
+// how they are stored.
+template <typename T>
+struct Tails {
+    T* row;  // [channels, kernel - 1], oldest first
+    int64_t kept;
+
+    // The inputs of 16 channels, as `convolve` keeps them.
+    void load(int64_t channel, Vec* window) const {
+        const T* from = row + channel * kept;
+        if (row && kept == 3) {
+            window[0] = third<0>(from);
+            window[1] = third<1>(from);
+            window[2] = third<2>(from);
+            return;
+        }
+        for (int64_t j = 0; j < kept; ++j) {
+            float lanes[LANES] = {};
+            for (int i = 0; i < LANES && row; ++i) lanes[i] = load_one(from + i * kept + j);
+            window[j] = vlm::load(lanes);
+        }
+    }
+    void store(int64_t channel, const Vec* window) const {
+        if (!row) return;
+        T* to = row + channel * kept;
+        if (kept == 3) {
+            const Vec &first = window[0], &second = window[1], &third = window[2];
+            use_each(
+                [=](int lane, Floats a, Floats b, Floats c) {
+                    T* own = to + 3 * lane;
+                    store_register(own, in_triples<0>(a, b, c));
+                    store_register(own + WIDTH, in_triples<1>(a, b, c));
+                    store_register(own + 2 * WIDTH, in_triples<2>(a, b, c));
+                },
+                first, second, third);
+            return;
+        }
+        for (int64_t j = 0; j < kept; ++j) {
+            float lanes[LANES];
+            vlm::store(lanes, window[j]);
+            for (int i = 0; i < LANES; ++i) store_one(to + i * kept + j, lanes[i]);
+        }
+    }
+
+  private:
+    // One of the three inputs of each channel.
+    template <int PLACE>
+    static VLM_INLINE Vec third(const T* from) {
+        return made([=](int lane) {
+            const T* own = from + 3 * lane;
+            return of_triples<PLACE>(load_register(own), load_register(own + WIDTH),
+                                     load_register(own + 2 * WIDTH));
+        });
+    }
+};
+
+// `n` tokens of 16 channels: y = silu(sum of taps * inputs), rounded as T. `window` holds the
+// `kept` inputs before them, oldest first, and then those before the next token. `taps` are
+// [kept + 1, channels].
+template <typename T, typename Y>
+inline void convolve(const T* x, int64_t x_stride, int64_t n, const float* taps, int64_t channels,
+                     int64_t kept, Vec* window, Y* y, int64_t y_stride) {
+    for (int64_t t = 0; t < n; ++t) {
+        const Vec input = load(x + t * x_stride);
+        Vec total = zero();
+        for (int64_t j = 0; j < kept; ++j) {
+            total = fma(window[j], load(taps + j * channels), total);
+            if (j) window[j - 1] = window[j];
+        }
+        total = fma(input, load(taps + kept * channels), total);
+        if (kept) window[kept - 1] = input;
+        store(y + t * y_stride, rounded<T>(silu(total)));
+    }
+}
+
+}  // namespace vlm
