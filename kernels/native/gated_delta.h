@@ -31,34 +31,18 @@ inline void normalise(float* x, int64_t n, int64_t stride, int64_t dim, float fa
     }
 }
 
-// A register of a state, which is kept in float32 or bfloat16. Only what `as_stored` gives is
-// written.
-VLM_INLINE Floats read_state(const float* at) { return read<Floats>(at); }
-VLM_INLINE Floats read_state(const bf16* at) {
-    return (Floats)(__builtin_convertvector(read<Halves>(at), Words) << 16);
-}
-VLM_INLINE void write_state(float* at, Floats s) { std::memcpy(at, &s, sizeof s); }
-VLM_INLINE void write_state(bf16* at, Floats s) {
-    const Halves halves = __builtin_convertvector((Words)s >> 16, Halves);
-    std::memcpy(at, &halves, sizeof halves);
-}
-template <typename S>
-VLM_INLINE Floats as_stored(Floats s) {
-    if constexpr (sizeof(S) == sizeof(float)) return s;
-    return (Floats)(rounded_bits(s) & 0xffff0000u);
-}
-
-// Part of a head's state: `key_dim` rows of some vectors, `stride` apart.
+// Part of a head's state, in float32 or bfloat16: `key_dim` rows of some vectors, `stride` apart.
+// Only what `rounded` gives for its type is written.
 template <typename E>
 struct StatePart {
     E* at;
     int64_t stride;
 
     VLM_INLINE Floats read(int64_t d, int i) const {
-        return read_state(at + d * stride + i * WIDTH);
+        return load_register(at + d * stride + i * WIDTH);
     }
     VLM_INLINE void write(int64_t d, int i, Floats s) const {
-        write_state(at + d * stride + i * WIDTH, s);
+        store_exact(at + d * stride + i * WIDTH, s);
     }
 };
 
@@ -118,7 +102,7 @@ void recurrence(StatePart<S> from, bool inside, StatePart<E> own, StatePart<S> t
 #pragma GCC unroll 8
                     for (int i = 0; i < N; ++i) {
                         const Floats s = fused(spread(keys[d]), change[i], decay * own.read(d, i));
-                        part.write(d, i, as_stored<S>(s));
+                        part.write(d, i, rounded<S>(s));
                     }
             };
             to.at ? end(to) : end(own);
@@ -130,7 +114,7 @@ void recurrence(StatePart<S> from, bool inside, StatePart<E> own, StatePart<S> t
             const Floats k = spread(keys[d]), q = spread(next[d]), n = spread(next[key_dim + d]);
 #pragma GCC unroll 8
             for (int i = 0; i < N; ++i) {
-                const Floats s = as_stored<S>(fused(k, change[i], decay * own.read(d, i)));
+                const Floats s = rounded<S>(fused(k, change[i], decay * own.read(d, i)));
                 own.write(d, i, s);
                 from_key[i] = fused(n, s, from_key[i]);
                 from_query[i] = fused(q, s, from_query[i]);
@@ -212,12 +196,12 @@ void fold(S* state, int64_t key_dim, int64_t value_dim, int64_t count, const flo
     for (int64_t d = 0; d < key_dim; ++d)
         for (int64_t c = 0; c < value_dim; c += WIDTH) {
             S* at = state + d * value_dim + c;
-            Floats s = read_state(at);
+            Floats s = load_register(at);
             for (int64_t t = 0; t < count; ++t)
-                s = as_stored<S>(fused(spread(keys[t * strides.key_stride + d]),
-                                       read<Floats>(changes + t * strides.change_stride + c),
-                                       spread(decays[t * strides.decay_stride]) * s));
-            write_state(at, s);
+                s = rounded<S>(fused(spread(keys[t * strides.key_stride + d]),
+                                     read<Floats>(changes + t * strides.change_stride + c),
+                                     spread(decays[t * strides.decay_stride]) * s));
+            store_exact(at, s);
         }
 }
 

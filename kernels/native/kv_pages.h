@@ -78,13 +78,7 @@ inline void widen_row(const float8* from, int64_t dim, bf16* to) {
         value |= (code & 0x80) << 8;
         std::memcpy(to + d, &value, sizeof value);
     }
-    for (; d < dim; d += LANES)
-        use_each(
-            [=](int lane, Floats x) {
-                const Halves halves = __builtin_convertvector((Words)x >> 16, Halves);
-                std::memcpy(to + d + lane, &halves, sizeof halves);
-            },
-            load(from + d));
+    for (; d < dim; d += LANES) store_exact(to + d, load(from + d));
 }
 
 // To the nearest, ties to even; what is too large becomes the largest number.

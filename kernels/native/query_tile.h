@@ -197,18 +197,6 @@ class QueryTile {
         return room;
     }
 
-    static void store_exact(float* to, const Vec& values) { store(to, values); }
-
-    // Numbers that bfloat16 has.
-    static void store_exact(bf16* to, const Vec& values) {
-        use_each(
-            [=](int lane, Floats x) {
-                const Halves halves = __builtin_convertvector((Words)x >> 16, Halves);
-                std::memcpy(to + lane, &halves, sizeof halves);
-            },
-            values);
-    }
-
     void zip(const bf16* even, const bf16* odd, float* to) const {
         typedef uint16_t Whole __attribute__((vector_size(4 * WIDTH)));
         struct First {

@@ -148,11 +148,19 @@ VLM_INLINE Words rounded_bits(Floats x) {
     return x != x ? bits | 0x400000u : kept;
 }
 
-VLM_INLINE void store_register(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
-VLM_INLINE void store_register(bf16* to, Floats x) {
-    const Halves halves = __builtin_convertvector(rounded_bits(x) >> 16, Halves);
+// Numbers that a type has.
+VLM_INLINE void store_exact(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+VLM_INLINE void store_exact(bf16* to, Floats x) {
+    const Halves halves = __builtin_convertvector((Words)x >> 16, Halves);
     std::memcpy(to, &halves, sizeof halves);
 }
+template <typename T>
+VLM_INLINE void store_exact(T* to, const Vec& v) {
+    use_each([=](int lane, Floats x) { store_exact(to + lane, x); }, v);
+}
+
+VLM_INLINE void store_register(float* to, Floats x) { store_exact(to, x); }
+VLM_INLINE void store_register(bf16* to, Floats x) { store_exact(to, (Floats)rounded_bits(x)); }
 VLM_INLINE void store_register(f16* to, Floats x) { to_float16(to, x); }
 
 template <typename T>
@@ -194,9 +202,13 @@ VLM_INLINE void store_some(T* to, const Vec& v, int64_t count) {
 
 // What a value becomes when it is stored as T.
 template <typename T>
+VLM_INLINE Floats rounded(Floats x) {
+    if constexpr (sizeof(T) == sizeof(float)) return x;
+    return (Floats)(rounded_bits(x) & 0xffff0000u);
+}
+template <typename T>
 VLM_INLINE Vec rounded(const Vec& v) {
-    if constexpr (sizeof(T) == sizeof(float)) return v;
-    return each([](Floats x) { return (Floats)(rounded_bits(x) & 0xffff0000u); }, v);
+    return each([](Floats x) { return rounded<T>(x); }, v);
 }
 
 // A register with its lanes moved by half of `span`: lane i takes lane i ^ (span / 2).
