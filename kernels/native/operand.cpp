@@ -45,6 +45,41 @@ void pack_pairs(const bf16* const* from, int64_t rows, int64_t depth, int64_t wo
         }
 }
 
+// What the groups of a row are multiplied by to have codes, and what takes that back.
+struct Ranges {
+    Floats scale, inverse;
+};
+
+// Of up to WIDTH groups that lie next to each other.
+template <typename T>
+Ranges ranges_of(const T* from, int64_t group, int64_t count) {
+    constexpr float LEAST = 1e-30f;
+    // As whole numbers: what is not finite is the largest.
+    auto larger_bits = [](Words a, Words b) { return (Signed)a > (Signed)b ? a : b; };
+    Words most[WIDTH] = {};
+    for (int64_t i = 0; i < count; ++i)
+        for (int64_t k = 0; k < group; k += WIDTH, from += WIDTH)
+            most[i] = larger_bits((Words)load_register(from) & 0x7fffffffu, most[i]);
+    const Floats top = (Floats)folded(most, larger_bits), none = {};
+    return {(top > LEAST ? top / 127.0f : none) + (top - top), top > LEAST ? 127.0f / top : none};
+}
+
+// A group's codes, as words that lie `step` floats from each other; returns their sum, in parts.
+template <typename T>
+VLM_INLINE Words put_codes(const T* from, int64_t group, float inverse, float* words,
+                           int64_t step) {
+    int8_t codes[MOST_GROUP];
+    Signed total = {};
+    for (int64_t k = 0; k < group; k += WIDTH) {
+        const Signed own = nearest(load_register(from + k) * inverse);
+        to_bytes((step == 1 ? (int8_t*)words : codes) + k, own);
+        total += own;
+    }
+    if (step != 1)
+        for (int64_t i = 0; i < group / 4; ++i) std::memcpy(words + i * step, codes + 4 * i, 4);
+    return (Words)total;
+}
+
 }  // namespace
 
 void Operand::pack_tile_row(const bf16* from, int64_t depth, int64_t step, char* to) {
@@ -106,38 +141,26 @@ void Operand::add_up(const T* const* from, int64_t rows, const Weight& weight, f
 template <typename T>
 void Operand::quantise(const T* const* from, int64_t rows, int64_t among, bool by_rows,
                        const Weight& weight, float* to) const {
-    constexpr float LEAST = 1e-30f;
-    const float middle = middle_of(weight.type);
+    const int32_t middle = (int32_t)middle_of(weight.type);
     const int64_t group = row_group(weight), count = weight.depth / group;
     const int64_t row_step = by_rows ? group / 4 : 1, word_step = by_rows ? 1 : among;
     float *scales = to + weight.depth / 4 * among, *sums = scales + count * among;
     for (int64_t r = 0; r < rows; ++r)
-        for (int64_t g = 0; g < count; ++g) {
+        for (int64_t g = 0; g < count; g += WIDTH) {
+            const int64_t some = std::min<int64_t>(WIDTH, count - g);
             const T* own = from[r] + g * group;
+            const Ranges ranges = ranges_of(own, group, some);
             float* words = to + g * group / 4 * among + r * row_step;
-            Vec most = zero(), nothing = zero(), total = zero();
-            for (int64_t k = 0; k < group; k += LANES) {
-                const Vec x = load(own + k);
-                most = larger(magnitude(x), most);
-                nothing = nothing + x * 0.0f;
+            Words totals[WIDTH] = {};
+            for (int64_t i = 0; i < some; ++i, own += group, words += group / 4 * among)
+                totals[i] = put_codes(own, group, ranges.inverse[i], words, word_step);
+            const Signed whole = (Signed)folded(totals, [](Words a, Words b) { return a + b; });
+            const Floats last =
+                weight.zeros ? __builtin_convertvector(whole, Floats) : (Floats)(whole * -middle);
+            for (int64_t i = 0; i < some; ++i) {
+                scales[(g + i) * among + r] = ranges.scale[i];
+                sums[(g + i) * among + r] = last[i];
             }
-            const float top = largest(most), inverse = top > LEAST ? 127.0f / top : 0.0f;
-            for (int64_t k = 0; k < group; k += LANES) {
-                int8_t codes[LANES];
-                const Vec scaled = load(own + k) * inverse;
-                total = total +
-                        each([](Floats x) { return __builtin_convertvector(nearest(x), Floats); },
-                             scaled);
-                use_each([&](int lane, Floats x) { to_bytes(codes + lane, nearest(x)); }, scaled);
-                for (int64_t i = 0; i < LANES / 4; ++i, words += word_step)
-                    std::memcpy(words, codes + 4 * i, 4);
-            }
-            const float broken = sum(nothing), whole = sum(total);
-            scales[g * among + r] = top > LEAST ? top / 127.0f + broken : broken;
-            sums[g * among + r] = whole;
-            if (weight.zeros) continue;
-            const Signed start = nearest(spread(broken == 0.0f ? -middle * whole : 0.0f));
-            std::memcpy(sums + g * among + r, &start, sizeof(float));
         }
 }
 

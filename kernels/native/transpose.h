@@ -5,8 +5,8 @@
 
 namespace vlm {
 
-// One step: rows STEP apart swap the lanes whose number has that bit.
-template <int STEP>
+// One step: of ROWS rows those STEP apart swap the lanes whose number has that bit.
+template <int STEP, int ROWS = WIDTH>
 inline void swap_lanes(Words* rows) {
     struct Low {
         static constexpr int of(int lane) { return lane & STEP ? WIDTH + lane - STEP : lane; }
@@ -15,7 +15,7 @@ inline void swap_lanes(Words* rows) {
         static constexpr int of(int lane) { return lane & STEP ? WIDTH + lane : lane + STEP; }
     };
 #pragma GCC unroll 16
-    for (int i = 0; i < WIDTH; ++i) {
+    for (int i = 0; i < ROWS; ++i) {
         if (i & STEP) continue;
         const Words a = rows[i], b = rows[i + STEP];
         rows[i] = shuffled<Low>(a, b);
@@ -29,6 +29,19 @@ inline void transpose(Words* rows) {
     if constexpr (WIDTH > 4) swap_lanes<4>(rows);
     swap_lanes<2>(rows);
     swap_lanes<1>(rows);
+}
+
+// The lanes of each of WIDTH rows, joined: those of row i are lane i of the result. Overwrites the
+// rows.
+template <int STEP = WIDTH / 2, typename Join>
+inline Words folded(Words* rows, const Join& join) {
+    swap_lanes<STEP, 2 * STEP>(rows);
+#pragma GCC unroll 8
+    for (int i = 0; i < STEP; ++i) rows[i] = join(rows[i], rows[i + STEP]);
+    if constexpr (STEP > 1)
+        return folded<STEP / 2>(rows, join);
+    else
+        return rows[0];
 }
 
 }  // namespace vlm
