@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-from vlm_serve.engine.outputs import Delta
-from vlm_serve.server.mailbox import Mailbox
+from vlm_serve.engine.outputs import Delta, FinishReason
+from vlm_serve.server.mailbox import PATIENT_SECONDS, Mailbox
 
 
 class CountingLoop:
@@ -59,6 +60,44 @@ def test_a_whole_step_wakes_the_loop_once() -> None:
         mailbox.post(queue, Delta(0, "next step"))
         assert loop.wakes == 2
         assert await received(queue, 1) == ["next step"]
+
+    asyncio.run(run())
+
+
+def test_what_nobody_waits_for_wakes_the_loop_now_and_then() -> None:
+    async def run() -> None:
+        loop = CountingLoop(asyncio.get_running_loop())
+        mailbox = Mailbox(loop)  # type: ignore[arg-type]
+        whole: asyncio.Queue[Delta] = asyncio.Queue()
+        stream: asyncio.Queue[Delta] = asyncio.Queue()
+        begin = time.monotonic()
+
+        def post(text: str, after: float, reason: FinishReason | None = None) -> None:
+            delta = Delta(0, text, finish_reason=reason, time=begin + after)
+            mailbox.post(whole, delta, patient=True)
+
+        post("first", 0.0)
+        assert loop.wakes == 1
+        assert await received(whole, 1) == ["first"]
+        delivered = time.monotonic() - begin
+        for number in range(5):
+            post(str(number), delivered)
+        assert loop.wakes == 1
+        await asyncio.sleep(0)
+        assert whole.empty()
+        post("late", delivered + PATIENT_SECONDS)
+        assert loop.wakes == 2
+        assert await received(whole, 6) == ["0", "1", "2", "3", "4", "late"]
+        delivered = time.monotonic() - begin
+        post("with a stream's", delivered)
+        mailbox.post(stream, Delta(0, "now"))
+        assert loop.wakes == 3
+        assert await received(stream, 1) == ["now"]
+        assert await received(whole, 1) == ["with a stream's"]
+        post("kept", time.monotonic() - begin)
+        post("last", time.monotonic() - begin, "stop")
+        assert loop.wakes == 4
+        assert await received(whole, 2) == ["kept", "last"]
 
     asyncio.run(run())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Literal
 
 from vlm_serve.cache.experts import Rows
@@ -121,6 +122,7 @@ class Delta:
         prompt_logprobs: on the first delta, if asked for: of the prompt's tokens from
             `prompt_logprobs_start` on, the first one excepted.
         error: set (with finish_reason "error") when the request failed.
+        time: monotonic seconds at which it was made.
     """
 
     index: int
@@ -135,3 +137,4 @@ class Delta:
     routed_experts_gaps: tuple[tuple[int, int], ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
     error: VlmServeError | None = None
+    time: float = field(default_factory=monotonic, compare=False)

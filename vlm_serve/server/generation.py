@@ -114,7 +114,7 @@ class Generation:
             self._report(delta)
             if delta.token_ids and not (self.part is not None and self.part.replayed):
                 self._service.num_generated_tokens += len(delta.token_ids)
-                self._observe_token(delta.index, time.monotonic())
+                self._observe_token(delta.index, delta.time)
             yield delta
 
     async def _next(self) -> Delta:
@@ -149,9 +149,14 @@ class Generation:
 
 
 @asynccontextmanager
-async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
+async def answering(
+    service: Service, task: Task, *, patient: bool = False
+) -> AsyncIterator[Generation]:
     """Lets a request in, prepares its prompt and submits it. Leaving the block before the end frees
     everything within one step.
+
+    Args:
+        patient: nobody looks at the answer before its end.
 
     Raises:
         OverloadedError and its kin: see `Service.admitted`.
@@ -178,7 +183,7 @@ async def answering(service: Service, task: Task) -> AsyncIterator[Generation]:
             engine_id = service.submit(
                 prompt,
                 task.params,
-                lambda delta: mailbox.post(queue, delta),
+                lambda delta: mailbox.post(queue, delta, patient=patient),
                 task.priority,
                 grammar,
                 task.affinity,

@@ -151,7 +151,10 @@ async def _in_turn(generations: Sequence[Generation]) -> AsyncIterator[tuple[int
 async def _submitted(service: Service, job: Job) -> AsyncIterator[list[Generation]]:
     """Submits all prompts. All or nothing: an error in one ends all."""
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(answering(service, task)) for task in job.tasks]
+        yield [
+            await stack.enter_async_context(answering(service, task, patient=not job.stream))
+            for task in job.tasks
+        ]
 
 
 async def _merged(
