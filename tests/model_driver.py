@@ -152,6 +152,7 @@ class Driver:
             deterministic=self.deterministic and bool(prefills),
             capture_experts=capture_experts,
             verify=self._verify_meta(drafts) if drafts else None,
+            greedy=True,
         )
         output = self.forward(batch, self.caches)
         for one, _, _ in slices:

@@ -44,6 +44,28 @@ inline void times_sigmoid_row(const T* x, const T* gate, T* out, int64_t width) 
         store(out + c, load(x + c) * sigmoid(load(gate + c)));
 }
 
+// Where the first of the largest numbers is. NaN is larger than all others.
+inline int64_t first_largest(const float* row, int64_t count) {
+    constexpr int64_t BLOCK = 64 * LANES;
+    auto exceeds = [](float a, float b) { return a > b || (a != a && b == b); };
+    int64_t place = 0;
+    for (int64_t begin = 0; begin < count; begin += BLOCK) {
+        const int64_t end = std::min(count, begin + BLOCK);
+        Vec most = all(row[begin]), broken = zero();
+        int64_t i = begin;
+        for (; i + LANES <= end; i += LANES) {
+            const Vec x = load(row + i);
+            most = larger(x, most);
+            broken = where_nan(x, all(1.0f), broken);
+        }
+        // Most blocks have nothing that is larger than what came before.
+        const bool none = !(largest(most) > row[place]) && largest(broken) == 0.0f;
+        for (int64_t j = none ? i : begin; j < end; ++j)
+            if (exceeds(row[j], row[place])) place = j;
+    }
+    return place;
+}
+
 // Cosine and sine of one token's angles; `positions` are those of the three axes, `stride` apart.
 inline void rotations(const int64_t* positions, int64_t stride, const float* inv_freq,
                       const int32_t* axis, int64_t half, float* cos, float* sin) {

@@ -55,6 +55,17 @@ def test_greedy_takes_the_most_likely() -> None:
     assert [one.token_id for one in sampled] == [0, 1]
 
 
+def test_greedy_need_not_look_where_somebody_has() -> None:
+    task = SampleTask(0, 0)
+    info = SequenceInfo(0, (), torch.zeros(3, 0), 0, GREEDY, 0)
+    unread = torch.full((1, 4), float("nan"))
+    ((one,),) = sample(unread, [task], {0: Chooser(info)}, [0], [2]).values()
+    assert one.token_id == 2
+    masked = replace(task, mask=bytes([0b0011]))
+    ((one,),) = sample(LOGITS, [masked], {0: Chooser(info)}, [0], [2]).values()
+    assert one.token_id == 0
+
+
 def test_draws_follow_the_distribution() -> None:
     counts = _draws(NEUTRAL)
     for token, share in enumerate((0.5, 0.25, 0.15, 0.1)):

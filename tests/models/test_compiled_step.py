@@ -78,6 +78,8 @@ class Twins:
         """Runs a step on all; their logits and all of their caches must agree."""
         outputs = [run(driver, side) for side, driver in enumerate(self.drivers)]
         self.close(*(output.logits for output in outputs))
+        best, logits = outputs[1].best, outputs[1].logits
+        assert best is not None and list(best) == logits.argmax(-1).tolist()
         for name in {"kv", "conv", "recurrent"} & self.drivers[0].caches.tensors.keys():
             ops, compiled, truth = (_values(driver.caches, name) for driver in self.drivers)
             # What no step has written is NaN in all.

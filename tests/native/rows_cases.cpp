@@ -1,4 +1,7 @@
 // The ops that treat every row alike, and vlm_rotations.
+#include <cmath>
+#include <limits>
+
 #include "cases.h"
 #include "row_ops.cpp"
 
@@ -113,6 +116,29 @@ static void rotations(int64_t tokens, int64_t half, int64_t most) {
     });
 }
 
+// Among numbers with equals, zeros of both signs, and some that are not finite.
+static void first_largest(int64_t count) {
+    const std::string name = "first_largest/" + std::to_string(count);
+    Random random(name);
+    const float NONE = std::numeric_limits<float>::quiet_NaN();
+    const float MOST = std::numeric_limits<float>::infinity();
+    for (int kind = 0; kind < 40; ++kind) {
+        std::vector<float> row = random.numbers(count, 4.0f);
+        if (kind % 4 == 1)
+            for (float& each : row) each = std::round(each);
+        if (kind % 4 == 2)
+            for (float& each : row) each = random.below(2) ? 0.0f : -0.0f;
+        if (kind % 4 == 3)
+            for (float& each : row) each = -MOST;
+        if (kind % 5 == 1) row[random.below(count)] = MOST;
+        for (int i = 0; i < 2 && kind % 5 == 2; ++i) row[random.below(count)] = NONE;
+        int64_t first = 0;
+        for (int64_t i = 1; i < count; ++i)
+            if (row[i] > row[first] || (std::isnan(row[i]) && !std::isnan(row[first]))) first = i;
+        expect(vlm::first_largest(row.data(), count) == first, 32, name, "the first");
+    }
+}
+
 template <typename T>
 static void all_row_ops() {
     row_ops<T>(1, 1, 16);
@@ -125,6 +151,7 @@ static void all_row_ops() {
 void rows_cases() {
     all_row_ops<float>();
     all_row_ops<bf16>();
+    for (int64_t count : {1, 15, 16, 17, 1024, 1030, 2500}) first_largest(count);
     rotations(3, 8, 100);
     rotations(200, 32, 1 << 20);
     rotations(100, 32, (1 << 26) - 1);

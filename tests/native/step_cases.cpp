@@ -1,5 +1,6 @@
 // vlm_step on small made-up models: gated delta rule, attention, gated delta rule, if nothing else
 // is said.
+#include <algorithm>
 #include <numeric>
 
 #include "cases.h"
@@ -43,6 +44,7 @@ typename Tiny<T, P, S>::Result Tiny<T, P, S>::run(const vlm::Program& given,
     vlm::Program program = given;
     program.embeddings = x.data();
     program.known = tokens;
+    std::vector<int64_t> best(count);
     const vlm::Step step{.tokens = tokens,
                          .sequences = count,
                          .rows = tokens ? count : 0,
@@ -61,6 +63,7 @@ typename Tiny<T, P, S>::Result Tiny<T, P, S>::run(const vlm::Program& given,
                          .folded = drafts.updates.empty() ? nullptr : drafts.folded.data(),
                          .logit_rows = last.data(),
                          .logits = result.logits.data(),
+                         .best = best.data(),
                          .hidden = nullptr,
                          .expert_ids = ids ? result.expert_ids.data() : nullptr,
                          .media = count,
@@ -69,6 +72,10 @@ typename Tiny<T, P, S>::Result Tiny<T, P, S>::run(const vlm::Program& given,
                          .media_tokens = media_tokens.data(),
                          .media_rows = media_rows.data()};
     must(vlm_step(&program, &step, BITS<T>), "vlm_step");
+    for (int64_t r = 0; r < step.rows; ++r) {
+        const float* row = &result.logits[r * VOCAB];
+        expect(best[r] == std::max_element(row, row + VOCAB) - row, BITS<T>, "step", "its best");
+    }
     return result;
 }
 

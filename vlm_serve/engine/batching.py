@@ -74,7 +74,7 @@ def make_batch(
     logit_rows: list[int] = []
     task_rows: list[int] = []
     media: list[tuple[int, torch.Tensor]] = []
-    wants_experts = False
+    wants_experts = greedy = False
     for item in packed:
         sequence, offset = known[item.sequence], len(token_ids) - item.start
         token_ids.extend(sequence.token_ids(item))
@@ -89,6 +89,7 @@ def make_batch(
             task_rows.extend([len(logit_rows)] * len(item.samples))
             logit_rows.append(len(token_ids) - 1)
         wants_experts |= sequence.info.params.return_routed_experts
+        greedy |= sequence.chooser.is_plain
     decodes = [item for item in packed if item.kind == "decode"]
     prefills = [item for item in packed if item.kind == "prefill"]
     drafts = [item for item in packed if item.kind == "verify"]
@@ -101,6 +102,7 @@ def make_batch(
         media=tuple(media),
         logit_rows=_tensor(logit_rows),
         capture_experts=wants_experts,
+        greedy=greedy,
         verify=_verify_meta(drafts, known) if drafts else None,
     )
     return batch, task_rows

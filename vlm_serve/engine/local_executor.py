@@ -192,7 +192,7 @@ class LocalExecutor:
         """Samples from the rows of the tasks and reports from those that the batch asked for."""
         tasks = [task for item in packed for task in item.samples]
         choosers = {task.sequence: self._known[task.sequence].chooser for task in tasks}
-        sampled = sample(output.logits, tasks, choosers, rows)
+        sampled = sample(output.logits, tasks, choosers, rows, output.best)
         reports, row = {}, 0
         for item in packed:
             count = max(0, item.reported_end - item.reported_start)

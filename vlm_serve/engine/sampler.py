@@ -21,6 +21,7 @@ def sample(
     tasks: Sequence[SampleTask],
     choosers: Mapping[int, Chooser],
     rows: Sequence[int],
+    best: Sequence[int] | None = None,
 ) -> dict[int, tuple[Sampled, ...]]:
     """Samples a token per task, but for those behind a draft that was not sampled.
 
@@ -29,11 +30,11 @@ def sample(
         tasks: what to sample; those of a sequence in order.
         choosers: by sequence.
         rows: for each task its row of `logits` (several tasks may share one).
+        best: the first of each row's largest logits, if somebody has looked.
 
     Returns:
         Each sequence's tokens.
     """
-    best: list[int] = []
     sampled: dict[int, tuple[Sampled, ...]] = {}
     ended: set[int] = set()
     for task, row in zip(tasks, rows, strict=True):
@@ -41,7 +42,7 @@ def sample(
             continue
         chooser = choosers[task.sequence]
         if chooser.is_plain and task.mask is None and not task.unbiased:
-            best = best or _best(logits)
+            best = _best(logits) if best is None else best
             one = Sampled(best[row], {})
         else:
             one = chooser.choose(logits[row], task)

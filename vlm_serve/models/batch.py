@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,7 @@ class ForwardBatch:
         logit_rows: int64 `[R]`, the tokens whose logits are wanted.
         deterministic: pad GEMMs and tile attention so that a row's bits do not depend on the batch.
         capture_experts: also return the routed expert ids (MoE models only).
+        greedy: also return where the largest logits are, if that costs little.
     """
 
     token_ids: torch.Tensor
@@ -36,6 +38,7 @@ class ForwardBatch:
     logit_rows: torch.Tensor
     deterministic: bool = False
     capture_experts: bool = False
+    greedy: bool = False
     verify: VerifyMeta | None = None
 
     def to(self, device: torch.device) -> ForwardBatch:
@@ -55,8 +58,10 @@ class ForwardBatch:
 class ForwardOutput:
     """logits: float32 `[R, vocab]`; experts: `[T, moe_layers, top_k]` uint8 (up to 256 experts)
     or int16/uint16, or None; hidden: `[T, hidden]` behind the final norm in the type of
-    activations, of a model with a layer that drafts from them, else None."""
+    activations, of a model with a layer that drafts from them, else None; best: R token ids, the
+    first of each row's largest logits, or None: nobody has looked."""
 
     logits: torch.Tensor
     experts: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    best: Sequence[int] | None = None

@@ -59,7 +59,7 @@ class CompiledStep:
 
     def run(
         self, batch: ForwardBatch, x: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Sequence[int] | None]:
         """One forward.
 
         Args:
@@ -69,7 +69,8 @@ class CompiledStep:
 
         Returns:
             (float32 logits `[R, vocab]`, int64 `[T, layers, top_k]` expert ids if they are wanted,
-            `[T, hidden]` in the dtype of activations if the program reports hidden states).
+            `[T, hidden]` in the dtype of activations if the program reports hidden states, the
+            first of each row's largest logits if they are wanted).
 
         Raises:
             KernelArgumentError: a row or block outside of the pools, as from the kernels.
@@ -84,6 +85,7 @@ class CompiledStep:
         hidden = None
         if self._reports_hidden:
             hidden = torch.empty(tokens, program.hidden, dtype=self._dtype)
+        best = array("q", [0]) * rows if batch.greedy else None
         layout, positions = _Layout(batch, tokens, self._caches), batch.positions.contiguous()
         media = _Media(batch, self._dtype) if batch.media else None
         step = _Step(
@@ -97,13 +99,14 @@ class CompiledStep:
             slots=batch.slots.data_ptr(),
             logit_rows=batch.logit_rows.data_ptr(),
             logits=logits.data_ptr(),
+            best=None if best is None else best.buffer_info()[0],
             hidden=None if hidden is None else hidden.data_ptr(),
             expert_ids=None if ids is None else ids.data_ptr(),
             **layout.addresses(),
             **({} if media is None else media.fields()),
         )
         call("vlm_step", ctypes.byref(program), ctypes.byref(step), self._bits)
-        return logits, ids, hidden
+        return logits, ids, hidden, best
 
     def fold(self, folds: Sequence[tuple[int, int, int]]) -> None:
         """See `Model.fold`; the arguments are checked there. A step of no tokens."""

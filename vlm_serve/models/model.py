@@ -108,7 +108,6 @@ class Model:
         if self._predictor is not None:
             self._predictor.compile(caches, self._inv_freq, self._decoder.head)
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
         """One step: read and write the caches, return the logits that were asked for; of several
         ranks the first one does, all others their part of them.
@@ -118,9 +117,10 @@ class Model:
         if caches is self._caches and self._compiled_step is not None:
             known = self._compiled_step.looks_up and not batch.media
             x = None if known else self._embed(batch)
-            logits, ids, hidden = self._compiled_step.run(batch, x)
-            logits = self.ranks.columns(logits, self.spec.vocab_size)
-            return ForwardOutput(logits, None if ids is None else self._narrow(ids), hidden)
+            logits, ids, hidden, best = self._compiled_step.run(batch, x)
+            whole = self.ranks.columns(logits, self.spec.vocab_size)
+            experts = None if ids is None else self._narrow(ids)
+            return ForwardOutput(whole, experts, hidden, best if whole is logits else None)
         with compiled_kernels(self.compiled):
             return self._by_ops(batch, caches)
 
@@ -183,6 +183,7 @@ class Model:
             first = (1 + index) * hidden
             x[offset : offset + rows.shape[0]] += rows[:, first : first + hidden]
 
+    @torch.inference_mode()
     def _by_ops(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
         x, layers, eps = self._embed(batch), self._decoder.layers, self.spec.norm.eps
         cos, sin = mrope_cos_sin(batch.positions, self._inv_freq, self.spec.rope.sections)

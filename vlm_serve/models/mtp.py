@@ -79,7 +79,7 @@ class Predictor:
         )
         x = self._join(torch.cat(pair, dim=-1), deterministic=batch.deterministic)
         if self._compiled is not None:
-            logits, _, hidden = self._compiled.run(batch, x)
+            logits, _, hidden, _ = self._compiled.run(batch, x)
             assert hidden is not None
             return ForwardOutput(logits, hidden=hidden[: logits.shape[0]])
         layer = self._layer

@@ -30,6 +30,12 @@ void widen(const Run& run) {
     }
 }
 
+inline void find_best(const Step& step, int64_t vocab) {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < step.rows; ++r)
+        step.best[r] = first_largest(step.logits + r * vocab, vocab);
+}
+
 template <typename T>
 void perform(const Run& run, const Norm& op) {
     const Strided<float> x = run.rows<float>(op.x);

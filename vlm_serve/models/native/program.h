@@ -231,6 +231,7 @@ struct Step {
     const int64_t *updates, *folded;
     const int64_t* logit_rows;    // [R] tokens
     float* logits;                // [R, vocab]
+    int64_t* best;                // [R] the first of a row's largest logits, or null: not wanted
     void* hidden;                 // what the program's HIDDEN ops leave
     int64_t* expert_ids;          // [T, expert_layers, top_k] or null: none are wanted
     int64_t media, media_stride;  // M runs of tokens with features, a row of them so many elements

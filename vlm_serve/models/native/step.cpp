@@ -102,6 +102,7 @@ void run_all(const Program& program, const Step& step) {
         widen<T>(run);  // behind its barrier all know whether one of them has failed
         for (int64_t i = 0; i < program.count && !failed && !run.apart; ++i)
             perform<T>(run, program.ops[i]);
+        if (step.best && !failed && !run.apart) find_best(step, program.vocab);
     }
     for_kind<SeeAll>(program, SEE_ALL, [&](const SeeAll&) { memory.arena.keep(KEPT_OF_PICTURES); });
     if (failed) throw std::bad_alloc();
