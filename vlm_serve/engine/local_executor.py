@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +35,12 @@ def _alone(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.untyped_storage().nbytes() == rows.nbytes else rows.clone()
 
 
+@contextmanager
+def _launching(device: torch.device) -> Iterator[None]:
+    with torch.inference_mode(), launching_on(device):
+        yield
+
+
 class LocalExecutor:
     """An `Executor` over one model and its pools.
 
@@ -61,6 +68,7 @@ class LocalExecutor:
         self._block_size = block_size
         self._deterministic = deterministic
         self._graphs = graphs
+        self._on_host = caches.device.type == "cpu"
         self._known: dict[int, KnownSequence] = {}
         self._rows: RowsAfter = "whole"
         self._drafts = DraftMaker(model, caches, block_size) if model.drafts else None
@@ -81,20 +89,18 @@ class LocalExecutor:
     def close(self) -> None:
         self._known.clear()
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """See `Executor.run`."""
         self._rows = "whole"
         try:
-            with launching_on(self._caches.device):
+            with self._guard():
                 return self._output(plan, *self._compute(plan))
         except Exception as error:
             raise StepError(error, self._rows) from error
 
-    @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
         """A step whose tokens another rank chooses. Raises whatever the model raises."""
-        with launching_on(self._caches.device):
+        with self._guard():
             self._compute(plan)
 
     def measure(
@@ -105,14 +111,18 @@ class LocalExecutor:
             self._model, self._caches, most_sequences=most_sequences, most_tokens=most_tokens
         )
 
-    @torch.inference_mode()
     def measure_plain(self, *, most_sequences: int) -> list[tuple[int, float]]:
         """(sequences, seconds) of steps without drafts, if they run from graphs; before the first
         step."""
         if not self._graphs:
             return []
-        with launching_on(self._caches.device):
+        with self._guard():
             return measure_plain(self._forward, self._caches, most_sequences=most_sequences)
+
+    def _guard(self) -> AbstractContextManager[object]:
+        """Around a step: launches go to the device, and torch keeps no account of them. On the host
+        a step of compiled code launches nothing, and what runs by ops has a guard of its own."""
+        return nullcontext() if self._on_host else _launching(self._caches.device)
 
     def _compute(self, plan: StepPlan) -> tuple[ForwardOutput, list[Slice], list[int]]:
         """The forward; its slices in their order, and the rows of the tasks' logits."""
