@@ -18,6 +18,7 @@
 namespace vlm {
 
 constexpr int64_t STRIDE = 1 << 18;  // bytes of a weight that a thread takes for a few rows
+constexpr int64_t SHORT = 8 << 20;   // bytes of a weight that threads have done in no time
 constexpr int64_t RUN_ROWS = 64;     // rows whose sums are kept until they are used, about
 
 // sums[p][r][PANEL] = x[r] . panel `panels.first + p` + bias.
@@ -113,12 +114,12 @@ struct Split {
     }
 
     // Rows whose sums stay in registers wait for the memory alone. Every place where its reading
-    // begins anew costs time, so that each thread has a long part; short ones are left for those
-    // that are done first.
+    // begins anew costs time, so that each thread has a long part; of weights that take long, short
+    // ones are left for those that are done first.
     void split_few(int64_t bytes, int64_t threads) {
         const int64_t each = std::max<int64_t>(1, STRIDE / 8 / bytes);
         large = threads;
-        ahead = panels * 15 / 16 / threads * threads;
+        ahead = panels * (panels * bytes < SHORT ? 16 : 15) / 16 / threads * threads;
         groups = large + (panels - ahead + each - 1) / each;
     }
 };
