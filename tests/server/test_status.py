@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import re
 import shutil
 import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
-from serving import RunningServer, wait_for
+from serving import RunningServer, chat_body, wait_for
 
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.openapi import DescribedApp
 
 
@@ -85,6 +93,32 @@ def test_metrics_count_what_happened(fake: RunningServer) -> None:
     assert grown("mm_cache_queries_total") == grown("mm_cache_hits_total") == 1
     assert grown("mm_decodes_skipped_total") == 1
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
+
+
+def test_tokens_that_nobody_waits_for_count_from_when_they_were_made(
+    fake: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = fake.engine.submit
+
+    def later_and_later(
+        prompt: Prompt, params: SamplingParams, on_delta: Callable[[Delta], None], **options: Any
+    ) -> str:
+        times = itertools.count(time.monotonic(), 5.0)
+        result: str = submit(
+            prompt, params, lambda delta: on_delta(replace(delta, time=next(times))), **options
+        )
+        return result
+
+    def seconds() -> float:
+        return samples(fake)["inter_token_latency_seconds_sum"]
+
+    monkeypatch.setattr(fake.engine, "submit", later_and_later)
+    before = seconds()
+    tokens = fake.chat().json()["usage"]["completion_tokens"]
+    assert seconds() - before == pytest.approx(5.0 * (tokens - 1))
+    before = seconds()
+    fake.stream("/v1/chat/completions", chat_body("hi"))
+    assert seconds() - before < 5.0
 
 
 def test_metrics_of_the_engine(fake: RunningServer) -> None:

@@ -64,6 +64,9 @@ class Task:
 class Generation:
     """A request that has been submitted.
 
+    Args:
+        patient: its deltas come late, and count from when they were made.
+
     Attributes:
         stages: seconds that its preparation took, by stage.
         submitted_time: at which the engine got it.
@@ -75,7 +78,13 @@ class Generation:
     """
 
     def __init__(
-        self, service: Service, task: Task, prompt: Prompt, stages: Mapping[str, float]
+        self,
+        service: Service,
+        task: Task,
+        prompt: Prompt,
+        stages: Mapping[str, float],
+        *,
+        patient: bool = False,
     ) -> None:
         self.task = task
         self.prompt = prompt
@@ -92,6 +101,7 @@ class Generation:
             self.part = AttemptPart(task.attempt, task.number, task.params)
         self.first_token_time: float | None = None
         self._service = service
+        self._patient = patient
         self._token_times: dict[int, float] = {}
 
     async def deltas(self) -> AsyncIterator[Delta]:
@@ -114,7 +124,8 @@ class Generation:
             self._report(delta)
             if delta.token_ids and not (self.part is not None and self.part.replayed):
                 self._service.num_generated_tokens += len(delta.token_ids)
-                self._observe_token(delta.index, delta.time)
+                now = delta.time if self._patient else time.monotonic()
+                self._observe_token(delta.index, now)
             yield delta
 
     async def _next(self) -> Delta:
@@ -177,7 +188,7 @@ async def answering(
                     await share.cover(share.size + _bytes_of(prompt))
         except TimeoutError:
             raise _too_late(service) from None
-        generation = Generation(service, task, prompt, stop.seconds)
+        generation = Generation(service, task, prompt, stop.seconds, patient=patient)
         mailbox, queue = service.mailbox, generation.queue
         with told_as(task.names):
             engine_id = service.submit(
