@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from vlm_serve.engine.batching import KnownSequence
-from vlm_serve.engine.plan import SequenceInfo, Slice
+from vlm_serve.engine.batching import KnownSequence, make_batch
+from vlm_serve.engine.plan import SampleTask, SequenceInfo, Slice
 from vlm_serve.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.0, presence_penalty=1.0)
@@ -48,3 +50,13 @@ def test_of_drafts_the_chooser_learns_only_what_is_certain() -> None:
     known = KnownSequence(INFO)
     known.take(Slice(0, "verify", (40, 41, 42), 10, 13, 0, 0, 0, (7, 8, 9, 10), 0))
     assert known.chooser._generated == [40]
+
+
+def test_the_largest_logits_are_wanted_where_a_greedy_token_is() -> None:
+    reported = piece(0, 10, (), 0, 7, 8, 9)
+    sampled = replace(reported, samples=(SampleTask(0, 0),))
+    for params, expected in ((SamplingParams(temperature=0.0), True), (PARAMS, False)):
+        known = {0: KnownSequence(replace(INFO, params=params))}
+        known[0].take(reported)
+        assert not make_batch([reported], known, {}, 4)[0].greedy
+        assert make_batch([sampled], known, {}, 4)[0].greedy == expected

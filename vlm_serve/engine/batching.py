@@ -89,7 +89,7 @@ def make_batch(
             task_rows.extend([len(logit_rows)] * len(item.samples))
             logit_rows.append(len(token_ids) - 1)
         wants_experts |= sequence.info.params.return_routed_experts
-        greedy |= sequence.chooser.is_plain
+        greedy |= bool(item.samples) and sequence.chooser.is_plain
     decodes = [item for item in packed if item.kind == "decode"]
     prefills = [item for item in packed if item.kind == "prefill"]
     drafts = [item for item in packed if item.kind == "verify"]
