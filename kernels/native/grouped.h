@@ -23,10 +23,10 @@
 
 namespace vlm {
 
-// sums[r][PANEL] = x[r] . panel `index`, without the bias.
-void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float* sums);
-void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* sums);
-// Of an operand in tiles; writes behind the rows, up to a multiple of TILE_ROWS.
+// sums[p][r][PANEL] = x[r] . panel `panels.first + p`, without factors and bias.
+void multiply_codes(const Weight& weight, const Panels& panels, const Operand& x, float* sums);
+void multiply_integers(const Weight& weight, const Panels& panels, const Operand& x, float* sums);
+// Of one panel and an operand in tiles; writes behind the rows, up to a multiple of TILE_ROWS.
 void multiply_byte_tiles(const Weight& weight, int64_t index, const Operand& x, float* sums);
 
 // What `make` gives for a constant number of rows, of those that stay in registers.

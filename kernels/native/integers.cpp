@@ -30,6 +30,71 @@ struct HalfByteWords {
     }
 };
 
+// What a row has to do with the sum of a group.
+struct RowGroup {
+    bool zeros;  // of the weight
+    const float *scale, *sum;
+
+    // How it begins: without zero points with what the middle takes off.
+    VLM_INLINE Signed first() const { return zeros ? Signed{} : (Signed)four_of(sum); }
+
+    // before + the sum * both scales; all sums of a group are whole numbers below 2^24.
+    VLM_INLINE Floats add(Signed total, const GroupScales& of, int j, Floats before) const {
+        Floats own = __builtin_convertvector(total, Floats);
+        if (zeros) own = fused(-of.zero[j], spread(*sum), own);
+        return fused(own, of.scale[j] * spread(*scale), before);
+    }
+};
+
+// One row, and panels next to each other as if they were one: at the end of a loop a processor
+// guesses wrong, and asks the memory late. Here the end of a panel is a matter of numbers alone.
+// Measured where tiles tell what processor it is: other kinds of code were faster with a loop.
+template <typename Kind, int64_t SIZE>
+void integer_row(const Weight& weight, const Panels& panels, const float* x, float* sums) {
+    constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
+    const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
+    const bool zeros = weight.zeros;
+    const float *scales = x + weight.depth / 4, *x_sums = scales + count;
+    const char* words =
+        (const char*)weight.packed + panels.first * panel_bytes(weight.depth, weight.type);
+    const PanelScales all(weight, panels.first);
+    GroupScales of;
+    Floats kept[REGISTERS] = {};
+    int64_t group = 0, shares = 0, until = 0;
+    for (int64_t i = 0, end = panels.count * count; i < end; ++i) {
+        const float* own = x + group * (SIZE / 4);
+        const RowGroup row{zeros, scales + group, x_sums + group};
+        Signed total[REGISTERS];
+#pragma GCC unroll 8
+        for (Signed& each : total) each = row.first();
+#pragma GCC unroll 1
+        for (int64_t step = 0; step < WORDS; ++step) {
+            Words factors[Kind::COUNT];
+#pragma GCC unroll 2
+            for (Words& each : factors) each = four_of(own++);
+#pragma GCC unroll 8
+            for (int j = 0; j < REGISTERS; ++j, words += sizeof(Words)) {
+                ask_and_pause(words + INTEGERS_AHEAD);
+                const Words codes = read<Words>(words);
+#pragma GCC unroll 2
+                for (int part = 0; part < Kind::COUNT; ++part)
+                    total[j] = dots(Kind::part(codes, part), factors[part], total[j]);
+            }
+        }
+        if (i == until) of = all.of(shares++), until += shared;
+        const bool last = group + 1 == count;
+        const uint32_t more = (uint32_t)last - 1;  // all bits, or none
+#pragma GCC unroll 8
+        for (int j = 0; j < REGISTERS; ++j) {
+            const Floats after = row.add(total[j], of, j, kept[j]);
+            std::memcpy(sums + j * WIDTH, &after, sizeof after);
+            kept[j] = (Floats)((Words)after & more);
+        }
+        group = (group + 1) & (int64_t)(int32_t)more;
+        sums += PANEL * last;
+    }
+}
+
 // Groups `begin` to `end` of SIZE k of the rows and a panel for ROWS rows.
 template <typename Kind, int ROWS, int64_t SIZE>
 void integer_tile(const Weight& weight, const PanelScales& all, const char* words, const float* x,
@@ -39,9 +104,10 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
     // Where tiles tell what processor it is, one that foresees what an instruction will read from
     // what it read before: copies of a load, each with strides of its own, make it ask too far. A
     // row waits for the memory alone, and has every line read by one instruction.
-    constexpr bool BY_LINES = TILE_PRODUCTS && ROWS == 1;
+    constexpr bool BY_LINES = TILE_PRODUCTS && ROWS == 1 && Kind::COUNT == 1;
     constexpr bool CLOSE = TILE_PRODUCTS && Kind::COUNT == 1;
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
+    const bool zeros = weight.zeros;
     const float* scales = x + weight.depth / 4 * ROWS + begin * ROWS;
     const float* x_sums = scales + count * ROWS;
     words += begin * WORDS * PANEL * 4;
@@ -57,11 +123,9 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
     if (KEPT && begin) each_sum([&](int r, int j) { kept[r][j] = read<Floats>(place(r, j)); });
     GroupScales of;
     for (int64_t group = begin; group < end; ++group, scales += ROWS, x_sums += ROWS) {
-        // Without zero points the sum begins with what the middle takes off.
+        auto row = [&](int r) { return RowGroup{zeros, scales + r, x_sums + r}; };
         Signed total[ROWS][REGISTERS];
-        each_sum([&](int r, int j) {
-            total[r][j] = weight.zeros ? Signed{} : (Signed)four_of(x_sums + r);
-        });
+        each_sum([&](int r, int j) { total[r][j] = row(r).first(); });
         auto add_step = [&]() __attribute__((always_inline)) {
             ask_for_weight(words + INTEGERS_AHEAD);
 #pragma GCC unroll 2
@@ -107,12 +171,9 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
         }
         if (group == begin || shared == 1 || group % shared == 0) of = all.of(group / shared);
         each_sum([&](int r, int j) {
-            // All of these are whole numbers below 2^24.
-            Floats own = __builtin_convertvector(total[r][j], Floats);
-            if (weight.zeros) own = fused(-of.zero[j], spread(x_sums[r]), own);
             Floats before = kept[r][j];
             if (!KEPT) before = group ? read<Floats>(place(r, j)) : Floats{};
-            const Floats after = fused(own, of.scale[j] * spread(scales[r]), before);
+            const Floats after = row(r).add(total[r][j], of, j, before);
             if (KEPT)
                 kept[r][j] = after;
             else
@@ -134,7 +195,7 @@ IntegerTile integer_tile_of(int64_t rows, int64_t size) {
 }
 
 template <typename Kind>
-void multiply_by_fours(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+void multiply_panel(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const char* words = (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
     const PanelScales scales(weight, index);
     const int64_t size = row_group(weight), count = weight.depth / size;
@@ -146,12 +207,30 @@ void multiply_by_fours(const Weight& weight, int64_t index, const Operand& x, fl
                                                    sums + x.first(i) * PANEL);
 }
 
+template <typename Kind>
+void multiply_by_fours(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
+    constexpr bool AS_ONE = TILE_PRODUCTS && Kind::COUNT == 2;  // panels of bytes are long
+    if constexpr (AS_ONE)
+        if (x.rows() == 1) {
+            const auto row =
+                row_group(weight) == 32 ? integer_row<Kind, 32> : integer_row<Kind, 16>;
+            return row(weight, panels, x.group(0), sums);
+        }
+    for_each_panel(panels, x.rows(), sums,
+                   [&](int64_t index, float* to) { multiply_panel<Kind>(weight, index, x, to); });
+}
+
 }  // namespace
 
-void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* sums) {
-    if (x.in_tiles()) return multiply_byte_tiles(weight, index, x, sums);
-    if (weight.type == INT8) return multiply_by_fours<ByteWords>(weight, index, x, sums);
-    multiply_by_fours<HalfByteWords>(weight, index, x, sums);
+void multiply_integers(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
+    if (x.in_tiles())
+        for_each_panel(panels, x.rows(), sums, [&](int64_t index, float* to) {
+            multiply_byte_tiles(weight, index, x, to);
+        });
+    else if (weight.type == INT8)
+        multiply_by_fours<ByteWords>(weight, panels, x, sums);
+    else
+        multiply_by_fours<HalfByteWords>(weight, panels, x, sums);
 }
 
 }  // namespace vlm
