@@ -56,6 +56,16 @@ class PanelScales {
         zeros_ = weight.zeros ? weight.zeros + at : nullptr;
     }
 
+    // Of a weight whose scales are roots, and that has no zero points.
+    VLM_INLINE GroupScales of_roots(int64_t group) const {
+        GroupScales found;
+        const char* roots = scales_ + group * PANEL;
+        __builtin_prefetch(roots + SCALES_AHEAD);
+#pragma GCC unroll 8
+        for (int j = 0; j < REGISTERS; ++j) found.scale[j] = of_root(roots + j * WIDTH);
+        return found;
+    }
+
     VLM_INLINE GroupScales of(int64_t group) const {
         GroupScales found;
         const char* scales = scales_ + group * PANEL * bytes_of(type_);
@@ -76,11 +86,12 @@ class PanelScales {
     VLM_INLINE Floats scale_at(const char* from) const {
         if (type_ == FLOAT32) return read<Floats>(from);
         if (type_ == FLOAT16) return from_float16(from);
-        if (type_ == ROOTS) {
-            const Floats root = __builtin_convertvector(from_signed_bytes(from), Floats);
-            return root * (Floats)((Words)root & 0x7fffffffu);
-        }
+        if (type_ == ROOTS) return of_root(from);
         return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
+    }
+    static VLM_INLINE Floats of_root(const char* from) {
+        const Floats root = __builtin_convertvector(from_signed_bytes(from), Floats);
+        return root * (Floats)((Words)root & 0x7fffffffu);
     }
     static VLM_INLINE Floats zero_at(const uint8_t* from) {
         return __builtin_convertvector(from_bytes(from), Floats);

@@ -49,11 +49,13 @@ struct RowGroup {
 // One row, and panels next to each other as if they were one: at the end of a loop a processor
 // guesses wrong, and asks the memory late. Here the end of a panel is a matter of numbers alone.
 // Measured where tiles tell what processor it is: other kinds of code were faster with a loop.
-template <typename Kind, int64_t SIZE>
+// PLAIN: every group of the row has scales of its own, which are roots, and there are no zero
+// points.
+template <typename Kind, int64_t SIZE, bool PLAIN>
 void integer_row(const Weight& weight, const Panels& panels, const float* x, float* sums) {
     constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
-    const bool zeros = weight.zeros;
+    const bool zeros = !PLAIN && weight.zeros;
     const float *scales = x + weight.depth / 4, *x_sums = scales + count;
     const char* words =
         (const char*)weight.packed + panels.first * panel_bytes(weight.depth, weight.type);
@@ -81,7 +83,10 @@ void integer_row(const Weight& weight, const Panels& panels, const float* x, flo
                     total[j] = dots(Kind::part(codes, part), factors[part], total[j]);
             }
         }
-        if (i == until) of = all.of(shares++), until += shared;
+        if (PLAIN)
+            of = all.of_roots(i);
+        else if (i == until)
+            of = all.of(shares++), until += shared;
         const bool last = group + 1 == count;
         const uint32_t more = (uint32_t)last - 1;  // all bits, or none
 #pragma GCC unroll 8
@@ -212,8 +217,10 @@ void multiply_by_fours(const Weight& weight, const Panels& panels, const Operand
     constexpr bool AS_ONE = TILE_PRODUCTS && Kind::COUNT == 2;  // panels of bytes are long
     if constexpr (AS_ONE)
         if (x.rows() == 1) {
-            const auto row =
-                row_group(weight) == 32 ? integer_row<Kind, 32> : integer_row<Kind, 16>;
+            const bool plain = weight.group == 32 && weight.scale_type == ROOTS && !weight.zeros;
+            const auto row = plain                     ? integer_row<Kind, 32, true>
+                             : row_group(weight) == 32 ? integer_row<Kind, 32, false>
+                                                       : integer_row<Kind, 16, false>;
             return row(weight, panels, x.group(0), sums);
         }
     for_each_panel(panels, x.rows(), sums,
