@@ -205,13 +205,11 @@ void multiply_words(const Weight& weight, int64_t index, const Operand& x, float
 
 }  // namespace
 
-void multiply_codes(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
-    if (weight.dynamic) return multiply_integers(weight, panels, x, sums);
-    const auto multiply_panel = weight.type == INT8   ? multiply_words<Int8Words>
-                                : weight.type == INT4 ? multiply_words<Int4Words>
-                                                      : multiply_words<Float8Words>;
-    for_each_panel(panels, x.rows(), sums,
-                   [&](int64_t index, float* to) { multiply_panel(weight, index, x, to); });
+void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+    if (weight.dynamic) return multiply_integers(weight, index, x, sums);
+    if (weight.type == INT8) return multiply_words<Int8Words>(weight, index, x, sums);
+    if (weight.type == INT4) return multiply_words<Int4Words>(weight, index, x, sums);
+    multiply_words<Float8Words>(weight, index, x, sums);
 }
 
 }  // namespace vlm

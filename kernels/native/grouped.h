@@ -23,11 +23,21 @@
 
 namespace vlm {
 
-// sums[p][r][PANEL] = x[r] . panel `panels.first + p`, without factors and bias.
-void multiply_codes(const Weight& weight, const Panels& panels, const Operand& x, float* sums);
-void multiply_integers(const Weight& weight, const Panels& panels, const Operand& x, float* sums);
-// Of one panel and an operand in tiles; writes behind the rows, up to a multiple of TILE_ROWS.
+// sums[r][PANEL] = x[r] . panel `index`, without the bias.
+void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float* sums);
+void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* sums);
+// Of an operand in tiles; writes behind the rows, up to a multiple of TILE_ROWS.
 void multiply_byte_tiles(const Weight& weight, int64_t index, const Operand& x, float* sums);
+
+// Whether a row meets all panels of a run in one loop. Panels of four bits are short, and at the
+// end of a loop a processor guesses wrong, and asks the memory late. Measured where tiles tell what
+// processor it is: bytes, and code for other processors, were faster with a loop for each panel.
+inline bool in_one_loop(const Weight& weight, const Operand& x) {
+    return TILE_PRODUCTS && weight.dynamic && weight.type == INT4 && x.rows() == 1;
+}
+// sums[p][PANEL] = x . panel `panels.first + p`, without the bias; only if `in_one_loop`.
+void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,
+                          float* sums);
 
 // What `make` gives for a constant number of rows, of those that stay in registers.
 template <typename Function, typename Make, size_t... LESS>
@@ -56,16 +66,6 @@ class PanelScales {
         zeros_ = weight.zeros ? weight.zeros + at : nullptr;
     }
 
-    // Of a weight whose scales are roots, and that has no zero points.
-    VLM_INLINE GroupScales of_roots(int64_t group) const {
-        GroupScales found;
-        const char* roots = scales_ + group * PANEL;
-        __builtin_prefetch(roots + SCALES_AHEAD);
-#pragma GCC unroll 8
-        for (int j = 0; j < REGISTERS; ++j) found.scale[j] = of_root(roots + j * WIDTH);
-        return found;
-    }
-
     VLM_INLINE GroupScales of(int64_t group) const {
         GroupScales found;
         const char* scales = scales_ + group * PANEL * bytes_of(type_);
@@ -86,12 +86,11 @@ class PanelScales {
     VLM_INLINE Floats scale_at(const char* from) const {
         if (type_ == FLOAT32) return read<Floats>(from);
         if (type_ == FLOAT16) return from_float16(from);
-        if (type_ == ROOTS) return of_root(from);
+        if (type_ == ROOTS) {
+            const Floats root = __builtin_convertvector(from_signed_bytes(from), Floats);
+            return root * (Floats)((Words)root & 0x7fffffffu);
+        }
         return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
-    }
-    static VLM_INLINE Floats of_root(const char* from) {
-        const Floats root = __builtin_convertvector(from_signed_bytes(from), Floats);
-        return root * (Floats)((Words)root & 0x7fffffffu);
     }
     static VLM_INLINE Floats zero_at(const uint8_t* from) {
         return __builtin_convertvector(from_bytes(from), Floats);

@@ -46,23 +46,22 @@ struct RowGroup {
     }
 };
 
-// One row, and panels next to each other as if they were one: at the end of a loop a processor
-// guesses wrong, and asks the memory late. Here the end of a panel is a matter of numbers alone.
-// Measured where tiles tell what processor it is: other kinds of code were faster with a loop.
-// PLAIN: every group of the row has scales of its own, which are roots, and there are no zero
-// points.
-template <typename Kind, int64_t SIZE, bool PLAIN>
-void integer_row(const Weight& weight, const Panels& panels, const float* x, float* sums) {
+// Where a panel ends is a matter of numbers alone. PLAIN: every group has scales of its own, which
+// are roots, and there are no zero points.
+template <int64_t SIZE, bool PLAIN>
+void half_byte_row(Weight weight, const Panels& panels, const float* x, float* sums) {
+    typedef HalfByteWords Kind;
+    if (PLAIN) weight.group = SIZE, weight.scale_type = ROOTS, weight.zeros = nullptr;
     constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
-    const bool zeros = !PLAIN && weight.zeros;
+    const bool zeros = weight.zeros;
     const float *scales = x + weight.depth / 4, *x_sums = scales + count;
     const char* words =
         (const char*)weight.packed + panels.first * panel_bytes(weight.depth, weight.type);
     const PanelScales all(weight, panels.first);
     GroupScales of;
     Floats kept[REGISTERS] = {};
-    int64_t group = 0, shares = 0, until = 0;
+    int64_t group = 0, shares = 0;
     for (int64_t i = 0, end = panels.count * count; i < end; ++i) {
         const float* own = x + group * (SIZE / 4);
         const RowGroup row{zeros, scales + group, x_sums + group};
@@ -83,10 +82,7 @@ void integer_row(const Weight& weight, const Panels& panels, const float* x, flo
                     total[j] = dots(Kind::part(codes, part), factors[part], total[j]);
             }
         }
-        if (PLAIN)
-            of = all.of_roots(i);
-        else if (i == until)
-            of = all.of(shares++), until += shared;
+        if (PLAIN || i == shares * shared) of = all.of(shares++);
         const bool last = group + 1 == count;
         const uint32_t more = (uint32_t)last - 1;  // all bits, or none
 #pragma GCC unroll 8
@@ -109,8 +105,8 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
     // Where tiles tell what processor it is, one that foresees what an instruction will read from
     // what it read before: copies of a load, each with strides of its own, make it ask too far. A
     // row waits for the memory alone, and has every line read by one instruction.
-    constexpr bool BY_LINES = TILE_PRODUCTS && ROWS == 1 && Kind::COUNT == 1;
     constexpr bool CLOSE = TILE_PRODUCTS && Kind::COUNT == 1;
+    constexpr bool BY_LINES = CLOSE && ROWS == 1;
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
     const float* scales = x + weight.depth / 4 * ROWS + begin * ROWS;
@@ -152,11 +148,7 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
         // The sums of a step's registers take turns.
         auto add_line = [&](const float* own) __attribute__((always_inline)) {
             ask_and_pause(words + INTEGERS_AHEAD);
-            const Words codes = read<Words>(words);
-            Signed sum = total[0][0];
-#pragma GCC unroll 2
-            for (int part = 0; part < Kind::COUNT; ++part)
-                sum = dots(Kind::part(codes, part), four_of(own + part), sum);
+            const Signed sum = dots(Kind::part(read<Words>(words), 0), four_of(own), total[0][0]);
 #pragma GCC unroll 8
             for (int j = 1; j < REGISTERS; ++j) total[0][j - 1] = total[0][j];
             total[0][REGISTERS - 1] = sum;
@@ -164,9 +156,8 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
         };
         if (BY_LINES) {
 #pragma GCC unroll 1
-            for (int64_t line = 0; line < WORDS * REGISTERS; ++line)
-                add_line(x + line / REGISTERS * Kind::COUNT);
-            x += WORDS * Kind::COUNT;
+            for (int64_t line = 0; line < WORDS * REGISTERS; ++line) add_line(x + line / REGISTERS);
+            x += WORDS;
         } else if (CLOSE) {
 #pragma GCC unroll 1
             for (int64_t step = 0; step < WORDS; ++step) add_step();
@@ -200,7 +191,7 @@ IntegerTile integer_tile_of(int64_t rows, int64_t size) {
 }
 
 template <typename Kind>
-void multiply_panel(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+void multiply_by_fours(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const char* words = (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
     const PanelScales scales(weight, index);
     const int64_t size = row_group(weight), count = weight.depth / size;
@@ -212,32 +203,21 @@ void multiply_panel(const Weight& weight, int64_t index, const Operand& x, float
                                                    sums + x.first(i) * PANEL);
 }
 
-template <typename Kind>
-void multiply_by_fours(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
-    constexpr bool AS_ONE = TILE_PRODUCTS && Kind::COUNT == 2;  // panels of bytes are long
-    if constexpr (AS_ONE)
-        if (x.rows() == 1) {
-            const bool plain = weight.group == 32 && weight.scale_type == ROOTS && !weight.zeros;
-            const auto row = plain                     ? integer_row<Kind, 32, true>
-                             : row_group(weight) == 32 ? integer_row<Kind, 32, false>
-                                                       : integer_row<Kind, 16, false>;
-            return row(weight, panels, x.group(0), sums);
-        }
-    for_each_panel(panels, x.rows(), sums,
-                   [&](int64_t index, float* to) { multiply_panel<Kind>(weight, index, x, to); });
-}
-
 }  // namespace
 
-void multiply_integers(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
-    if (x.in_tiles())
-        for_each_panel(panels, x.rows(), sums, [&](int64_t index, float* to) {
-            multiply_byte_tiles(weight, index, x, to);
-        });
-    else if (weight.type == INT8)
-        multiply_by_fours<ByteWords>(weight, panels, x, sums);
-    else
-        multiply_by_fours<HalfByteWords>(weight, panels, x, sums);
+void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+    if (x.in_tiles()) return multiply_byte_tiles(weight, index, x, sums);
+    if (weight.type == INT8) return multiply_by_fours<ByteWords>(weight, index, x, sums);
+    multiply_by_fours<HalfByteWords>(weight, index, x, sums);
+}
+
+void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,
+                          float* sums) {
+    const bool plain = weight.group == 32 && weight.scale_type == ROOTS && !weight.zeros;
+    const auto row = plain                     ? half_byte_row<32, true>
+                     : row_group(weight) == 32 ? half_byte_row<32, false>
+                                               : half_byte_row<16, false>;
+    row(weight, panels, x.group(0), sums);
 }
 
 }  // namespace vlm

@@ -225,10 +225,15 @@ void finish(const Weight& weight, int64_t index, int64_t rows, float* sums) {
 }  // namespace
 
 void multiply(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
-    auto each_panel = [&](const auto& work) { for_each_panel(panels, x.rows(), sums, work); };
+    const int64_t size = x.rows() * PANEL;
+    auto each_panel = [&](const auto& work) {
+        for (int64_t p = 0; p < panels.count; ++p) work(panels.first + p, sums + p * size);
+    };
     if (weight.factors) ask_for(weight.factors + panels.first * PANEL);
-    if (is_codes(weight.type))
-        multiply_codes(weight, panels, x, sums);
+    if (in_one_loop(weight, x))
+        multiply_integer_row(weight, panels, x, sums);
+    else if (is_codes(weight.type))
+        each_panel([&](int64_t index, float* to) { multiply_codes(weight, index, x, to); });
     else if (x.in_tiles())
         multiply_tiles(weight, panels, x, sums);
     else

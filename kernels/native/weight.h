@@ -57,12 +57,6 @@ struct Panels {
     int64_t first, count;
 };
 
-// Calls `work(index, sums)` for every panel, with the place of its sums of so many rows.
-template <typename Work>
-void for_each_panel(const Panels& panels, int64_t rows, float* sums, const Work& work) {
-    for (int64_t p = 0; p < panels.count; ++p) work(panels.first + p, sums + p * rows * PANEL);
-}
-
 // How many k of a row share a scale if it is quantised: fewer than those of a weight may, since
 // activations have values that are much larger than their neighbours.
 inline int64_t row_group(const Weight& weight) { return weight.group % 32 ? 16 : 32; }
