@@ -9,7 +9,8 @@ namespace {
 constexpr int64_t INTEGERS_AHEAD = TILE_PRODUCTS ? 5120 : 4096;
 constexpr int64_t CACHED_K = 512;  // of a panel's part that stays in the L1 cache, about
 constexpr int MOST_KEPT =
-    WIDTH == 16 ? 8 : 4;  // sums that stay in registers beside those of a group
+    WIDTH == 16 ? 8 : 4;                  // sums that stay in registers beside those of a group
+constexpr int LINE = 64 / sizeof(Words);  // registers that a line of the memory fills
 
 inline Words four_of(const float* word) {
     uint32_t bits;
@@ -75,7 +76,7 @@ void half_byte_row(Weight weight, const Panels& panels, const float* x, float* s
             for (Words& each : factors) each = four_of(own++);
 #pragma GCC unroll 8
             for (int j = 0; j < REGISTERS; ++j, words += sizeof(Words)) {
-                ask_and_pause(words + INTEGERS_AHEAD);
+                if (j % LINE == 0) ask_for_line(words + INTEGERS_AHEAD);
                 const Words codes = read<Words>(words);
 #pragma GCC unroll 2
                 for (int part = 0; part < Kind::COUNT; ++part)
@@ -102,11 +103,10 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
                   int64_t begin, int64_t end, float* sums) {
     constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
     constexpr bool KEPT = ROWS * REGISTERS <= MOST_KEPT;
-    // Where tiles tell what processor it is, one that foresees what an instruction will read from
-    // what it read before: copies of a load, each with strides of its own, make it ask too far. A
-    // row waits for the memory alone, and has every line read by one instruction.
-    constexpr bool CLOSE = TILE_PRODUCTS && Kind::COUNT == 1;
-    constexpr bool BY_LINES = CLOSE && ROWS == 1;
+    // Processors foresee what an instruction will read from what it read before: copies of a load,
+    // each with strides of its own, make them ask for the wrong things. So steps are not unrolled.
+    // A row of bytes waits for the memory alone, and has every line read by one instruction.
+    constexpr bool BY_LINES = Kind::COUNT == 1 && ROWS == 1;
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
     const float* scales = x + weight.depth / 4 * ROWS + begin * ROWS;
@@ -145,24 +145,25 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
             }
             words += PANEL * 4;
         };
-        // The sums of a step's registers take turns.
+        // The sums of a step's lines take turns.
         auto add_line = [&](const float* own) __attribute__((always_inline)) {
-            ask_and_pause(words + INTEGERS_AHEAD);
-            const Signed sum = dots(Kind::part(read<Words>(words), 0), four_of(own), total[0][0]);
+            ask_for_line(words + INTEGERS_AHEAD);
+            Signed sums[LINE];
+#pragma GCC unroll 4
+            for (int j = 0; j < LINE; ++j, words += sizeof(Words))
+                sums[j] = dots(read<Words>(words), four_of(own), total[0][j]);
 #pragma GCC unroll 8
-            for (int j = 1; j < REGISTERS; ++j) total[0][j - 1] = total[0][j];
-            total[0][REGISTERS - 1] = sum;
-            words += sizeof(Words);
+            for (int j = LINE; j < REGISTERS; ++j) total[0][j - LINE] = total[0][j];
+#pragma GCC unroll 4
+            for (int j = 0; j < LINE; ++j) total[0][REGISTERS - LINE + j] = sums[j];
         };
         if (BY_LINES) {
+            constexpr int LINES = REGISTERS / LINE;  // of a step
 #pragma GCC unroll 1
-            for (int64_t line = 0; line < WORDS * REGISTERS; ++line) add_line(x + line / REGISTERS);
+            for (int64_t line = 0; line < WORDS * LINES; ++line) add_line(x + line / LINES);
             x += WORDS;
-        } else if (CLOSE) {
-#pragma GCC unroll 1
-            for (int64_t step = 0; step < WORDS; ++step) add_step();
         } else {
-#pragma GCC unroll 8
+#pragma GCC unroll 1
             for (int64_t step = 0; step < WORDS; ++step) add_step();
         }
         if (group == begin || shared == 1 || group % shared == 0) of = all.of(group / shared);

@@ -65,13 +65,15 @@ VLM_INLINE void ask_for_weight(const char* at) {
     __builtin_prefetch(at + 64, 0, CACHE);
 }
 
-// Asks for a line of a weight, and pauses: where tiles tell what processor it is, requests that
-// follow each other at once are answered more slowly. Only where TILE_PRODUCTS.
-VLM_INLINE void ask_and_pause(const char* at) {
+// Asks for one line of a weight, between what stands before and behind it. Where tiles tell what
+// processor it is with a pause: requests that follow each other at once are answered more slowly.
+VLM_INLINE void ask_for_line(const char* at) {
 #if VLM_TILES
     asm volatile("prefetcht1 %0\n\tnop\n\tnop\n\tnop" : : "m"(*at));
+#elif defined(__x86_64__)
+    asm volatile("prefetcht0 %0" : : "m"(*at));
 #else
-    (void)at;
+    __builtin_prefetch(at);
 #endif
 }
 

@@ -42,7 +42,7 @@ inline int64_t rows_of_tile(const Operand& x) { return std::min(x.rows(), TILE_R
 // Half a block, line by line.
 VLM_INLINE void ask_for_half(const char* at) {
 #pragma GCC unroll 16
-    for (int i = 0; i < BLOCK_BYTES / 2; i += 64) ask_and_pause(at + i);
+    for (int i = 0; i < BLOCK_BYTES / 2; i += 64) ask_for_line(at + i);
 }
 
 // Some blocks of a panel, for one or two tiles of rows that lie `apart` bytes from each other.
