@@ -90,7 +90,7 @@ class PanelScales {
             const Floats root = __builtin_convertvector(from_signed_bytes(from), Floats);
             return root * (Floats)((Words)root & 0x7fffffffu);
         }
-        return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
+        return (Floats)(from_halves(from) << 16);
     }
     static VLM_INLINE Floats zero_at(const uint8_t* from) {
         return __builtin_convertvector(from_bytes(from), Floats);

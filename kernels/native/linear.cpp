@@ -98,10 +98,8 @@ inline void pack_columns(const Packing& job, int64_t row) {
                 std::memcpy(place, &square[i], sizeof square[i]);
                 continue;
             }
-            const Halves even = __builtin_convertvector(square[i] & 0xffffu, Halves);
-            const Halves odd = __builtin_convertvector(square[i] >> 16, Halves);
-            std::memcpy(place, &even, sizeof even);
-            std::memcpy(place + PANEL * 2, &odd, sizeof odd);
+            to_halves(place, square[i]);
+            to_halves(place + PANEL * 2, square[i] >> 16);
         }
     }
     for (int64_t i = 0; i < WIDTH; ++i) pack_column(job, row + i, words * 4 / size);

@@ -19,12 +19,6 @@ inline const float* factors_of(int64_t type) {
     return type == FLOAT8 ? FLOAT8_FACTORS : PLAIN_FACTORS;
 }
 
-inline Floats widened(const float* from) { return read<Floats>(from); }
-
-inline Floats widened(const bf16* from) {
-    return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
-}
-
 // Pairs as they are, in words.
 void pack_pairs(const bf16* const* from, int64_t rows, int64_t depth, int64_t words, float* to) {
     int64_t k = 0;
@@ -102,7 +96,7 @@ void Operand::pack(const T* const* from, int64_t rows, int64_t depth, int64_t pa
     if (WIDTH == 16 && rows > 4)
         for (; k + WIDTH <= depth; k += WIDTH) {
             Words square[WIDTH] = {};
-            for (int64_t r = 0; r < rows; ++r) square[r] = (Words)widened(from[r] + k);
+            for (int64_t r = 0; r < rows; ++r) square[r] = (Words)load_register(from[r] + k);
             transpose(square);
             for (int i = 0; i < WIDTH; ++i) {
                 const Floats own = (Floats)square[i] * factors[i % 8];

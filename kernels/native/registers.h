@@ -205,6 +205,27 @@ inline Signed from_signed_bytes(const void* from) {
 #endif
 }
 
+// As many halves of a word, each in a word of its own. (Compilers widen them by parts.)
+inline Words from_halves(const void* from) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+    return (Words)vmovl_u16(vld1_u16((const uint16_t*)from));
+#endif
+}
+
+// The lower half of every word.
+inline void to_halves(void* to, Words words) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)words));
+#else
+    const Halves halves = __builtin_convertvector(words, Halves);
+    std::memcpy(to, &halves, sizeof halves);
+#endif
+}
+
 // The least significant byte of every word.
 inline void to_bytes(void* to, Signed words) {
 #if defined(__AVX512F__)

@@ -118,9 +118,7 @@ VLM_INLINE V read(const void* from) {
 }
 
 VLM_INLINE Floats load_register(const float* from) { return read<Floats>(from); }
-VLM_INLINE Floats load_register(const bf16* from) {
-    return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
-}
+VLM_INLINE Floats load_register(const bf16* from) { return (Floats)(from_halves(from) << 16); }
 VLM_INLINE Floats load_register(const f16* from) { return from_float16(from); }
 
 template <typename T>
@@ -150,10 +148,7 @@ VLM_INLINE Words rounded_bits(Floats x) {
 
 // Numbers that a type has.
 VLM_INLINE void store_exact(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
-VLM_INLINE void store_exact(bf16* to, Floats x) {
-    const Halves halves = __builtin_convertvector((Words)x >> 16, Halves);
-    std::memcpy(to, &halves, sizeof halves);
-}
+VLM_INLINE void store_exact(bf16* to, Floats x) { to_halves(to, (Words)x >> 16); }
 template <typename T>
 VLM_INLINE void store_exact(T* to, const Vec& v) {
     use_each([=](int lane, Floats x) { store_exact(to + lane, x); }, v);
