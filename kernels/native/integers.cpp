@@ -6,7 +6,7 @@ namespace vlm {
 namespace {
 
 // Bytes between what is used and what is asked for.
-constexpr int64_t INTEGERS_AHEAD = TILE_PRODUCTS ? 5120 : 4096;
+constexpr int64_t INTEGERS_AHEAD = TILE_PRODUCTS ? 5120 : 8192;
 constexpr int64_t CACHED_K = 512;  // of a panel's part that stays in the L1 cache, about
 constexpr int MOST_KEPT =
     WIDTH == 16 ? 8 : 4;                  // sums that stay in registers beside those of a group
@@ -18,14 +18,17 @@ inline Words four_of(const float* word) {
     return bits - Words{};
 }
 
-// How many words of a row meet a word of codes, and what each of them meets.
+// How many words of a row meet a word of codes, and what each of them meets; the scales of weights
+// that are quantised while they are loaded.
 struct ByteWords {
     static constexpr int COUNT = 1;
+    static constexpr int64_t SCALES = BFLOAT16;
     static VLM_INLINE Words part(Words word, int) { return word; }
 };
 
 struct HalfByteWords {
     static constexpr int COUNT = 2;
+    static constexpr int64_t SCALES = ROOTS;
     static VLM_INLINE Words part(Words word, int which) {
         return (which ? word >> 4 : word) & 0x0f0f0f0fu;
     }
@@ -47,12 +50,24 @@ struct RowGroup {
     }
 };
 
-// Where a panel ends is a matter of numbers alone. PLAIN: every group has scales of its own, which
-// are roots, and there are no zero points.
+// Whether every group of SIZE k has scales of its own, of the usual type, and no zero points.
+template <typename Kind>
+bool is_plain(const Weight& weight, int64_t size) {
+    return weight.group == size && weight.scale_type == Kind::SCALES && !weight.zeros;
+}
+
+// What compilers need not ask for in every group of such a weight, if it is PLAIN.
+template <typename Kind, int64_t SIZE, bool PLAIN>
+VLM_INLINE Weight settled(Weight weight) {
+    if (PLAIN) weight.group = SIZE, weight.scale_type = Kind::SCALES, weight.zeros = nullptr;
+    return weight;
+}
+
+// Where a panel ends is a matter of numbers alone.
 template <int64_t SIZE, bool PLAIN>
-void half_byte_row(Weight weight, const Panels& panels, const float* x, float* sums) {
+void half_byte_row(const Weight& given, const Panels& panels, const float* x, float* sums) {
     typedef HalfByteWords Kind;
-    if (PLAIN) weight.group = SIZE, weight.scale_type = ROOTS, weight.zeros = nullptr;
+    const Weight weight = settled<Kind, SIZE, PLAIN>(given);
     constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
@@ -66,23 +81,23 @@ void half_byte_row(Weight weight, const Panels& panels, const float* x, float* s
     for (int64_t i = 0, end = panels.count * count; i < end; ++i) {
         const float* own = x + group * (SIZE / 4);
         const RowGroup row{zeros, scales + group, x_sums + group};
-        Signed total[REGISTERS];
+        // A sum for each part of a word: one for both would wait for two products in every line.
+        Signed total[REGISTERS], upper[REGISTERS] = {};
 #pragma GCC unroll 8
         for (Signed& each : total) each = row.first();
 #pragma GCC unroll 1
-        for (int64_t step = 0; step < WORDS; ++step) {
-            Words factors[Kind::COUNT];
-#pragma GCC unroll 2
-            for (Words& each : factors) each = four_of(own++);
+        for (int64_t step = 0; step < WORDS; ++step, own += Kind::COUNT) {
+            const Words low = four_of(own), high = four_of(own + 1);
 #pragma GCC unroll 8
             for (int j = 0; j < REGISTERS; ++j, words += sizeof(Words)) {
                 if (j % LINE == 0) ask_for_line(words + INTEGERS_AHEAD);
                 const Words codes = read<Words>(words);
-#pragma GCC unroll 2
-                for (int part = 0; part < Kind::COUNT; ++part)
-                    total[j] = dots(Kind::part(codes, part), factors[part], total[j]);
+                total[j] = dots(Kind::part(codes, 0), low, total[j]);
+                upper[j] = dots(Kind::part(codes, 1), high, upper[j]);
             }
         }
+#pragma GCC unroll 8
+        for (int j = 0; j < REGISTERS; ++j) total[j] += upper[j];
         if (PLAIN || i == shares * shared) of = all.of(shares++);
         const bool last = group + 1 == count;
         const uint32_t more = (uint32_t)last - 1;  // all bits, or none
@@ -98,9 +113,11 @@ void half_byte_row(Weight weight, const Panels& panels, const float* x, float* s
 }
 
 // Groups `begin` to `end` of SIZE k of the rows and a panel for ROWS rows.
-template <typename Kind, int ROWS, int64_t SIZE>
-void integer_tile(const Weight& weight, const PanelScales& all, const char* words, const float* x,
-                  int64_t begin, int64_t end, float* sums) {
+template <typename Kind, int ROWS, int64_t SIZE, bool PLAIN>
+void integer_tile(const Weight& given, int64_t index, const float* x, int64_t begin, int64_t end,
+                  float* sums) {
+    const Weight weight = settled<Kind, SIZE, PLAIN>(given);
+    const PanelScales all(weight, index);
     constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
     constexpr bool KEPT = ROWS * REGISTERS <= MOST_KEPT;
     // Processors foresee what an instruction will read from what it read before: copies of a load,
@@ -111,7 +128,8 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
     const bool zeros = weight.zeros;
     const float* scales = x + weight.depth / 4 * ROWS + begin * ROWS;
     const float* x_sums = scales + count * ROWS;
-    words += begin * WORDS * PANEL * 4;
+    const char* words = (const char*)weight.packed +
+                        index * panel_bytes(weight.depth, weight.type) + begin * WORDS * PANEL * 4;
     x += begin * SIZE / 4 * ROWS;
     Floats kept[ROWS][REGISTERS] = {};
     auto place = [=](int r, int j) { return sums + r * PANEL + j * WIDTH; };
@@ -166,7 +184,7 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
 #pragma GCC unroll 1
             for (int64_t step = 0; step < WORDS; ++step) add_step();
         }
-        if (group == begin || shared == 1 || group % shared == 0) of = all.of(group / shared);
+        if (PLAIN || group == begin || group % shared == 0) of = all.of(group / shared);
         each_sum([&](int r, int j) {
             Floats before = kept[r][j];
             if (!KEPT) before = group ? read<Floats>(place(r, j)) : Floats{};
@@ -181,27 +199,28 @@ void integer_tile(const Weight& weight, const PanelScales& all, const char* word
         each_sum([&](int r, int j) { std::memcpy(place(r, j), &kept[r][j], sizeof(Floats)); });
 }
 
-typedef void (*IntegerTile)(const Weight&, const PanelScales&, const char*, const float*, int64_t,
-                            int64_t, float*);
+typedef void (*IntegerTile)(const Weight&, int64_t, const float*, int64_t, int64_t, float*);
 
 template <typename Kind>
-IntegerTile integer_tile_of(int64_t rows, int64_t size) {
+IntegerTile integer_tile_of(const Weight& weight, int64_t rows) {
+    const int64_t size = row_group(weight);
+    const bool plain = is_plain<Kind>(weight, 32);
     return by_rows<IntegerTile>(rows, [=](auto count) {
-        return size == 32 ? integer_tile<Kind, count, 32> : integer_tile<Kind, count, 16>;
+        return plain        ? integer_tile<Kind, count, 32, true>
+               : size == 32 ? integer_tile<Kind, count, 32, false>
+                            : integer_tile<Kind, count, 16, false>;
     });
 }
 
 template <typename Kind>
 void multiply_by_fours(const Weight& weight, int64_t index, const Operand& x, float* sums) {
-    const char* words = (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
-    const PanelScales scales(weight, index);
     const int64_t size = row_group(weight), count = weight.depth / size;
     const int64_t some = x.groups() == 1 ? count : CACHED_K / size;
     for (int64_t begin = 0; begin < count; begin += some)
         for (int64_t i = 0; i < x.groups(); ++i)
-            integer_tile_of<Kind>(x.size(i), size)(weight, scales, words, x.group(i), begin,
-                                                   std::min(begin + some, count),
-                                                   sums + x.first(i) * PANEL);
+            integer_tile_of<Kind>(weight, x.size(i))(weight, index, x.group(i), begin,
+                                                     std::min(begin + some, count),
+                                                     sums + x.first(i) * PANEL);
 }
 
 }  // namespace
@@ -214,10 +233,9 @@ void multiply_integers(const Weight& weight, int64_t index, const Operand& x, fl
 
 void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,
                           float* sums) {
-    const bool plain = weight.group == 32 && weight.scale_type == ROOTS && !weight.zeros;
-    const auto row = plain                     ? half_byte_row<32, true>
-                     : row_group(weight) == 32 ? half_byte_row<32, false>
-                                               : half_byte_row<16, false>;
+    const auto row = is_plain<HalfByteWords>(weight, 32) ? half_byte_row<32, true>
+                     : row_group(weight) == 32           ? half_byte_row<32, false>
+                                                         : half_byte_row<16, false>;
     row(weight, panels, x.group(0), sums);
 }
 
