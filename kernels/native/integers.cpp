@@ -56,18 +56,17 @@ bool is_plain(const Weight& weight, int64_t size) {
     return weight.group == size && weight.scale_type == Kind::SCALES && !weight.zeros;
 }
 
-// What compilers need not ask for in every group of such a weight, if it is PLAIN.
-template <typename Kind, int64_t SIZE, bool PLAIN>
-VLM_INLINE Weight settled(Weight weight) {
-    if (PLAIN) weight.group = SIZE, weight.scale_type = Kind::SCALES, weight.zeros = nullptr;
-    return weight;
+// Tells compilers what they need not ask for in every group of such a weight.
+template <typename Kind>
+VLM_INLINE void settle(Weight& weight, int64_t size) {
+    weight.group = size, weight.scale_type = Kind::SCALES, weight.zeros = nullptr;
 }
 
 // Where a panel ends is a matter of numbers alone.
 template <int64_t SIZE, bool PLAIN>
-void half_byte_row(const Weight& given, const Panels& panels, const float* x, float* sums) {
+void half_byte_row(Weight weight, const Panels& panels, const float* x, float* sums) {
     typedef HalfByteWords Kind;
-    const Weight weight = settled<Kind, SIZE, PLAIN>(given);
+    if (PLAIN) settle<Kind>(weight, SIZE);
     constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
@@ -81,23 +80,23 @@ void half_byte_row(const Weight& given, const Panels& panels, const float* x, fl
     for (int64_t i = 0, end = panels.count * count; i < end; ++i) {
         const float* own = x + group * (SIZE / 4);
         const RowGroup row{zeros, scales + group, x_sums + group};
-        // A sum for each part of a word: one for both would wait for two products in every line.
-        Signed total[REGISTERS], upper[REGISTERS] = {};
+        Signed total[REGISTERS];
 #pragma GCC unroll 8
         for (Signed& each : total) each = row.first();
 #pragma GCC unroll 1
-        for (int64_t step = 0; step < WORDS; ++step, own += Kind::COUNT) {
-            const Words low = four_of(own), high = four_of(own + 1);
+        for (int64_t step = 0; step < WORDS; ++step) {
+            Words factors[Kind::COUNT];
+#pragma GCC unroll 2
+            for (Words& each : factors) each = four_of(own++);
 #pragma GCC unroll 8
             for (int j = 0; j < REGISTERS; ++j, words += sizeof(Words)) {
                 if (j % LINE == 0) ask_for_line(words + INTEGERS_AHEAD);
                 const Words codes = read<Words>(words);
-                total[j] = dots(Kind::part(codes, 0), low, total[j]);
-                upper[j] = dots(Kind::part(codes, 1), high, upper[j]);
+#pragma GCC unroll 2
+                for (int part = 0; part < Kind::COUNT; ++part)
+                    total[j] = dots(Kind::part(codes, part), factors[part], total[j]);
             }
         }
-#pragma GCC unroll 8
-        for (int j = 0; j < REGISTERS; ++j) total[j] += upper[j];
         if (PLAIN || i == shares * shared) of = all.of(shares++);
         const bool last = group + 1 == count;
         const uint32_t more = (uint32_t)last - 1;  // all bits, or none
@@ -114,9 +113,9 @@ void half_byte_row(const Weight& given, const Panels& panels, const float* x, fl
 
 // Groups `begin` to `end` of SIZE k of the rows and a panel for ROWS rows.
 template <typename Kind, int ROWS, int64_t SIZE, bool PLAIN>
-void integer_tile(const Weight& given, int64_t index, const float* x, int64_t begin, int64_t end,
+void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, int64_t end,
                   float* sums) {
-    const Weight weight = settled<Kind, SIZE, PLAIN>(given);
+    if (PLAIN) settle<Kind>(weight, SIZE);
     const PanelScales all(weight, index);
     constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
     constexpr bool KEPT = ROWS * REGISTERS <= MOST_KEPT;
@@ -199,7 +198,7 @@ void integer_tile(const Weight& given, int64_t index, const float* x, int64_t be
         each_sum([&](int r, int j) { std::memcpy(place(r, j), &kept[r][j], sizeof(Floats)); });
 }
 
-typedef void (*IntegerTile)(const Weight&, int64_t, const float*, int64_t, int64_t, float*);
+typedef void (*IntegerTile)(Weight, int64_t, const float*, int64_t, int64_t, float*);
 
 template <typename Kind>
 IntegerTile integer_tile_of(const Weight& weight, int64_t rows) {
