@@ -97,7 +97,7 @@ void byte_part(const char* rows, int64_t size, const float* scales, const float*
 
 template <bool ZEROS>
 void multiply_parts(const Weight& weight, int64_t index, const Operand& x, float* sums) {
-    const char* words = (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
+    const char* words = panel_at(weight, index);
     const PanelScales scales(weight, index);
     const int64_t size = row_group(weight), count = weight.depth / size, some = PART_K / size;
     const Bytes middle = Bytes{} + (int8_t)(ZEROS ? 0 : (int)middle_of(weight.type));

@@ -189,7 +189,7 @@ void widen_codes(const char* from, int64_t count, float* to) {
 
 template <typename Kind>
 void multiply_words(const Weight& weight, int64_t index, const Operand& x, float* sums) {
-    const char* words = (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
+    const char* words = panel_at(weight, index);
     const PanelScales scales(weight, index);
     if (x.groups() == 1)
         return few_rows_of<Kind>(x.rows())(weight, scales, words, x.group(0), sums);

@@ -50,13 +50,19 @@ struct RowGroup {
     }
 };
 
-// Whether every group of SIZE k has scales of its own, of the usual type, and no zero points.
-template <typename Kind>
-bool is_plain(const Weight& weight, int64_t size) {
-    return weight.group == size && weight.scale_type == Kind::SCALES && !weight.zeros;
+// What `make` gives for a constant number of k in a group of a row, and for whether the weight is
+// plain: every such group has scales of its own, of the usual type, and there are no zero points.
+template <typename Function, typename Kind, typename Make>
+Function by_groups(const Weight& weight, const Make& make) {
+    constexpr std::integral_constant<int64_t, 32> LARGE{};
+    if (row_group(weight) != LARGE)
+        return make(std::integral_constant<int64_t, 16>(), std::false_type());
+    if (weight.group == LARGE && weight.scale_type == Kind::SCALES && !weight.zeros)
+        return make(LARGE, std::true_type());
+    return make(LARGE, std::false_type());
 }
 
-// Tells compilers what they need not ask for in every group of such a weight.
+// Tells compilers what they need not ask for in every group of a plain weight.
 template <typename Kind>
 VLM_INLINE void settle(Weight& weight, int64_t size) {
     weight.group = size, weight.scale_type = Kind::SCALES, weight.zeros = nullptr;
@@ -71,8 +77,7 @@ void half_byte_row(Weight weight, const Panels& panels, const float* x, float* s
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
     const float *scales = x + weight.depth / 4, *x_sums = scales + count;
-    const char* words =
-        (const char*)weight.packed + panels.first * panel_bytes(weight.depth, weight.type);
+    const char* words = panel_at(weight, panels.first);
     const PanelScales all(weight, panels.first);
     GroupScales of;
     Floats kept[REGISTERS] = {};
@@ -127,8 +132,7 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
     const bool zeros = weight.zeros;
     const float* scales = x + weight.depth / 4 * ROWS + begin * ROWS;
     const float* x_sums = scales + count * ROWS;
-    const char* words = (const char*)weight.packed +
-                        index * panel_bytes(weight.depth, weight.type) + begin * WORDS * PANEL * 4;
+    const char* words = panel_at(weight, index) + begin * WORDS * PANEL * 4;
     x += begin * SIZE / 4 * ROWS;
     Floats kept[ROWS][REGISTERS] = {};
     auto place = [=](int r, int j) { return sums + r * PANEL + j * WIDTH; };
@@ -140,6 +144,7 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
     };
     if (KEPT && begin) each_sum([&](int r, int j) { kept[r][j] = read<Floats>(place(r, j)); });
     GroupScales of;
+    int64_t shares = begin / shared;
     for (int64_t group = begin; group < end; ++group, scales += ROWS, x_sums += ROWS) {
         auto row = [&](int r) { return RowGroup{zeros, scales + r, x_sums + r}; };
         Signed total[ROWS][REGISTERS];
@@ -183,7 +188,7 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
 #pragma GCC unroll 1
             for (int64_t step = 0; step < WORDS; ++step) add_step();
         }
-        if (PLAIN || group == begin || group % shared == 0) of = all.of(group / shared);
+        if (PLAIN || group == begin || group == shares * shared) of = all.of(shares++);
         each_sum([&](int r, int j) {
             Floats before = kept[r][j];
             if (!KEPT) before = group ? read<Floats>(place(r, j)) : Floats{};
@@ -202,12 +207,10 @@ typedef void (*IntegerTile)(Weight, int64_t, const float*, int64_t, int64_t, flo
 
 template <typename Kind>
 IntegerTile integer_tile_of(const Weight& weight, int64_t rows) {
-    const int64_t size = row_group(weight);
-    const bool plain = is_plain<Kind>(weight, 32);
-    return by_rows<IntegerTile>(rows, [=](auto count) {
-        return plain        ? integer_tile<Kind, count, 32, true>
-               : size == 32 ? integer_tile<Kind, count, 32, false>
-                            : integer_tile<Kind, count, 16, false>;
+    return by_groups<IntegerTile, Kind>(weight, [=](auto size, auto plain) {
+        return by_rows<IntegerTile>(rows, [](auto count) {
+            return integer_tile<Kind, count, decltype(size)::value, decltype(plain)::value>;
+        });
     });
 }
 
@@ -232,9 +235,10 @@ void multiply_integers(const Weight& weight, int64_t index, const Operand& x, fl
 
 void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,
                           float* sums) {
-    const auto row = is_plain<HalfByteWords>(weight, 32) ? half_byte_row<32, true>
-                     : row_group(weight) == 32           ? half_byte_row<32, false>
-                                                         : half_byte_row<16, false>;
+    typedef void (*Row)(Weight, const Panels&, const float*, float*);
+    const auto row = by_groups<Row, HalfByteWords>(weight, [](auto size, auto plain) -> Row {
+        return half_byte_row<decltype(size)::value, decltype(plain)::value>;
+    });
     row(weight, panels, x.group(0), sums);
 }
 

@@ -177,7 +177,7 @@ struct Part {
 void multiply_dense(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const int64_t depth = padded(weight.depth, weight.type), unit = x.pairs() ? 2 : 1;
     const int64_t bytes = panel_step(weight.type), share = (bytes + x.groups() - 1) / x.groups();
-    const char* values = (const char*)weight.packed + index * depth * bytes;
+    const char* values = panel_at(weight, index);
     const bool once = x.groups() == 1;
     const int64_t most = once ? depth : unit * DEPTH;
     for (int64_t begin = 0; begin < depth; begin += most) {

@@ -109,7 +109,7 @@ namespace {
 void multiply_panel(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const int64_t depth = padded(weight.depth, BFLOAT16);
     const int64_t whole = depth / TILE_DEPTH, blocks = tile_steps(depth);
-    const char* panel = (const char*)weight.packed + index * depth * PANEL * 2;
+    const char* panel = panel_at(weight, index);
     alignas(64) char rest[BLOCK_BYTES];
     if (blocks > whole) {
         const int64_t bytes = (depth - whole * TILE_DEPTH) * PANEL * 2;

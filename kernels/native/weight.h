@@ -86,6 +86,10 @@ inline int64_t panel_bytes(int64_t depth, int64_t type) {
     return padded(depth, type) * panel_step(type);
 }
 
+inline const char* panel_at(const Weight& weight, int64_t index) {
+    return (const char*)weight.packed + index * panel_bytes(weight.depth, weight.type);
+}
+
 // Whether rows of T meet such a weight in products of pairs, or in products of tiles, also of
 // bytes.
 template <typename T>
