@@ -82,8 +82,8 @@ void for_experts(const Assignment& assignment, const Weight* weights, int64_t ea
             const int64_t rows = std::min(most, count - begin);
             const int64_t* places = assignment.places.data() + assignment.first[expert] + begin;
             own.operand.take<T>(rows, weight, [&](int64_t r) { return at(places[r]); });
-            own.for_runs(piece * each, std::min(panels, (piece + 1) * each),
-                         [&](const Panels& some) { use(expert, some, places, own); });
+            const int64_t own_first = piece * each;
+            use(expert, Panels{own_first, std::min(each, panels - own_first)}, places, own);
         }
     }
 }

@@ -29,7 +29,7 @@ template <typename T, int64_t USE>
 void project_as(const Projection& job) {
     constexpr bool JOINS = USE == TIMES || USE == PLUS;
     auto at = [&](int64_t r) { return (const T*)job.x + r * job.x_stride; };
-    auto use = [&](int64_t row, int64_t column, int64_t count, const float* sums) {
+    auto use = [&](int64_t row, int64_t column, auto count, const float* sums) {
         T* out = (T*)job.out + row * job.weight.columns + column;
         const T* other = JOINS ? (const T*)job.other + row * job.other_stride + column : out;
         ask_for_next(out);

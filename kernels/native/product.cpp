@@ -197,19 +197,24 @@ void multiply_dense(const Weight& weight, int64_t index, const Operand& x, float
     }
 }
 
+// Whether the sums of some rows can be handed on while others are computed.
+bool hands_on(const Weight& weight, const Operand& x) {
+    return !is_codes(weight.type) && x.in_tiles() && x.tiles() > 2;
+}
+
 // A panel's columns, which the processor does not foresee: they are read when its codes have been.
 VLM_INLINE void ask_for(const float* columns) {
     for (int j = 0; j < PANEL; j += LANES) __builtin_prefetch(columns + j);
 }
 
-// Every sum of a panel as `made(column, sum)` makes it.
+// Every sum of some rows of a panel as `made(column, sum)` makes it.
 template <typename Make>
 VLM_INLINE void remake(int64_t rows, float* sums, const Make& made) {
     for (float* end = sums + rows * PANEL; sums < end; sums += PANEL)
         for (int j = 0; j < PANEL; j += LANES) store(sums + j, made(j, load(sums + j)));
 }
 
-// What a column has to be multiplied with, and its bias.
+// What a column of some rows has to be multiplied with, and its bias.
 void finish(const Weight& weight, int64_t index, int64_t rows, float* sums) {
     const int64_t column = index * PANEL, count = std::min<int64_t>(PANEL, weight.columns - column);
     if (weight.factors) {
@@ -222,14 +227,12 @@ void finish(const Weight& weight, int64_t index, int64_t rows, float* sums) {
     remake(rows, sums, [&](int j, const Vec& sum) { return sum + load(bias + j); });
 }
 
-}  // namespace
-
-void multiply(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
+// All but what `finish` does.
+void multiply_all(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
     const int64_t size = x.rows() * PANEL;
     auto each_panel = [&](const auto& work) {
         for (int64_t p = 0; p < panels.count; ++p) work(panels.first + p, sums + p * size);
     };
-    if (weight.factors) ask_for(weight.factors + panels.first * PANEL);
     if (in_one_loop(weight, x))
         multiply_integer_row(weight, panels, x, sums);
     else if (is_codes(weight.type))
@@ -238,7 +241,31 @@ void multiply(const Weight& weight, const Panels& panels, const Operand& x, floa
         multiply_tiles(weight, panels, x, sums);
     else
         each_panel([&](int64_t index, float* to) { multiply_dense(weight, index, x, to); });
-    each_panel([&](int64_t index, float* to) { finish(weight, index, x.rows(), to); });
+}
+
+}  // namespace
+
+void multiply(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
+    if (weight.factors) ask_for(weight.factors + panels.first * PANEL);
+    multiply_all(weight, panels, x, sums);
+    for (int64_t p = 0; p < panels.count; ++p, sums += x.rows() * PANEL)
+        finish(weight, panels.first + p, x.rows(), sums);
+}
+
+void multiply(const Weight& weight, const Panels& panels, const Operand& x, float* room,
+              const Complete& complete) {
+    if (hands_on(weight, x)) {
+        auto finished = [&](int64_t p, int64_t row, int64_t rows, float* sums) {
+            if (weight.bias) finish(weight, panels.first + p, rows, sums);
+            complete(p, row, rows, sums);
+        };
+        return multiply_tiles(weight, panels, x, room, finished);
+    }
+    for_runs(panels, x.rows(), [&](const Panels& run) {
+        multiply(weight, run, x, room);
+        for (int64_t p = 0; p < run.count; ++p)
+            complete(run.first - panels.first + p, 0, x.rows(), room + p * x.rows() * PANEL);
+    });
 }
 
 Workplace& own_workplace() {

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "guard.h"
 #include "operand.h"
@@ -24,6 +25,21 @@ constexpr int64_t RUN_ROWS = 64;     // rows whose sums are kept until they are 
 // sums[p][r][PANEL] = x[r] . panel `panels.first + p` + bias.
 void multiply(const Weight& weight, const Panels& panels, const Operand& x, float* sums);
 
+// Likewise of any number of panels, whose sums are handed on as they are complete; `room` is for
+// RUN_ROWS rows of a panel or for all that there are.
+void multiply(const Weight& weight, const Panels& panels, const Operand& x, float* room,
+              const Complete& complete);
+
+// Calls `each(some)` for some of the panels at a time, as many as are worth it: where few rows wait
+// for the memory, whatever else is read or written between two panels makes the processor lose
+// sight of the weight.
+template <typename Each>
+void for_runs(const Panels& panels, int64_t rows, const Each& each) {
+    const int64_t most = std::max<int64_t>(1, RUN_ROWS / rows);
+    for (int64_t p = 0; p < panels.count; p += most)
+        each(Panels{panels.first + p, std::min(most, panels.count - p)});
+}
+
 // What a thread needs for its share of a product.
 struct Workplace {
     Operand operand;
@@ -31,15 +47,6 @@ struct Workplace {
 
     float* sums_of(int which) {
         return sums[which].of((TILE_PRODUCTS ? TILES_BLOCK : ROW_BLOCK) * PANEL);
-    }
-
-    // Calls `each(panels)` for panels `begin` to `end`, as many at a time as are worth it: where
-    // few rows wait for the memory, whatever else is read or written between two panels makes the
-    // processor lose sight of the weight.
-    template <typename Each>
-    void for_runs(int64_t begin, int64_t end, const Each& each) const {
-        const int64_t most = std::max<int64_t>(1, RUN_ROWS / operand.rows());
-        for (int64_t p = begin; p < end; p += most) each(Panels{p, std::min(most, end - p)});
     }
 
     // Has room for products of such a depth.
@@ -52,22 +59,32 @@ struct Workplace {
 
 Workplace& own_workplace();
 
-// Calls `use(row, column, count, at)` for every row of every panel: sums of `count` columns from
-// `column` on lie `at` so many.
+using Whole = std::integral_constant<int64_t, PANEL>;
+
+// Calls `use(row, column, count, sums)` for every row of every panel, with the sums of `count`
+// columns from `column` on, which is a Whole for whole panels. `room` is as `multiply` wants it.
 template <typename Use>
-void for_sums(const Weight& weight, const Panels& panels, int64_t rows, const Use& use) {
-    for (int64_t p = 0; p < panels.count; ++p) {
-        const int64_t column = (panels.first + p) * PANEL;
-        const int64_t count = std::min<int64_t>(PANEL, weight.columns - column);
-        for (int64_t r = 0; r < rows; ++r) use(r, column, count, (p * rows + r) * PANEL);
-    }
+void for_sums(const Weight& weight, const Panels& panels, const Operand& x, float* room,
+              const Use& use) {
+    auto complete = [&](int64_t p, int64_t row, int64_t rows, const float* sums) {
+        const int64_t column = (panels.first + p) * PANEL, end = row + rows;
+        if (const int64_t count = weight.columns - column; count < PANEL)
+            for (; row < end; ++row, sums += PANEL) use(row, column, count, sums);
+        else
+            for (; row < end; ++row, sums += PANEL) use(row, column, Whole(), sums);
+    };
+    multiply(weight, panels, x, room, complete);
 }
 
-// Asks the memory for where the next panel's columns of a row will go, behind those at `out`.
+// Asks the memory for where the next panels' columns of a row will go, behind those at `out`: for
+// two lines next to each other, which come from it as fast as one.
 template <typename T>
 VLM_INLINE void ask_for_next(const T* out) {
-    __builtin_prefetch(out + PANEL, 1);
-    if (sizeof(T) == 4) __builtin_prefetch(out + PANEL + LANES, 1);
+    constexpr int64_t TWO = 128;
+    const char* next = (const char*)(out + PANEL);
+    if ((uintptr_t)next % TWO >= PANEL * sizeof(T)) return;
+    __builtin_prefetch(next, 0, L2_CACHE);
+    __builtin_prefetch(next + TWO / 2, 0, L2_CACHE);
 }
 
 // How a product is shared out: blocks of rows times groups of panels.
@@ -95,7 +112,7 @@ struct Split {
         // strides.
         whole = std::max<int64_t>(0, blocks / threads - 1) * threads;
         const int64_t shared = std::max<int64_t>(1, blocks - whole);
-        const int64_t least = blocks > 1 ? 8 : std::max<int64_t>(1, STRIDE / bytes);
+        const int64_t least = blocks > 1 ? tiles ? 16 : 8 : std::max<int64_t>(1, STRIDE / bytes);
         groups = std::max<int64_t>(1, std::min(16 * threads / shared, panels / least));
     }
 
@@ -142,21 +159,19 @@ void for_panels(const Weight& weight, int64_t rows, int64_t threads, const At& a
         if (taken != item.block)
             own.operand.take<T>(count, weight, [&](int64_t r) { return at(first + r); });
         taken = item.block;
-        own.for_runs(item.begin, item.end, [&](const Panels& panels) { each(first, panels, own); });
+        each(first, Panels{item.begin, item.end - item.begin}, own);
     }
 }
 
-// Likewise the product of all rows: `use(row, column, count, sums)` gets up to PANEL finished
-// columns and may write behind `count`, up to PANEL.
+// Likewise the product of all rows: `use(row, column, count, sums)` is called as by `for_sums`, and
+// may write behind `count`, up to PANEL.
 template <typename T, typename At, typename Use>
 void project(const Weight& weight, int64_t rows, int64_t threads, const At& at, const Use& use) {
     for_panels<T>(weight, rows, threads, at,
                   [&](int64_t first, const Panels& panels, Workplace& own) {
-                      float* sums = own.sums_of(0);
-                      multiply(weight, panels, own.operand, sums);
-                      for_sums(weight, panels, own.operand.rows(),
-                               [&](int64_t r, int64_t column, int64_t count, int64_t place) {
-                                   use(first + r, column, count, sums + place);
+                      for_sums(weight, panels, own.operand, own.sums_of(0),
+                               [&](int64_t r, int64_t column, auto count, const float* sums) {
+                                   use(first + r, column, count, sums);
                                });
                   });
 }

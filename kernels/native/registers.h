@@ -54,7 +54,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 
 // What weights are asked for into, as prefetches name it: the L2 cache where tiles tell that the
 // processor is one whose L1 cache can ask for too little at a time, else the L1 cache.
-constexpr int L1_CACHE = 3, WEIGHT_CACHE = TILE_PRODUCTS ? 2 : L1_CACHE;
+constexpr int L1_CACHE = 3, L2_CACHE = 2, WEIGHT_CACHE = TILE_PRODUCTS ? L2_CACHE : L1_CACHE;
 // Bytes between what is used of a weight that is no codes, and what is asked for.
 constexpr int64_t WEIGHT_AHEAD = TILE_PRODUCTS ? 2048 : 4096;
 

@@ -45,25 +45,71 @@ VLM_INLINE void ask_for_half(const char* at) {
     for (int i = 0; i < BLOCK_BYTES / 2; i += 64) ask_for_line(at + i);
 }
 
+// The last pair of tiles whose sums are complete, which is handed on while the next one is
+// multiplied: what is done with it has the rest of the processor to itself, and reaches the memory
+// at a steady pace.
+class HandingOn {
+  public:
+    static constexpr int64_t BLOCKS = 8;  // between two times; a call takes as long as some rows
+
+    explicit HandingOn(const Complete* complete) : complete_(complete) {}
+    ~HandingOn() { some(left_); }
+    HandingOn(const HandingOn&) = delete;
+    HandingOn& operator=(const HandingOn&) = delete;
+
+    explicit operator bool() const { return complete_; }
+
+    // Where the sums of the next pair go, close to those before.
+    float* place() { return places_[next_]; }
+
+    // It has been filled with so many rows of a panel, from `row` on.
+    void filled(int64_t panel, int64_t row, int64_t rows) {
+        some(left_);
+        panel_ = panel, row_ = row, left_ = rows;
+        sums_ = place();
+        next_ = !next_;
+    }
+
+    // How many to hand on at a time to be done after so many blocks.
+    int64_t share(int64_t blocks) const { return (left_ * BLOCKS + blocks - 1) / blocks; }
+
+    VLM_INLINE void some(int64_t rows) {
+        rows = std::min(rows, left_);
+        if (rows == 0) return;
+        (*complete_)(panel_, row_, rows, sums_);
+        sums_ += rows * PANEL;
+        row_ += rows;
+        left_ -= rows;
+    }
+
+  private:
+    const Complete* complete_;
+    int64_t panel_ = 0, row_ = 0, left_ = 0;
+    float* sums_ = nullptr;
+    bool next_ = false;
+    alignas(64) float places_[2][2 * TILE_ROWS * PANEL];
+};
+
 // Some blocks of a panel, for one or two tiles of rows that lie `apart` bytes from each other.
 // Beside each, `asked` bytes from `next` on are asked for; if that is LATE, a whole block behind
-// its use.
+// its use, and nothing is handed on. Sums begin as they are at `from`, if there are any.
 template <bool TWO, bool LATE>
 void tile_blocks(const char* rows, int64_t row_bytes, int64_t apart, const char* columns,
-                 int64_t blocks, const char* next, int64_t asked, bool fresh, float* sums) {
+                 int64_t blocks, const char* next, int64_t asked, HandingOn& others,
+                 const float* from, float* to) {
     constexpr int64_t COLUMN_BYTES = PANEL * 4, SUM_BYTES = PANEL * sizeof(float);
-    float *first = sums, *second = sums + TILE_ROWS * PANEL;
-    if (fresh) {
+    if (!from) {
         _tile_zero(0);
         _tile_zero(1);
         if (TWO) _tile_zero(2);
         if (TWO) _tile_zero(3);
     } else {
-        _tile_loadd(0, first, SUM_BYTES);
-        _tile_loadd(1, first + LANES, SUM_BYTES);
-        if (TWO) _tile_loadd(2, second, SUM_BYTES);
-        if (TWO) _tile_loadd(3, second + LANES, SUM_BYTES);
+        _tile_loadd(0, from, SUM_BYTES);
+        _tile_loadd(1, from + LANES, SUM_BYTES);
+        if (TWO) _tile_loadd(2, from + TILE_ROWS * PANEL, SUM_BYTES);
+        if (TWO) _tile_loadd(3, from + TILE_ROWS * PANEL + LANES, SUM_BYTES);
     }
+    const int64_t share = others.share(blocks);
     for (int64_t block = 0; block < blocks; ++block) {
         for (const char* end = next + asked; !LATE && next < end; next += 64)
             __builtin_prefetch(next, 0, WEIGHT_CACHE);
@@ -82,13 +128,14 @@ void tile_blocks(const char* rows, int64_t row_bytes, int64_t apart, const char*
         if (TWO) _tile_dpbf16ps(3, 5, 7);
         if (LATE) ask_for_half(next + BLOCK_BYTES / 2);
         if (LATE) next += BLOCK_BYTES;
+        if (!LATE && block % HandingOn::BLOCKS == HandingOn::BLOCKS - 1) others.some(share);
         columns += BLOCK_BYTES;
         rows += row_bytes;
     }
-    _tile_stored(0, first, SUM_BYTES);
-    _tile_stored(1, first + LANES, SUM_BYTES);
-    if (TWO) _tile_stored(2, second, SUM_BYTES);
-    if (TWO) _tile_stored(3, second + LANES, SUM_BYTES);
+    _tile_stored(0, to, SUM_BYTES);
+    _tile_stored(1, to + LANES, SUM_BYTES);
+    if (TWO) _tile_stored(2, to + TILE_ROWS * PANEL, SUM_BYTES);
+    if (TWO) _tile_stored(3, to + TILE_ROWS * PANEL + LANES, SUM_BYTES);
 }
 
 }  // namespace
@@ -106,10 +153,12 @@ TileRegisters::TileRegisters(int64_t rows, int64_t bytes) {
 
 namespace {
 
-void multiply_panel(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+// Panel `p` of a run.
+void multiply_panel(const Weight& weight, const Panels& panels, int64_t p, const Operand& x,
+                    float* sums, HandingOn& done) {
     const int64_t depth = padded(weight.depth, BFLOAT16);
     const int64_t whole = depth / TILE_DEPTH, blocks = tile_steps(depth);
-    const char* panel = panel_at(weight, index);
+    const char* panel = panel_at(weight, panels.first + p);
     alignas(64) char rest[BLOCK_BYTES];
     if (blocks > whole) {
         const int64_t bytes = (depth - whole * TILE_DEPTH) * PANEL * 2;
@@ -119,21 +168,25 @@ void multiply_panel(const Weight& weight, int64_t index, const Operand& x, float
     }
     const int64_t pairs = (x.tiles() + 1) / 2, row_bytes = rows_of_tile(x) * 64;
     const int64_t most = pairs == 1 ? whole : pairs < MANY_PAIRS ? TILE_BLOCKS / 2 : TILE_BLOCKS;
-    const int64_t asked = pairs == 1 ? BLOCK_BYTES : (BLOCK_BYTES / 64 / pairs + 1) * 64;
+    const int64_t asked = (BLOCK_BYTES / 64 + pairs - 1) / pairs * 64;
     for (int64_t begin = 0; begin < blocks;) {
         const bool last = begin == whole, late = x.tiles() == 1 && !last;
         const char* columns = last ? rest : panel + begin * BLOCK_BYTES;
         const int64_t count = last ? 1 : std::min(most, whole - begin);
+        const bool ends = begin + count == blocks;
         // Several rows work on a part from the cache, while the next one comes.
         const char* next = columns + (pairs == 1 ? WEIGHT_AHEAD : count * BLOCK_BYTES);
         for (int64_t pair = 0; pair < pairs; ++pair, next += count * asked) {
+            const int64_t first = 2 * pair * TILE_ROWS;
             const char* rows = (const char*)x.tile(2 * pair) + begin * row_bytes;
             const bool two = 2 * pair + 1 < x.tiles();
+            float* own = sums + first * PANEL;
             const auto work = two    ? tile_blocks<true, false>
                               : late ? tile_blocks<false, true>
                                      : tile_blocks<false, false>;
-            work(rows, row_bytes, x.tile_bytes(), columns, count, next, last ? 0 : asked,
-                 begin == 0, sums + 2 * pair * TILE_ROWS * PANEL);
+            work(rows, row_bytes, x.tile_bytes(), columns, count, next, last ? 0 : asked, done,
+                 begin == 0 ? nullptr : own, done && ends ? done.place() : own);
+            if (done && ends) done.filled(p, first, std::min(2 * TILE_ROWS, x.rows() - first));
         }
         begin += count;
     }
@@ -143,13 +196,22 @@ void multiply_panel(const Weight& weight, int64_t index, const Operand& x, float
 
 void multiply_tiles(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
     const TileRegisters registers(rows_of_tile(x), 64);
+    HandingOn none(nullptr);
     for (int64_t p = 0; p < panels.count; ++p, sums += x.rows() * PANEL)
-        multiply_panel(weight, panels.first + p, x, sums);
+        multiply_panel(weight, panels, p, x, sums, none);
+}
+
+void multiply_tiles(const Weight& weight, const Panels& panels, const Operand& x, float* room,
+                    const Complete& complete) {
+    const TileRegisters registers(rows_of_tile(x), 64);
+    HandingOn done(&complete);
+    for (int64_t p = 0; p < panels.count; ++p) multiply_panel(weight, panels, p, x, room, done);
 }
 
 #else
 
 void multiply_tiles(const Weight&, const Panels&, const Operand&, float*) {}
+void multiply_tiles(const Weight&, const Panels&, const Operand&, float*, const Complete&) {}
 
 #endif
 

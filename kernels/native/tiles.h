@@ -14,4 +14,8 @@ namespace vlm {
 // TILE_PRODUCTS. Writes behind the rows, up to a multiple of TILE_ROWS.
 void multiply_tiles(const Weight& weight, const Panels& panels, const Operand& x, float* sums);
 
+// Likewise, with sums handed on while others are computed; `room` is for those of one panel.
+void multiply_tiles(const Weight& weight, const Panels& panels, const Operand& x, float* room,
+                    const Complete& complete);
+
 }  // namespace vlm

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "callback.h"
 #include "registers.h"
 
 namespace vlm {
@@ -56,6 +57,9 @@ inline int64_t panels_of(const Weight& weight) { return (weight.columns + PANEL 
 struct Panels {
     int64_t first, count;
 };
+
+// Called for so many rows of a panel of a run, from a row on, with their complete sums.
+using Complete = Callback<int64_t, int64_t, int64_t, float*>;
 
 // How many k of a row share a scale if it is quantised: fewer than those of a weight may, since
 // activations have values that are much larger than their neighbours.

@@ -46,12 +46,9 @@ struct ExpertsOf {
         for_experts<T>(
             assignment, op.down, 1, hidden,
             [&](int64_t expert, const Panels& panels, const int64_t* places, Workplace& own) {
-                float* sums = own.sums_of(0);
-                multiply(op.down[expert], panels, own.operand, sums);
-                for_sums(op.down[expert], panels, own.operand.rows(),
-                         [&](int64_t r, int64_t column, int64_t count, int64_t at) {
-                             std::memcpy(routed(places[r]) + column, sums + at,
-                                         count * sizeof(float));
+                for_sums(op.down[expert], panels, own.operand, own.sums_of(0),
+                         [&](int64_t r, int64_t column, int64_t count, const float* sums) {
+                             std::memcpy(routed(places[r]) + column, sums, count * sizeof(float));
                          });
             });
         auto from = [&](int64_t r) { return shared(first + r); };

@@ -15,7 +15,8 @@ template <typename T, typename Out, Vec (*ACTIVATE)(const Vec&) = as_it_is>
 struct Put {
     Strided<Out> out;
 
-    void operator()(int64_t row, int64_t column, int64_t count, const float* sums) const {
+    template <typename Count>
+    void operator()(int64_t row, int64_t column, Count count, const float* sums) const {
         Out* to = out(row) + column;
         ask_for_next(to);
         for (int64_t c = 0; c < count; c += LANES) {
@@ -32,7 +33,8 @@ template <typename T>
 struct AddTo {
     Strided<float> out;
 
-    void operator()(int64_t row, int64_t column, int64_t count, const float* sums) const {
+    template <typename Count>
+    void operator()(int64_t row, int64_t column, Count count, const float* sums) const {
         float* to = out(row) + column;
         for (int64_t c = 0; c < count; c += LANES)
             store(to + c, rounded<T>(load(to + c) + load(sums + c)));
@@ -85,15 +87,18 @@ void perform(Run& run, const Reduce& op) {
 template <typename T, typename Out>
 void gate_panels(const Weight& gate, const Weight& up, const Panels& panels, Workplace& own,
                  const Out& out) {
-    float *gates = own.sums_of(0), *ups = own.sums_of(1);
-    multiply(gate, panels, own.operand, gates);
-    multiply(up, panels, own.operand, ups);
-    for_sums(gate, panels, own.operand.rows(),
-             [&](int64_t r, int64_t column, int64_t count, int64_t at) {
-                 for (int64_t c = 0; c < count; c += LANES)
-                     store(out(r) + column + c,
-                           silu(rounded<T>(load(gates + at + c))) * rounded<T>(load(ups + at + c)));
-             });
+    const Operand& x = own.operand;
+    float* gates = own.sums_of(0);
+    for_runs(panels, x.rows(), [&](const Panels& run) {
+        multiply(gate, run, x, gates);
+        for_sums(up, run, x, own.sums_of(1),
+                 [&](int64_t r, int64_t column, auto count, const float* ups) {
+                     const int64_t at = ((column / PANEL - run.first) * x.rows() + r) * PANEL;
+                     for (int64_t c = 0; c < count; c += LANES)
+                         store(out(r) + column + c,
+                               silu(rounded<T>(load(gates + at + c))) * rounded<T>(load(ups + c)));
+                 });
+    });
 }
 
 template <typename T>
