@@ -39,16 +39,16 @@ inline bool in_one_loop(const Weight& weight, const Operand& x) {
 void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,
                           float* sums);
 
-// What `make` gives for a constant number of rows, of those that stay in registers.
+// What `make` gives for a constant number of rows, up to MOST.
 template <typename Function, typename Make, size_t... LESS>
 Function by_rows(int64_t rows, const Make& make, std::index_sequence<LESS...>) {
     const Function all[] = {make(std::integral_constant<int, LESS + 1>())...};
     return all[rows - 1];
 }
 
-template <typename Function, typename Make>
+template <typename Function, int64_t MOST = WHOLE_ROWS, typename Make>
 Function by_rows(int64_t rows, const Make& make) {
-    return by_rows<Function>(rows, make, std::make_index_sequence<MOST_ROWS>());
+    return by_rows<Function>(rows, make, std::make_index_sequence<MOST>());
 }
 
 // What gives the codes of a group their values.

@@ -93,7 +93,7 @@ void Operand::pack(const T* const* from, int64_t rows, int64_t depth, int64_t pa
         if (pairs_) return pack_pairs(from, rows, depth, padded, to);
     const float* factors = factors_of(type);
     int64_t k = 0;
-    if (WIDTH == 16 && rows > 4)
+    if (WIDTH > 4 && rows > 4)
         for (; k + WIDTH <= depth; k += WIDTH) {
             Words square[WIDTH] = {};
             for (int64_t r = 0; r < rows; ++r) square[r] = (Words)load_register(from[r] + k);

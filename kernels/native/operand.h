@@ -21,10 +21,11 @@ class Operand {
         const int64_t depth = weight.depth, type = weight.type;
         rows_ = rows;
         pairs_ = in_pairs<T>(type);
-        in_tiles_ = vlm::in_tiles<T>(weight) && (pairs_ || rows > MOST_ROWS);
+        in_tiles_ = vlm::in_tiles<T>(weight) && (pairs_ || rows > WHOLE_ROWS);
         if (in_tiles_ && pairs_) return take_tiles(rows, depth, at);
         if (in_tiles_) return take_byte_tiles<T>(rows, weight, at);
-        groups_ = (rows + MOST_ROWS - 1) / MOST_ROWS;
+        const int64_t most = most_together(rows, type);
+        groups_ = (rows + most - 1) / most;
         const int64_t group = weight.dynamic ? row_group(weight) : weight.group;
         const int64_t sums = is_codes(type) ? depth / group : 0;
         const int64_t values = pairs_ ? (depth + 1) / 2 : padded(depth, type);

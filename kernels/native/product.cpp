@@ -52,10 +52,11 @@ struct HalfSingles : Widening<KEPT> {
     static constexpr int64_t BYTES = 2 * PANEL, STEP = 1;
     using Widening<KEPT>::Widening;
 
-    template <int ROWS>
-    VLM_INLINE void add(const char* step, const float* x, Floats (*total)[REGISTERS]) {
+    template <int ROWS, int FIRST>
+    VLM_INLINE void add(const char* step, const float* x, Floats (*total)[TAKEN<ROWS>]) {
         auto value = [&](int j) {
-            return this->kept(from_float16(step + 2 * j * WIDTH), j * WIDTH);
+            const int at = (FIRST + j) * WIDTH;
+            return this->kept(from_float16(step + 2 * at), at);
         };
         add_products<ROWS>(value, x, total);
         this->go_on(PANEL);
@@ -67,58 +68,55 @@ struct WidenedPairs : Widening<KEPT> {
     static constexpr int64_t BYTES = 4 * PANEL, STEP = 2;
     using Widening<KEPT>::Widening;
 
-    template <int ROWS>
-    VLM_INLINE void add(const char* step, const float* x, Floats (*total)[REGISTERS]) {
-        Floats factors[2 * ROWS];
-#pragma GCC unroll 24
-        for (int i = 0; i < 2 * ROWS; ++i) factors[i] = spread(x[i]);
-        auto factor = [&](int i) { return FACTORS_STAY ? factors[i] : spread(x[i]); };
-#pragma GCC unroll 8
-        for (int j = 0; j < REGISTERS; ++j) {
-            const Words pairs = read<Words>(step + j * sizeof(Words));
-            const Floats even = this->kept((Floats)(pairs << 16), j * WIDTH);
-            const Floats odd = this->kept((Floats)(pairs & 0xffff0000u), PANEL + j * WIDTH);
-#pragma GCC unroll 12
-            for (int r = 0; r < ROWS; ++r) {
-                total[r][j] = fused(factor(r), even, total[r][j]);
-                total[r][j] = fused(factor(ROWS + r), odd, total[r][j]);
-            }
-        }
+    template <int ROWS, int FIRST>
+    VLM_INLINE void add(const char* step, const float* x, Floats (*total)[TAKEN<ROWS>]) {
+        auto pairs = [=](int j) { return read<Words>(step + (FIRST + j) * sizeof(Words)); };
+        auto even = [&](int j) {
+            return this->kept((Floats)(pairs(j) << 16), (FIRST + j) * WIDTH);
+        };
+        auto odd = [&](int j) {
+            return this->kept((Floats)(pairs(j) & 0xffff0000u), PANEL + (FIRST + j) * WIDTH);
+        };
+        add_products<ROWS>(even, x, total);
+        add_products<ROWS>(odd, x + ROWS, total);
         this->go_on(2 * PANEL);
     }
 };
 
 struct Pairs {
     static constexpr int64_t BYTES = 4 * PANEL, STEP = 1;
-    template <int ROWS>
-    static inline void add(const char* step, const float* x, Floats (*total)[REGISTERS]) {
-        Words w[REGISTERS];
+    template <int ROWS, int FIRST>
+    static inline void add(const char* step, const float* x, Floats (*total)[TAKEN<ROWS>]) {
+        constexpr int COUNT = TAKEN<ROWS>;
+        Words w[COUNT];
 #pragma GCC unroll 8
-        for (int j = 0; j < REGISTERS; ++j) w[j] = read<Words>(step + j * sizeof(Words));
+        for (int j = 0; j < COUNT; ++j) w[j] = read<Words>(step + (FIRST + j) * sizeof(Words));
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r) {
             const Words factor = spread_word(x + r);
 #pragma GCC unroll 8
-            for (int j = 0; j < REGISTERS; ++j)
-                total[r][j] = fused_pairs(factor, w[j], total[r][j]);
+            for (int j = 0; j < COUNT; ++j) total[r][j] = fused_pairs(factor, w[j], total[r][j]);
         }
     }
 };
 
-template <typename Kind, int ROWS>
-void tile(Kind kind, const char* panel, const float* x, int64_t steps, Next next, bool fresh,
-          float* sums) {
-    Floats total[ROWS][REGISTERS];
+// Of the columns from register FIRST on.
+template <typename Kind, int ROWS, int FIRST>
+VLM_INLINE void tile_part(Kind kind, const char* panel, const float* x, int64_t steps, Next next,
+                          bool fresh, float* sums) {
+    constexpr int COUNT = TAKEN<ROWS>;
+    sums += FIRST * WIDTH;
+    Floats total[ROWS][COUNT];
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-        for (int j = 0; j < REGISTERS; ++j)
+        for (int j = 0; j < COUNT; ++j)
             total[r][j] = fresh ? Floats{} : read<Floats>(sums + r * PANEL + j * WIDTH);
     auto add_step = [&]() __attribute__((always_inline)) {
         // Beside several rows there is time for the way to the L1 cache as well.
-        ask_for_weight<ROWS == 1 ? WEIGHT_CACHE : L1_CACHE>(next.at);
+        if (FIRST == 0) ask_for_weight<ROWS == 1 ? WEIGHT_CACHE : L1_CACHE>(next.at);
         next.at += next.step;
-        kind.template add<ROWS>(panel, x, total);
+        kind.template add<ROWS, FIRST>(panel, x, total);
         panel += Kind::BYTES;
         x += Kind::STEP * ROWS;
     };
@@ -133,8 +131,16 @@ void tile(Kind kind, const char* panel, const float* x, int64_t steps, Next next
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-        for (int j = 0; j < REGISTERS; ++j)
+        for (int j = 0; j < COUNT; ++j)
             std::memcpy(sums + r * PANEL + j * WIDTH, &total[r][j], sizeof total[r][j]);
+}
+
+template <typename Kind, int ROWS>
+void tile(Kind kind, const char* panel, const float* x, int64_t steps, Next next, bool fresh,
+          float* sums) {
+    tile_part<Kind, ROWS, 0>(kind, panel, x, steps, next, fresh, sums);
+    if constexpr (TAKEN<ROWS> < REGISTERS)
+        tile_part<Kind, ROWS, TAKEN<ROWS>>(kind, panel, x, steps, next, fresh, sums);
 }
 
 template <typename Kind>
@@ -153,9 +159,9 @@ struct Part {
     void add(Kind kind, int64_t group, const void* values) {
         const int64_t size = x.size(group), steps = count / Kind::STEP, asked = Kind::STEP * step;
         const auto tile_of = [](auto rows) { return tile<Kind, rows>; };
-        by_rows<Tile<Kind>>(size, tile_of)(kind, (const char*)values, x.group(group) + begin * size,
-                                           steps, {next, asked}, begin == 0,
-                                           sums + x.first(group) * PANEL);
+        by_rows<Tile<Kind>, MOST_ROWS>(size, tile_of)(
+            kind, (const char*)values, x.group(group) + begin * size, steps, {next, asked},
+            begin == 0, sums + x.first(group) * PANEL);
         next += steps * asked;
     }
 
@@ -178,8 +184,8 @@ void multiply_dense(const Weight& weight, int64_t index, const Operand& x, float
     const int64_t depth = padded(weight.depth, weight.type), unit = x.pairs() ? 2 : 1;
     const int64_t bytes = panel_step(weight.type), share = (bytes + x.groups() - 1) / x.groups();
     const char* values = panel_at(weight, index);
-    const bool once = x.groups() == 1;
-    const int64_t most = once ? depth : unit * DEPTH;
+    const bool once = x.rows() <= WHOLE_ROWS;
+    const int64_t most = once ? depth : unit * (x.rows() < FEW ? FEW_DEPTH : DEPTH);
     for (int64_t begin = 0; begin < depth; begin += most) {
         const int64_t count = std::min(most, depth - begin);
         // Several groups work on a part from the cache, while the next one comes.

@@ -103,7 +103,7 @@ struct Split {
         const int64_t most = most_rows(weight.depth, tiles);
         blocks = (rows + most - 1) / most;
         const int64_t bytes = panel_bytes(weight.depth, weight.type);
-        if (rows <= (tiles ? TILE_ROWS : MOST_ROWS) && threads > 1) {
+        if (rows <= (tiles ? TILE_ROWS : WHOLE_ROWS) && threads > 1) {
             split_few(bytes, threads);
             return;
         }

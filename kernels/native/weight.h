@@ -10,8 +10,13 @@ namespace vlm {
 
 constexpr int PANEL = 32;  // columns of a panel
 constexpr int REGISTERS = PANEL / WIDTH;
-constexpr int64_t MOST_ROWS = WIDTH == 16 ? 12 : 3;  // rows whose sums stay in registers
-constexpr int64_t DEPTH = WIDTH == 16 ? 256 : 128;   // of a panel's part that stays in the L1 cache
+constexpr int SUM_REGISTERS = WIDTH == 8 ? 12 : 24;
+// Rows whose sums stay in registers: of all columns of a panel, and of as many as are taken at
+// once.
+constexpr int64_t WHOLE_ROWS = SUM_REGISTERS / REGISTERS;
+constexpr int64_t MOST_ROWS = WIDTH == 8 ? 2 * WHOLE_ROWS : WHOLE_ROWS;
+// Of a panel's part that stays in the L1 cache, beside few rows with the part that comes next.
+constexpr int64_t DEPTH = WIDTH == 4 ? 128 : 256, FEW_DEPTH = WIDTH == 16 ? 256 : 128, FEW = 32;
 constexpr int64_t ROW_BLOCK = 192;          // rows that pass over a panel together, at most
 constexpr int64_t OPERAND_BYTES = 3 << 19;  // of their packed values, unless that is a few rows
 
@@ -69,6 +74,12 @@ inline int64_t row_group(const Weight& weight) { return weight.group % 32 ? 16 :
 inline float middle_of(int64_t type) { return type == INT8 ? 128.0f : type == INT4 ? 8.0f : 0.0f; }
 
 inline bool is_codes(int64_t type) { return type >= INT8; }
+
+// How many of so many rows are taken at once, at most: of 7 to 12, groups with all columns have
+// more chains under way than groups of up to twice as many rows with half of them.
+inline int64_t most_together(int64_t rows, int64_t type) {
+    return is_codes(type) || rows <= 2 * MOST_ROWS ? WHOLE_ROWS : MOST_ROWS;
+}
 
 // Bytes of a k in a panel.
 inline int64_t panel_step(int64_t type) {
