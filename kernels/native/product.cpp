@@ -153,16 +153,21 @@ struct Part {
     float* sums;
     const char* next;  // what is asked for meanwhile, and how many bytes of it a group does at a k
     int64_t step;
+    // The panel's place in its run, and who gets its sums if this is its last part, or null.
+    int64_t p;
+    const Complete* complete;
 
     // Adds values to the sums of one group of rows.
     template <typename Kind>
     void add(Kind kind, int64_t group, const void* values) {
-        const int64_t size = x.size(group), steps = count / Kind::STEP, asked = Kind::STEP * step;
+        const int64_t first = x.first(group), size = x.size(group);
+        const int64_t steps = count / Kind::STEP, asked = Kind::STEP * step;
         const auto tile_of = [](auto rows) { return tile<Kind, rows>; };
         by_rows<Tile<Kind>, MOST_ROWS>(size, tile_of)(
             kind, (const char*)values, x.group(group) + begin * size, steps, {next, asked},
-            begin == 0, sums + x.first(group) * PANEL);
+            begin == 0, sums + first * PANEL);
         next += steps * asked;
+        if (complete) (*complete)(p, first, size, sums + first * PANEL);
     }
 
     template <typename Kind>
@@ -180,17 +185,20 @@ struct Part {
     }
 };
 
-void multiply_dense(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+// Panel `p` of a run; hands on every group of rows that is complete if `complete` is not null.
+void multiply_dense(const Weight& weight, const Panels& panels, int64_t p, const Operand& x,
+                    float* sums, const Complete* complete) {
     const int64_t depth = padded(weight.depth, weight.type), unit = x.pairs() ? 2 : 1;
     const int64_t bytes = panel_step(weight.type), share = (bytes + x.groups() - 1) / x.groups();
-    const char* values = panel_at(weight, index);
+    const char* values = panel_at(weight, panels.first + p);
     const bool once = x.rows() <= WHOLE_ROWS;
     const int64_t most = once ? depth : unit * (x.rows() < FEW ? FEW_DEPTH : DEPTH);
     for (int64_t begin = 0; begin < depth; begin += most) {
         const int64_t count = std::min(most, depth - begin);
         // Several groups work on a part from the cache, while the next one comes.
         const char* next = values + (once ? WEIGHT_AHEAD : count * bytes);
-        Part part{x, begin / unit, count / unit, sums, next, unit * share};
+        const Complete* ended = begin + count == depth ? complete : nullptr;
+        Part part{x, begin / unit, count / unit, sums, next, unit * share, p, ended};
         if (x.pairs())
             part.add_all<Pairs>(values);
         else if (weight.type == FLOAT32)
@@ -203,9 +211,11 @@ void multiply_dense(const Weight& weight, int64_t index, const Operand& x, float
     }
 }
 
-// Whether the sums of some rows can be handed on while others are computed.
+// Whether the sums of some rows are handed on while others are computed: few wait for the memory
+// alone, which nothing else is asked for meanwhile.
 bool hands_on(const Weight& weight, const Operand& x) {
-    return !is_codes(weight.type) && x.in_tiles() && x.tiles() > 2;
+    if (is_codes(weight.type)) return false;
+    return x.in_tiles() ? x.tiles() > 2 : x.rows() > RUN_ROWS;
 }
 
 // A panel's columns, which the processor does not foresee: they are read when its codes have been.
@@ -235,18 +245,13 @@ void finish(const Weight& weight, int64_t index, int64_t rows, float* sums) {
 
 // All but what `finish` does.
 void multiply_all(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
-    const int64_t size = x.rows() * PANEL;
-    auto each_panel = [&](const auto& work) {
-        for (int64_t p = 0; p < panels.count; ++p) work(panels.first + p, sums + p * size);
-    };
-    if (in_one_loop(weight, x))
-        multiply_integer_row(weight, panels, x, sums);
-    else if (is_codes(weight.type))
-        each_panel([&](int64_t index, float* to) { multiply_codes(weight, index, x, to); });
-    else if (x.in_tiles())
-        multiply_tiles(weight, panels, x, sums);
-    else
-        each_panel([&](int64_t index, float* to) { multiply_dense(weight, index, x, to); });
+    if (in_one_loop(weight, x)) return multiply_integer_row(weight, panels, x, sums);
+    if (x.in_tiles() && !is_codes(weight.type)) return multiply_tiles(weight, panels, x, sums);
+    for (int64_t p = 0; p < panels.count; ++p, sums += x.rows() * PANEL)
+        if (is_codes(weight.type))
+            multiply_codes(weight, panels.first + p, x, sums);
+        else
+            multiply_dense(weight, panels, p, x, sums, nullptr);
 }
 
 }  // namespace
@@ -265,7 +270,11 @@ void multiply(const Weight& weight, const Panels& panels, const Operand& x, floa
             if (weight.bias) finish(weight, panels.first + p, rows, sums);
             complete(p, row, rows, sums);
         };
-        return multiply_tiles(weight, panels, x, room, finished);
+        if (x.in_tiles()) return multiply_tiles(weight, panels, x, room, finished);
+        const Complete each(finished);
+        for (int64_t p = 0; p < panels.count; ++p)
+            multiply_dense(weight, panels, p, x, room, &each);
+        return;
     }
     for_runs(panels, x.rows(), [&](const Panels& run) {
         multiply(weight, run, x, room);
