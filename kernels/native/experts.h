@@ -82,8 +82,8 @@ void for_experts(const Assignment& assignment, const Weight* weights, int64_t ea
             const int64_t rows = std::min(most, count - begin);
             const int64_t* places = assignment.places.data() + assignment.first[expert] + begin;
             own.operand.take<T>(rows, weight, [&](int64_t r) { return at(places[r]); });
-            const int64_t own_first = piece * each;
-            use(expert, Panels{own_first, std::min(each, panels - own_first)}, places, own);
+            const int64_t panel = piece * each;
+            use(expert, Panels{panel, std::min(each, panels - panel)}, places, own);
         }
     }
 }

@@ -50,7 +50,8 @@ VLM_INLINE void ask_for_half(const char* at) {
 // at a steady pace.
 class HandingOn {
   public:
-    static constexpr int64_t BLOCKS = 8;  // between two times; a call takes as long as some rows
+    // That are multiplied between two calls, each of which takes as long as some rows.
+    static constexpr int64_t BLOCKS = 8;
 
     explicit HandingOn(const Complete* complete) : complete_(complete) {}
     ~HandingOn() { some(left_); }

@@ -15,7 +15,8 @@ constexpr int SUM_REGISTERS = WIDTH == 8 ? 12 : 24;
 // once.
 constexpr int64_t WHOLE_ROWS = SUM_REGISTERS / REGISTERS;
 constexpr int64_t MOST_ROWS = WIDTH == 8 ? 2 * WHOLE_ROWS : WHOLE_ROWS;
-// Of a panel's part that stays in the L1 cache, beside few rows with the part that comes next.
+// Of a panel's part that stays in the L1 cache; beside less than FEW rows, together with the part
+// that comes next.
 constexpr int64_t DEPTH = WIDTH == 4 ? 128 : 256, FEW_DEPTH = WIDTH == 16 ? 256 : 128, FEW = 32;
 constexpr int64_t ROW_BLOCK = 192;          // rows that pass over a panel together, at most
 constexpr int64_t OPERAND_BYTES = 3 << 19;  // of their packed values, unless that is a few rows
