@@ -14,7 +14,7 @@ constexpr int64_t WORDS_AHEAD = 4096;  // bytes between what is used and what is
 constexpr int64_t PART_K = 256;        // of a panel's part that stays in the L1 cache, about
 constexpr int64_t COLUMN_BYTES = PANEL * 4;
 
-typedef int8_t Bytes __attribute__((vector_size(64)));
+typedef uint8_t Bytes __attribute__((vector_size(64)));  // whose sums may wrap
 
 // A panel's codes as bytes, less the middle unless there are zero points: `[K / 4, 32]` words.
 void widen_bytes(const char* words, int64_t count, Bytes middle, char* to) {
@@ -100,7 +100,7 @@ void multiply_parts(const Weight& weight, int64_t index, const Operand& x, float
     const char* words = panel_at(weight, index);
     const PanelScales scales(weight, index);
     const int64_t size = row_group(weight), count = weight.depth / size, some = PART_K / size;
-    const Bytes middle = Bytes{} + (int8_t)(ZEROS ? 0 : (int)middle_of(weight.type));
+    const Bytes middle = Bytes{} + (uint8_t)(ZEROS ? 0 : (int)middle_of(weight.type));
     alignas(64) char columns[PART_K * PANEL];
     const TileRegisters registers(TILE_ROWS, size);
     for (int64_t begin = 0; begin < count; begin += some) {
