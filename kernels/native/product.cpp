@@ -191,7 +191,7 @@ void multiply_dense(const Weight& weight, const Panels& panels, int64_t p, const
     const int64_t depth = padded(weight.depth, weight.type), unit = x.pairs() ? 2 : 1;
     const int64_t bytes = panel_step(weight.type), share = (bytes + x.groups() - 1) / x.groups();
     const char* values = panel_at(weight, panels.first + p);
-    const bool once = x.rows() <= WHOLE_ROWS;
+    const bool once = x.groups() == 1;
     const int64_t most = once ? depth : unit * (x.rows() < FEW ? FEW_DEPTH : DEPTH);
     for (int64_t begin = 0; begin < depth; begin += most) {
         const int64_t count = std::min(most, depth - begin);

@@ -76,8 +76,8 @@ inline float middle_of(int64_t type) { return type == INT8 ? 128.0f : type == IN
 
 inline bool is_codes(int64_t type) { return type >= INT8; }
 
-// How many of so many rows are taken at once, at most: of 7 to 12, groups with all columns have
-// more chains under way than groups of up to twice as many rows with half of them.
+// How many of so many rows are taken at once, at most. Where MOST_ROWS are more than WHOLE_ROWS,
+// few have more chains under way in groups with all columns than in larger ones with half of them.
 inline int64_t most_together(int64_t rows, int64_t type) {
     return is_codes(type) || rows <= 2 * MOST_ROWS ? WHOLE_ROWS : MOST_ROWS;
 }
