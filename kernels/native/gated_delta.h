@@ -16,6 +16,9 @@ constexpr int DELTA_VECS = WIDTH == 16 ? 2 : 1;
 // Of a part that is read where it lies: whole rows are, as far as their sums stay in registers.
 constexpr int WIDE_VECS = WIDTH == 16 ? 8 : 4;
 
+// Rows of a state between the one that is copied and the one that is asked for.
+constexpr int64_t STATE_AHEAD = 8;
+
 // log of the decay: neg_decay * softplus(a + bias).
 inline Vec log_decay(const Vec& a, const Vec& bias, const Vec& neg_decay) {
     return neg_decay * softplus(a + bias);
@@ -31,6 +34,9 @@ inline void normalise(float* x, int64_t n, int64_t stride, int64_t dim, float fa
     }
 }
 
+// What a line of the memory is asked for.
+enum Access { READ, WRITE };
+
 // Part of a head's state, in float32 or bfloat16: `key_dim` rows of some vectors, `stride` apart.
 // Only what `rounded` gives for its type is written.
 template <typename E>
@@ -43,6 +49,13 @@ struct StatePart {
     }
     VLM_INLINE void write(int64_t d, int i, Floats s) const {
         store_exact(at + d * stride + i * WIDTH, s);
+    }
+    // Asks the memory for `width` of a row, which it does not foresee: rows lie apart.
+    template <Access ACCESS>
+    VLM_INLINE void ask_for(int64_t d, int64_t width) const {
+        const char* row = (const char*)(at + d * stride);
+        for (int64_t b = 0; b < width * (int64_t)sizeof(E); b += 64)
+            __builtin_prefetch(row + b, ACCESS);
     }
 };
 
@@ -67,6 +80,8 @@ void recurrence(StatePart<S> from, bool inside, StatePart<E> own, StatePart<S> t
     clear();
     auto meet = [&](bool copy, const auto& old) {
         for (int64_t d = 0; d < key_dim; ++d) {
+            if (copy && from.at) from.template ask_for<READ>(d + STATE_AHEAD, COLUMNS * LANES);
+            if (copy && to.at) to.template ask_for<WRITE>(d, COLUMNS * LANES);
             const Floats k = spread(qk[key_dim + d]), q = spread(qk[d]);
 #pragma GCC unroll 8
             for (int i = 0; i < N; ++i) {
