@@ -148,9 +148,10 @@ void Operand::quantise(const T* const* from, int64_t rows, int64_t among, bool b
             Words totals[WIDTH] = {};
             for (int64_t i = 0; i < some; ++i, own += group, words += group / 4 * among)
                 totals[i] = put_codes(own, group, ranges.inverse[i], words, word_step);
-            const Signed whole = (Signed)folded(totals, [](Words a, Words b) { return a + b; });
-            const Floats last =
-                weight.zeros ? __builtin_convertvector(whole, Floats) : (Floats)(whole * -middle);
+            // Unsigned: codes of numbers that are not finite may sum to more than fits.
+            const Words whole = folded(totals, [](Words a, Words b) { return a + b; });
+            const Floats last = weight.zeros ? __builtin_convertvector((Signed)whole, Floats)
+                                             : (Floats)(whole * (uint32_t)-middle);
             for (int64_t i = 0; i < some; ++i) {
                 scales[(g + i) * among + r] = ranges.scale[i];
                 sums[(g + i) * among + r] = last[i];

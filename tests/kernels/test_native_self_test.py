@@ -39,7 +39,7 @@ def test_takes_no_time_and_repeats() -> None:
         begin = time.thread_time()  # its own: others may have the processor meanwhile
         assert run(library) == first
         took.append(time.thread_time() - begin)
-    assert min(took) < 0.05
+    assert min(took) < (0.5 if os.environ.get("VLM_SERVE_NATIVE_SANITIZE") else 0.05)
     assert first.float32 == native_self_test.FLOAT32
 
 
