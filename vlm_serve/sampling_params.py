@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vlm_serve.errors import FieldError, InvalidRequestError
@@ -178,11 +178,10 @@ class SamplingParams:
                 for key, value in generation_config.items()
                 if key not in ("temperature", "top_p", "top_k")
             }
-        names = {field.name for field in fields(self)}
         filled = {
             name: generation_config.get(name, value)
             for name, value in neutral.items()
-            if name in names and getattr(self, name) is None
+            if getattr(self, name) is None
         }
         return replace(self, **{k: v for k, v in filled.items() if v is not None})
 
