@@ -60,7 +60,7 @@ test-sanitized: $(VENV)/installed-dev
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 VLM_SERVE_NATIVE_SANITIZE=1 \
 	$(BIN)/python -m pytest -n 0 --capture=sys tests/kernels tests/models/test_compiled_*.py \
-	-k "not triton and not aot and not host_memory and not too_little_memory" $(ARGS)
+	-k "not triton and not aot and not host_memory and not too_little_memory and not no_time" $(ARGS)
 
 test-lmms: $(LMMS)/installed
 	PYTHONPATH=$(CURDIR)/$(LMMS) $(BIN)/python -m pytest -n 0 tests/server/lmms/check_lmms_eval.py $(ARGS)

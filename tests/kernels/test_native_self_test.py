@@ -31,16 +31,21 @@ NEEDED = (
 )
 
 
-def test_takes_no_time_and_repeats() -> None:
+def test_repeats() -> None:
     library = load()
     first = run(library)
-    took = []
     for _ in range(5):
-        begin = time.thread_time()  # its own: others may have the processor meanwhile
         assert run(library) == first
-        took.append(time.thread_time() - begin)
-    assert min(took) < (0.5 if os.environ.get("VLM_SERVE_NATIVE_SANITIZE") else 0.05)
     assert first.float32 == native_self_test.FLOAT32
+
+
+def test_takes_no_time() -> None:
+    library, took = load(), []
+    for _ in range(6):
+        begin = time.thread_time()  # its own: others may have the processor meanwhile
+        run(library)
+        took.append(time.thread_time() - begin)
+    assert min(took) < 0.05
 
 
 @pytest.mark.parametrize("arch", ["x86-64-v3", "x86-64-v4"])
