@@ -124,7 +124,7 @@ class Engine:
         request = Request(
             request_id=request_id or f"req-{secrets.token_hex(8)}",
             prompt=prompt,
-            params=dataclasses.replace(params, prediction="") if params.prediction else params,
+            params=dataclasses.replace(params, prediction=""),
             on_delta=on_delta,
             priority=priority,
             arrival=next(self._numbers),
