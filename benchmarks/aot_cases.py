@@ -160,6 +160,13 @@ def _rooted(columns: int, depth: int) -> Stored:
     return StoredIntegers.empty(kind, columns, depth, torch.device("cpu"))
 
 
+def _float4(columns: int, depth: int) -> Stored:
+    """As NVFP4 is."""
+    codes, scales = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float8_e4m3fn)
+    kind = IntegerCodes(codes, scales, None, 4, 16, torch.empty(0), float4=True)
+    return StoredIntegers.empty(kind, columns, depth, torch.device("cpu"))
+
+
 def _float8(columns: int, depth: int) -> Stored:
     codes = torch.empty(0, dtype=torch.float8_e4m3fn)
     kind = Float8Codes(codes, _half(0), (128, 128))
@@ -170,6 +177,7 @@ CODES: dict[str, Callable[[int, int], Stored]] = {
     "int4": partial(_integers, 4),
     "int4 of one byte": _rooted,
     "int8": partial(_integers, 8),
+    "float4": _float4,
     "float8": _float8,
 }
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from vlm_serve.kernels.native_build import BuildError
 
-FLOAT32 = "76066061fd6baa7c"
+FLOAT32 = "fedb76b90e752ea9"
 """The digest of float32 results."""
 
 

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes, scale_values
+from vlm_serve.kernels.linear.codes import (
+    FLOAT4_VALUES,
+    Codes,
+    Float8Codes,
+    IntegerCodes,
+    scale_values,
+)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -42,6 +48,20 @@ def rooted(columns: int, depth: int, bits: int, group: int, *, zeros: bool = Fal
     return replace(plain, scales=roots, factors=torch.ldexp(torch.ones(columns), exponents))
 
 
+def float4(
+    columns: int, depth: int, group: int, scales: torch.dtype = torch.float8_e4m3fn
+) -> IntegerCodes:
+    """Every code, with scales from the smallest on and rows whose factors are no powers of two."""
+    plain = integers(columns, depth, 4, group)
+    if scales == torch.float8_e8m0fnu:
+        exponents = torch.randint(110, 130, plain.scales.shape, generator=generator(7))
+        kept = exponents.byte().view(scales)
+    else:
+        kept = (torch.rand(plain.scales.shape, generator=generator(7)) ** 8 * 448).to(scales)
+    factors = (torch.rand(columns, generator=generator(8)) + 0.5) / 64
+    return replace(plain, scales=kept, factors=factors, float4=True)
+
+
 def widened(codes: IntegerCodes) -> IntegerCodes:
     """Codes with scales of one byte as codes with the float32 scales that those are."""
     scales = scale_values(codes.scales, codes.factors)
@@ -65,6 +85,9 @@ def dequantised(codes: Codes) -> torch.Tensor:
     if isinstance(codes, Float8Codes):
         return wide * codes.scales.double()[rows // codes.block[0], places // codes.block[1]]
     groups = places // codes.group
+    scales = scale_values(codes.scales, codes.factors).double()[rows, groups]
+    if codes.float4:
+        return torch.tensor(FLOAT4_VALUES).double()[codes.codes.long()] * scales
     middle = 2.0 ** (codes.bits - 1)
     zeros = middle if codes.zeros is None else codes.zeros.double()[rows, groups]
-    return (wide - zeros) * scale_values(codes.scales, codes.factors).double()[rows, groups]
+    return (wide - zeros) * scales

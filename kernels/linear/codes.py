@@ -7,26 +7,33 @@ block. Packing, nibble order and the offsets of file formats end where these beg
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+FLOAT4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the values of e2m1 numbers, by their codes: whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerCodes:
-    """`(codes[n, k] - zeros[n, k // group]) * scales[n, k // group]`.
+    """`(codes[n, k] - zeros[n, k // group]) * scales[n, k // group]`, or
+    `FLOAT4_VALUES[codes[n, k]] * scales[n, k // group]`.
 
-    Scales of one byte are roots: q stands for `factors[n] * q * |q|`. That is a float32 number
-    stored in less, exactly: products have the bits of those with it, as long as no sum on the way
-    is too small or too large to be a normal number.
+    Scales of one byte have a factor of their row besides. Those of type int8 are roots: q stands
+    for `factors[n] * q * |q|`. If the factor is a power of two, that is a float32 number stored in
+    less, exactly: products have the bits of those with it, as long as no sum on the way is too
+    small or too large to be a normal number.
 
     Attributes:
         codes: uint8 `[N, K]`, 0 … 2**bits - 1.
-        scales: float32, bfloat16, float16 or int8 `[N, K / group]`.
+        scales: float32, bfloat16, float16, int8, float8_e4m3fn or float8_e8m0fnu `[N, K / group]`.
         zeros: uint8 `[N, K / group]`; `2**(bits - 1)` everywhere if None.
         bits: 4 or 8.
         group: values of one scale; divides K.
-        factors: float32 `[N]`, powers of two, beside int8 scales; None beside others.
+        factors: float32 `[N]` beside scales of one byte, powers of two beside int8; None beside
+            others.
+        float4: whether codes are e2m1 numbers; their zeros are None, and they have 4 bits.
     """
 
     codes: torch.Tensor
@@ -35,6 +42,7 @@ class IntegerCodes:
     bits: int
     group: int
     factors: torch.Tensor | None = None
+    float4: bool = False
 
     def of_columns(self, columns: range) -> IntegerCodes:
         """Some k of all rows; a cut through a group makes groups as small as it needs, exactly."""
@@ -42,13 +50,15 @@ class IntegerCodes:
         chosen = torch.arange(columns.start, columns.stop, group) // self.group
         zeros = None if self.zeros is None else self.zeros[:, chosen]
         codes = self.codes[:, columns.start : columns.stop]
-        return IntegerCodes(codes, self.scales[:, chosen], zeros, self.bits, group, self.factors)
+        return replace(self, codes=codes, scales=self.scales[:, chosen], zeros=zeros, group=group)
 
 
 def scale_values(scales: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
     """float32 `[N, groups]`: what scales of integer codes, and their factors, stand for."""
     wide = scales.float()
-    return wide if factors is None else wide * wide.abs() * factors[:, None]
+    if scales.dtype == torch.int8:
+        wide *= wide.abs()
+    return wide if factors is None else wide * factors[:, None]
 
 
 @dataclass(frozen=True, slots=True)

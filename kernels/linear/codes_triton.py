@@ -2,8 +2,8 @@
 
 A group's codes, less their zero point, are whole numbers (or float8) that bfloat16 and float16 have
 exactly. So a group is one chain of products with the activations as they are, in float32, and is
-folded into the row's sum by one product with its scale; nothing else is rounded. Scales of one byte
-are whole numbers by then: a sum gets its column's factor, a power of two, in the end.
+folded into the row's sum by one product with its scale; nothing else is rounded. Beside scales of
+one byte a sum gets its column's factor in the end.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -26,11 +26,47 @@ from vlm_serve.kernels.triton_support import (
     power_of_two,
 )
 
-# What codes are.
+# What codes are; those of 4 bits come last.
 FLOAT8_NATIVE = tl.constexpr(1)
 FLOAT8_INTEGER = tl.constexpr(2)
+INT8 = tl.constexpr(3)
 INT4 = tl.constexpr(4)
-INT8 = tl.constexpr(8)
+FLOAT4 = tl.constexpr(5)
+
+# What scales are.
+NUMBERS = tl.constexpr(0)
+ROOTS = tl.constexpr(1)
+E4M3 = tl.constexpr(2)
+E8M0 = tl.constexpr(3)
+
+
+@triton.jit
+def half_value(codes, zero, FORM: tl.constexpr):
+    """float32: what codes of 4 bits stand for, before their scales."""
+    if FORM == FLOAT4:
+        # Twice the number: 0 and 1 below 2, and from there on 2 or 3 times a power of two.
+        size = codes & 7
+        large = ((size & 1) + 2).to(tl.int32) << (tl.maximum(size >> 1, 1) - 1).to(tl.int32)
+        whole = tl.where(size < 2, size.to(tl.int32), large)
+        value = tl.where(codes < 8, whole, -whole).to(tl.float32)
+    else:
+        value = codes.to(tl.float32) - zero
+    return value
+
+
+@triton.jit
+def scale_value(stored, SCALES: tl.constexpr):
+    """float32: scales without their factors."""
+    if SCALES == E4M3:
+        scale = decode_float8(stored).to(tl.float32)
+    elif SCALES == E8M0:
+        bits = tl.maximum(stored.to(tl.int32) << 23, 0x00400000)
+        scale = bits.to(tl.float32, bitcast=True)
+    else:
+        scale = stored.to(tl.float32)
+        if SCALES == ROOTS:
+            scale *= tl.abs(scale)
+    return scale
 
 
 @triton.jit
@@ -50,7 +86,7 @@ def grouped_product(
     GROUP: tl.constexpr,
     FORM: tl.constexpr,
     ZEROS: tl.constexpr,
-    ROOTS: tl.constexpr,
+    SCALES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
@@ -62,14 +98,13 @@ def grouped_product(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     own = tl.arange(0, STEP)
     # Codes of 4 bits: byte j of a group has those of j and of j + GROUP / 2.
-    SPAN: tl.constexpr = GROUP // 2 if FORM == INT4 else GROUP
-    WIDTH: tl.constexpr = DEPTH // 2 if FORM == INT4 else DEPTH
+    HALVES: tl.constexpr = FORM >= INT4
+    SPAN: tl.constexpr = GROUP // 2 if HALVES else GROUP
+    WIDTH: tl.constexpr = DEPTH // 2 if HALVES else DEPTH
     middle = 128.0 if FORM == INT8 else 8.0
     for group in range(0, (DEPTH + GROUP - 1) // GROUP):
         at_scale = columns * scale_stride + group
-        scale = tl.load(scales + at_scale, mask=inside, other=0).to(tl.float32)
-        if ROOTS:
-            scale *= tl.abs(scale)
+        scale = scale_value(tl.load(scales + at_scale, mask=inside, other=0), SCALES)
         zero = tl.zeros((COLUMNS,), tl.float32) + middle
         if ZEROS:
             zero = tl.load(zeros + at_scale, mask=inside, other=0).to(tl.float32)
@@ -84,12 +119,12 @@ def grouped_product(
             k = group * GROUP + start + own
             wanted = real[:, None] & known[None, :]
             rows = tl.load(x + x_rows[:, None] + k[None, :], mask=wanted, other=0.0).to(DOT)
-            if FORM == INT4:
-                low = ((stored & 15).to(tl.float32) - zero[None, :]).to(DOT)
+            if HALVES:
+                low = half_value(stored & 15, zero[None, :], FORM).to(DOT)
                 part = tl.dot(rows, low, part, input_precision=PRECISION)
                 k = k + SPAN
                 rows = tl.load(x + x_rows[:, None] + k[None, :], mask=wanted, other=0.0).to(DOT)
-                high = ((stored >> 4).to(tl.float32) - zero[None, :]).to(DOT)
+                high = half_value(stored >> 4, zero[None, :], FORM).to(DOT)
                 part = tl.dot(rows, high, part, input_precision=PRECISION)
             elif FORM == INT8:
                 whole = (stored.to(tl.float32) - zero[None, :]).to(DOT)
@@ -100,7 +135,7 @@ def grouped_product(
             else:
                 part = tl.dot(rows, decode_float8(stored).to(DOT), part, input_precision=PRECISION)
         total += part * scale[None, :]
-    if ROOTS:
+    if SCALES != NUMBERS:
         total *= tl.load(factors + columns, mask=inside, other=0.0)[None, :]
     return total
 
@@ -123,7 +158,7 @@ def _linear_kernel(
     GROUP: tl.constexpr,
     FORM: tl.constexpr,
     ZEROS: tl.constexpr,
-    ROOTS: tl.constexpr,
+    SCALES: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -151,7 +186,7 @@ def _linear_kernel(
         GROUP,
         FORM,
         ZEROS,
-        ROOTS,
+        SCALES,
         ROWS,
         COLUMNS,
         STEP,
@@ -196,6 +231,9 @@ def product(
     return result
 
 
+_KINDS = {torch.int8: ROOTS, torch.float8_e4m3fn: E4M3, torch.float8_e8m0fnu: E8M0}
+
+
 def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str, Any]:
     """A weight as the arguments of kernels that multiply by it; float8 travels as bytes."""
     zeros = None if isinstance(weight, StoredFloat8) else weight.zeros
@@ -204,20 +242,21 @@ def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str,
         form = FLOAT8_NATIVE if target.native_float8 else FLOAT8_INTEGER
         group, span = weight.block, weight.block
     else:
-        form = INT4 if weight.bits == 4 else INT8
+        form = FLOAT4 if weight.float4 else INT4 if weight.bits == 4 else INT8
         group, span = weight.group, weight.group * weight.bits // 8
+    scales, kind = weight.scales, _KINDS.get(weight.scales.dtype, NUMBERS)
     return {
         "codes": weight.codes.view(torch.uint8),
-        "scales": weight.scales,
+        "scales": scales.view(torch.uint8) if kind in (E4M3, E8M0) else scales,
         # Any pointer takes the place of what there is none of; it is never read.
         "zeros": weight.codes.view(torch.uint8) if zeros is None else zeros,
-        "factors": weight.scales if factors is None else factors,
+        "factors": scales if factors is None else factors,
         "code_stride": weight.codes.stride(0),
-        "scale_stride": weight.scales.stride(0),
+        "scale_stride": scales.stride(0),
         "GROUP": group,
         "FORM": int(form.value),
         "ZEROS": zeros is not None,
-        "ROOTS": factors is not None,
+        "SCALES": int(kind.value),
         # A dot has at least 16 products.
         "STEP": min(32 if x.dtype == torch.float32 else 64, power_of_two(span, 16)),
         "DOT": dot_dtype(x.dtype),

@@ -1,4 +1,4 @@
-"""int8 and int4 codes with scales, and with or without zero points, in groups of k; see
+"""int8, int4 and e2m1 codes with scales, and with or without zero points, in groups of k; see
 `native/grouped.h` for their layout and arithmetic."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.kernels.linear.packed_codes import PackedCodes, packed_group, panels, put
 
-_KINDS = {8: "INT8", 4: "INT4"}
+_KINDS = {(8, False): "INT8", (4, False): "INT4", (4, True): "FLOAT4"}
 
 
 class PackedIntegers(PackedCodes):
@@ -27,7 +27,7 @@ class PackedIntegers(PackedCodes):
         *,
         dynamic: bool = False,
     ) -> PackedIntegers:
-        """Packs `[n, K]` pieces, one below the other, which share bits, group and type of scales.
+        """Packs `[n, K]` pieces, one below the other, which share kind, group and type of scales.
 
         Args:
             pieces: the codes.
@@ -48,8 +48,8 @@ class PackedIntegers(PackedCodes):
         factors = None if like.factors is None else panels(columns, 1, torch.float32)
         first = 0
         while piece is not None:
-            if (piece.bits, piece.group) != (like.bits, like.group):
-                raise KernelArgumentError("pieces", "bits or groups differ within a weight")
+            if (piece.bits, piece.float4, piece.group) != (like.bits, like.float4, like.group):
+                raise KernelArgumentError("pieces", "kinds or groups differ within a weight")
             if piece.scales.dtype != scales.dtype:
                 raise KernelArgumentError("pieces", "types of scales differ within a weight")
             put(words, first, _words(piece))
@@ -67,7 +67,7 @@ class PackedIntegers(PackedCodes):
             scales,
             zeros,
             factors,
-            kind=_KINDS[like.bits],
+            kind=_KINDS[like.bits, like.float4],
             columns=columns,
             depth=depth,
             group=group,

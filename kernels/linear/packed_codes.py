@@ -11,7 +11,11 @@ from vlm_serve.kernels.linear.dense import TYPES
 from vlm_serve.kernels.linear.packed import PANEL, Packed
 from vlm_serve.kernels.native_layout import constant
 
-SCALE_TYPES = TYPES | {torch.int8: constant("ROOTS")}
+SCALE_TYPES = TYPES | {
+    torch.int8: constant("ROOTS"),
+    torch.float8_e4m3fn: constant("FLOAT8"),
+    torch.float8_e8m0fnu: constant("E8M0"),
+}
 
 MOST_GROUP = constant("MOST_GROUP")
 LEAST_GROUP = constant("LEAST_GROUP")
@@ -23,9 +27,9 @@ class PackedCodes(Packed):
 
     Args:
         words: int32 `[panels, words of a column, 32]`.
-        scales: float32, bfloat16, float16 or int8 `[panels, K / group, 32]`.
+        scales: of a type in SCALE_TYPES, `[panels, K / group, 32]`.
         zeros: uint8 like scales, or None.
-        factors: float32 `[panels, 1, 32]` beside int8 scales, else None.
+        factors: float32 `[panels, 1, 32]` beside scales of one byte, else None.
         kind: the constant of compiled code for such codes.
         columns, depth, group: N, K and how many k share a scale.
         bias: float32 `[N]` or None.

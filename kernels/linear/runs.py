@@ -63,7 +63,7 @@ def runs(source: Source, parts: Sequence[Part], shard: Shard | None) -> list[Run
 
 def _kind(codes: Codes) -> Hashable:
     if isinstance(codes, IntegerCodes):
-        return IntegerCodes, codes.bits, codes.group, codes.scales.dtype
+        return IntegerCodes, codes.bits, codes.float4, codes.group, codes.scales.dtype
     return Float8Codes, codes.block[1], codes.block[0] == 1, codes.scales.dtype
 
 

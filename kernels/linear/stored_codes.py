@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes, scale_values
+from vlm_serve.kernels.linear.codes import (
+    FLOAT4_VALUES,
+    Codes,
+    Float8Codes,
+    IntegerCodes,
+    scale_values,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,7 @@ class StoredIntegers:
         codes: uint8 `[N, K]`, or `[N, K / 2]` of 4 bits.
         scales: `[N, K / group]`, in the type they came in.
         zeros: uint8 `[N, K / group]`; `2**(bits - 1)` everywhere if None.
-        bits, group, factors: as in IntegerCodes.
+        bits, group, factors, float4: as in IntegerCodes.
     """
 
     codes: torch.Tensor
@@ -32,6 +38,7 @@ class StoredIntegers:
     bits: int
     group: int
     factors: torch.Tensor | None = None
+    float4: bool = False
 
     @classmethod
     def empty(
@@ -56,6 +63,7 @@ class StoredIntegers:
             like.bits,
             like.group,
             None if like.factors is None else torch.empty(columns, device=device),
+            like.float4,
         )
 
     def put(self, first: int, piece: Codes) -> None:
@@ -65,7 +73,7 @@ class StoredIntegers:
             KernelArgumentError: codes of another kind.
         """
         same = isinstance(piece, IntegerCodes) and (
-            piece.bits == self.bits
+            (piece.bits, piece.float4) == (self.bits, self.float4)
             and piece.group == self.group
             and (piece.zeros is None) == (self.zeros is None)
             and piece.scales.dtype == self.scales.dtype
@@ -87,7 +95,9 @@ class StoredIntegers:
         if self.bits == 4:
             codes = torch.cat([codes & 15, codes >> 4], -1)
         wide = codes.float()
-        if self.zeros is None:
+        if self.float4:
+            wide = wide.new_tensor(FLOAT4_VALUES)[codes.long()]
+        elif self.zeros is None:
             wide -= 2 ** (self.bits - 1)
         else:
             wide -= self.zeros[rows].float().unsqueeze(-1)

@@ -38,6 +38,20 @@ void widen_half_bytes(const char* words, int64_t count, Bytes middle, char* to) 
         }
 }
 
+// A panel's e2m1 codes as twice their values.
+void widen_float4(const char* words, int64_t count, Bytes, char* to) {
+    constexpr ByteTable VALUES = float4_bytes(0);
+    for (int64_t k = 0; k < count; k += 8, to += COLUMN_BYTES)
+        for (int j = 0; j < 2; ++j, words += 64, to += 64) {
+            __builtin_prefetch(words + WORDS_AHEAD);
+            const Words both = read<Words>(words);
+            const Words low = looked_up(VALUES, both & 0x0f0f0f0fu);
+            const Words high = looked_up(VALUES, both >> 4 & 0x0f0f0f0fu);
+            std::memcpy(to, &low, sizeof low);
+            std::memcpy(to + COLUMN_BYTES, &high, sizeof high);
+        }
+}
+
 // What gives the sums of a part's groups their values, for all rows.
 struct PartScales {
     Floats scale[REGISTERS][PART_K / LEAST_GROUP], zero[REGISTERS][PART_K / LEAST_GROUP];
@@ -105,7 +119,9 @@ void multiply_parts(const Weight& weight, int64_t index, const Operand& x, float
     const TileRegisters registers(TILE_ROWS, size);
     for (int64_t begin = 0; begin < count; begin += some) {
         const int64_t end = std::min(begin + some, count);
-        const auto widen = weight.type == INT8 ? widen_bytes : widen_half_bytes;
+        const auto widen = weight.type == INT8   ? widen_bytes
+                           : weight.type == INT4 ? widen_half_bytes
+                                                 : widen_float4;
         widen(words + begin * size * panel_step(weight.type), (end - begin) * size, middle,
               columns);
         TileRegisters::written();

@@ -36,6 +36,14 @@ struct Int4Words {
     }
 };
 
+struct Float4Words {
+    static constexpr int COUNT = 8;
+    template <int K>
+    static VLM_INLINE Floats value(Words word, Words) {
+        return from_float4(word >> (K % 4 * 8 + K / 4 * 4));
+    }
+};
+
 // The bits of a byte where those of float32 are, and 112 in the exponent: 2^-8 times the number,
 // which an operand's factors take back. Below the least normal one twice that less 2^-14 is, and
 // less.
@@ -209,6 +217,7 @@ void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float
     if (weight.dynamic) return multiply_integers(weight, index, x, sums);
     if (weight.type == INT8) return multiply_words<Int8Words>(weight, index, x, sums);
     if (weight.type == INT4) return multiply_words<Int4Words>(weight, index, x, sums);
+    if (weight.type == FLOAT4) return multiply_words<Float4Words>(weight, index, x, sums);
     multiply_words<Float8Words>(weight, index, x, sums);
 }
 

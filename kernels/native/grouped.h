@@ -5,8 +5,10 @@
 // of four bits has k 0 to 3 in the lower halves of its bytes and k 4 to 7 in the upper ones.
 // Integer codes are unsigned. Their value is (code - zero) * scale; without zero points zero is the
 // middle, 128 or 8. A byte of FLOAT8 is e4m3 without infinities; its value is that times the scale.
-// Scales and zero points of a panel are `[K / group, 32]`. Scales of one byte are roots, whose
-// value is q * |q|; a column's sum is multiplied by its factor when it is complete.
+// A code of FLOAT4 is e2m1, and has no zero points; its value is twice that, a whole number, times
+// the scale. Scales and zero points of a panel are `[K / group, 32]`. Scales of one byte are roots,
+// whose value is q * |q|, e4m3 or e8m0; a column's sum is multiplied by its factor when it is
+// complete.
 //
 // Every group has a sum of its own, a chain of fused multiply-adds over ascending k, from zero on,
 // of x * (code - middle). One more adds (middle - zero) times the sum of the group's x (16 lanes
@@ -33,7 +35,7 @@ void multiply_byte_tiles(const Weight& weight, int64_t index, const Operand& x, 
 // end of a loop a processor guesses wrong, and asks the memory late. Panels of bytes are faster
 // with a loop for each (measured where tiles are).
 inline bool in_one_loop(const Weight& weight, const Operand& x) {
-    return weight.dynamic && weight.type == INT4 && x.rows() == 1;
+    return weight.dynamic && is_half_bytes(weight.type) && x.rows() == 1;
 }
 // sums[p][PANEL] = x . panel `panels.first + p`, without the bias; only if `in_one_loop`.
 void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,
@@ -90,6 +92,8 @@ class PanelScales {
             const Floats root = __builtin_convertvector(from_signed_bytes(from), Floats);
             return root * (Floats)((Words)root & 0x7fffffffu);
         }
+        if (type_ == FLOAT8) return from_float8((Words)from_signed_bytes(from));
+        if (type_ == E8M0) return from_e8m0(from_bytes(from));
         return (Floats)(from_halves(from) << 16);
     }
     static VLM_INLINE Floats zero_at(const uint8_t* from) {

@@ -18,19 +18,28 @@ inline Words four_of(const float* word) {
     return bits - Words{};
 }
 
-// How many words of a row meet a word of codes, and what each of them meets; the scales of weights
-// that are quantised while they are loaded.
+// How many words of a row meet a word of codes, and what each of them meets; what the usual weight
+// of the kind has: scales of a type, of so many k each.
 struct ByteWords {
     static constexpr int COUNT = 1;
-    static constexpr int64_t SCALES = BFLOAT16;
+    static constexpr int64_t SCALES = BFLOAT16, GROUP = 32;
     static VLM_INLINE Words part(Words word, int) { return word; }
 };
 
 struct HalfByteWords {
     static constexpr int COUNT = 2;
-    static constexpr int64_t SCALES = ROOTS;
+    static constexpr int64_t SCALES = ROOTS, GROUP = 32;
     static VLM_INLINE Words part(Words word, int which) {
         return (which ? word >> 4 : word) & 0x0f0f0f0fu;
+    }
+};
+
+struct LookedUpWords {
+    static constexpr int COUNT = 2;
+    static constexpr int64_t SCALES = FLOAT8, GROUP = 16;
+    static VLM_INLINE Words part(Words word, int which) {
+        static constexpr ByteTable VALUES = float4_bytes(FLOAT4_MIDDLE);
+        return looked_up(VALUES, HalfByteWords::part(word, which));
     }
 };
 
@@ -54,11 +63,12 @@ struct RowGroup {
 // plain: every such group has scales of its own, of the usual type, and there are no zero points.
 template <typename Function, typename Kind, typename Make>
 Function by_groups(const Weight& weight, const Make& make) {
+    constexpr std::integral_constant<int64_t, 16> SMALL{};
     constexpr std::integral_constant<int64_t, 32> LARGE{};
-    if (row_group(weight) != LARGE)
-        return make(std::integral_constant<int64_t, 16>(), std::false_type());
-    if (weight.group == LARGE && weight.scale_type == Kind::SCALES && !weight.zeros)
-        return make(LARGE, std::true_type());
+    constexpr std::integral_constant<int64_t, Kind::GROUP> USUAL{};
+    if (weight.group == USUAL && weight.scale_type == Kind::SCALES && !weight.zeros)
+        return make(USUAL, std::true_type());
+    if (row_group(weight) == SMALL) return make(SMALL, std::false_type());
     return make(LARGE, std::false_type());
 }
 
@@ -69,9 +79,8 @@ VLM_INLINE void settle(Weight& weight, int64_t size) {
 }
 
 // Where a panel ends is a matter of numbers alone.
-template <int64_t SIZE, bool PLAIN>
+template <typename Kind, int64_t SIZE, bool PLAIN>
 void half_byte_row(Weight weight, const Panels& panels, const float* x, float* sums) {
-    typedef HalfByteWords Kind;
     if (PLAIN) settle<Kind>(weight, SIZE);
     constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
@@ -225,21 +234,30 @@ void multiply_by_fours(const Weight& weight, int64_t index, const Operand& x, fl
                                                      sums + x.first(i) * PANEL);
 }
 
+template <typename Kind>
+void multiply_row_by_fours(const Weight& weight, const Panels& panels, const float* x,
+                           float* sums) {
+    typedef void (*Row)(Weight, const Panels&, const float*, float*);
+    const auto row = by_groups<Row, Kind>(weight, [](auto size, auto plain) -> Row {
+        return half_byte_row<Kind, decltype(size)::value, decltype(plain)::value>;
+    });
+    row(weight, panels, x, sums);
+}
+
 }  // namespace
 
 void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     if (x.in_tiles()) return multiply_byte_tiles(weight, index, x, sums);
     if (weight.type == INT8) return multiply_by_fours<ByteWords>(weight, index, x, sums);
-    multiply_by_fours<HalfByteWords>(weight, index, x, sums);
+    if (weight.type == INT4) return multiply_by_fours<HalfByteWords>(weight, index, x, sums);
+    multiply_by_fours<LookedUpWords>(weight, index, x, sums);
 }
 
 void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,
                           float* sums) {
-    typedef void (*Row)(Weight, const Panels&, const float*, float*);
-    const auto row = by_groups<Row, HalfByteWords>(weight, [](auto size, auto plain) -> Row {
-        return half_byte_row<decltype(size)::value, decltype(plain)::value>;
-    });
-    row(weight, panels, x.group(0), sums);
+    const auto multiply = weight.type == INT4 ? multiply_row_by_fours<HalfByteWords>
+                                              : multiply_row_by_fours<LookedUpWords>;
+    multiply(weight, panels, x.group(0), sums);
 }
 
 }  // namespace vlm

@@ -119,8 +119,8 @@ void products(Digest& digest, int64_t type) {
     }
 }
 
-// Rows times a weight of codes, with and without zero points. Any words are such a weight, and any
-// bytes its scales if they are roots.
+// Rows times a weight of codes, with and without zero points, which e2m1 has none of. Any words are
+// such a weight, and any bytes its scales if they are of one byte, but for e8m0.
 template <typename X>
 void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale_type = FLOAT16) {
     constexpr int64_t DEEP = 384, GROUP = 48, COLUMNS = 72, MOST = 50;
@@ -131,14 +131,18 @@ void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale
         draw.one(1.0f);
         word = draw.state ^ draw.state >> 16;
     }
-    const std::vector<f16> scales = draw.many<f16>(groups, 0.1f);
+    std::vector<f16> scales = draw.many<f16>(groups, 0.1f);
+    if (scale_type == E8M0)
+        for (f16& two : scales) two.bits = (two.bits & 0x1f1f) + 0x6060;
     const std::vector<float> factors(panels * PANEL, 0x1p-16f);
+    const bool bytes = bytes_of(scale_type) == 1;
     const std::vector<X> x = draw.many<X>(MOST * DEEP, 1.0f);
     std::vector<uint8_t> zeros(groups);
     for (uint8_t& zero : zeros) zero = (uint8_t)(draw.one(7.5f) + 8.0f);
     own_workplace().reserve(DEEP);
     std::vector<float> out(MOST * COLUMNS);
     for (const uint8_t* zero : {(const uint8_t*)nullptr, (const uint8_t*)zeros.data()}) {
+        if (zero && type == FLOAT4) continue;
         const Weight weight{words.data(),
                             nullptr,
                             COLUMNS,
@@ -149,7 +153,7 @@ void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale
                             GROUP,
                             scale_type,
                             dynamic,
-                            scale_type == ROOTS ? factors.data() : nullptr};
+                            bytes ? factors.data() : nullptr};
         for (int64_t count : {(int64_t)1, (int64_t)5, MOST}) {
             project<X>(
                 weight, count, 1, [&](int64_t r) { return x.data() + r * DEEP; },
@@ -267,7 +271,11 @@ void self_test(uint64_t* digests) {
     coded_products<float>(digest, FLOAT8, 0);
     coded_products<bf16>(digest, INT8, 1);
     coded_products<float>(digest, INT4, 1);
-    for (int64_t dynamic : {0, 1}) coded_products<float>(digest, INT4, dynamic, ROOTS);
+    for (int64_t dynamic : {0, 1}) {
+        coded_products<float>(digest, INT4, dynamic, ROOTS);
+        coded_products<float>(digest, FLOAT4, dynamic, FLOAT8);
+        coded_products<float>(digest, FLOAT4, dynamic, E8M0);
+    }
     recurrences<float>(digest);
     recurrences<bf16>(digest);
     convolutions(digest);

@@ -5,6 +5,7 @@
 
 #include "callback.h"
 #include "registers.h"
+#include "small_floats.h"
 
 namespace vlm {
 
@@ -35,9 +36,11 @@ enum Type : int64_t {
     // Codes; see grouped.h.
     INT8 = 3,
     INT4 = 4,
-    FLOAT8 = 5,
-    // Scales alone: signed bytes q that stand for q * |q|.
-    ROOTS = 6,
+    FLOAT8 = 5,  // also scales
+    FLOAT4 = 6,
+    // Scales alone: signed bytes q that stand for q * |q|, and bytes e that stand for 2^(e - 127).
+    ROOTS = 7,
+    E8M0 = 8,
 };
 
 struct Weight {
@@ -52,8 +55,9 @@ struct Weight {
     int64_t group;       // k that share a scale: a multiple of 16, at most MOST_GROUP; divides K
     int64_t scale_type;  // of the scales
     int64_t dynamic;     // 1: activations are quantised too
-    // Of ROOTS only, null beside other scales: `[panels, 32]` powers of two by which the scales of
-    // a column have to be multiplied. Its sum is, in the end, which has the same bits.
+    // Of scales of one byte only, null beside others: `[panels, 32]` numbers by which those of a
+    // column have to be multiplied. Its sum is, in the end, which has the same bits if they are
+    // powers of two.
     const float* factors;
 };
 
@@ -72,9 +76,12 @@ using Complete = Callback<int64_t, int64_t, int64_t, float*>;
 inline int64_t row_group(const Weight& weight) { return weight.group % 32 ? 16 : 32; }
 
 // The code that stands for zero where there are no zero points.
-inline float middle_of(int64_t type) { return type == INT8 ? 128.0f : type == INT4 ? 8.0f : 0.0f; }
+inline float middle_of(int64_t type) {
+    return type == INT8 ? 128.0f : type == INT4 ? 8.0f : type == FLOAT4 ? FLOAT4_MIDDLE : 0.0f;
+}
 
 inline bool is_codes(int64_t type) { return type >= INT8; }
+inline bool is_half_bytes(int64_t type) { return type == INT4 || type == FLOAT4; }
 
 // How many of so many rows are taken at once, at most. Where MOST_ROWS are more than WHOLE_ROWS,
 // few have more chains under way in groups with all columns than in larger ones with half of them.
@@ -84,14 +91,14 @@ inline int64_t most_together(int64_t rows, int64_t type) {
 
 // Bytes of a k in a panel.
 inline int64_t panel_step(int64_t type) {
-    return type == FLOAT32  ? 4 * PANEL
-           : type == INT4   ? PANEL / 2
-           : is_codes(type) ? PANEL
-                            : 2 * PANEL;
+    return type == FLOAT32       ? 4 * PANEL
+           : is_half_bytes(type) ? PANEL / 2
+           : is_codes(type)      ? PANEL
+                                 : 2 * PANEL;
 }
 
 // Of a value that is no code, and of a scale.
-inline int64_t bytes_of(int64_t type) { return type == FLOAT32 ? 4 : type == ROOTS ? 1 : 2; }
+inline int64_t bytes_of(int64_t type) { return type == FLOAT32 ? 4 : is_codes(type) ? 1 : 2; }
 
 // K as a panel has it.
 inline int64_t padded(int64_t depth, int64_t type) {

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from quantised_codes import dequantised, float8, integers, rooted, widened
+from quantised_codes import dequantised, float4, float8, integers, rooted, widened
 from triton_case import DEVICE, assert_near, kernels, randn, row_by_row
 
 from vlm_serve.kernels.linear import codes_triton
@@ -23,6 +23,8 @@ CASES: list[Codes] = [
     integers(65, 96, 4, 32, zeros=True),
     integers(33, 72, 4, 72, zeros=True, scales=torch.bfloat16),
     rooted(40, 96, 4, 32),
+    float4(40, 96, 16),
+    float4(37, 96, 32, torch.float8_e8m0fnu),
     float8(130, 260, (128, 128), torch.bfloat16),
     float8(37, 72, (1, 72)),
 ]

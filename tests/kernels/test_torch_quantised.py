@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from quantised_codes import dequantised, float8, integers, randn, rooted, widened
+from quantised_codes import dequantised, float4, float8, integers, randn, rooted, widened
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import base, torch_quantised
@@ -21,6 +21,8 @@ CASES: list[Codes] = [
     integers(33, 192, 4, 32, zeros=True),
     integers(200, 256, 4, 64, zeros=True, scales=torch.bfloat16),
     rooted(70, 128, 4, 32),
+    float4(37, 96, 16),
+    float4(37, 96, 32, torch.float8_e8m0fnu),
     float8(130, 260, (128, 128), torch.bfloat16),
     float8(37, 64, (1, 64)),
     float8(37, 64, (1, 128)),

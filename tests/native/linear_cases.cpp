@@ -11,19 +11,21 @@
 
 namespace cases {
 
-static const char* TYPES[] = {"float32", "bfloat16", "float16", "", "", "", "roots"};
-static const char* CODES[] = {"int8", "int4", "float8"};
+static const char* TYPES[] = {"float32", "bfloat16", "float16", "",    "",
+                              "float8",  "",         "roots",   "e8m0"};
+static const char* CODES[] = {"int8", "int4", "float8", "float4"};
 static const char* USES[] = {"plain", "times", "plus", "silu", "gelu", "gelu_tanh"};
 
-// Values below 1 in magnitude; those of float16 also below its least normal number. Roots are any
-// bytes.
+// Values below 1 in magnitude; those of float16 also below its least normal number. Roots and
+// float8 are any bytes.
 static void put(Random& random, int64_t type, void* to) {
     const float number = random.number(0.5f);
     if (type == vlm::FLOAT32) std::memcpy(to, &number, sizeof number);
     if (type == vlm::BFLOAT16) vlm::store_one((bf16*)to, number);
     if (type == vlm::FLOAT16)
         *(uint16_t*)to = random.below(2) << 15 | random.below(15) << 10 | random.below(1 << 10);
-    if (type == vlm::ROOTS) *(int8_t*)to = (int8_t)random.below(256);
+    if (type == vlm::ROOTS || type == vlm::FLOAT8) *(uint8_t*)to = random.below(256);
+    if (type == vlm::E8M0) *(uint8_t*)to = 97 + random.below(30);
 }
 
 Matrix::Matrix(Random& random, int64_t type, int64_t columns, int64_t depth, bool biased)
@@ -122,7 +124,7 @@ template <typename T>
 static void coded_product(int64_t type, int64_t scale_type, bool zeros, bool dynamic,
                           int64_t rows) {
     constexpr int64_t COLUMNS = 77, DEEP = 192, GROUP = 64;
-    const bool roots = scale_type == vlm::ROOTS;
+    const bool bytes = vlm::bytes_of(scale_type) == 1;
     const std::string name = std::string("vlm_linear/") + CODES[type - vlm::INT8] + "/" +
                              TYPES[scale_type] + (zeros ? "/zeros" : "") +
                              (dynamic ? "/dynamic/" : "/") + std::to_string(rows);
@@ -151,7 +153,7 @@ static void coded_product(int64_t type, int64_t scale_type, bool zeros, bool dyn
                                              .group = GROUP,
                                              .scale_type = scale_type,
                                              .dynamic = dynamic,
-                                             .factors = roots ? factors.data() : nullptr},
+                                             .factors = bytes ? factors.data() : nullptr},
                                   .rows = some,
                                   .x_stride = DEEP,
                                   .other_stride = 0,
@@ -177,6 +179,10 @@ static void coded_products() {
                     for (int64_t rows : {1, 5, 13, 100})
                         if (type != vlm::FLOAT8 || !(zeros || dynamic))
                             coded_product<T>(type, scales, zeros, dynamic, rows);
+    for (int64_t scales : {vlm::FLOAT8, vlm::E8M0})
+        for (bool dynamic : {false, true})
+            for (int64_t rows : {1, 5, 13, 100})
+                coded_product<T>(vlm::FLOAT4, scales, false, dynamic, rows);
 }
 
 template <typename T>

@@ -1,0 +1,73 @@
+// Numbers of four and eight bits that weights and their scales are stored as.
+#pragma once
+
+#include "registers.h"
+
+namespace vlm {
+
+// Twice the value of every e2m1 number, whose code is its place: a whole number.
+constexpr int8_t FLOAT4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int FLOAT4_MIDDLE = 12;
+
+// A byte that depends on the place alone, for each of 16 places.
+struct ByteTable {
+    uint8_t bytes[16];
+};
+// FLOAT4_VALUES plus a number.
+constexpr ByteTable float4_bytes(int more) {
+    ByteTable table{};
+    for (int i = 0; i < 16; ++i) table.bytes[i] = (uint8_t)(FLOAT4_VALUES[i] + more);
+    return table;
+}
+
+// The bytes of the table at the places that the bytes of words name, which are below 16.
+inline Words looked_up(const ByteTable& table, Words places) {
+#if defined(__AVX512BW__)
+    const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table.bytes));
+    return (Words)_mm512_shuffle_epi8(all, (__m512i)places);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table.bytes));
+    return (Words)_mm256_shuffle_epi8(all, (__m256i)places);
+#elif defined(__aarch64__)
+    return (Words)vqtbl1q_u8(vld1q_u8(table.bytes), (uint8x16_t)places);
+#else
+    uint8_t bytes[sizeof places];
+    std::memcpy(bytes, &places, sizeof bytes);
+    for (uint8_t& byte : bytes) byte = table.bytes[byte];
+    std::memcpy(&places, bytes, sizeof bytes);
+    return places;
+#endif
+}
+
+// FLOAT4_VALUES of the lowest four bits of words.
+inline Floats from_float4(Words codes) {
+#if defined(__AVX512F__)
+    const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    return (Floats)_mm512_permutexvar_ps((__m512i)codes, values);
+#elif defined(__AVX2__)
+    const __m256 sizes = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
+    const Words size = (Words)_mm256_permutevar8x32_ps(sizes, (__m256i)codes);
+    return (Floats)(size | codes << 28 & 0x80000000u);
+#else
+    // Their bits where those of float32 are. Below the least normal one twice that less 2 is, and
+    // less.
+    const Floats none = {}, normal = (Floats)(((codes & 7u) << 22) + 0x3f800000u);
+    const Floats size = lesser(normal, fused(normal, none + 2.0f, none - 2.0f));
+    return (Floats)((Words)size | (codes << 28 & 0x80000000u));
+#endif
+}
+
+// e4m3 numbers without infinities, whose bytes are the lowest ones of words that have their sign.
+inline Floats from_float8(Words codes) {
+    const Floats none = {}, normal = (Floats)((codes << 20 & 0x07f00000u) + 0x3c000000u);
+    const Floats size = lesser(normal, fused(normal, none + 2.0f, none - 0x1p-6f));
+    return (Floats)((Words)size | (codes & 0x80000000u));
+}
+
+// 2^(e - 127) of bytes e, each in a word.
+inline Floats from_e8m0(Signed exponents) {
+    const Signed normal = exponents << 23, least = Signed{} + 0x00400000;
+    return (Floats)(normal > least ? normal : least);
+}
+
+}  // namespace vlm
