@@ -201,6 +201,51 @@ def _mixed(name: str, weight: torch.Tensor, group: int) -> Tensors:
     return (_packed(4) if _MLP.fullmatch(name) else _float8_channels)(name, weight, group)
 
 
+def _float4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """uint8 `[N, K / 2]` e2m1 codes, the first in the low bits; scales `[N, K / group]`."""
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    grouped = weight.float().reshape(*scale.shape, -1) / scale[..., None].clamp(min=2.0**-126)
+    codes = torch.bucketize(grouped.abs(), (numbers[1:] + numbers[:-1]) / 2)
+    codes += 8 * grouped.signbit()
+    pairs = codes.byte().view(len(codes), -1, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def _nvfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, e4m3 scales `[N, K / 16]`, and what scales have to be multiplied by."""
+    top = weight.float().reshape(weight.shape[0], -1, 16).abs().amax(-1) / 6
+    whole = (top.amax() / 448).clamp(min=2.0**-100)
+    scale = (top / whole).to(torch.float8_e4m3fn)
+    return _float4(weight, scale.float() * whole), scale, whole
+
+
+def _nvfp4_packed(name: str, weight: torch.Tensor, group: int) -> Tensors:
+    del group
+    codes, scale, whole = _nvfp4(weight)
+    named = {"packed": codes, "scale": scale, "global_scale": 1 / whole.reshape(1)}
+    return {f"{name}_{each}": tensor for each, tensor in named.items()}
+
+
+def _nvfp4_modelopt(name: str, weight: torch.Tensor, group: int) -> Tensors:
+    del group
+    codes, scale, whole = _nvfp4(weight)
+    module = name.removesuffix(".weight")
+    return {
+        name: codes,
+        f"{name}_scale": scale,
+        f"{name}_scale_2": whole,
+        f"{module}.input_scale": torch.tensor(1.0),
+    }
+
+
+def _mxfp4(name: str, weight: torch.Tensor, group: int) -> Tensors:
+    del group
+    top = weight.float().reshape(weight.shape[0], -1, 32).abs().amax(-1) / 6
+    exponents = torch.frexp(top)[1].clamp(-126, 126)
+    codes = _float4(weight, torch.ldexp(torch.ones_like(top), exponents))
+    return {f"{name}_packed": codes, f"{name}_scale": (exponents + 127).byte()}
+
+
 def _float8_config(kept: list[str], group: int) -> dict[str, Any]:
     del group
     return {
@@ -294,6 +339,31 @@ def _float8_group(group: int) -> dict[str, Any]:
     }
 
 
+def _float4_group(name: str, size: int, strategy: str) -> Callable[[int], dict[str, Any]]:
+    def group_of(group: int) -> dict[str, Any]:
+        del group
+        weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
+        weights |= {"strategy": strategy, "group_size": size}
+        return {
+            "targets": ["Linear"],
+            "format": f"{name}-pack-quantized",
+            "weights": weights,
+            "input_activations": None,
+        }
+
+    return group_of
+
+
+def _modelopt_config(kept: list[str], group: int) -> dict[str, Any]:
+    del group
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "ignore": [*kept, "model.visual*"],
+        "producer": {"name": "modelopt", "version": "0.41.0"},
+    }
+
+
 FORMATS = {
     "fp8": Quantised(_float8_blocks, _float8_config),
     "fp8-fused": Quantised(_float8_blocks, _float8_config, fused=True),
@@ -310,5 +380,8 @@ FORMATS = {
     "mixed": Quantised(
         _mixed, _compressed(_integer_group(4, targets=r"re:.*\.mlp\..*"), _float8_group)
     ),
+    "nvfp4": Quantised(_nvfp4_packed, _compressed(_float4_group("nvfp4", 16, "tensor_group"))),
+    "nvfp4-modelopt": Quantised(_nvfp4_modelopt, _modelopt_config),
+    "mxfp4": Quantised(_mxfp4, _compressed(_float4_group("mxfp4", 32, "group"))),
 }
 """By what `--quantization` calls them; those without another name are compressed-tensors'."""

@@ -40,6 +40,7 @@ def dequantised(path: Path, target: Path) -> Path:
         "gptq": _gptq,
         "awq": _awq,
         "compressed-tensors": _compressed,
+        "modelopt": _modelopt,
     }[fields["quant_method"]]
     plain: Tensors = {}
     for module, own in _modules(tensors).items():
@@ -62,7 +63,9 @@ def _is_float8(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.float8_e4m3fn
 
 
-_SUFFIX = re.compile(r"\.(weight(_\w+)?|bias|qweight|qzeros|scales|g_idx)$|(?<=proj)_(scale_inv)$")
+_SUFFIX = re.compile(
+    r"\.(weight(_\w+)?|input_scale|bias|qweight|qzeros|scales|g_idx)$|(?<=proj)_(scale_inv)$"
+)
 
 
 def _modules(tensors: Tensors) -> dict[str, Tensors]:
@@ -149,8 +152,49 @@ def _compressed(own: Tensors, fields: dict[str, Any], module: str) -> torch.Tens
     groups = known.QuantizationConfig.model_validate(fields).config_groups.values()
     scheme = next(each for each in groups if _targeted(module, each.targets))
     compressor = known.BaseCompressor.get_value_from_registry(scheme.format)
+    if own["weight_packed" if "weight_packed" in own else "weight"].dtype == torch.uint8:
+        return float4(own, scheme)
     own = {name: each.float() if name == "weight_scale" else each for name, each in own.items()}
     return torch.as_tensor(compressor.decompress(own, scheme)["weight"])
+
+
+def float4(own: Tensors, scheme: Any) -> torch.Tensor:
+    """By compressed-tensors' parts: as a whole it rounds to bfloat16."""
+    known = compressed_tensors()
+    compressor = known.BaseCompressor.get_value_from_registry(scheme.format)
+    packed, wide = own["weight_packed"], torch.float32
+    rows, half = packed.shape
+    return torch.as_tensor(
+        known.dequantize(
+            known.unpack_fp4_from_uint8(packed, rows, 2 * half, dtype=wide),
+            scale=compressor._decompress_scale(own["weight_scale"], wide),
+            args=scheme.weights,
+            global_scale=own.get("weight_global_scale"),
+            dtype=wide,
+        )
+    )
+
+
+def float4_scheme(kind: str) -> Any:
+    """Of "nvfp4" or "mxfp4"."""
+    known = compressed_tensors()
+    size, strategy = {"nvfp4": (16, "tensor_group"), "mxfp4": (32, "group")}[kind]
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": strategy}
+    return known.QuantizationScheme(
+        targets=["Linear"],
+        weights=weights | {"group_size": size},
+        format=f"{kind}-pack-quantized",
+    )
+
+
+def _modelopt(own: Tensors, fields: dict[str, Any], module: str) -> torch.Tensor:
+    """By compressed-tensors, which divides by what ModelOpt multiplies by."""
+    named = {
+        "weight_packed": own["weight"],
+        "weight_scale": own["weight_scale"],
+        "weight_global_scale": 1 / own["weight_scale_2"].reshape(1),
+    }
+    return float4(named, float4_scheme("nvfp4"))
 
 
 def _targeted(module: str, targets: Iterable[str]) -> bool:
@@ -170,9 +214,13 @@ def compressed_tensors() -> Any:
         warnings.simplefilter("ignore")
         compressors = importlib.import_module("compressed_tensors.compressors")
         quantization = importlib.import_module("compressed_tensors.quantization")
+        halves = importlib.import_module("compressed_tensors.compressors.nvfp4.helpers")
+        forward = importlib.import_module("compressed_tensors.quantization.lifecycle.forward")
     found.BaseCompressor = compressors.BaseCompressor  # type: ignore[attr-defined]
     found.QuantizationConfig = quantization.QuantizationConfig  # type: ignore[attr-defined]
     found.QuantizationScheme = quantization.QuantizationScheme  # type: ignore[attr-defined]
+    found.unpack_fp4_from_uint8 = halves.unpack_fp4_from_uint8  # type: ignore[attr-defined]
+    found.dequantize = forward.dequantize  # type: ignore[attr-defined]
     return found
 
 

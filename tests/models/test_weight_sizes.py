@@ -71,7 +71,7 @@ def test_sizes_are_those_of_a_loaded_model(tmp_path: Path, name: str, kind: str)
     assert expected.in_memory == total - (expected.table if expected.mapped else 0)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8-fused", "gptq-mlp", "awq", "int8", "mixed"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8-fused", "gptq-mlp", "awq", "int8", "mixed", "nvfp4"])
 def test_sizes_of_quantised_weights(tmp_path: Path, kind: str) -> None:
     """From the config alone, and with what a loaded model knows of its checkpoint."""
     path = make_checkpoint(tmp_path, dataclasses.replace(QUANTISED, quantization=kind))

@@ -10,7 +10,9 @@ from vlm_serve.errors import CheckpointError, ModelNotFoundError
 
 INDEX_FILE = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-_CONFIG_FILES = ("config.json", "generation_config.json")
+SIDECAR = "hf_quant_config.json"
+"""What ModelOpt's older exports have instead of a quantization_config."""
+_CONFIG_FILES = ("config.json", "generation_config.json", SIDECAR)
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -11,7 +12,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.files import weight_files
+from vlm_serve.models.files import SIDECAR, weight_files
 
 _DOMAIN = b"vlm-serve weights 1"
 _MEMORY_FILE = "fingerprints.json"
@@ -26,7 +27,7 @@ _Entry = tuple[int, int, str]
 
 
 def fingerprint(path: Path | str) -> bytes:
-    """32-byte BLAKE3 over config.json and the content of every weight file.
+    """32-byte BLAKE3 over config.json, what ModelOpt has beside it, and every weight file.
 
     A file's digest is remembered by path, size and modification time in the user's cache directory
     (`$XDG_CACHE_HOME/vlm-serve`); where that is unwritable, files are hashed at every start.
@@ -66,7 +67,10 @@ def _config_digest(path: Path) -> bytes:
         raise CheckpointError("config.json cannot be read as JSON") from error
     if isinstance(config, dict):
         config = {name: value for name, value in config.items() if name not in _IDLE_FIELDS}
-    return blake3(json.dumps(config, sort_keys=True).encode()).digest()
+    digest = blake3(json.dumps(config, sort_keys=True).encode())
+    with contextlib.suppress(FileNotFoundError):
+        digest.update((path / SIDECAR).read_bytes())
+    return digest.digest()
 
 
 def _memory_path() -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config, read_json
+from vlm_serve.models.files import SIDECAR
 from vlm_serve.models.quantization.scheme import METHODS, QuantScheme
 from vlm_serve.models.spec import ModelSpec
 
@@ -62,10 +63,18 @@ def read_spec(path: Path | str) -> ModelSpec:
     """
     path = Path(path)
     if path.suffix == ".json":
-        return spec_of(read_json(path))
-    spec = spec_of(read_json(path / "config.json"))
+        return spec_of(_with_sidecar(path))
+    spec = spec_of(_with_sidecar(path / "config.json"))
     file = path / "generation_config.json"
     return replace(spec, generation=read_json(file) if file.is_file() else {})
+
+
+def _with_sidecar(path: Path) -> Mapping[str, Any]:
+    """A config.json, with what ModelOpt's older exports have beside it."""
+    raw, beside = read_json(path), path.with_name(SIDECAR)
+    if "quantization_config" in raw or not beside.is_file():
+        return raw
+    return {**raw, "quantization_config": {"quant_method": "modelopt", **read_json(beside)}}
 
 
 def spec_of(raw: Mapping[str, Any]) -> ModelSpec:

@@ -12,6 +12,7 @@ from quantised_weights import FORMATS
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.quantization.awq import Awq
 from vlm_serve.models.quantization.base import Format
+from vlm_serve.models.quantization.float4 import Mxfp4, Nvfp4
 from vlm_serve.models.quantization.float8 import Float8
 from vlm_serve.models.quantization.gptq import Gptq
 from vlm_serve.models.quantization.packed import Packed
@@ -123,6 +124,8 @@ def scheme(fields: Any) -> QuantScheme:
         (MIXED, "self_attn.q_proj", Float8(None)),
         (MIXED, "mlp.gate_proj", Packed(4, 128, True)),
         (MIXED, "mlp.down_proj", Packed(8, -1, True)),
+        (FORMATS["nvfp4"].config([], 32), "mlp.up_proj", Nvfp4()),
+        (FORMATS["mxfp4"].config([], 32), "mlp.up_proj", Mxfp4()),
     ],
 )
 def test_formats_of_modules(fields: Any, module: str, expected: Format | None) -> None:
@@ -177,8 +180,8 @@ def group(**changes: Any) -> dict[str, Any]:
     [
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' in quantization_config is"),
         (
-            {"quant_method": "modelopt"},
-            "not supported; supported are fp8, gptq, awq, compressed-tensors",
+            {"quant_method": "quark"},
+            "not supported; supported are fp8, gptq, awq, compressed-tensors, modelopt",
         ),
         ({"quant_method": ["fp8"]}, "quant_method .'fp8'. in quantization_config is not supported"),
         ({"bits": 4}, "quant_method None"),
@@ -210,11 +213,18 @@ def group(**changes: Any) -> dict[str, Any]:
             "4-bit int weights as 'nvfp4-pack-quantized'",
         ),
         (
-            group(weights={"num_bits": 4, "type": "float"}, format="nvfp4-pack-quantized"),
-            "group_0 of quantization_config stores 4-bit float weights as 'nvfp4-pack-quantized', "
+            group(weights={"num_bits": 6, "type": "float"}, format="mxfp6-pack-quantized"),
+            "group_0 of quantization_config stores 6-bit float weights as 'mxfp6-pack-quantized', "
             "which is not supported",
         ),
-        (group(weights=INT4 | {"type": "float"}, format="mxfp4-pack-quantized"), "mxfp4"),
+        (group(weights=INT4 | {"type": "float"}, format="mxfp4-pack-quantized"), "group_size 128"),
+        (
+            group(
+                weights={"num_bits": 4, "type": "float", "symmetric": False},
+                format="nvfp4-pack-quantized",
+            ),
+            "symmetric False in weights of group_0",
+        ),
         (group(weights=INT4 | {"num_bits": 2}), "num_bits 2 in weights of group_0"),
         (group(weights=INT4 | {"group_size": 7}), "group_size 7 in weights of group_0"),
         (group(weights=INT4 | {"strategy": "token"}), "strategy 'token' in weights of group_0"),
@@ -232,7 +242,15 @@ def test_what_is_not_supported_is_named(fields: Any, complaint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "integers"), [("fp8", False), ("fp8-channel", False), ("awq", True), ("mixed", True)]
+    ("kind", "integers"),
+    [
+        ("fp8", False),
+        ("fp8-channel", False),
+        ("awq", True),
+        ("mixed", True),
+        ("nvfp4", True),
+        ("nvfp4-modelopt", True),
+    ],
 )
 def test_whether_weights_are_integers(kind: str, integers: bool) -> None:
     """Beside those, and no others, activations may become integers."""

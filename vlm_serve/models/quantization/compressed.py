@@ -7,6 +7,7 @@ from typing import Any
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.quantization.base import GROUPS, Format
 from vlm_serve.models.quantization.fields import Fields
+from vlm_serve.models.quantization.float4 import Float4, Mxfp4, Nvfp4
 from vlm_serve.models.quantization.float8 import Float8
 from vlm_serve.models.quantization.packed import Packed
 from vlm_serve.models.quantization.rules import Rule, expression, rule
@@ -16,6 +17,10 @@ _ANY = "Linear"
 _EXPRESSION = "re:"
 _INTEGERS = ("pack-quantized", "int-quantized")
 _FLOATS = ("float-quantized", "naive-quantized")
+_FLOATS4: dict[str, Float4] = {
+    "nvfp4-pack-quantized": Nvfp4(),
+    "mxfp4-pack-quantized": Mxfp4(),
+}
 
 
 def groups_of(fields: Fields) -> tuple[tuple[Rule, ...], str | None]:
@@ -68,6 +73,10 @@ def _format(group: Fields, stored: str) -> Format | None:
             _refuse(group, stored, kind, bits)
         weights.expect("symmetric", True)
         return Float8(_block(weights, strategy))
+    if kind == "float" and bits == 4 and stored in _FLOATS4:
+        weights.expect("symmetric", True)
+        weights.expect("group_size", _FLOATS4[stored].group)
+        return _FLOATS4[stored]
     if kind != "int" or stored not in _INTEGERS:
         _refuse(group, stored, kind, bits)
     plain = stored == "int-quantized"
@@ -105,10 +114,10 @@ def _block(weights: Fields, strategy: object) -> tuple[int, int] | None:
 
 
 def _refuse(group: Fields, stored: str, kind: object, bits: object) -> None:
-    known = ", ".join((*_INTEGERS, *_FLOATS))
+    known = ", ".join((*_INTEGERS, *_FLOATS, *_FLOATS4))
     raise CheckpointError(
         f"{group.place} stores {bits}-bit {kind} weights as {stored!r}, which is not supported; "
-        f"supported are int4 and int8 and FP8 in {known}"
+        f"supported are int4, int8, FP8 and FP4 in {known}"
     )
 
 

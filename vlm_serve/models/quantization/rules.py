@@ -22,15 +22,18 @@ class Rule:
         names: whole names, or consecutive words of them: `mlp.gate` is in `layers.0.mlp.gate` and
             not in `layers.0.mlp.gate_proj`, and `visual` is in all modules below it.
         expressions: that match a name from its beginning.
+        anchored: whether a name's words must be the first ones, as of a module and all below it.
     """
 
     format: Format | None
     names: frozenset[str] = frozenset()
     expressions: tuple[re.Pattern[str], ...] = ()
+    anchored: bool = False
 
     def fits(self, module: str) -> bool:
         """Whether it is about a module."""
-        if self.names and not self.names.isdisjoint(_runs(plain_name(module))):
+        runs = _runs(plain_name(module), only_first=self.anchored)
+        if self.names and not self.names.isdisjoint(runs):
             return True
         return any(each.match(module) for each in self.expressions)
 
@@ -62,8 +65,8 @@ def plain_name(name: str) -> str:
     return _PREFIX.sub("", name)
 
 
-def _runs(module: str) -> Iterator[str]:
+def _runs(module: str, *, only_first: bool) -> Iterator[str]:
     words = module.split(".")
-    for first in range(len(words)):
+    for first in range(1 if only_first else len(words)):
         for last in range(first + 1, len(words) + 1):
             yield ".".join(words[first:last])

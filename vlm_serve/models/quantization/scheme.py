@@ -14,6 +14,7 @@ from vlm_serve.models.quantization.compressed import groups_of
 from vlm_serve.models.quantization.fields import Fields
 from vlm_serve.models.quantization.float8 import Float8
 from vlm_serve.models.quantization.gptq import Gptq
+from vlm_serve.models.quantization.modelopt import modelopt_rules
 from vlm_serve.models.quantization.rules import Rule, expression, rule
 
 _PLACES = ("quantization_config", "compression_config")
@@ -32,12 +33,15 @@ class QuantScheme:
         activations: what it says about them, in words.
         rules: in their order; the first one that fits a module decides.
         default: the format of modules that no rule fits.
+        lists_err: whether a weight that lies quantised in the checkpoint is so, where the config
+            calls it dense: ModelOpt's exports exclude heads that they quantise.
     """
 
     method: str
     activations: str
     rules: tuple[Rule, ...]
     default: Format | None
+    lists_err: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> QuantScheme | None:
@@ -60,13 +64,16 @@ class QuantScheme:
 
     def expected(self, weight: str) -> Format | None:
         """That which a weight most likely has, where its tensors cannot be looked at."""
-        return None if _USUALLY_DENSE.fullmatch(Names(weight).module) else self.format_of(weight)
+        module = Names(weight).module
+        named = any(each.format and each.names and each.fits(module) for each in self.rules)
+        usual = _USUALLY_DENSE.fullmatch(module) and not named
+        return None if usual else self.format_of(weight)
 
     def found(self, weight: str, tensors: Tensors) -> Format | None:
-        """That of a weight in a checkpoint; None if it lies there dense, whatever config.json says.
+        """That of a weight in a checkpoint; None if it lies there dense, whatever the config says.
 
         Raises:
-            CheckpointError: it lies there quantised, and config.json says that it is dense.
+            CheckpointError: it lies there quantised, and the config says that it is dense.
         """
         format_, names = self.format_of(weight), Names(weight)
         if format_ is not None:
@@ -74,6 +81,8 @@ class QuantScheme:
         known = [each.format for each in self.rules if each.format is not None]
         for other in [*known, *([self.default] if self.default else [])]:
             if other.holds(tensors, names):
+                if self.lists_err:
+                    return other
                 raise CheckpointError(
                     f"{other.mark(names)} is quantised, but quantization_config leaves "
                     f"{names.module} as it is"
@@ -82,7 +91,7 @@ class QuantScheme:
 
     @property
     def integers(self) -> bool:
-        """Whether some weights are integers."""
+        """Whether some weights are integers, or e2m1 numbers, which are whole in halves."""
         formats = [self.default, *(each.format for each in self.rules)]
         return any(each is not None and not isinstance(each, Float8) for each in formats)
 
@@ -171,6 +180,11 @@ def _compressed(fields: Fields) -> QuantScheme:
     return QuantScheme("compressed-tensors", _activations(activations), rules, None)
 
 
+def _modelopt(fields: Fields) -> QuantScheme:
+    rules, default, activations = modelopt_rules(fields)
+    return QuantScheme("modelopt", _activations(activations), rules, default, lists_err=True)
+
+
 def _activations(wanted: str | None) -> str:
     """What the checkpoint wants, in words."""
     if wanted is None:
@@ -183,6 +197,7 @@ _METHODS: dict[str, Callable[[Fields], QuantScheme]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
 }
 
 METHODS = tuple(_METHODS)

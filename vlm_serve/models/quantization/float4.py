@@ -1,0 +1,145 @@
+"""FP4: rows of e2m1 codes, two to a byte, low half first, with a scale of one byte per group of k.
+
+NVFP4 has groups of 16 with e4m3 scales, and one more float32 number for the whole weight:
+compressed-tensors divides by it (`weight_packed`, `weight_scale`, `weight_global_scale`), ModelOpt
+multiplies by it (`weight`, `weight_scale`, `weight_scale_2`). MXFP4 has groups of 32, whose scales
+are exponents of two (`weight_packed`, `weight_scale`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+
+import torch
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.kernels.linear import Part
+from vlm_serve.kernels.linear.codes import IntegerCodes
+from vlm_serve.models.quantization.base import (
+    Format,
+    Names,
+    OpenedIntegers,
+    Tensors,
+    group_of,
+    halves,
+    integers,
+    shaped,
+)
+from vlm_serve.models.quantization.gptq import whole_weight
+
+_E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+_HALF = 0.5
+"""What codes count in: twice a number is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Float4(Format):
+    """What both kinds have in common."""
+
+    @property
+    @abstractmethod
+    def group(self) -> int:
+        """Values of one scale."""
+
+    def mark(self, names: Names) -> str:
+        return names.of_weight("packed")
+
+    def open(self, tensors: Tensors, part: Part) -> OpenedFloat4:
+        names, (rows, depth) = whole_weight(part), part.sizes
+        mark = self.mark(names)
+        group = group_of(self.group, part, mark)
+        packed = integers(tensors, mark, (rows, depth // 2), torch.uint8)
+        factors, factor = self._scales(tensors, names, (rows, depth // group))
+        return OpenedFloat4(packed, factors, factor * _HALF, group)
+
+    def nbytes(self, columns: int, depth: int) -> int:
+        """With a factor per row, so that rows of several tensors lie below each other."""
+        return columns * (depth // 2 + -(-depth // self.group) + 4)
+
+    @abstractmethod
+    def _scales(
+        self, tensors: Tensors, names: Names, shape: tuple[int, int]
+    ) -> tuple[torch.Tensor, float]:
+        """Sound scales of one byte, and what all of them have to be multiplied by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4(Float4):
+    """`modelopt`: in the layout of ModelOpt, else in that of compressed-tensors."""
+
+    modelopt: bool = False
+
+    @property
+    def label(self) -> str:
+        return "NVFP4"
+
+    @property
+    def group(self) -> int:
+        return 16
+
+    def mark(self, names: Names) -> str:
+        return names.weight if self.modelopt else names.of_weight("packed")
+
+    def holds(self, tensors: Tensors, names: Names) -> bool:
+        mark = self.mark(names)
+        return mark in tensors and (not self.modelopt or tensors.stored(mark).dtype == torch.uint8)
+
+    def _scales(
+        self, tensors: Tensors, names: Names, shape: tuple[int, int]
+    ) -> tuple[torch.Tensor, float]:
+        name = names.of_weight("scale")
+        factors = integers(tensors, name, shape, _E4M3)
+        codes = factors.view(torch.uint8)
+        if bool(((codes & 0x7F) == 0x7F).any()):
+            raise CheckpointError(f"{name} holds scales that are NaN or infinite")
+        if bool((codes > 0x80).any()):
+            raise CheckpointError(f"{name} holds negative scales")
+        name = names.of_weight("scale_2" if self.modelopt else "global_scale")
+        factor = float(shaped(tensors, name, (1,), ()))
+        if not math.isfinite(factor) or factor < 0 or not (factor or self.modelopt):
+            raise CheckpointError(f"{name} is {factor}, expected a positive number")
+        return factors, factor if self.modelopt else 1 / factor
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4(Float4):
+    """In the layout of compressed-tensors."""
+
+    @property
+    def label(self) -> str:
+        return "MXFP4"
+
+    @property
+    def group(self) -> int:
+        return 32
+
+    def _scales(
+        self, tensors: Tensors, names: Names, shape: tuple[int, int]
+    ) -> tuple[torch.Tensor, float]:
+        name = names.of_weight("scale")
+        exponents = integers(tensors, name, shape, torch.uint8, _E8M0).view(torch.uint8)
+        if bool((exponents == 0xFF).any()):
+            raise CheckpointError(f"{name} holds scales that are NaN or infinite")
+        return exponents.view(_E8M0), 1.0
+
+
+class OpenedFloat4(OpenedIntegers):
+    """Bytes of consecutive k, row after row; `factor`: of all scales."""
+
+    def __init__(
+        self, packed: torch.Tensor, factors: torch.Tensor, factor: float, group: int
+    ) -> None:
+        super().__init__(factors, None, 4, group)
+        self._packed, self._factor = packed, factor
+
+    def piece(self, rows: range, columns: range, unit: int) -> IntegerCodes:
+        factors = torch.full((len(rows),), self._factor)
+        return replace(super().piece(rows, columns, unit), factors=factors, float4=True)
+
+    def unpacked(self, rows: range, columns: range) -> torch.Tensor:
+        first, last = columns.start // 2, -(-columns.stop // 2)
+        codes = halves(self._packed[rows.start : rows.stop, first:last], 4)
+        start = columns.start - first * 2
+        return codes[:, start : start + len(columns)]

@@ -1,0 +1,90 @@
+"""ModelOpt's configuration: one format for all modules but some, or a format for every module.
+
+It lies in config.json, or, as older exports have it, under `quantization` in a file of its own.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models.quantization.base import Format
+from vlm_serve.models.quantization.fields import Fields
+from vlm_serve.models.quantization.float4 import Nvfp4
+from vlm_serve.models.quantization.float8 import Float8
+from vlm_serve.models.quantization.rules import Rule, expression, plain_name, rule
+
+_MIXED = "MIXED_PRECISION"
+_STATIC = "static input_scale, in FP"
+_FORMATS: Mapping[str, tuple[Format, str | None]] = {
+    "NVFP4": (Nvfp4(modelopt=True), f"{_STATIC}4"),
+    "W4A16_NVFP4": (Nvfp4(modelopt=True), None),
+    "FP8": (Float8(None), f"{_STATIC}8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": (Float8(None), "dynamic, in FP8"),
+}
+"""By name: how weights are stored, and what is wanted of activations."""
+
+
+def modelopt_rules(fields: Fields) -> tuple[tuple[Rule, ...], Format | None, str | None]:
+    """Rules in the order in which they count, the format of all other modules, and what is said
+    about activations, if anything.
+
+    Raises:
+        CheckpointError: as from `QuantScheme.of`.
+    """
+    if "quantization" in fields.raw:
+        fields = Fields(fields.section("quantization"), f"quantization of {fields.place}")
+    kept = fields.names("exclude_modules") or fields.names("ignore")
+    rules, default, said = list(_rules(kept, None)), None, []
+    if _name(fields) == _MIXED:
+        by_format: dict[str, list[str]] = {}
+        for module, content in fields.section("quantized_layers").items():
+            own = Fields(content, f"{module} in quantized_layers of {fields.place}")
+            by_format.setdefault(_known(own), []).append(module)
+        if not by_format:
+            raise CheckpointError(f"{fields.place} has no quantized_layers")
+        # What has a format of its own has it, also where a wildcard excludes it.
+        rules = [each for name, own in by_format.items() for each in _layers(own, name)] + rules
+        said = [_FORMATS[name][1] for name in by_format]
+    else:
+        default, wanted = _FORMATS[_known(fields)]
+        said.append(wanted)
+    if fields.raw.get("kv_cache_quant_algo") or fields.raw.get("kv_cache_scheme"):
+        said.append("8-bit keys and values")
+    return tuple(rules), default, "; ".join(dict.fromkeys(filter(None, said))) or None
+
+
+def _layers(modules: list[str], name: str) -> Iterable[Rule]:
+    """The draft predictor's layers end in the words of the model's own: all words count."""
+    for each in _rules(modules, _FORMATS[name][0]):
+        yield replace(each, anchored=True)
+
+
+def _rules(modules: list[str], format_: Format | None) -> Iterable[Rule]:
+    """By names and wildcards, whose star stands for any number of words."""
+    yield rule([each for each in modules if "*" not in each], format_)
+    for each in modules:
+        if "*" in each:
+            text = fnmatch.translate(plain_name(each))
+            yield Rule(
+                format_, expressions=(expression(rf"(?:(?:model|language_model)\.)*{text}"),)
+            )
+
+
+def _known(fields: Fields) -> str:
+    name = _name(fields)
+    if name not in _FORMATS:
+        raise CheckpointError(
+            f"quant_algo {fields.raw.get('quant_algo')!r} in {fields.place} is not supported, only "
+            + " or ".join(map(repr, _FORMATS))
+        )
+    size = fields.raw.get("group_size")
+    if isinstance(_FORMATS[name][0], Nvfp4) and size not in (None, 16):
+        raise CheckpointError(f"group_size {size!r} in {fields.place} is not supported, only 16")
+    return name
+
+
+def _name(fields: Fields) -> str:
+    return str(fields.raw.get("quant_algo")).upper()
