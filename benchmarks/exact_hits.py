@@ -2,12 +2,13 @@
 about pictures where the model takes some, and of next turns over decoded answers.
 
     python benchmarks/exact_hits.py [--family qwen3_vl ...] [--pairs 200] [--speculative mtp]
-        [--quantization int8|int4] [--quantized-activations none|int8]
+        [--quantization int8|int4] [--stored-as nvfp4-modelopt] [--quantized-activations none|int8]
         [--tensor-parallel-size 2] [--isa avx2]
 
 A small random checkpoint of each family (all, if none is named) with weights in float32 and
-bfloat16; every pair in random company. With --speculative both sides draft, as many tokens as they
-find. With ranks both sides have as many. Exits with 1 if a pair differs.
+bfloat16, or quantised as published ones are (--stored-as); every pair in random company. With
+--speculative both sides draft, as many tokens as they find. With ranks both sides have as many.
+Exits with 1 if a pair differs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from families import FAMILIES
 from guesses import draft_freely
 from machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
+from quantised_weights import FORMATS
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.pipeline import Pipeline
@@ -76,7 +78,9 @@ def main() -> int:
         help="with drafts: suffix, or mtp and mtp,suffix of a family that has such a layer",
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
-    parser.add_argument("--quantization", choices=("int8", "int4"))
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--quantization", choices=("int8", "int4"))
+    how.add_argument("--stored-as", choices=FORMATS, default="")
     parser.add_argument("--quantized-activations", choices=("auto", "none", "int8"), default="auto")
     add_isa_argument(parser)
     given = parser.parse_args()
@@ -92,7 +96,7 @@ def main() -> int:
     different = 0
     for family in given.family:
         spec = replace(next(iter(FAMILIES[family].values())), dtype="bfloat16")
-        spec = replace(spec, mtp="mtp" in given.speculative)
+        spec = replace(spec, mtp="mtp" in given.speculative, quantization=given.stored_as)
         different += print_rows(family, spec, config, given.pairs)
     return 1 if different else 0
 

@@ -36,16 +36,23 @@ FEW = 8
 @dataclass(frozen=True)
 class Kind:
     """A format and its arithmetic: bits 16 are bfloat16, and 0 e4m3 in blocks of 128. `wide` scales
-    are bfloat16, where quantising makes smaller ones."""
+    are bfloat16, where quantising makes smaller ones; `float4` ones are those of e2m1 codes."""
 
     name: str
     bits: int
     dynamic: bool = False
     wide: bool = False
+    float4: torch.dtype | None = None
 
     def make(self, columns: int, depth: int) -> Linear:
         if self.bits == 16:
             return dense(torch.randn(columns, depth).bfloat16(), compiled=True)
+        if self.float4:
+            group = 16 if self.float4 == torch.float8_e4m3fn else 32
+            codes = torch.randint(16, (columns, depth), dtype=torch.uint8)
+            ones, factors = torch.ones(columns, depth // group), torch.full((columns,), 2.0**-6)
+            numbers = IntegerCodes(codes, ones.to(self.float4), None, 4, group, factors, True)
+            return PackedIntegers.of([numbers], columns, depth, dynamic=self.dynamic)
         if self.bits:
             group = GROUPS[self.bits][0]
             codes = torch.randint(1 << self.bits, (columns, depth), dtype=torch.uint8)
@@ -68,6 +75,9 @@ KINDS = (
     Kind("int4 dynamic", 4, dynamic=True),
     Kind("int4 exact wide", 4, wide=True),
     Kind("int4 dynamic wide", 4, dynamic=True, wide=True),
+    Kind("nvfp4 exact", 4, float4=torch.float8_e4m3fn),
+    Kind("nvfp4 dynamic", 4, dynamic=True, float4=torch.float8_e4m3fn),
+    Kind("mxfp4 dynamic", 4, dynamic=True, float4=torch.float8_e8m0fnu),
     Kind("fp8 exact", 0),
 )
 

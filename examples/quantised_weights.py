@@ -26,11 +26,13 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class Quantised:
-    """How a format writes a weight `[N, K]` of the module of that name, and its config."""
+    """How a format writes a weight `[N, K]` of the module of that name, and its config;
+    `algorithm`: what that calls the format of a module, where it lists them all."""
 
     write: Callable[[str, torch.Tensor, int], Tensors]
     config: Callable[[list[str], int], dict[str, Any]]
     fused: bool = False
+    algorithm: Callable[[str], str] | None = None
 
 
 def quantise_weights(
@@ -64,7 +66,15 @@ def quantization_config(
         for name, weight in weights.items()
         if weight.ndim >= 2 and not _chosen(name, weight)
     ]
-    return FORMATS[kind].config(kept, group)
+    fields, algorithm = FORMATS[kind].config(kept, group), FORMATS[kind].algorithm
+    if algorithm is not None:
+        fields["quantized_layers"] = {
+            own.removesuffix(".weight"): {"quant_algo": algorithm(own)}
+            for name, weight in weights.items()
+            if _chosen(name, weight)
+            for own, _ in _apart(name, weight, False, False)
+        }
+    return fields
 
 
 def _written(name: str, weight: torch.Tensor, chosen: Quantised, group: int, kind: str) -> Tensors:
@@ -238,6 +248,15 @@ def _nvfp4_modelopt(name: str, weight: torch.Tensor, group: int) -> Tensors:
     }
 
 
+def _mixed_modelopt(name: str, weight: torch.Tensor, group: int) -> Tensors:
+    if _MLP.fullmatch(name):
+        return _nvfp4_modelopt(name, weight, group)
+    scale = (weight.float().abs().amax() / 448).clamp(min=2.0**-60)
+    codes = (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    one = {f"{name.removesuffix('.weight')}.input_scale": torch.tensor(1.0)}
+    return {name: codes, f"{name}_scale": scale} | one
+
+
 def _mxfp4(name: str, weight: torch.Tensor, group: int) -> Tensors:
     del group
     top = weight.float().reshape(weight.shape[0], -1, 32).abs().amax(-1) / 6
@@ -354,14 +373,17 @@ def _float4_group(name: str, size: int, strategy: str) -> Callable[[int], dict[s
     return group_of
 
 
-def _modelopt_config(kept: list[str], group: int) -> dict[str, Any]:
-    del group
-    return {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "ignore": [*kept, "model.visual*"],
-        "producer": {"name": "modelopt", "version": "0.41.0"},
-    }
+def _modelopt_config(algorithm: str) -> Callable[[list[str], int], dict[str, Any]]:
+    def config(kept: list[str], group: int) -> dict[str, Any]:
+        del group
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": algorithm,
+            "ignore": [*kept, "model.visual*"],
+            "producer": {"name": "modelopt", "version": "0.41.0"},
+        }
+
+    return config
 
 
 FORMATS = {
@@ -381,7 +403,12 @@ FORMATS = {
         _mixed, _compressed(_integer_group(4, targets=r"re:.*\.mlp\..*"), _float8_group)
     ),
     "nvfp4": Quantised(_nvfp4_packed, _compressed(_float4_group("nvfp4", 16, "tensor_group"))),
-    "nvfp4-modelopt": Quantised(_nvfp4_modelopt, _modelopt_config),
+    "nvfp4-modelopt": Quantised(_nvfp4_modelopt, _modelopt_config("NVFP4")),
+    "mixed-modelopt": Quantised(
+        _mixed_modelopt,
+        _modelopt_config("MIXED_PRECISION"),
+        algorithm=lambda name: "W4A16_NVFP4" if _MLP.fullmatch(name) else "FP8",
+    ),
     "mxfp4": Quantised(_mxfp4, _compressed(_float4_group("mxfp4", 32, "group"))),
 }
 """By what `--quantization` calls them; those without another name are compressed-tensors'."""

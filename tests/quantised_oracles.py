@@ -188,7 +188,10 @@ def float4_scheme(kind: str) -> Any:
 
 
 def _modelopt(own: Tensors, fields: dict[str, Any], module: str) -> torch.Tensor:
-    """By compressed-tensors, which divides by what ModelOpt multiplies by."""
+    """FP8 by its definition, FP4 by compressed-tensors, which divides by what ModelOpt multiplies
+    by."""
+    if _is_float8(own["weight"]):
+        return own["weight"].float() * own["weight_scale"]
     named = {
         "weight_packed": own["weight"],
         "weight_scale": own["weight_scale"],

@@ -214,16 +214,20 @@ class _Formats:
         if self._bits is not None:
             return loading_format(self._bits, part, part.sizes[1])
         scheme = self._scheme
-        if scheme is None or self._quantised is None:
-            return None if scheme is None else scheme.expected(part.name)
+        if scheme is None:
+            return None
         names = [part.name]
         if part.index is not None:
             # Checkpoints may hold each expert by itself.
             place, _, kind = part.name.rpartition(".")
             own = "down" if kind == "down_proj" else "gate"
             names.append(f"{place}.{part.index}.{own}_proj.weight")
-        held = not self._quantised.isdisjoint(map(plain_name, names))
-        return scheme.format_of(part.name) if held else None
+        if self._quantised is None:
+            found = map(scheme.expected, names)
+        else:
+            held = (name for name in names if plain_name(name) in self._quantised)
+            found = map(scheme.format_of, held)
+        return next(filter(None, found), None)
 
 
 def _name(dtype: torch.dtype) -> str:

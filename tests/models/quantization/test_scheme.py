@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_weights import FORMATS
+from quantised_weights import FORMATS, quantization_config
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.quantization.awq import Awq
@@ -142,7 +142,8 @@ def test_what_is_usually_dense_is_expected_to_be(fields: Any, weight: str) -> No
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_the_config_may_be_with_the_language_model_or_have_an_older_name(kind: str) -> None:
-    fields = FORMATS[kind].config(["lm_head"], 32)
+    names = ("lm_head.weight", "model.layers.0.mlp.up_proj.weight")
+    fields = quantization_config({name: torch.zeros(64, 64) for name in names}, kind, 32)
     expected = QuantScheme.of({"quantization_config": fields})
     assert expected is not None and expected.expected("lm_head.weight") is None
     assert QuantScheme.of({"text_config": {"quantization_config": fields}}) == expected
