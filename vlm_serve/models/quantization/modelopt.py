@@ -37,7 +37,8 @@ def modelopt_rules(fields: Fields) -> tuple[tuple[Rule, ...], Format | None, str
     if "quantization" in fields.raw:
         fields = Fields(fields.section("quantization"), f"quantization of {fields.place}")
     kept = fields.names("exclude_modules") or fields.names("ignore")
-    rules, default, said = list(_rules(kept, None)), None, []
+    rules, default = list(_rules(kept, None)), None
+    said: list[str | None] = []
     if _name(fields) == _MIXED:
         by_format: dict[str, list[str]] = {}
         for module, content in fields.section("quantized_layers").items():
@@ -48,7 +49,8 @@ def modelopt_rules(fields: Fields) -> tuple[tuple[Rule, ...], Format | None, str
         # What has a format of its own has it, also where a wildcard excludes it.
         rules = [each for name, own in by_format.items() for each in _layers(own, name)] + rules
         said = [_FORMATS[name][1] for name in by_format]
-    else:
+    elif fields.raw.get("quant_algo") is not None:
+        # Without one the keys and values alone are quantised.
         default, wanted = _FORMATS[_known(fields)]
         said.append(wanted)
     if fields.raw.get("kv_cache_quant_algo") or fields.raw.get("kv_cache_scheme"):
