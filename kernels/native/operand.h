@@ -20,7 +20,7 @@ class Operand {
     void take(int64_t rows, const Weight& weight, const At& at) {
         const int64_t depth = weight.depth, type = weight.type;
         rows_ = rows;
-        pairs_ = in_pairs<T>(type);
+        pairs_ = in_pairs<T>(weight);
         in_tiles_ = vlm::in_tiles<T>(weight) && (pairs_ || rows > WHOLE_ROWS);
         if (in_tiles_ && pairs_) return take_tiles(rows, depth, at);
         if (in_tiles_) return take_byte_tiles<T>(rows, weight, at);

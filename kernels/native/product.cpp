@@ -246,6 +246,8 @@ void finish(const Weight& weight, int64_t index, int64_t rows, float* sums) {
 // All but what `finish` does.
 void multiply_all(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
     if (in_one_loop(weight, x)) return multiply_integer_row(weight, panels, x, sums);
+    if (x.in_tiles() && weight.type == FLOAT8)
+        return multiply_float8_tiles(weight, panels, x, sums);
     if (x.in_tiles() && !is_codes(weight.type)) return multiply_tiles(weight, panels, x, sums);
     for (int64_t p = 0; p < panels.count; ++p, sums += x.rows() * PANEL)
         if (is_codes(weight.type))

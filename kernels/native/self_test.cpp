@@ -121,9 +121,9 @@ void products(Digest& digest, int64_t type) {
 
 // Rows times a weight of codes, with and without zero points, which e2m1 has none of. Any words are
 // such a weight, and any bytes its scales if they are of one byte, but for e8m0.
-template <typename X>
+template <typename X, int64_t GROUP = 48>
 void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale_type = FLOAT16) {
-    constexpr int64_t DEEP = 384, GROUP = 48, COLUMNS = 72, MOST = 50;
+    constexpr int64_t DEEP = 384, COLUMNS = 72, MOST = 50;
     Draw draw{6};
     const int64_t panels = (COLUMNS + PANEL - 1) / PANEL, groups = panels * (DEEP / GROUP) * PANEL;
     std::vector<uint32_t> words(panels * panel_bytes(DEEP, type) / 4);
@@ -288,6 +288,7 @@ void self_test(uint64_t* digests) {
     if (!PAIR_PRODUCTS) return;
     // On top of the others, since whoever multiplies pairs computes the rest in float32.
     products<bf16, bf16>(digest, BFLOAT16);
+    coded_products<bf16, 96>(digest, FLOAT8, 0);
     for (int64_t form : {KV_BFLOAT16, KV_FLOAT8, KV_INT8}) attentions<bf16>(digest, form);
     digests[1] = digest.value;
 }

@@ -18,4 +18,8 @@ void multiply_tiles(const Weight& weight, const Panels& panels, const Operand& x
 void multiply_tiles(const Weight& weight, const Panels& panels, const Operand& x, float* room,
                     const Complete& complete);
 
+// Of codes of e4m3, group by group as grouped.h has it.
+void multiply_float8_tiles(const Weight& weight, const Panels& panels, const Operand& x,
+                           float* sums);
+
 }  // namespace vlm

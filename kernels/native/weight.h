@@ -114,14 +114,16 @@ inline const char* panel_at(const Weight& weight, int64_t index) {
 }
 
 // Whether rows of T meet such a weight in products of pairs, or in products of tiles, also of
-// bytes.
+// bytes. Codes that become pairs do so for tiles alone.
 template <typename T>
-inline bool in_pairs(int64_t type) {
-    return PAIR_PRODUCTS && sizeof(T) == 2 && type == BFLOAT16;
+inline bool in_pairs(const Weight& weight) {
+    if (weight.type == FLOAT8)
+        return TILE_PRODUCTS && sizeof(T) == 2 && weight.group % TILE_DEPTH == 0 && !weight.zeros;
+    return PAIR_PRODUCTS && sizeof(T) == 2 && weight.type == BFLOAT16;
 }
 template <typename T>
 inline bool in_tiles(const Weight& weight) {
-    return TILE_PRODUCTS && (weight.dynamic || in_pairs<T>(weight.type));
+    return TILE_PRODUCTS && (weight.dynamic || in_pairs<T>(weight));
 }
 
 // Most rows of an operand of such a depth, in products of tiles or others.

@@ -1,6 +1,7 @@
 // vlm_linear and vlm_pack.
 #include "byte_tiles.cpp"
 #include "cases.h"
+#include "float8_tiles.cpp"
 #include "grouped.cpp"
 #include "integers.cpp"
 #include "linear.cpp"
@@ -223,6 +224,59 @@ static void tile_products() {
         }
 }
 
+// Products of groups of e4m3 codes as grouped.h describes them where there are tiles.
+static void float8_tile_products() {
+    constexpr int64_t COLUMNS = 45, DEEP = 384, GROUP = 96;
+    const int64_t panels = (COLUMNS + vlm::PANEL - 1) / vlm::PANEL, groups = DEEP / GROUP;
+    for (int64_t rows : {1, 16, 17, 32, 33, 300}) {
+        const std::string name = "tiles/float8/" + std::to_string(rows);
+        Random random(name);
+        std::vector<uint8_t> codes(panels * vlm::PANEL * DEEP);
+        for (uint8_t& code : codes) code = random.below(256);
+        const std::vector<float> scales = random.numbers(panels * groups * vlm::PANEL);
+        const std::vector<bf16> x = random.numbers<bf16>(rows * DEEP, 2.0f);
+        const vlm::Weight weight{.packed = codes.data(),
+                                 .bias = nullptr,
+                                 .columns = COLUMNS,
+                                 .depth = DEEP,
+                                 .type = vlm::FLOAT8,
+                                 .scales = scales.data(),
+                                 .zeros = nullptr,
+                                 .group = GROUP,
+                                 .scale_type = vlm::FLOAT32,
+                                 .dynamic = 0,
+                                 .factors = nullptr};
+        std::vector<bf16> got(rows * COLUMNS), wanted(rows * COLUMNS);
+        const vlm::Projection job{.weight = weight,
+                                  .rows = rows,
+                                  .x_stride = DEEP,
+                                  .other_stride = 0,
+                                  .use = vlm::PLAIN,
+                                  .threads = 2,
+                                  .x = x.data(),
+                                  .other = nullptr,
+                                  .out = got.data()};
+        must(vlm_linear(&job, 16), "vlm_linear");
+        for (int64_t c = 0; c < COLUMNS; ++c) {
+            std::vector<bf16> column(DEEP);
+            const uint8_t* panel = &codes[c / vlm::PANEL * vlm::PANEL * DEEP];
+            for (int64_t k = 0; k < DEEP; ++k) {
+                const int8_t code = panel[k / 4 * 4 * vlm::PANEL + c % vlm::PANEL * 4 + k % 4];
+                vlm::store_one(&column[k], vlm::from_float8(vlm::Words{} + (uint32_t)code)[0]);
+            }
+            const float* scale = &scales[c / vlm::PANEL * groups * vlm::PANEL + c % vlm::PANEL];
+            for (int64_t r = 0; r < rows; ++r) {
+                float total = 0.0f;
+                for (int64_t g = 0; g < groups; ++g)
+                    total = std::fma(in_tiles(&x[r * DEEP + g * GROUP], &column[g * GROUP], GROUP),
+                                     scale[g * vlm::PANEL], total);
+                vlm::store_one(&wanted[r * COLUMNS + c], total);
+            }
+        }
+        expect(alike(got, wanted), 16, name, "from the definition");
+    }
+}
+
 static void packings() {
     for (int64_t type : {vlm::FLOAT32, vlm::BFLOAT16, vlm::FLOAT16}) {
         const std::string name = std::string("vlm_pack/") + TYPES[type];
@@ -240,6 +294,7 @@ void linear_cases() {
     products<float>();
     products<bf16>();
     if (vlm::TILE_PRODUCTS) tile_products();
+    if (vlm::TILE_PRODUCTS) float8_tile_products();
     coded_products<float>();
     coded_products<bf16>();
 }

@@ -1,0 +1,213 @@
+// The kernels of grouped.h for rows of bfloat16 and codes that bfloat16 holds exactly, e4m3: the
+// sums of their groups are computed by tiles (AMX).
+#include "grouped.h"
+#include "tile_registers.h"
+#include "tiles.h"
+
+namespace vlm {
+
+#if VLM_TILES
+
+namespace {
+
+constexpr int64_t FLOAT8_AHEAD = 8192;  // bytes between what is used and what is asked for
+constexpr int64_t FLOAT8_K = 128;       // of a panel's part that stays in the L1 cache, about
+constexpr int64_t PAIRS_BYTES = PANEL * 4, FLOAT8_BLOCK_BYTES = TILE_DEPTH / 2 * PAIRS_BYTES;
+constexpr int64_t SUM_BYTES = PANEL * sizeof(float);
+
+// Bytes 0 and 1 of every word, or 2 and 3, as its halves.
+template <bool UPPER>
+VLM_INLINE __m512i bytes_apart(__m512i words) {
+    constexpr int FIRST = UPPER ? 0x8003'8002 : 0x8001'8000;
+    const __m128i places =
+        _mm_setr_epi32(FIRST, FIRST + 0x0004'0004, FIRST + 0x0008'0008, FIRST + 0x000c'000c);
+    return _mm512_shuffle_epi8(words, _mm512_broadcast_i32x4(places));
+}
+
+// e4m3 codes in halves of words as bfloat16, whose exponent begins elsewhere; numbers below the
+// least normal one are looked up.
+VLM_INLINE __m512i to_bfloat16(__m512i codes) {
+    const __m128i below = _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60);
+    const __m512i bits = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
+    const __m512i sign = _mm512_slli_epi16(_mm512_sub_epi16(codes, bits), 8);
+    const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(bits, 4), _mm512_set1_epi16(0x3c00));
+    const __mmask32 small = _mm512_cmplt_epu16_mask(bits, _mm512_set1_epi16(8));
+    const __m512i size =
+        _mm512_mask_permutexvar_epi16(normal, small, bits, _mm512_broadcast_i32x4(below));
+    return _mm512_or_si512(size, sign);
+}
+
+// Some k of a panel as a tile has them: `[k / 2, 32]` pairs.
+void widen_float8(const char* words, int64_t count, char* to) {
+    for (int64_t k = 0; k < count; k += 4, to += 2 * PAIRS_BYTES)
+        for (int64_t at = 0; at < PAIRS_BYTES; at += 64, words += 64) {
+            ask_for_line(words + FLOAT8_AHEAD);
+            const __m512i codes = _mm512_loadu_si512(words);
+            _mm512_store_si512(to + at, to_bfloat16(bytes_apart<false>(codes)));
+            _mm512_store_si512(to + at + PAIRS_BYTES, to_bfloat16(bytes_apart<true>(codes)));
+        }
+}
+
+// The sums of one or two tiles of rows that lie `apart` bytes from each other.
+template <bool TWO>
+struct TileSums {
+    static VLM_INLINE void begin() {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (TWO) _tile_zero(2);
+        if (TWO) _tile_zero(3);
+    }
+    static VLM_INLINE void add(const char* rows, int64_t apart, const char* columns) {
+        _tile_loadd(6, columns, PAIRS_BYTES);
+        _tile_loadd(4, rows, 64);
+        _tile_loadd(7, columns + 64, PAIRS_BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        if (TWO) _tile_loadd(5, rows + apart, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        if (TWO) _tile_dpbf16ps(2, 5, 6);
+        if (TWO) _tile_dpbf16ps(3, 5, 7);
+    }
+    static VLM_INLINE void end(float* to) {
+        _tile_stored(0, to, SUM_BYTES);
+        _tile_stored(1, to + LANES, SUM_BYTES);
+        if (TWO) _tile_stored(2, to + TILE_ROWS * PANEL, SUM_BYTES);
+        if (TWO) _tile_stored(3, to + TILE_ROWS * PANEL + LANES, SUM_BYTES);
+        TileRegisters::written();
+    }
+};
+
+// total = group's sum * scale + total
+VLM_INLINE void fold_group(const float* whole, int64_t rows, const GroupScales& of, bool fresh,
+                           float* sums) {
+    for (const float* end = whole + rows * PANEL; whole < end; whole += PANEL, sums += PANEL)
+#pragma GCC unroll 2
+        for (int j = 0; j < REGISTERS; ++j) {
+            const Floats before = fresh ? Floats{} : read<Floats>(sums + j * WIDTH);
+            const Floats total = fused(read<Floats>(whole + j * WIDTH), of.scale[j], before);
+            std::memcpy(sums + j * WIDTH, &total, sizeof total);
+        }
+}
+
+// What is done with the sums of a group when those of the next one are under way: it takes as long
+// until they can be read.
+class LateFolding {
+  public:
+    explicit LateFolding(int64_t rows) : rows_(rows) {}
+
+    // Where the sums of the next group go.
+    float* place() { return whole_[next_]; }
+
+    void add(const GroupScales& of, bool fresh, float* sums) {
+        end();
+        of_ = of, fresh_ = fresh, sums_ = sums;
+        next_ = !next_;
+    }
+
+    void end() {
+        if (sums_) fold_group(whole_[!next_], rows_, of_, fresh_, sums_);
+        sums_ = nullptr;
+    }
+
+  private:
+    int64_t rows_;
+    GroupScales of_;
+    float* sums_ = nullptr;
+    bool fresh_ = false, next_ = false;
+    alignas(64) float whole_[2][2 * TILE_ROWS * PANEL];
+};
+
+// Up to two tiles of rows meet a block while those behind it are widened.
+template <bool TWO>
+void few_float8_rows(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
+    constexpr int64_t LEAD = 2, KEPT = 4;
+    const int64_t groups = weight.depth / weight.group, blocks = weight.group / TILE_DEPTH;
+    const int64_t row_bytes = std::min(x.rows(), TILE_ROWS) * 64,
+                  all = panels.count * groups * blocks;
+    const char* words = panel_at(weight, panels.first);
+    alignas(64) char kept[KEPT][FLOAT8_BLOCK_BYTES];
+    int64_t wide = 0, used = 0;
+    auto widen = [&]() __attribute__((always_inline)) {
+        if (wide < all) widen_float8(words, TILE_DEPTH, kept[wide % KEPT]);
+        words += TILE_DEPTH * PANEL;
+        ++wide;
+        TileRegisters::written();
+    };
+    for (int64_t i = 0; i < LEAD; ++i) widen();
+    LateFolding late(x.rows());
+    for (int64_t p = 0; p < panels.count; ++p, sums += x.rows() * PANEL) {
+        const PanelScales scales(weight, panels.first + p);
+        const char* rows = (const char*)x.tile(0);
+        for (int64_t group = 0; group < groups; ++group) {
+            TileSums<TWO>::begin();
+            for (int64_t block = 0; block < blocks; ++block, rows += row_bytes) {
+                widen();
+                TileSums<TWO>::add(rows, x.tile_bytes(), kept[used++ % KEPT]);
+            }
+            TileSums<TWO>::end(late.place());
+            late.add(scales.of(group), group == 0, sums);
+        }
+    }
+    late.end();
+}
+
+// Some groups of a panel for up to two tiles of rows.
+template <bool TWO>
+void add_float8_groups(const char* rows, int64_t row_bytes, int64_t apart, const char* columns,
+                       int64_t blocks, const GroupScales* scales, int64_t groups, int64_t count,
+                       bool fresh, float* sums) {
+    LateFolding late(count);
+    for (int64_t group = 0; group < groups; ++group) {
+        TileSums<TWO>::begin();
+        for (int64_t block = 0; block < blocks; ++block) {
+            TileSums<TWO>::add(rows, apart, columns);
+            rows += row_bytes;
+            columns += FLOAT8_BLOCK_BYTES;
+        }
+        TileSums<TWO>::end(late.place());
+        late.add(scales[group], fresh && group == 0, sums);
+    }
+    late.end();
+}
+
+void multiply_float8_panel(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+    const char* words = panel_at(weight, index);
+    const PanelScales all(weight, index);
+    const int64_t size = weight.group, groups = weight.depth / size, some = FLOAT8_K / size;
+    const int64_t row_bytes = std::min(x.rows(), TILE_ROWS) * 64, blocks = size / TILE_DEPTH;
+    alignas(64) char columns[FLOAT8_K * PANEL * 2];
+    GroupScales scales[FLOAT8_K / TILE_DEPTH];
+    for (int64_t begin = 0; begin < groups; begin += some) {
+        const int64_t part = std::min(some, groups - begin);
+        widen_float8(words + begin * size * PANEL, part * size, columns);
+        for (int64_t group = 0; group < part; ++group) scales[group] = all.of(begin + group);
+        TileRegisters::written();
+        for (int64_t tile = 0; tile < x.tiles(); tile += 2) {
+            const int64_t first = tile * TILE_ROWS;
+            const auto add =
+                tile + 1 < x.tiles() ? add_float8_groups<true> : add_float8_groups<false>;
+            add((const char*)x.tile(tile) + begin * blocks * row_bytes, row_bytes, x.tile_bytes(),
+                columns, blocks, scales, part, std::min(2 * TILE_ROWS, x.rows() - first),
+                begin == 0, sums + first * PANEL);
+        }
+    }
+}
+
+}  // namespace
+
+void multiply_float8_tiles(const Weight& weight, const Panels& panels, const Operand& x,
+                           float* sums) {
+    const TileRegisters registers(std::min(x.rows(), TILE_ROWS), 64);
+    if (x.tiles() <= 2)
+        return (x.tiles() == 2 ? few_float8_rows<true> : few_float8_rows<false>)(weight, panels, x,
+                                                                                 sums);
+    for (int64_t p = 0; p < panels.count; ++p, sums += x.rows() * PANEL)
+        multiply_float8_panel(weight, panels.first + p, x, sums);
+}
+
+#else
+
+void multiply_float8_tiles(const Weight&, const Panels&, const Operand&, float*) {}
+
+#endif
+
+}  // namespace vlm
