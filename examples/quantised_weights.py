@@ -215,9 +215,9 @@ def _float4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """uint8 `[N, K / 2]` e2m1 codes, the first in the low bits; scales `[N, K / group]`."""
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     grouped = weight.float().reshape(*scale.shape, -1) / scale[..., None].clamp(min=2.0**-126)
-    codes = torch.bucketize(grouped.abs(), (numbers[1:] + numbers[:-1]) / 2)
-    codes += 8 * grouped.signbit()
-    pairs = codes.byte().view(len(codes), -1, 2)
+    between = (numbers[1:] + numbers[:-1]) / 2
+    codes = torch.bucketize(grouped.abs(), between, out_int32=True).byte()
+    pairs = (codes + 8 * grouped.signbit()).view(len(codes), -1, 2)
     return pairs[..., 0] | pairs[..., 1] << 4
 
 

@@ -61,7 +61,7 @@ def test_models_lists_what_can_be_served(capsys: pytest.CaptureFixture[str]) -> 
         "state": False,
         "experts": True,
         "compiled_step": True,
-        "quantised": ["fp8", "gptq", "awq", "compressed-tensors"],
+        "quantised": ["fp8", "gptq", "awq", "compressed-tensors", "modelopt"],
     }
     assert listed["qwen3_next"]["media"] == []
 

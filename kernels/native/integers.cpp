@@ -18,11 +18,10 @@ inline Words four_of(const float* word) {
     return bits - Words{};
 }
 
-// How many words of a row meet a word of codes, and what each of them meets; what the usual weight
-// of the kind has: scales of a type, of so many k each.
+// How many words of a row meet a word of codes, and what each of them meets; of some also what the
+// usual weight of the kind has: scales of a type, of so many k each.
 struct ByteWords {
     static constexpr int COUNT = 1;
-    static constexpr int64_t SCALES = BFLOAT16, GROUP = 32;
     static VLM_INLINE Words part(Words word, int) { return word; }
 };
 
@@ -61,13 +60,16 @@ struct RowGroup {
 
 // What `make` gives for a constant number of k in a group of a row, and for whether the weight is
 // plain: every such group has scales of its own, of the usual type, and there are no zero points.
-template <typename Function, typename Kind, typename Make>
+// Only some are worth what compiling such ones takes.
+template <typename Function, typename Kind, bool WORTH, typename Make>
 Function by_groups(const Weight& weight, const Make& make) {
     constexpr std::integral_constant<int64_t, 16> SMALL{};
     constexpr std::integral_constant<int64_t, 32> LARGE{};
-    constexpr std::integral_constant<int64_t, Kind::GROUP> USUAL{};
-    if (weight.group == USUAL && weight.scale_type == Kind::SCALES && !weight.zeros)
-        return make(USUAL, std::true_type());
+    if constexpr (WORTH) {
+        constexpr std::integral_constant<int64_t, Kind::GROUP> USUAL{};
+        if (weight.group == USUAL && weight.scale_type == Kind::SCALES && !weight.zeros)
+            return make(USUAL, std::true_type());
+    }
     if (row_group(weight) == SMALL) return make(SMALL, std::false_type());
     return make(LARGE, std::false_type());
 }
@@ -81,7 +83,7 @@ VLM_INLINE void settle(Weight& weight, int64_t size) {
 // Where a panel ends is a matter of numbers alone.
 template <typename Kind, int64_t SIZE, bool PLAIN>
 void half_byte_row(Weight weight, const Panels& panels, const float* x, float* sums) {
-    if (PLAIN) settle<Kind>(weight, SIZE);
+    if constexpr (PLAIN) settle<Kind>(weight, SIZE);
     constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
@@ -129,7 +131,7 @@ void half_byte_row(Weight weight, const Panels& panels, const float* x, float* s
 template <typename Kind, int ROWS, int64_t SIZE, bool PLAIN>
 void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, int64_t end,
                   float* sums) {
-    if (PLAIN) settle<Kind>(weight, SIZE);
+    if constexpr (PLAIN) settle<Kind>(weight, SIZE);
     const PanelScales all(weight, index);
     constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
     constexpr bool KEPT = ROWS * REGISTERS <= MOST_KEPT;
@@ -216,7 +218,8 @@ typedef void (*IntegerTile)(Weight, int64_t, const float*, int64_t, int64_t, flo
 
 template <typename Kind>
 IntegerTile integer_tile_of(const Weight& weight, int64_t rows) {
-    return by_groups<IntegerTile, Kind>(weight, [=](auto size, auto plain) {
+    constexpr bool WORTH = std::is_same_v<Kind, HalfByteWords>;
+    return by_groups<IntegerTile, Kind, WORTH>(weight, [=](auto size, auto plain) {
         return by_rows<IntegerTile>(rows, [](auto count) {
             return integer_tile<Kind, count, decltype(size)::value, decltype(plain)::value>;
         });
@@ -238,7 +241,7 @@ template <typename Kind>
 void multiply_row_by_fours(const Weight& weight, const Panels& panels, const float* x,
                            float* sums) {
     typedef void (*Row)(Weight, const Panels&, const float*, float*);
-    const auto row = by_groups<Row, Kind>(weight, [](auto size, auto plain) -> Row {
+    const auto row = by_groups<Row, Kind, true>(weight, [](auto size, auto plain) -> Row {
         return half_byte_row<Kind, decltype(size)::value, decltype(plain)::value>;
     });
     row(weight, panels, x, sums);

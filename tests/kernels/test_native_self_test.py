@@ -21,6 +21,7 @@ from vlm_serve.kernels.native_self_test import Digests, run
 NEEDED = (
     "attention",
     "byte_tiles",
+    "float8_tiles",
     "grouped",
     "integers",
     "layout",

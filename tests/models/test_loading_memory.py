@@ -25,7 +25,7 @@ SPEC = CheckpointSpec(
     hidden_size=1024, intermediate_size=6144, vocab_size=24_000, num_layers=4, dtype="bfloat16"
 )
 # Groups of 128: the scales of smaller ones take more of a file than zero points add in memory.
-FORMATS = ("fp8", "gptq", "awq", "int8", "mixed", "nvfp4-modelopt")
+FORMATS = ("fp8", "awq", "mixed", "nvfp4-modelopt")
 # It stops before and after loading, so that its parent can look.
 CHILD = """
 import dataclasses, json, sys
