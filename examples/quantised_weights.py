@@ -216,8 +216,8 @@ def _float4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     grouped = weight.float().reshape(*scale.shape, -1) / scale[..., None].clamp(min=2.0**-126)
     between = (numbers[1:] + numbers[:-1]) / 2
-    codes = torch.bucketize(grouped.abs(), between, out_int32=True).byte()
-    pairs = (codes + 8 * grouped.signbit()).view(len(codes), -1, 2)
+    codes = torch.bucketize(grouped.abs(), between, out_int32=True)
+    pairs = (codes + 8 * grouped.signbit()).byte().view(len(codes), -1, 2)
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
