@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import quantised_oracles
 import torch
+from memory_checkpoint import MemoryCheckpoint
 from quantised_codes import dequantised, generator
 
 from vlm_serve.errors import CheckpointError
@@ -21,20 +22,9 @@ KINDS: dict[str, Float4] = {
     "nvfp4-modelopt": Nvfp4(modelopt=True),
     "mxfp4": Mxfp4(),
 }
-Tensors = dict[str, torch.Tensor]
 
 
-class Checkpoint(Tensors):
-    """Tensors in memory."""
-
-    def shape_of(self, name: str) -> tuple[int, ...] | None:
-        return tuple(self[name].shape) if name in self else None
-
-    def stored(self, name: str) -> torch.Tensor:
-        return self[name]
-
-
-def written(kind: str) -> tuple[Checkpoint, torch.Tensor]:
+def written(kind: str) -> tuple[MemoryCheckpoint, torch.Tensor]:
     """A weight of random numbers that the format holds, which compressed-tensors has packed, and
     the weight as that reads it, float32."""
     known, draw = quantised_oracles.compressed_tensors(), generator(1)
@@ -62,10 +52,10 @@ def written(kind: str) -> tuple[Checkpoint, torch.Tensor]:
             "weight_scale": packed["weight_scale"],
             "weight_scale_2": 1 / packed["weight_global_scale"][0],
         }
-    return Checkpoint({f"w.{name}": each for name, each in packed.items()}), weight
+    return MemoryCheckpoint({f"w.{name}": each for name, each in packed.items()}), weight
 
 
-def read(kind: str, tensors: Checkpoint, part: Part, shard: Shard | None) -> torch.Tensor:
+def read(kind: str, tensors: MemoryCheckpoint, part: Part, shard: Shard | None) -> torch.Tensor:
     found = [*pieces(KINDS[kind].open(tensors, part), part, shard)]
     assert all(isinstance(each, IntegerCodes) and each.float4 for each in found)
     return torch.cat([dequantised(each) for each in found])
@@ -95,7 +85,7 @@ def test_ranges_and_shards(kind: str, axis: int) -> None:
 
 
 def test_a_dense_weight_of_modelopts_is_none() -> None:
-    tensors = Checkpoint({"w.weight": torch.zeros(ROWS, DEPTH, dtype=torch.bfloat16)})
+    tensors = MemoryCheckpoint({"w.weight": torch.zeros(ROWS, DEPTH, dtype=torch.bfloat16)})
     assert not Nvfp4(modelopt=True).holds(tensors, Names("w.weight"))
 
 
@@ -146,7 +136,7 @@ def test_scales_of_zero_are_legitimate() -> None:
 
 def test_columns_that_groups_do_not_fill() -> None:
     with pytest.raises(CheckpointError, match="groups of 32 do not fit the 48 columns of w.weight"):
-        Mxfp4().open(Checkpoint(), Part("w.weight", (ROWS, 48)))
+        Mxfp4().open(MemoryCheckpoint(), Part("w.weight", (ROWS, 48)))
 
 
 def test_exponents_of_a_type_of_their_own() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
+from memory_checkpoint import MemoryCheckpoint
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models import load_model, read_spec
@@ -110,20 +111,14 @@ def test_what_is_not_supported_is_named(fields: Any, complaint: str) -> None:
         scheme(fields)
 
 
-class Held(dict[str, torch.Tensor]):
-    """Tensors in memory."""
-
-    def shape_of(self, name: str) -> tuple[int, ...] | None:
-        return tuple(self[name].shape) if name in self else None
-
-    def stored(self, name: str) -> torch.Tensor:
-        return self[name]
-
-
 def test_a_head_that_lies_quantised_is_so_though_it_is_excluded() -> None:
     codes, dense = torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(4, 16)
-    assert scheme(WHOLE).found("lm_head.weight", Held({"lm_head.weight": codes})) == NVFP4
-    assert scheme(WHOLE).found("lm_head.weight", Held({"lm_head.weight": dense})) is None
+    assert (
+        scheme(WHOLE).found("lm_head.weight", MemoryCheckpoint({"lm_head.weight": codes})) == NVFP4
+    )
+    assert (
+        scheme(WHOLE).found("lm_head.weight", MemoryCheckpoint({"lm_head.weight": dense})) is None
+    )
 
 
 SPEC = CheckpointSpec(

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import quantised_oracles
 import torch
+from memory_checkpoint import MemoryCheckpoint
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Part, Shard
@@ -23,22 +24,6 @@ from vlm_serve.models.quantization.packed import Packed
 
 ROWS, DEPTH, GROUP = 96, 256, 64
 Tensors = dict[str, torch.Tensor]
-
-
-class Checkpoint:
-    """Tensors in memory."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self.tensors = tensors
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def shape_of(self, name: str) -> tuple[int, ...] | None:
-        return tuple(self.tensors[name].shape) if name in self.tensors else None
-
-    def stored(self, name: str) -> torch.Tensor:
-        return self.tensors[name]
 
 
 @dataclass
@@ -154,7 +139,7 @@ def float8(codes: Codes) -> Float8Codes:
 
 
 def read(format_: Format, tensors: Tensors, part: Part, shard: Shard | None) -> torch.Tensor:
-    opened = format_.open(Checkpoint(tensors), part)
+    opened = format_.open(MemoryCheckpoint(tensors), part)
     return torch.cat([plain(piece) for piece in pieces(opened, part, shard)])
 
 
@@ -162,7 +147,7 @@ def read(format_: Format, tensors: Tensors, part: Part, shard: Shard | None) -> 
 def test_codes_scales_and_zero_points(name: str) -> None:
     format_, tensors, drawn = CASES[name]()
     part = Part("w.weight", (ROWS, DEPTH))
-    (piece,) = pieces(format_.open(Checkpoint(tensors), part), part, None)
+    (piece,) = pieces(format_.open(MemoryCheckpoint(tensors), part), part, None)
     assert isinstance(piece, IntegerCodes)
     assert torch.equal(piece.codes, drawn.codes)
     assert torch.equal(piece.scales.float(), drawn.scales)
@@ -170,7 +155,7 @@ def test_codes_scales_and_zero_points(name: str) -> None:
         assert "asymmetric" not in name and "symmetric" in name
     else:
         assert torch.equal(piece.zeros, drawn.zeros)
-    assert format_.holds(Checkpoint(tensors), Names("w.weight"))
+    assert format_.holds(MemoryCheckpoint(tensors), Names("w.weight"))
     stored = sum(each.nbytes for key, each in tensors.items() if "g_idx" not in key)
     # The oracles' scales are float32 here and those of checkpoints are not; zero points of 4 bits
     # take a byte in memory.
@@ -214,7 +199,7 @@ def test_float8_blocks_and_channels(block: tuple[int, int] | None, transposed: b
     part = Part("e.gate_up_proj", shape, ranges, index=1, transposed=transposed)
     expected = torch.cat([weight[3:70], weight[128:200]])
     assert torch.equal(read(Float8(block), tensors, part, None), expected)
-    opened = Float8(block).open(Checkpoint(tensors), part)
+    opened = Float8(block).open(MemoryCheckpoint(tensors), part)
     assert len({piece.block for piece in map(float8, pieces(opened, part, None))}) == 1
     for rank in range(4):
         half = slice(75 * rank, 75 * rank + 75)
@@ -234,12 +219,12 @@ def test_pieces_of_large_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("vlm_serve.models.quantization.base.PIECE_BYTES", 40 * DEPTH)
     format_, tensors, drawn = gptq(4)
     part = Part("w.weight", (ROWS, DEPTH))
-    found = list(pieces(format_.open(Checkpoint(tensors), part), part, None))
+    found = list(pieces(format_.open(MemoryCheckpoint(tensors), part), part, None))
     assert [len(each.codes) for each in found] == [40, 40, 16]
     assert torch.equal(torch.cat([plain(each) for each in found]), drawn.weight)
     blocks = {"w.weight": torch.zeros(ROWS, DEPTH).to(torch.float8_e4m3fn)}
     blocks["w.weight_scale_inv"] = torch.ones(math.ceil(ROWS / 32), DEPTH // 32)
-    found = list(pieces(Float8((32, 32)).open(Checkpoint(blocks), part), part, None))
+    found = list(pieces(Float8((32, 32)).open(MemoryCheckpoint(blocks), part), part, None))
     assert [len(each.codes) for each in found] == [32, 32, 32], "whole blocks"
 
 
@@ -253,15 +238,15 @@ def test_the_second_version_of_gptq_stores_zero_points_as_they_are() -> None:
         assert torch.equal(read(Gptq(4, GROUP, offset, True), tensors, part, None), drawn.weight)
     for offset, tensors in ((0, first), (1, second)):
         with pytest.raises(CheckpointError, match="w.qzeros are not those of symmetric weights"):
-            Gptq(4, GROUP, offset, True).open(Checkpoint(tensors), part)
+            Gptq(4, GROUP, offset, True).open(MemoryCheckpoint(tensors), part)
 
 
 def test_columns_ordered_by_activation_are_refused() -> None:
     format_, tensors, _ = gptq(4)
     tensors["w.g_idx"] = tensors["w.g_idx"].flip(0)
     with pytest.raises(CheckpointError, match=r"w.g_idx orders columns by activation \(desc_act\)"):
-        format_.open(Checkpoint(tensors), Part("w.weight", (ROWS, DEPTH)))
+        format_.open(MemoryCheckpoint(tensors), Part("w.weight", (ROWS, DEPTH)))
     packed_, tensors, _ = packed(4, "group", symmetric=True)
     tensors["w.weight_g_idx"] = torch.arange(DEPTH).flip(0) // GROUP
     with pytest.raises(CheckpointError, match="w.weight_g_idx orders columns by activation"):
-        packed_.open(Checkpoint(tensors), Part("w.weight", (ROWS, DEPTH)))
+        packed_.open(MemoryCheckpoint(tensors), Part("w.weight", (ROWS, DEPTH)))

@@ -20,14 +20,13 @@ from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.models.quantization.base import (
     Format,
     Names,
-    OpenedIntegers,
     Tensors,
     group_of,
-    halves,
     integers,
     shaped,
 )
 from vlm_serve.models.quantization.gptq import whole_weight
+from vlm_serve.models.quantization.packed import OpenedPacked
 
 _E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _HALF = 0.5
@@ -125,21 +124,15 @@ class Mxfp4(Float4):
         return exponents.view(_E8M0), 1.0
 
 
-class OpenedFloat4(OpenedIntegers):
+class OpenedFloat4(OpenedPacked):
     """Bytes of consecutive k, row after row; `factor`: of all scales."""
 
     def __init__(
         self, packed: torch.Tensor, factors: torch.Tensor, factor: float, group: int
     ) -> None:
-        super().__init__(factors, None, 4, group)
-        self._packed, self._factor = packed, factor
+        super().__init__(packed, factors, None, 4, group)
+        self._factor = factor
 
     def piece(self, rows: range, columns: range, unit: int) -> IntegerCodes:
         factors = torch.full((len(rows),), self._factor)
         return replace(super().piece(rows, columns, unit), factors=factors, float4=True)
-
-    def unpacked(self, rows: range, columns: range) -> torch.Tensor:
-        first, last = columns.start // 2, -(-columns.stop // 2)
-        codes = halves(self._packed[rows.start : rows.stop, first:last], 4)
-        start = columns.start - first * 2
-        return codes[:, start : start + len(columns)]

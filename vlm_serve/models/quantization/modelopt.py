@@ -5,7 +5,6 @@ It lies in config.json, or, as older exports have it, under `quantization` in a 
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from vlm_serve.models.quantization.base import Format
 from vlm_serve.models.quantization.fields import Fields
 from vlm_serve.models.quantization.float4 import Nvfp4
 from vlm_serve.models.quantization.float8 import Float8
-from vlm_serve.models.quantization.rules import Rule, expression, plain_name, rule
+from vlm_serve.models.quantization.rules import Rule, rule, wildcard
 
 _MIXED = "MIXED_PRECISION"
 _STATIC = "static input_scale, in FP"
@@ -65,14 +64,11 @@ def _layers(modules: list[str], name: str) -> Iterable[Rule]:
 
 
 def _rules(modules: list[str], format_: Format | None) -> Iterable[Rule]:
-    """By names and wildcards, whose star stands for any number of words."""
+    """By names and wildcards."""
     yield rule([each for each in modules if "*" not in each], format_)
     for each in modules:
         if "*" in each:
-            text = fnmatch.translate(plain_name(each))
-            yield Rule(
-                format_, expressions=(expression(rf"(?:(?:model|language_model)\.)*{text}"),)
-            )
+            yield Rule(format_, expressions=(wildcard(each),))
 
 
 def _known(fields: Fields) -> str:

@@ -95,7 +95,7 @@ class Packed(Format):
 
 
 class OpenedPacked(OpenedIntegers):
-    """Words of consecutive k, row after row."""
+    """Words or bytes of consecutive k, row after row."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class OpenedPacked(OpenedIntegers):
     ) -> None:
         super().__init__(factors, zeros, bits, group)
         self._packed = packed
-        self._each = 1 if packed.dtype == torch.int8 else 32 // bits
+        self._each = packed.itemsize * 8 // bits
 
     def unpacked(self, rows: range, columns: range) -> torch.Tensor:
         first, last = columns.start // self._each, -(-columns.stop // self._each)

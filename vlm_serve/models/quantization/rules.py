@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.quantization.base import Format
 
-_PREFIX = re.compile(r"^(model\.|language_model\.)+")
+_FRONT = r"(?:model\.|language_model\.)"
+_PREFIX = re.compile(rf"^{_FRONT}+")
 """What the same module's name begins with depends on who wrote the file."""
 _NAME = re.compile(r"[\w.-]+")
 
@@ -58,6 +60,11 @@ def expression(text: str) -> re.Pattern[str]:
         raise CheckpointError(
             f"{text!r} in quantization_config is no regular expression: {error}"
         ) from None
+
+
+def wildcard(text: str) -> re.Pattern[str]:
+    """The expression of whole names whose stars stand for any number of words."""
+    return expression(f"{_FRONT}*{fnmatch.translate(plain_name(text))}")
 
 
 def plain_name(name: str) -> str:
