@@ -13,7 +13,6 @@ namespace {
 constexpr int64_t FLOAT8_AHEAD = 8192;  // bytes between what is used and what is asked for
 constexpr int64_t FLOAT8_K = 128;       // of a panel's part that stays in the L1 cache, about
 constexpr int64_t PAIRS_BYTES = PANEL * 4, FLOAT8_BLOCK_BYTES = TILE_DEPTH / 2 * PAIRS_BYTES;
-constexpr int64_t SUM_BYTES = PANEL * sizeof(float);
 
 // Bytes 0 and 1 of every word, or 2 and 3, as its halves.
 template <bool UPPER>
@@ -48,33 +47,18 @@ void widen_float8(const char* words, int64_t count, char* to) {
         }
 }
 
-// The sums of one or two tiles of rows that lie `apart` bytes from each other.
+// Adds what one or two tiles of rows that lie `apart` bytes from each other give with a block.
 template <bool TWO>
-struct TileSums {
-    static VLM_INLINE void begin() {
-        _tile_zero(0);
-        _tile_zero(1);
-        if (TWO) _tile_zero(2);
-        if (TWO) _tile_zero(3);
-    }
-    static VLM_INLINE void add(const char* rows, int64_t apart, const char* columns) {
-        _tile_loadd(6, columns, PAIRS_BYTES);
-        _tile_loadd(4, rows, 64);
-        _tile_loadd(7, columns + 64, PAIRS_BYTES);
-        _tile_dpbf16ps(0, 4, 6);
-        if (TWO) _tile_loadd(5, rows + apart, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        if (TWO) _tile_dpbf16ps(2, 5, 6);
-        if (TWO) _tile_dpbf16ps(3, 5, 7);
-    }
-    static VLM_INLINE void end(float* to) {
-        _tile_stored(0, to, SUM_BYTES);
-        _tile_stored(1, to + LANES, SUM_BYTES);
-        if (TWO) _tile_stored(2, to + TILE_ROWS * PANEL, SUM_BYTES);
-        if (TWO) _tile_stored(3, to + TILE_ROWS * PANEL + LANES, SUM_BYTES);
-        TileRegisters::written();
-    }
-};
+VLM_INLINE void add_block(const char* rows, int64_t apart, const char* columns) {
+    _tile_loadd(6, columns, PAIRS_BYTES);
+    _tile_loadd(4, rows, 64);
+    _tile_loadd(7, columns + 64, PAIRS_BYTES);
+    _tile_dpbf16ps(0, 4, 6);
+    if (TWO) _tile_loadd(5, rows + apart, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    if (TWO) _tile_dpbf16ps(2, 5, 6);
+    if (TWO) _tile_dpbf16ps(3, 5, 7);
+}
 
 // total = group's sum * scale + total
 VLM_INLINE void fold_group(const float* whole, int64_t rows, const GroupScales& of, bool fresh,
@@ -121,8 +105,7 @@ template <bool TWO>
 void few_float8_rows(const Weight& weight, const Panels& panels, const Operand& x, float* sums) {
     constexpr int64_t LEAD = 2, KEPT = 4;
     const int64_t groups = weight.depth / weight.group, blocks = weight.group / TILE_DEPTH;
-    const int64_t row_bytes = std::min(x.rows(), TILE_ROWS) * 64,
-                  all = panels.count * groups * blocks;
+    const int64_t row_bytes = rows_of_tile(x) * 64, all = panels.count * groups * blocks;
     const char* words = panel_at(weight, panels.first);
     alignas(64) char kept[KEPT][FLOAT8_BLOCK_BYTES];
     int64_t wide = 0, used = 0;
@@ -138,12 +121,13 @@ void few_float8_rows(const Weight& weight, const Panels& panels, const Operand& 
         const PanelScales scales(weight, panels.first + p);
         const char* rows = (const char*)x.tile(0);
         for (int64_t group = 0; group < groups; ++group) {
-            TileSums<TWO>::begin();
+            TileSums<TWO>::clear();
             for (int64_t block = 0; block < blocks; ++block, rows += row_bytes) {
                 widen();
-                TileSums<TWO>::add(rows, x.tile_bytes(), kept[used++ % KEPT]);
+                add_block<TWO>(rows, x.tile_bytes(), kept[used++ % KEPT]);
             }
-            TileSums<TWO>::end(late.place());
+            TileSums<TWO>::store(late.place());
+            TileRegisters::written();
             late.add(scales.of(group), group == 0, sums);
         }
     }
@@ -157,13 +141,14 @@ void add_float8_groups(const char* rows, int64_t row_bytes, int64_t apart, const
                        bool fresh, float* sums) {
     LateFolding late(count);
     for (int64_t group = 0; group < groups; ++group) {
-        TileSums<TWO>::begin();
+        TileSums<TWO>::clear();
         for (int64_t block = 0; block < blocks; ++block) {
-            TileSums<TWO>::add(rows, apart, columns);
+            add_block<TWO>(rows, apart, columns);
             rows += row_bytes;
             columns += FLOAT8_BLOCK_BYTES;
         }
-        TileSums<TWO>::end(late.place());
+        TileSums<TWO>::store(late.place());
+        TileRegisters::written();
         late.add(scales[group], fresh && group == 0, sums);
     }
     late.end();
@@ -173,7 +158,7 @@ void multiply_float8_panel(const Weight& weight, int64_t index, const Operand& x
     const char* words = panel_at(weight, index);
     const PanelScales all(weight, index);
     const int64_t size = weight.group, groups = weight.depth / size, some = FLOAT8_K / size;
-    const int64_t row_bytes = std::min(x.rows(), TILE_ROWS) * 64, blocks = size / TILE_DEPTH;
+    const int64_t row_bytes = rows_of_tile(x) * 64, blocks = size / TILE_DEPTH;
     alignas(64) char columns[FLOAT8_K * PANEL * 2];
     GroupScales scales[FLOAT8_K / TILE_DEPTH];
     for (int64_t begin = 0; begin < groups; begin += some) {
@@ -196,7 +181,7 @@ void multiply_float8_panel(const Weight& weight, int64_t index, const Operand& x
 
 void multiply_float8_tiles(const Weight& weight, const Panels& panels, const Operand& x,
                            float* sums) {
-    const TileRegisters registers(std::min(x.rows(), TILE_ROWS), 64);
+    const TileRegisters registers(rows_of_tile(x), 64);
     if (x.tiles() <= 2)
         return (x.tiles() == 2 ? few_float8_rows<true> : few_float8_rows<false>)(weight, panels, x,
                                                                                  sums);

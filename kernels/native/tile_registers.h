@@ -1,7 +1,7 @@
 // Tile registers (AMX) of a thread: sums (0 to 3), rows (4, 5) and a panel's columns (6, 7).
 #pragma once
 
-#include "registers.h"
+#include "vectors.h"
 #include "weight.h"
 
 namespace vlm {
@@ -19,6 +19,31 @@ class TileRegisters {
 
     // Compilers do not know that loading a tile reads memory.
     static VLM_INLINE void written() { asm volatile("" ::: "memory"); }
+};
+
+// The sums of one or two tiles of rows, `[rows, PANEL]` in memory.
+template <bool TWO>
+struct TileSums {
+    static constexpr int64_t BYTES = PANEL * sizeof(float);  // of a row
+
+    static VLM_INLINE void clear() {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (TWO) _tile_zero(2);
+        if (TWO) _tile_zero(3);
+    }
+    static VLM_INLINE void load(const float* from) {
+        _tile_loadd(0, from, BYTES);
+        _tile_loadd(1, from + LANES, BYTES);
+        if (TWO) _tile_loadd(2, from + TILE_ROWS * PANEL, BYTES);
+        if (TWO) _tile_loadd(3, from + TILE_ROWS * PANEL + LANES, BYTES);
+    }
+    static VLM_INLINE void store(float* to) {
+        _tile_stored(0, to, BYTES);
+        _tile_stored(1, to + LANES, BYTES);
+        if (TWO) _tile_stored(2, to + TILE_ROWS * PANEL, BYTES);
+        if (TWO) _tile_stored(3, to + TILE_ROWS * PANEL + LANES, BYTES);
+    }
 };
 
 #endif

@@ -36,9 +36,6 @@ struct Shape {
     uint8_t rows[16] = {};
 };
 
-// What a tile of rows has: 16 unless there are fewer.
-inline int64_t rows_of_tile(const Operand& x) { return std::min(x.rows(), TILE_ROWS); }
-
 // Half a block, line by line.
 VLM_INLINE void ask_for_half(const char* at) {
 #pragma GCC unroll 16
@@ -98,18 +95,11 @@ template <bool TWO, bool LATE>
 void tile_blocks(const char* rows, int64_t row_bytes, int64_t apart, const char* columns,
                  int64_t blocks, const char* next, int64_t asked, HandingOn& others,
                  const float* from, float* to) {
-    constexpr int64_t COLUMN_BYTES = PANEL * 4, SUM_BYTES = PANEL * sizeof(float);
-    if (!from) {
-        _tile_zero(0);
-        _tile_zero(1);
-        if (TWO) _tile_zero(2);
-        if (TWO) _tile_zero(3);
-    } else {
-        _tile_loadd(0, from, SUM_BYTES);
-        _tile_loadd(1, from + LANES, SUM_BYTES);
-        if (TWO) _tile_loadd(2, from + TILE_ROWS * PANEL, SUM_BYTES);
-        if (TWO) _tile_loadd(3, from + TILE_ROWS * PANEL + LANES, SUM_BYTES);
-    }
+    constexpr int64_t COLUMN_BYTES = PANEL * 4;
+    if (from)
+        TileSums<TWO>::load(from);
+    else
+        TileSums<TWO>::clear();
     const int64_t share = others.share(blocks);
     for (int64_t block = 0; block < blocks; ++block) {
         for (const char* end = next + asked; !LATE && next < end; next += 64)
@@ -133,10 +123,7 @@ void tile_blocks(const char* rows, int64_t row_bytes, int64_t apart, const char*
         columns += BLOCK_BYTES;
         rows += row_bytes;
     }
-    _tile_stored(0, to, SUM_BYTES);
-    _tile_stored(1, to + LANES, SUM_BYTES);
-    if (TWO) _tile_stored(2, to + TILE_ROWS * PANEL, SUM_BYTES);
-    if (TWO) _tile_stored(3, to + TILE_ROWS * PANEL + LANES, SUM_BYTES);
+    TileSums<TWO>::store(to);
 }
 
 }  // namespace

@@ -10,6 +10,9 @@
 
 namespace vlm {
 
+// What a tile of rows has: 16 unless there are fewer.
+inline int64_t rows_of_tile(const Operand& x) { return std::min(x.rows(), TILE_ROWS); }
+
 // sums[p][r][PANEL] = x[r] . panel `panels.first + p` of bfloat16, without the bias; only where
 // TILE_PRODUCTS. Writes behind the rows, up to a multiple of TILE_ROWS.
 void multiply_tiles(const Weight& weight, const Panels& panels, const Operand& x, float* sums);
