@@ -63,44 +63,42 @@ Room& own_attention_room() {
 }
 
 template <typename T, typename P>
-void attend_over(const Attention& job, AttentionPlan& plan) {
+void attend_over(const Attention& job, AttentionPlan& plan, Sharing& sharing) {
     float* room = own_attention_room().of(attention_room(job.head_dim));
     float* partials = plan.partials.of(0);
     FewQueries<T, P> few(job, room);
     ManyQueries<T, P> many(job, room);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < plan.count; ++i) {
+    sharing.each(plan.count, [&](int64_t i) {
         const AttentionItem& item = plan.items[i];
         few.takes(item) ? few.run(item, partials) : many.run(item, partials);
-    }
+    });
     if (plan.join_count == 0) return;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < plan.join_count; ++i) {
+    sharing.each(plan.join_count, [&](int64_t i) {
         const AttentionItem& item = plan.joins[i];
         few.takes(item) ? few.join(item, partials) : many.join(item, partials);
-    }
+    });
 }
 
 template <typename T>
-void attend(const Attention& job, AttentionPlan& plan) {
+void attend(const Attention& job, AttentionPlan& plan, Sharing& sharing) {
     constexpr bool wide = sizeof(T) == 4;
     switch (job.pages.form) {
         case KV_FLOAT8:
-            return attend_over<T, float8>(job, plan);
+            return attend_over<T, float8>(job, plan, sharing);
         case KV_INT8:
-            return attend_over<T, code8>(job, plan);
+            return attend_over<T, code8>(job, plan, sharing);
         case KV_BFLOAT16:
-            return attend_over<T, bf16>(job, plan);
+            return attend_over<T, bf16>(job, plan, sharing);
         // Products of bfloat16 have no exact place for these.
         case KV_FLOAT16:
-            return attend_over<T, std::conditional_t<wide, f16, bf16>>(job, plan);
+            return attend_over<T, std::conditional_t<wide, f16, bf16>>(job, plan, sharing);
         default:
-            return attend_over<T, T>(job, plan);
+            return attend_over<T, T>(job, plan, sharing);
     }
 }
 
-template void attend<float>(const Attention&, AttentionPlan&);
-template void attend<bf16>(const Attention&, AttentionPlan&);
+template void attend<float>(const Attention&, AttentionPlan&, Sharing&);
+template void attend<bf16>(const Attention&, AttentionPlan&, Sharing&);
 
 template <typename T>
 void attend_all(const Attention& job) {
@@ -109,7 +107,7 @@ void attend_all(const Attention& job) {
     AttentionPlan& made = plan;
     on_all_threads(
         job.threads, [&] { own_attention_room().of(attention_room(job.head_dim)); },
-        [&] { attend<T>(job, made); });
+        [&](Sharing& sharing) { attend<T>(job, made, sharing); });
 }
 
 }  // namespace vlm

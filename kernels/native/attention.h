@@ -79,6 +79,6 @@ Room& own_attention_room();
 
 // Inside a parallel region whose threads have their room: attention of all queries, shared out.
 template <typename T>
-void attend(const Attention& job, AttentionPlan& plan);
+void attend(const Attention& job, AttentionPlan& plan, Sharing& sharing);
 
 }  // namespace vlm

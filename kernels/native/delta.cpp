@@ -74,10 +74,9 @@ void delta_packed(const Delta& job) {
     const auto head = job.state_type == BFLOAT16 ? delta_head<T, bf16> : delta_head<T, float>;
     on_all_threads(
         job.packed.threads, [&] { own_delta_room().of(delta_room(job.key_dim, job.value_dim, 1)); },
-        [&] {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < pieces; ++i)
-                head(job, i / job.value_heads, i % job.value_heads);
+        [&](Sharing& sharing) {
+            sharing.each(pieces,
+                         [&](int64_t i) { head(job, i / job.value_heads, i % job.value_heads); });
         });
 }
 

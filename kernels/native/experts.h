@@ -64,7 +64,7 @@ struct Assignment {
 // is where the row of a place lies; `use(expert, panels, places, workplace)` computes panels.
 template <typename T, typename At, typename Use>
 void for_experts(const Assignment& assignment, const Weight* weights, int64_t each_weights,
-                 const At& at, const Use& use) {
+                 Sharing& sharing, const At& at, const Use& use) {
     Workplace& own = own_workplace();
     const int64_t used = assignment.experts.size();
     const int64_t panels = panels_of(weights[0]);
@@ -72,8 +72,7 @@ void for_experts(const Assignment& assignment, const Weight* weights, int64_t ea
     const int64_t size = panel_bytes(weights[0].depth, weights[0].type);
     const int64_t each = std::max<int64_t>(1, std::min(panels, (1 << 17) / size));
     const int64_t pieces = (panels + each - 1) / each;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < used * pieces; ++item) {
+    sharing.each(used * pieces, [&](int64_t item) {
         const int64_t expert = assignment.experts[item / pieces], piece = item % pieces;
         const Weight& weight = weights[expert * each_weights];
         const int64_t most = most_rows(weight.depth, in_tiles<T>(weight));
@@ -85,7 +84,7 @@ void for_experts(const Assignment& assignment, const Weight* weights, int64_t ea
             const int64_t panel = piece * each;
             use(expert, Panels{panel, std::min(each, panels - panel)}, places, own);
         }
-    }
+    });
 }
 
 }  // namespace vlm

@@ -7,6 +7,8 @@
 #include <new>
 #include <stdexcept>
 
+#include "sharing.h"
+
 namespace vlm {
 
 // Other ranks have given up a step, or one of them did not come.
@@ -31,15 +33,19 @@ int64_t guarded(const Work& work) {
 }
 
 // Runs `prepare` on every one of `threads` threads, where it may ask for memory that lasts, and
-// then their common `work`. Throws std::bad_alloc if one of them has not enough, before any works.
+// then their common `work(sharing)`. Throws std::bad_alloc if one of them has not enough, before
+// any works.
 template <typename Prepare, typename Work>
 void on_all_threads(int64_t threads, const Prepare& prepare, const Work& work) {
+    static thread_local Sharing own;
+    Sharing& sharing = own;
+    sharing.begin(threads);
     std::atomic<int64_t> failed{0};
 #pragma omp parallel num_threads((int)threads)
     {
         failed += guarded(prepare);
 #pragma omp barrier
-        if (!failed) work();
+        if (!failed) work(sharing);
     }
     if (failed) throw std::bad_alloc();
 }

@@ -7,6 +7,9 @@ namespace {
 
 // Bytes between what is used and what is asked for.
 constexpr int64_t INTEGERS_AHEAD = TILE_PRODUCTS ? 5120 : 8192;
+// Of a row's loop over halves of bytes. Where there are tiles, copies of a load mislead what
+// foresees them (see `integer_tile`); elsewhere two have been faster than one.
+constexpr int STEPS_AT_ONCE = TILE_PRODUCTS ? 1 : 2;
 constexpr int64_t CACHED_K = 512;  // of a panel's part that stays in the L1 cache, about
 constexpr int MOST_KEPT =
     WIDTH == 16 ? 8 : 4;                  // sums that stay in registers beside those of a group
@@ -99,7 +102,7 @@ void half_byte_row(Weight weight, const Panels& panels, const float* x, float* s
         Signed total[REGISTERS];
 #pragma GCC unroll 8
         for (Signed& each : total) each = row.first();
-#pragma GCC unroll 1
+#pragma GCC unroll STEPS_AT_ONCE
         for (int64_t step = 0; step < WORDS; ++step) {
             Words factors[Kind::COUNT];
 #pragma GCC unroll 2

@@ -44,7 +44,7 @@ void project_as(const Projection& job) {
     };
     on_all_threads(
         job.threads, [&] { own_workplace().reserve(job.weight.depth); },
-        [&] { project<T>(job.weight, job.rows, job.threads, at, use); });
+        [&](Sharing& sharing) { project<T>(job.weight, job.rows, sharing, at, use); });
 }
 
 template <typename T>

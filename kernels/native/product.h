@@ -146,13 +146,12 @@ struct Split {
 // `each(first, panels, workplace)` computes panels for the rows that the workplace's operand holds,
 // from row `first` on.
 template <typename T, typename At, typename Each>
-void for_panels(const Weight& weight, int64_t rows, int64_t threads, const At& at,
+void for_panels(const Weight& weight, int64_t rows, Sharing& sharing, const At& at,
                 const Each& each) {
-    const Split split(rows, weight, in_tiles<T>(weight), threads);
+    const Split split(rows, weight, in_tiles<T>(weight), sharing.threads());
     Workplace& own = own_workplace();
     int64_t taken = -1;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < split.items(); ++i) {
+    sharing.in_turn(split.items(), [&](int64_t i) {
         const Split::Item item = split.item(i);
         const int64_t first = split.first_row(item.block);
         const int64_t count = split.first_row(item.block + 1) - first;
@@ -160,14 +159,14 @@ void for_panels(const Weight& weight, int64_t rows, int64_t threads, const At& a
             own.operand.take<T>(count, weight, [&](int64_t r) { return at(first + r); });
         taken = item.block;
         each(first, Panels{item.begin, item.end - item.begin}, own);
-    }
+    });
 }
 
 // Likewise the product of all rows: `use(row, column, count, sums)` is called as by `for_sums`, and
 // may write behind `count`, up to PANEL.
 template <typename T, typename At, typename Use>
-void project(const Weight& weight, int64_t rows, int64_t threads, const At& at, const Use& use) {
-    for_panels<T>(weight, rows, threads, at,
+void project(const Weight& weight, int64_t rows, Sharing& sharing, const At& at, const Use& use) {
+    for_panels<T>(weight, rows, sharing, at,
                   [&](int64_t first, const Panels& panels, Workplace& own) {
                       for_sums(weight, panels, own.operand, own.sums_of(0),
                                [&](int64_t r, int64_t column, auto count, const float* sums) {

@@ -109,9 +109,10 @@ void products(Digest& digest, int64_t type) {
                         nullptr,       0,           0,       0,    nullptr};
     own_workplace().reserve(DEEP);
     std::vector<float> out(MOST * COLUMNS);
+    Sharing alone;
     for (int64_t count : {(int64_t)1, (int64_t)5, MOST}) {
         project<X>(
-            weight, count, 1, [&](int64_t r) { return x.data() + r * DEEP; },
+            weight, count, alone, [&](int64_t r) { return x.data() + r * DEEP; },
             [&](int64_t row, int64_t column, int64_t wide, const float* sums) {
                 std::memcpy(out.data() + row * COLUMNS + column, sums, wide * sizeof(float));
             });
@@ -141,6 +142,7 @@ void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale
     for (uint8_t& zero : zeros) zero = (uint8_t)(draw.one(7.5f) + 8.0f);
     own_workplace().reserve(DEEP);
     std::vector<float> out(MOST * COLUMNS);
+    Sharing alone;
     for (const uint8_t* zero : {(const uint8_t*)nullptr, (const uint8_t*)zeros.data()}) {
         if (zero && type == FLOAT4) continue;
         const Weight weight{words.data(),
@@ -156,7 +158,7 @@ void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale
                             bytes ? factors.data() : nullptr};
         for (int64_t count : {(int64_t)1, (int64_t)5, MOST}) {
             project<X>(
-                weight, count, 1, [&](int64_t r) { return x.data() + r * DEEP; },
+                weight, count, alone, [&](int64_t r) { return x.data() + r * DEEP; },
                 [&](int64_t row, int64_t column, int64_t wide, const float* sums) {
                     std::memcpy(out.data() + row * COLUMNS + column, sums, wide * sizeof(float));
                 });
@@ -254,7 +256,8 @@ void attentions(Digest& digest, int64_t form) {
         job.out = out.data();
         AttentionPlan plan;
         plan.make(job);
-        attend<T>(job, plan);
+        Sharing alone;
+        attend<T>(job, plan, alone);
         digest.add(out.data(), out.size() * sizeof(T) / 4);
     }
 }

@@ -50,6 +50,7 @@ int main() {
     cases::step_cases();
     cases::tower_cases();
     cases::ranks_cases();
+    cases::sharing_cases();
     cases::self_cases();
     return cases::failures != 0;
 }

@@ -37,14 +37,15 @@ struct ExpertsOf {
 #pragma omp single
         assignment.make(ids(first), n * op.top_k, op.experts);
         for_experts<T>(
-            assignment, op.gate_up, 2, [&](int64_t place) { return x(first + place / op.top_k); },
+            assignment, op.gate_up, 2, run.memory.sharing,
+            [&](int64_t place) { return x(first + place / op.top_k); },
             [&](int64_t expert, const Panels& panels, const int64_t* places, Workplace& own) {
                 const Weight* pair = op.gate_up + 2 * expert;
                 gate_panels<T>(pair[0], pair[1], panels, own,
                                [&](int64_t r) { return hidden(places[r]); });
             });
         for_experts<T>(
-            assignment, op.down, 1, hidden,
+            assignment, op.down, 1, run.memory.sharing, hidden,
             [&](int64_t expert, const Panels& panels, const int64_t* places, Workplace& own) {
                 for_sums(op.down[expert], panels, own.operand, own.sums_of(0),
                          [&](int64_t r, int64_t column, int64_t count, const float* sums) {
@@ -53,9 +54,9 @@ struct ExpertsOf {
             });
         auto from = [&](int64_t r) { return shared(first + r); };
         if (op.has_shared() && op.apart)
-            project<T>(op.shared_down, n, run.step.threads, from, Put<float, float>{apart});
+            project<T>(op.shared_down, n, run.memory.sharing, from, Put<float, float>{apart});
         else if (op.has_shared())
-            project<T>(op.shared_down, n, run.step.threads, from, Put<T, float>{apart});
+            project<T>(op.shared_down, n, run.memory.sharing, from, Put<T, float>{apart});
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < n; ++t) add(first + t, apart(t), routed(t * op.top_k));
     }

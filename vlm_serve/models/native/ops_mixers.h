@@ -13,14 +13,13 @@ void run_delta(const Run& run, const DeltaNet& op) {
     const Packed packed{step.sequences, step.threads,  step.first_token,
                         step.src_rows,  step.dst_rows, step.snapshot_rows};
     const Strided<T> x = run.rows<T>(op.x), out = run.rows<T>(op.out);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < step.sequences * op.key_heads; ++i) {
+    run.memory.sharing.each(step.sequences * op.key_heads, [&](int64_t i) {
         DeltaHeads<T, S> heads(op, i % op.key_heads, x, out);
         const int64_t sequence = i / op.key_heads;
         const int64_t first = step.updates ? step.updates[sequence] : -1;
         first < 0 ? heads.run(packed, sequence)
                   : heads.verify(packed, sequence, first, step.folded[sequence]);
-    }
+    });
 }
 
 template <typename T>
@@ -76,7 +75,7 @@ Attention attention_job(const Run& run, const Attend& op) {
 template <typename T>
 void perform(const Run& run, const Attend& op) {
     const Attention job = attention_job<T>(run, op);
-    attend<T>(job, run.memory.plans.of(job));
+    attend<T>(job, run.memory.plans.of(job), run.memory.sharing);
 }
 
 }  // namespace vlm

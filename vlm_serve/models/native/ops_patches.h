@@ -51,7 +51,7 @@ Attention attention_job(const Run& run, const SeeAll& op) {
 template <typename T>
 void perform(const Run& run, const SeeAll& op) {
     const Attention job = attention_job<T>(run, op);
-    attend<T>(job, run.memory.plans.of(job));
+    attend<T>(job, run.memory.plans.of(job), run.memory.sharing);
 }
 
 template <typename T>

@@ -44,7 +44,7 @@ struct AddTo {
 template <typename T>
 void perform(const Run& run, const Product& op) {
     auto to = [&](const auto& use) {
-        project<T>(op.weight, run.tokens, run.step.threads, run.rows<T>(op.x), use);
+        project<T>(op.weight, run.tokens, run.memory.sharing, run.rows<T>(op.x), use);
     };
     switch (op.use) {
         case STORE:
@@ -104,7 +104,7 @@ void gate_panels(const Weight& gate, const Weight& up, const Panels& panels, Wor
 template <typename T>
 void perform(const Run& run, const Gated& op) {
     const Strided<T> out = run.rows<T>(op.out);
-    for_panels<T>(op.gate, run.tokens, run.step.threads, run.rows<T>(op.x),
+    for_panels<T>(op.gate, run.tokens, run.memory.sharing, run.rows<T>(op.x),
                   [&](int64_t first, const Panels& panels, Workplace& own) {
                       gate_panels<T>(op.gate, op.up, panels, own,
                                      [&](int64_t r) { return out(first + r); });

@@ -1,5 +1,5 @@
-// A forward in one parallel region: the work of every operation is shared out in pieces that
-// threads take as they come, and ends with a barrier.
+// A forward in one parallel region: the work of every operation is shared out among the threads
+// (sharing.h), and ends with a barrier.
 #include <omp.h>
 
 #include <atomic>
@@ -66,6 +66,7 @@ Rooms prepare(const Run& run) {
         run.step.tokens * program.hidden * (int64_t)sizeof(float) > program.ranks->slot_bytes)
         throw std::length_error("more tokens than a slot has room for");
     run.memory.make(program, run.step, sizeof(T));
+    run.memory.sharing.begin(run.step.threads);
     run.memory.plans.begin();
     Rooms rooms;
     for_kind<Attend>(program, ATTEND, [&](const Attend& op) {

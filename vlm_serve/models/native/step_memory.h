@@ -110,6 +110,7 @@ struct Memory {
     float* results;       // likewise, and those of the shared expert behind them
     Assignment assignment;
     Plans plans;
+    Sharing sharing;
 
     // `size` is that of an activation.
     void make(const Program& program, const Step& step, int64_t size) {

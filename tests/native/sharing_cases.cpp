@@ -1,0 +1,49 @@
+// How threads share out the items of loops.
+#include <chrono>
+
+#include "cases.h"
+#include "sharing.h"
+
+namespace cases {
+
+static constexpr int64_t ITEMS = 13;
+
+// How often each item has been used, over some loops of regions of this and fewer threads.
+static std::vector<int64_t> uses(int64_t most) {
+    std::vector<std::atomic<int64_t>> used(ITEMS);
+    vlm::Sharing sharing;
+    for (int64_t threads : {most, (int64_t)1, most}) {
+        sharing.begin(threads);
+#pragma omp parallel num_threads((int)threads)
+        for (int64_t items : {ITEMS, (int64_t)0, (int64_t)1, ITEMS}) {
+            sharing.each(items, [&](int64_t i) { ++used[i]; });
+            sharing.in_turn(items, [&](int64_t i) { ++used[i]; });
+        }
+    }
+    return {used.begin(), used.end()};
+}
+
+// Whether others do what the thread of item 0 does not come to.
+static bool helped(int64_t threads) {
+    using Clock = std::chrono::steady_clock;
+    vlm::Sharing sharing(threads);
+    std::atomic<int64_t> done{0};
+    bool alone = false;
+#pragma omp parallel num_threads((int)threads)
+    sharing.each(ITEMS, [&](int64_t i) {
+        const auto begin = Clock::now();
+        while (i == 0 && threads > 1 && done < ITEMS - 1 && !alone)
+            alone = Clock::now() - begin > std::chrono::seconds(20);
+        ++done;
+    });
+    return !alone;
+}
+
+void sharing_cases() {
+    report(32, "sharing", [](int64_t threads) {
+        expect(helped(threads), 32, "sharing", "others help");
+        return Digest().add(uses(threads));
+    });
+}
+
+}  // namespace cases
