@@ -68,12 +68,12 @@ void attend_over(const Attention& job, AttentionPlan& plan, Sharing& sharing) {
     float* partials = plan.partials.of(0);
     FewQueries<T, P> few(job, room);
     ManyQueries<T, P> many(job, room);
-    sharing.each(plan.count, [&](int64_t i) {
+    sharing.in_turn(plan.count, [&](int64_t i) {
         const AttentionItem& item = plan.items[i];
         few.takes(item) ? few.run(item, partials) : many.run(item, partials);
     });
     if (plan.join_count == 0) return;
-    sharing.each(plan.join_count, [&](int64_t i) {
+    sharing.in_turn(plan.join_count, [&](int64_t i) {
         const AttentionItem& item = plan.joins[i];
         few.takes(item) ? few.join(item, partials) : many.join(item, partials);
     });
