@@ -9,9 +9,10 @@ measures the products alone (`kernels_cpu_products.py`), `--only decode` a decod
 products.
 
 Sizes are those of the 49M-parameter benchmark checkpoint: hidden 512, GDN with 4 key and 8 value
-heads of 128, attention with 8 query and 2 key heads of 128, blocks of 64. In each round both sides
-run one after the other, in changing order, so that both see the same neighbours on a busy machine.
-A ratio is the median over rounds of (their time / our time); times are the best of each side.
+heads of 128, attention with 8 query and 2 key heads of 128 (of 256 for a single query, whose keys
+and values of 24 layers come from the memory), blocks of 64. In each round both sides run one after
+the other, in changing order, so that both see the same neighbours on a busy machine. A ratio is the
+median over rounds of (their time / our time); times are the best of each side.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from vlm_serve.kernels.causal_conv import causal_conv_prefill
 from vlm_serve.kernels.dispatch import compiled_kernels
 from vlm_serve.kernels.gated_delta import chunk_gated_delta
 from vlm_serve.kernels.host_memory import retain_freed_memory
-from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 from vlm_serve.kernels.norms import rms_norm
-from vlm_serve.kernels.paged_attention import attention_prefill
+from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
 
 TOKENS, BLOCK = 4096, 64
 KEY_HEADS, VALUE_HEADS, DIM = 4, 8, 128
@@ -139,6 +140,7 @@ def attention_cases() -> Iterator[Case]:
         for start, count in ((0, TOKENS), (0, 512), (TOKENS - 512, 512)):
             yield attention(dtype, start, count, False, 1 / 1.2)
             yield attention(dtype, start, count, True, 1 / 1.5)
+        yield attention_step(dtype)
 
 
 def attention(dtype: torch.dtype, start: int, count: int, deterministic: bool, goal: float) -> Case:
@@ -161,6 +163,26 @@ def attention(dtype: torch.dtype, start: int, count: int, deterministic: bool, g
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         ),
         goal,
+    )
+
+
+def attention_step(dtype: torch.dtype) -> Case:
+    """A decoded token's, layer by layer, so that keys and values come from the memory."""
+    layers, dim, blocks = 24, 256, TOKENS // BLOCK
+    pool = torch.randn(blocks, layers, 2, BLOCK, KV_HEADS, dim).to(dtype)
+    pages = [KVLayer(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(layers)]
+    none = (-1,)
+    meta = DecodeMeta((torch.randperm(blocks).tolist(),), (TOKENS,), none, none, none)
+    q = torch.randn(1, QUERY_HEADS, dim).to(dtype)
+    query = q.view(1, QUERY_HEADS, 1, dim)
+    contiguous = pool.view(layers, 2, 1, KV_HEADS, TOKENS, dim)
+    return Case(
+        f"{layers} x attention, 1 of {TOKENS}, {short(dtype)}",
+        lambda: [attention_decode(q, kv, meta, scale=dim**-0.5) for kv in pages],
+        lambda: [
+            F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+            for key, value in contiguous
+        ],
     )
 
 

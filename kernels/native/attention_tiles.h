@@ -21,6 +21,45 @@ struct Places {
     }
 };
 
+// Asks for a tile's keys and values while the tile before it is computed: into the second cache,
+// since two tiles are more than the first one holds, and a few lines at a time, since processors
+// leave requests out that come all at once. (The rows of a head are short pieces, which no
+// processor foresees.)
+template <typename P>
+class Ahead {
+  public:
+    // Nothing if there is no tile.
+    void of(const P* keys, const P* values, const Places* tile, int64_t dim) {
+        keys_ = keys, values_ = values, tile_ = tile, dim_ = dim;
+    }
+
+    // `ask` will be called that many times, or more often.
+    void in(int64_t turns) {
+        const int64_t lines = 2 * TILE_KEYS * ((dim_ + LINE - 1) / LINE);
+        each_ = tile_ ? (lines + turns - 1) / turns : 0;
+        next_ = 0;
+        at_ = dim_;
+    }
+
+    VLM_INLINE void ask() {
+        for (int64_t i = 0; i < each_; ++i, at_ += LINE) {
+            if (at_ >= dim_) {
+                if (next_ == 2 * TILE_KEYS) return;
+                row_ = (next_ < TILE_KEYS ? keys_ : values_) + tile_->at[next_ % TILE_KEYS];
+                ++next_, at_ = 0;
+            }
+            __builtin_prefetch(row_ + at_, 0, 2);
+        }
+    }
+
+  private:
+    static constexpr int64_t LINE = 64 / (int64_t)sizeof(P);
+
+    const P *keys_ = nullptr, *values_ = nullptr, *row_ = nullptr;
+    const Places* tile_ = nullptr;
+    int64_t dim_ = 0, each_ = 0, next_ = 0, at_ = 0;
+};
+
 // What scores of keys, and weights of values, are multiplied with, and what comes off their codes.
 struct Scales {
     float scale[TILE_KEYS], zero[TILE_KEYS];
@@ -92,6 +131,24 @@ struct Running {
 // How values of T meet in products: as float32, or as pairs of bfloat16.
 template <typename T>
 constexpr bool PAIRED = PAIR_PRODUCTS && sizeof(T) == 2;
+
+// 2 * WIDTH values of two keys, as pairs.
+struct Zipped {
+    Floats lower, upper;
+
+    VLM_INLINE Zipped(const bf16* even, const bf16* odd) {
+        typedef uint16_t Whole __attribute__((vector_size(4 * WIDTH)));
+        struct First {
+            static constexpr int of(int lane) { return lane / 2 + lane % 2 * 2 * WIDTH; }
+        };
+        struct Second {
+            static constexpr int of(int lane) { return First::of(lane) + WIDTH; }
+        };
+        const Whole low = read<Whole>(even), high = read<Whole>(odd);
+        lower = (Floats)shuffled<First>(low, high);
+        upper = (Floats)shuffled<Second>(low, high);
+    }
+};
 
 template <bool PAIRS>
 inline Floats step(const float* value, Floats lanes, Floats total) {

@@ -9,12 +9,14 @@
 namespace vlm {
 
 // scores[query][key] = key . query, for COUNT queries of `words` words each, one after the other.
-template <bool PAIRS, int COUNT>
-void score_few(const float* const* keys, const float* queries, int64_t words, float* scores) {
+template <bool PAIRS, int COUNT, typename P>
+void score_few(const float* const* keys, const float* queries, int64_t words, float* scores,
+               Ahead<P>& ahead) {
     for (int64_t j = 0; j < TILE_KEYS; j += WIDTH) {
         Floats total[COUNT] = {};
         for (int64_t w = 0; w < words; w += WIDTH) {
             Words square[WIDTH];
+            ahead.ask();
 #pragma GCC unroll 16
             for (int i = 0; i < WIDTH; ++i) square[i] = read<Words>(keys[j + i] + w);
             transpose(square);
@@ -33,19 +35,24 @@ void score_few(const float* const* keys, const float* queries, int64_t words, fl
 
 // mixed[query][dim] += sum over keys (or pairs of them) of value[key][dim] * weight[query][key].
 template <bool PAIRS, int COUNT>
-void mix_few(const float* const* values, const float* weights, int64_t steps, int64_t dim,
-             float* mixed) {
-    constexpr int N = 2;
+void mix_few(const float* const* values, const float* weights, int64_t dim, float* mixed) {
+    constexpr int N = 2, KEYS = PAIRS ? 2 : 1;
     for (int64_t d = 0; d < dim; d += N * WIDTH) {
         Floats total[COUNT][N];
 #pragma GCC unroll 8
         for (int r = 0; r < COUNT; ++r)
 #pragma GCC unroll 2
             for (int i = 0; i < N; ++i) total[r][i] = read<Floats>(mixed + r * dim + d + i * WIDTH);
-        for (int64_t j = 0; j < steps; ++j) {
+        for (int64_t j = 0; j < TILE_KEYS / KEYS; ++j) {
             Floats value[N];
+            if constexpr (PAIRS) {
+                const Zipped both((const bf16*)values[2 * j] + d,
+                                  (const bf16*)values[2 * j + 1] + d);
+                value[0] = both.lower, value[1] = both.upper;
+            } else {
 #pragma GCC unroll 2
-            for (int i = 0; i < N; ++i) value[i] = read<Floats>(values[j] + d + i * WIDTH);
+                for (int i = 0; i < N; ++i) value[i] = read<Floats>(values[j] + d + i * WIDTH);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < COUNT; ++r)
 #pragma GCC unroll 2
@@ -64,7 +71,8 @@ template <typename T, typename P>
 class FewQueries : public QueryTile<FewQueries<T, P>, T, P> {
     using Base = QueryTile<FewQueries<T, P>, T, P>;
     using Base::dim_, Base::rows_, Base::least_, Base::visible_, Base::queries_, Base::scores_;
-    using Base::part_, Base::running_, Base::words, Base::PAIRS, Base::SCALED, Base::in_tiles_;
+    using Base::part_, Base::running_, Base::words, Base::PAIRS, Base::SCALED, Base::in_tiles_,
+        Base::ahead_;
     static constexpr int MOST = 8;
 
   public:
@@ -76,6 +84,7 @@ class FewQueries : public QueryTile<FewQueries<T, P>, T, P> {
     }
 
     int64_t count() const { return dim_ * MOST; }
+    bool zipped() const { return in_tiles_; }
     int64_t tile_rows() const { return rows_ <= MOST / 2 ? MOST / 2 : MOST; }
 
     void clear() { std::memset(queries_, 0, words() * MOST * sizeof(float)); }
@@ -89,11 +98,13 @@ class FewQueries : public QueryTile<FewQueries<T, P>, T, P> {
     }
 
     void score(const float* const* keys) {
+        ahead_.in(TILE_KEYS / WIDTH * words() / WIDTH);
         if (in_tiles_)
-            score_few_tiles(keys, queries_, dim_, scores_);
+            score_few_tiles(keys, queries_, dim_, scores_, ahead_);
         else
-            by_count(
-                [&](auto count) { score_few<PAIRS, count>(keys, queries_, words(), scores_); });
+            by_count([&](auto count) {
+                score_few<PAIRS, count>(keys, queries_, words(), scores_, ahead_);
+            });
         for (int64_t j = 0; j < rows_ * TILE_KEYS && SCALED; j += LANES)
             store(scores_ + j, load(scores_ + j) * load(Base::key_scales_.scale + j % TILE_KEYS));
     }
@@ -130,10 +141,7 @@ class FewQueries : public QueryTile<FewQueries<T, P>, T, P> {
 
     void mix(const float* const* values) {
         if (in_tiles_) return mix_few_tiles(values[0], scores_, dim_, part_.mixed);
-        by_count([&](auto count) {
-            mix_few<PAIRS, count>(values, scores_, PAIRS ? TILE_KEYS / 2 : TILE_KEYS, dim_,
-                                  part_.mixed);
-        });
+        by_count([&](auto count) { mix_few<PAIRS, count>(values, scores_, dim_, part_.mixed); });
     }
 
     void add_part() {

@@ -66,8 +66,8 @@ void mix(const float* const* values, int64_t first, const float* weights, int64_
 template <typename T, typename P>
 class ManyQueries : public QueryTile<ManyQueries<T, P>, T, P> {
     using Base = QueryTile<ManyQueries<T, P>, T, P>;
+    using Base::ahead_, Base::in_tiles_, Base::wide_;
     using Base::dim_, Base::rows_, Base::least_, Base::visible_, Base::queries_, Base::scores_;
-    using Base::in_tiles_, Base::wide_;
     using Base::part_, Base::running_, Base::words, Base::PAIRS, Base::SCALED;
 
   public:
@@ -75,6 +75,7 @@ class ManyQueries : public QueryTile<ManyQueries<T, P>, T, P> {
 
     int64_t count() const { return dim_ * QUERIES; }
     int64_t tile_rows() const { return TILE_ROWS; }
+    bool zipped() const { return PAIRS; }
 
     void clear() { std::memset(queries_, 0, words() * QUERIES * sizeof(float)); }
 
@@ -87,11 +88,14 @@ class ManyQueries : public QueryTile<ManyQueries<T, P>, T, P> {
     }
 
     void score(const float* const* keys) {
+        ahead_.in(TILE_KEYS / (in_tiles_ ? TILE_ROWS : ROWS));
         by_width([&](auto vecs) {
-            if (in_tiles_) score_tiles<vecs>(keys, queries_, dim_, (char*)wide_, scores_);
-            for (int64_t j = 0; j < TILE_KEYS && !in_tiles_; j += ROWS)
+            if (in_tiles_) score_tiles<vecs>(keys, queries_, dim_, (char*)wide_, scores_, ahead_);
+            for (int64_t j = 0; j < TILE_KEYS && !in_tiles_; j += ROWS) {
+                ahead_.ask();
                 vlm::score<PAIRS, vecs * VLM_PARTS>(keys + j, queries_, words(),
                                                     scores_ + j * QUERIES);
+            }
             for (int64_t j = 0; j < TILE_KEYS && SCALED; ++j)
                 for (int c = 0; c < vecs; ++c) {
                     float* at = scores_ + j * QUERIES + c * LANES;

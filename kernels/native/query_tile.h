@@ -9,11 +9,16 @@
 
 namespace vlm {
 
+// The last tiles of queries are begun first and ask for their keys; the others find them in a
+// cache.
+constexpr int64_t ASKING_TILES = 8;
+
 // A tile of queries of T on its way over keys in pages of P, in the memory of a thread. Own says
 // what the lanes of vectors are: many_queries.h, few_queries.h. It has
 //   count()           floats that are mixed,
 //   clear(), put(r)   for the queries, the address of each,
-//   score(keys)       of a tile, then weigh(first), then mix(values),
+//   score(keys)       of a tile, which asks `ahead_` for the next one; then weigh(first), then
+//   mix(values),      in pairs of keys if they are `zipped()`,
 //   add_part()        to what was seen before,
 //   divide(), get(r)  for the results,
 //   tile_rows()       that its products have if they are of tiles.
@@ -88,6 +93,7 @@ class QueryTile {
     bool in_tiles_;
     float visible_[QUERIES];  // how many keys each query sees
     Scales key_scales_, value_scales_;
+    Ahead<P> ahead_;
     float *queries_, *scores_, *wide_;  // keys as products take them, then values
     Running running_, part_;
 
@@ -114,6 +120,7 @@ class QueryTile {
                       r);
             visible_[r] = (float)visible_to(job_, item.sequence, token);
         }
+        asks_ = in_tiles_ || item.tile + ASKING_TILES >= query_tiles(job_, item.sequence);
         least_ = (int64_t)visible_[0];
         most_ = (int64_t)visible_[rows_ - 1];
     }
@@ -142,19 +149,12 @@ class QueryTile {
             key_scales_.find(places, pages.k_scales, pages.k_zeros, head);
             value_scales_.find(places, pages.v_scales, pages.v_zeros, head);
         }
-        if (next) fetch(keys_, *next), fetch(values_, *next);
+        ahead_.of(keys_, values_, asks_ ? next : nullptr, dim_);
         point_to_keys(places, keys);
         point_to_values(places, values);
         own().score(keys);
         own().weigh(first);
         own().mix(values);
-    }
-
-    // Keys and values of one head lie in short pieces, which the processor does not foresee.
-    void fetch(const P* rows, const Places& places) const {
-        for (int64_t j = 0; j < TILE_KEYS; ++j)
-            for (int64_t d = 0; d < dim_; d += 64 / (int64_t)sizeof(P))
-                __builtin_prefetch(rows + places.at[j] + d);
     }
 
     // Where products find keys: in their pages, or expanded.
@@ -165,20 +165,21 @@ class QueryTile {
         }
     }
 
-    // Likewise values; in pairs of keys where products are.
-    void point_to_values(const Places& places, const float** values) const {
+    // Likewise values, zipped or not.
+    void point_to_values(const Places& places, const float** values) {
         float* room = wide_ + TILE_KEYS * dim_;
-        const float* zeros = value_scales_.zero;
-        if constexpr (PAIRS) {
+        const auto value = [&](int64_t j, Operand* to) {
+            return expanded(values_ + places.at[j], value_scales_.zero + j, to);
+        };
+        if (own().zipped()) {
             Operand* pair = (Operand*)(room + TILE_KEYS / 2 * dim_);
             for (int64_t j = 0; j < TILE_KEYS; j += 2, room += dim_) {
-                zip(expanded(values_ + places.at[j], zeros + j, pair),
-                    expanded(values_ + places.at[j + 1], zeros + j + 1, pair + dim_), room);
+                zip((const bf16*)value(j, pair), (const bf16*)value(j + 1, pair + dim_), room);
                 values[j / 2] = room;
             }
         } else {
             for (int64_t j = 0; j < TILE_KEYS; ++j, room += dim_)
-                values[j] = expanded(values_ + places.at[j], zeros + j, room);
+                values[j] = (const float*)value(j, (Operand*)room);
         }
     }
 
@@ -197,21 +198,13 @@ class QueryTile {
         return room;
     }
 
+    // Both rows dim by dim.
     void zip(const bf16* even, const bf16* odd, float* to) const {
-        typedef uint16_t Whole __attribute__((vector_size(4 * WIDTH)));
-        struct First {
-            static constexpr int of(int lane) { return lane / 2 + lane % 2 * 2 * WIDTH; }
-        };
-        struct Second {
-            static constexpr int of(int lane) { return First::of(lane) + WIDTH; }
-        };
         int64_t d = 0;
         for (; d + 2 * WIDTH <= dim_; d += 2 * WIDTH) {
-            const Whole low = read<Whole>(even + d), high = read<Whole>(odd + d);
-            const Whole lower = shuffled<First>(low, high);
-            const Whole upper = shuffled<Second>(low, high);
-            std::memcpy(to + d, &lower, sizeof lower);
-            std::memcpy(to + d + WIDTH, &upper, sizeof upper);
+            const Zipped both(even + d, odd + d);
+            std::memcpy(to + d, &both.lower, sizeof both.lower);
+            std::memcpy(to + d + WIDTH, &both.upper, sizeof both.upper);
         }
         for (; d < dim_; ++d) {
             const uint32_t both = even[d].bits | (uint32_t)odd[d].bits << 16;
@@ -229,6 +222,7 @@ class QueryTile {
         }
     }
 
+    bool asks_ = false;
     int64_t head_ = 0, first_ = 0, most_ = 0;
     const int32_t* blocks_ = nullptr;
     const P *keys_ = nullptr, *values_ = nullptr;

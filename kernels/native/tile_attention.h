@@ -3,7 +3,7 @@
 // keys or dims beside many queries, or for each of few queries.
 #pragma once
 
-#include "attention.h"
+#include "attention_tiles.h"
 #include "tile_registers.h"
 #include "transpose.h"
 
@@ -24,9 +24,9 @@ inline int64_t stride_of(const float* const* rows) {
 }
 
 // scores[key][query] = key . query for queries `[dim / 2, QUERIES]`; `room` is for TILE_KEYS keys.
-template <int VECS>
+template <int VECS, typename P>
 void score_tiles(const float* const* keys, const float* queries, int64_t dim, char* room,
-                 float* scores) {
+                 float* scores, Ahead<P>& ahead) {
     constexpr int64_t WIDE = QUERIES * sizeof(float);
     for (int64_t j = 0; j < TILE_KEYS; j += TILE_ROWS, scores += TILE_ROWS * QUERIES) {
         const char* rows = (const char*)keys[j];
@@ -37,6 +37,7 @@ void score_tiles(const float* const* keys, const float* queries, int64_t dim, ch
                 std::memcpy(room + i * stride, keys[j + i], stride);
             room += TILE_ROWS * stride;
         }
+        ahead.ask();
         TileRegisters::written();
         _tile_zero(0);
         _tile_zero(1);
@@ -87,13 +88,15 @@ void mix_tiles(const float* values, const float* weights, int64_t dim, float* ro
 }
 
 // scores[query][key] for queries `[rows, dim]`, as many as tiles have rows.
-inline void score_few_tiles(const float* const* keys, const float* queries, int64_t dim,
-                            float* scores) {
+template <typename P>
+void score_few_tiles(const float* const* keys, const float* queries, int64_t dim, float* scores,
+                     Ahead<P>& ahead) {
     alignas(64) Words squares[2][WIDTH];
     for (int64_t j = 0; j < TILE_KEYS; j += WIDTH) {
         _tile_zero(0);
         for (int64_t w = 0; w < dim / 2; w += WIDTH) {
             Words* square = squares[w / WIDTH % 2];
+            ahead.ask();
 #pragma GCC unroll 16
             for (int i = 0; i < WIDTH; ++i) square[i] = read<Words>(keys[j + i] + w);
             transpose(square);
@@ -132,11 +135,12 @@ inline void mix_few_tiles(const float* values, const float* weights, int64_t dim
 struct TileRegisters {
     TileRegisters(int64_t, int64_t) {}
 };
-template <int VECS>
-void score_tiles(const float* const*, const float*, int64_t, char*, float*) {}
+template <int VECS, typename P>
+void score_tiles(const float* const*, const float*, int64_t, char*, float*, Ahead<P>&) {}
 template <int VECS>
 void mix_tiles(const float*, const float*, int64_t, float*, float*) {}
-inline void score_few_tiles(const float* const*, const float*, int64_t, float*) {}
+template <typename P>
+void score_few_tiles(const float* const*, const float*, int64_t, float*, Ahead<P>&) {}
 inline void mix_few_tiles(const float*, const float*, int64_t, float*) {}
 
 #endif
