@@ -150,15 +150,4 @@ struct Zipped {
     }
 };
 
-template <bool PAIRS>
-inline Floats step(const float* value, Floats lanes, Floats total) {
-    if constexpr (PAIRS) {
-        uint32_t word;
-        std::memcpy(&word, value, sizeof word);
-        return fused_pairs(word - Words{}, (Words)lanes, total);
-    } else {
-        return fused(*value - Floats{}, lanes, total);
-    }
-}
-
 }  // namespace vlm

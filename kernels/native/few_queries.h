@@ -25,7 +25,7 @@ void score_few(const float* const* keys, const float* queries, int64_t words, fl
 #pragma GCC unroll 8
                 for (int r = 0; r < COUNT; ++r)
                     total[r] =
-                        step<PAIRS>(queries + r * words + w + i, (Floats)square[i], total[r]);
+                        fused_at<PAIRS>(queries + r * words + w + i, (Floats)square[i], total[r]);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < COUNT; ++r)
@@ -57,7 +57,8 @@ void mix_few(const float* const* values, const float* weights, int64_t dim, floa
             for (int r = 0; r < COUNT; ++r)
 #pragma GCC unroll 2
                 for (int i = 0; i < N; ++i)
-                    total[r][i] = step<PAIRS>(weights + r * TILE_KEYS + j, value[i], total[r][i]);
+                    total[r][i] =
+                        fused_at<PAIRS>(weights + r * TILE_KEYS + j, value[i], total[r][i]);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < COUNT; ++r)

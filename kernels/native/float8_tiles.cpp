@@ -14,36 +14,15 @@ constexpr int64_t FLOAT8_AHEAD = 8192;  // bytes between what is used and what i
 constexpr int64_t FLOAT8_K = 128;       // of a panel's part that stays in the L1 cache, about
 constexpr int64_t PAIRS_BYTES = PANEL * 4, FLOAT8_BLOCK_BYTES = TILE_DEPTH / 2 * PAIRS_BYTES;
 
-// Bytes 0 and 1 of every word, or 2 and 3, as its halves.
-template <bool UPPER>
-VLM_INLINE __m512i bytes_apart(__m512i words) {
-    constexpr int FIRST = UPPER ? 0x8003'8002 : 0x8001'8000;
-    const __m128i places =
-        _mm_setr_epi32(FIRST, FIRST + 0x0004'0004, FIRST + 0x0008'0008, FIRST + 0x000c'000c);
-    return _mm512_shuffle_epi8(words, _mm512_broadcast_i32x4(places));
-}
-
-// e4m3 codes in halves of words as bfloat16, whose exponent begins elsewhere; numbers below the
-// least normal one are looked up.
-VLM_INLINE __m512i to_bfloat16(__m512i codes) {
-    const __m128i below = _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60);
-    const __m512i bits = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
-    const __m512i sign = _mm512_slli_epi16(_mm512_sub_epi16(codes, bits), 8);
-    const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(bits, 4), _mm512_set1_epi16(0x3c00));
-    const __mmask32 small = _mm512_cmplt_epu16_mask(bits, _mm512_set1_epi16(8));
-    const __m512i size =
-        _mm512_mask_permutexvar_epi16(normal, small, bits, _mm512_broadcast_i32x4(below));
-    return _mm512_or_si512(size, sign);
-}
-
 // Some k of a panel as a tile has them: `[k / 2, 32]` pairs.
 void widen_float8(const char* words, int64_t count, char* to) {
     for (int64_t k = 0; k < count; k += 4, to += 2 * PAIRS_BYTES)
         for (int64_t at = 0; at < PAIRS_BYTES; at += 64, words += 64) {
             ask_for_line(words + FLOAT8_AHEAD);
-            const __m512i codes = _mm512_loadu_si512(words);
-            _mm512_store_si512(to + at, to_bfloat16(bytes_apart<false>(codes)));
-            _mm512_store_si512(to + at + PAIRS_BYTES, to_bfloat16(bytes_apart<true>(codes)));
+            const Words codes = read<Words>(words);
+            const Words first = pair_of_float8<false>(codes), last = pair_of_float8<true>(codes);
+            std::memcpy(to + at, &first, sizeof first);
+            std::memcpy(to + at + PAIRS_BYTES, &last, sizeof last);
         }
 }
 

@@ -18,17 +18,26 @@ inline Floats number(Words word) {
     return (Floats)((word & MASK) | 0x4b000000u) - spread(0x1p23f + (float)MIDDLE);
 }
 
-// How many k a word has, and the values of each; `high` is the word's upper half.
-struct Int8Words {
-    static constexpr int COUNT = 4;
+// How many k a word has, how many values, and what each is; `high` is the word's upper half. A
+// value is a number, or a pair.
+struct NumbersOf4 {
+    static constexpr int COUNT = 4, VALUES = 4;
+    static constexpr bool PAIRS = false;
+};
+
+struct NumbersOf8 {
+    static constexpr int COUNT = 8, VALUES = 8;
+    static constexpr bool PAIRS = false;
+};
+
+struct Int8Words : NumbersOf4 {
     template <int K>
     static VLM_INLINE Floats value(Words word, Words high) {
         return number<K % 2 ? 0xff00u : 0xffu>(K / 2 ? high : word);
     }
 };
 
-struct Int4Words {
-    static constexpr int COUNT = 8;
+struct Int4Words : NumbersOf8 {
     template <int K>
     static VLM_INLINE Floats value(Words word, Words high) {
         constexpr uint32_t LOWEST = (K % 2 ? 0xf00u : 0xfu) << (K / 4 * 4);
@@ -36,8 +45,7 @@ struct Int4Words {
     }
 };
 
-struct Float4Words {
-    static constexpr int COUNT = 8;
+struct Float4Words : NumbersOf8 {
     template <int K>
     static VLM_INLINE Floats value(Words word, Words) {
         return from_float4(word >> (K % 4 * 8 + K / 4 * 4));
@@ -47,8 +55,7 @@ struct Float4Words {
 // The bits of a byte where those of float32 are, and 112 in the exponent: 2^-8 times the number,
 // which an operand's factors take back. Below the least normal one twice that less 2^-14 is, and
 // less.
-struct Float8Words {
-    static constexpr int COUNT = 4;
+struct Float8Words : NumbersOf4 {
     template <int K>
     static VLM_INLINE Floats value(Words word, Words) {
         const Words top = K < 3 ? word << (24 - 8 * K) : word;
@@ -58,7 +65,16 @@ struct Float8Words {
     }
 };
 
-// Calls `use(k, values)` with a constant k and the values of all columns, for every k of a step.
+struct Float8Pairs {
+    static constexpr int COUNT = 4, VALUES = 2;
+    static constexpr bool PAIRS = true;
+    template <int K>
+    static VLM_INLINE Floats value(Words word, Words) {
+        return (Floats)pair_of_float8<K == 1>(word);
+    }
+};
+
+// Calls `use(i, values)` with a constant i and the values of all columns, for every one of a step.
 template <typename Kind, typename Use, int... K>
 VLM_INLINE void use_values(const char* step, const Use& use, std::integer_sequence<int, K...>) {
     Words words[REGISTERS], high[REGISTERS];
@@ -78,12 +94,18 @@ VLM_INLINE void use_values(const char* step, const Use& use, std::integer_sequen
 
 template <typename Kind, typename Use>
 VLM_INLINE void use_values(const char* step, const Use& use) {
-    use_values<Kind>(step, use, std::make_integer_sequence<int, Kind::COUNT>());
+    use_values<Kind>(step, use, std::make_integer_sequence<int, Kind::VALUES>());
 }
 
 template <typename Kind>
 constexpr int64_t panel_bytes_of_k(int64_t k) {
     return k / Kind::COUNT * PANEL * 4;
+}
+
+// Factors of a row, or pairs of them, in so many k.
+template <typename Kind>
+constexpr int64_t values_of_k(int64_t k) {
+    return Kind::PAIRS ? k / 2 : k;
 }
 
 // total = group's sum * scale + total
@@ -106,63 +128,48 @@ struct Folding {
     }
 };
 
-// STREAMS groups side by side, so that there are chains enough to keep the processor busy.
-template <typename Kind, int ROWS, int STREAMS>
-void few_groups(const Weight& weight, const PanelScales& scales, const char* words, const float* x,
-                int64_t group, float* sums) {
-    constexpr int64_t STEP = PANEL * 4;
-    const int64_t size = weight.group, bytes = panel_bytes_of_k<Kind>(size);
-    Floats total[STREAMS][ROWS][REGISTERS] = {};
-    const char* from = words + group * bytes;
-    const float* own = x + group * size * ROWS;
-    for (int64_t step = 0; step < size / Kind::COUNT; ++step, from += STEP) {
-#pragma GCC unroll 4
-        for (int s = 0; s < STREAMS; ++s) {
-            __builtin_prefetch(from + s * bytes + CODES_AHEAD);
-            __builtin_prefetch(from + s * bytes + CODES_AHEAD + 64);
-            const float* factors = own + (s * size + step * Kind::COUNT) * ROWS;
-            use_values<Kind>(from + s * bytes, [&](int k, const Floats* values) {
-#pragma GCC unroll 12
-                for (int r = 0; r < ROWS; ++r) {
-                    const Floats factor = spread(factors[k * ROWS + r]);
-#pragma GCC unroll 8
-                    for (int j = 0; j < REGISTERS; ++j)
-                        total[s][r][j] = fused(factor, values[j], total[s][r][j]);
-                }
-            });
-        }
-    }
-#pragma GCC unroll 4
-    for (int s = 0; s < STREAMS; ++s) {
-        const Folding fold(weight, scales, group + s, x + weight.depth * ROWS, ROWS);
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-            for (int j = 0; j < REGISTERS; ++j)
-                fold.add(r, j, total[s][r][j], group + s == 0, sums);
-    }
-}
-
+// One group after the other: two side by side have more chains under way, but two places where the
+// memory has to begin anew.
 template <typename Kind, int ROWS>
 void few_rows(const Weight& weight, const PanelScales& scales, const char* words, const float* x,
               float* sums) {
-    constexpr int STREAMS = ROWS == 1 ? 2 : 1;
-    const int64_t count = weight.depth / weight.group;
-    int64_t group = 0;
-    for (; group + STREAMS <= count; group += STREAMS)
-        few_groups<Kind, ROWS, STREAMS>(weight, scales, words, x, group, sums);
-    for (; group < count; ++group) few_groups<Kind, ROWS, 1>(weight, scales, words, x, group, sums);
+    const int64_t size = weight.group, count = weight.depth / size;
+    const float* behind = x + weight.depth * ROWS;
+    for (int64_t group = 0; group < count; ++group) {
+        Floats total[ROWS][REGISTERS] = {};
+        for (int64_t step = 0; step < size / Kind::COUNT; ++step) {
+            __builtin_prefetch(words + CODES_AHEAD);
+            __builtin_prefetch(words + CODES_AHEAD + 64);
+            use_values<Kind>(words, [&](int i, const Floats* values) {
+#pragma GCC unroll 12
+                for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+                    for (int j = 0; j < REGISTERS; ++j)
+                        total[r][j] =
+                            fused_at<Kind::PAIRS>(x + i * ROWS + r, values[j], total[r][j]);
+            });
+            words += PANEL * 4;
+            x += Kind::VALUES * ROWS;
+        }
+        const Folding fold(weight, scales, group, behind, ROWS);
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+            for (int j = 0; j < REGISTERS; ++j) fold.add(r, j, total[r][j], group == 0, sums);
+    }
 }
 
 // A widened group.
-template <int ROWS>
+template <typename Kind, int ROWS>
 void wide_rows(const Weight& weight, const PanelScales& scales, const float* wide, const float* x,
                int64_t group, float* sums) {
+    using Values = std::conditional_t<Kind::PAIRS, Pairs, Singles>;
     Floats total[ROWS][REGISTERS] = {};
-    const float* own = x + group * weight.group * ROWS;
+    const int64_t size = values_of_k<Kind>(weight.group);
+    const float* own = x + group * size * ROWS;
 #pragma GCC unroll 4
-    for (int64_t k = 0; k < weight.group; ++k)
-        Singles::add<ROWS>((const char*)(wide + k * PANEL), own + k * ROWS, total);
+    for (int64_t i = 0; i < size; ++i)
+        Values::template add<ROWS>((const char*)(wide + i * PANEL), own + i * ROWS, total);
     const Folding fold(weight, scales, group, x + weight.depth * ROWS, ROWS);
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
@@ -173,8 +180,9 @@ void wide_rows(const Weight& weight, const PanelScales& scales, const float* wid
 typedef void (*WideRows)(const Weight&, const PanelScales&, const float*, const float*, int64_t,
                          float*);
 
-inline WideRows wide_rows_of(int64_t rows) {
-    return by_rows<WideRows>(rows, [](auto count) { return wide_rows<count>; });
+template <typename Kind>
+WideRows wide_rows_of(int64_t rows) {
+    return by_rows<WideRows>(rows, [](auto count) { return wide_rows<Kind, count>; });
 }
 
 typedef void (*FewRows)(const Weight&, const PanelScales&, const char*, const float*, float*);
@@ -186,7 +194,8 @@ FewRows few_rows_of(int64_t rows) {
 
 template <typename Kind>
 void widen_codes(const char* from, int64_t count, float* to) {
-    for (int64_t k = 0; k < count; k += Kind::COUNT, from += PANEL * 4, to += Kind::COUNT * PANEL) {
+    for (int64_t k = 0; k < count;
+         k += Kind::COUNT, from += PANEL * 4, to += Kind::VALUES * PANEL) {
         __builtin_prefetch(from + CODES_AHEAD);
         __builtin_prefetch(from + CODES_AHEAD + 64);
         use_values<Kind>(from, [&](int i, const Floats* values) {
@@ -206,8 +215,8 @@ void multiply_words(const Weight& weight, int64_t index, const Operand& x, float
     for (int64_t group = 0; group < weight.depth / weight.group; ++group) {
         widen_codes<Kind>(words + group * bytes, weight.group, wide);
         for (int64_t i = 0; i < x.groups(); ++i)
-            wide_rows_of(x.size(i))(weight, scales, wide, x.group(i), group,
-                                    sums + x.first(i) * PANEL);
+            wide_rows_of<Kind>(x.size(i))(weight, scales, wide, x.group(i), group,
+                                          sums + x.first(i) * PANEL);
     }
 }
 
@@ -218,6 +227,8 @@ void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float
     if (weight.type == INT8) return multiply_words<Int8Words>(weight, index, x, sums);
     if (weight.type == INT4) return multiply_words<Int4Words>(weight, index, x, sums);
     if (weight.type == FLOAT4) return multiply_words<Float4Words>(weight, index, x, sums);
+    if constexpr (PAIR_PRODUCTS)
+        if (x.pairs()) return multiply_words<Float8Pairs>(weight, index, x, sums);
     multiply_words<Float8Words>(weight, index, x, sums);
 }
 

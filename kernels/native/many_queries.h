@@ -27,7 +27,7 @@ void score(const float* const* keys, const float* queries, int64_t words, float*
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
             for (int i = 0; i < N; ++i)
-                total[r][i] = step<PAIRS>(key[r] + w, lanes[i], total[r][i]);
+                total[r][i] = fused_at<PAIRS>(key[r] + w, lanes[i], total[r][i]);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
@@ -54,7 +54,8 @@ void mix(const float* const* values, int64_t first, const float* weights, int64_
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-            for (int i = 0; i < N; ++i) total[r][i] = step<PAIRS>(value + r, lanes[i], total[r][i]);
+            for (int i = 0; i < N; ++i)
+                total[r][i] = fused_at<PAIRS>(value + r, lanes[i], total[r][i]);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)

@@ -19,12 +19,6 @@ struct Next {
 // reads it; others for the arithmetic, of which there is more in a loop that has several of them.
 constexpr int64_t MOST_ASKED = 64;
 
-inline Words spread_word(const float* word) {
-    uint32_t bits;
-    std::memcpy(&bits, word, sizeof bits);
-    return bits - Words{};
-}
-
 // Values of 16 bits are widened in registers; if they are KEPT they are also written down, as
 // `[k, PANEL]` float32.
 template <bool KEPT>
@@ -80,23 +74,6 @@ struct WidenedPairs : Widening<KEPT> {
         add_products<ROWS>(even, x, total);
         add_products<ROWS>(odd, x + ROWS, total);
         this->go_on(2 * PANEL);
-    }
-};
-
-struct Pairs {
-    static constexpr int64_t BYTES = 4 * PANEL, STEP = 1;
-    template <int ROWS, int FIRST>
-    static inline void add(const char* step, const float* x, Floats (*total)[TAKEN<ROWS>]) {
-        constexpr int COUNT = TAKEN<ROWS>;
-        Words w[COUNT];
-#pragma GCC unroll 8
-        for (int j = 0; j < COUNT; ++j) w[j] = read<Words>(step + (FIRST + j) * sizeof(Words));
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; ++r) {
-            const Words factor = spread_word(x + r);
-#pragma GCC unroll 8
-            for (int j = 0; j < COUNT; ++j) total[r][j] = fused_pairs(factor, w[j], total[r][j]);
-        }
     }
 };
 

@@ -1,4 +1,4 @@
-// Float32 values of a panel, as they are added to the sums of some rows.
+// What a panel holds, float32 values or pairs of bfloat16, as it is added to the sums of some rows.
 #pragma once
 
 #include "vectors.h"
@@ -47,6 +47,21 @@ struct Singles {
     static inline void add(const char* step, const float* x, Floats (*total)[TAKEN<ROWS>]) {
         auto value = [=](int j) { return read<Floats>(step + (FIRST + j) * sizeof(Floats)); };
         add_products<ROWS>(value, x, total);
+    }
+};
+
+struct Pairs {
+    static constexpr int64_t BYTES = 4 * PANEL, STEP = 1;
+    template <int ROWS, int FIRST = 0>
+    static inline void add(const char* step, const float* x, Floats (*total)[TAKEN<ROWS>]) {
+        constexpr int COUNT = TAKEN<ROWS>;
+        Floats w[COUNT];
+#pragma GCC unroll 8
+        for (int j = 0; j < COUNT; ++j) w[j] = read<Floats>(step + (FIRST + j) * sizeof(Floats));
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+            for (int j = 0; j < COUNT; ++j) total[r][j] = fused_at<true>(x + r, w[j], total[r][j]);
     }
 };
 

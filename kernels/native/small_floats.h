@@ -64,6 +64,44 @@ inline Floats from_float8(Words codes) {
     return (Floats)((Words)size | (codes & 0x80000000u));
 }
 
+#if defined(__AVX512BF16__)
+
+// Bytes 0 and 1 of every word, or 2 and 3, as its halves.
+template <bool UPPER>
+VLM_INLINE Words bytes_apart(Words words) {
+    constexpr int FIRST = UPPER ? 0x8003'8002 : 0x8001'8000;
+    const __m128i places =
+        _mm_setr_epi32(FIRST, FIRST + 0x0004'0004, FIRST + 0x0008'0008, FIRST + 0x000c'000c);
+    return (Words)_mm512_shuffle_epi8((__m512i)words, _mm512_broadcast_i32x4(places));
+}
+
+// e4m3 codes in halves of words as bfloat16, whose exponent begins elsewhere; numbers below the
+// least normal one are looked up.
+VLM_INLINE Words to_bfloat16(Words halves) {
+    const __m128i below = _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60);
+    const __m512i codes = (__m512i)halves;
+    const __m512i bits = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
+    const __m512i sign = _mm512_slli_epi16(_mm512_sub_epi16(codes, bits), 8);
+    const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(bits, 4), _mm512_set1_epi16(0x3c00));
+    const __mmask32 small = _mm512_cmplt_epu16_mask(bits, _mm512_set1_epi16(8));
+    const __m512i size =
+        _mm512_mask_permutexvar_epi16(normal, small, bits, _mm512_broadcast_i32x4(below));
+    return (Words)_mm512_or_si512(size, sign);
+}
+
+#endif
+
+// Of the e4m3 numbers of words the first two or the last two, as a pair of bfloat16, which has them
+// all; only where PAIR_PRODUCTS.
+template <bool LAST>
+VLM_INLINE Words pair_of_float8(Words codes) {
+#if defined(__AVX512BF16__)
+    return to_bfloat16(bytes_apart<LAST>(codes));
+#else
+    return codes;
+#endif
+}
+
 // 2^(e - 127) of bytes e, each in a word.
 inline Floats from_e8m0(Signed exponents) {
     const Signed normal = exponents << 23, least = Signed{} + 0x00400000;

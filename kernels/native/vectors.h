@@ -117,6 +117,18 @@ VLM_INLINE V read(const void* from) {
     return v;
 }
 
+// total plus lanes times the number at `factor`, or pairs of bfloat16 times the pair there.
+template <bool PAIRS>
+VLM_INLINE Floats fused_at(const float* factor, Floats lanes, Floats total) {
+    if constexpr (PAIRS) {
+        uint32_t word;
+        std::memcpy(&word, factor, sizeof word);
+        return fused_pairs(word - Words{}, (Words)lanes, total);
+    } else {
+        return fused(spread(*factor), lanes, total);
+    }
+}
+
 VLM_INLINE Floats load_register(const float* from) { return read<Floats>(from); }
 VLM_INLINE Floats load_register(const bf16* from) { return (Floats)(from_halves(from) << 16); }
 VLM_INLINE Floats load_register(const f16* from) { return from_float16(from); }

@@ -114,12 +114,12 @@ inline const char* panel_at(const Weight& weight, int64_t index) {
 }
 
 // Whether rows of T meet such a weight in products of pairs, or in products of tiles, also of
-// bytes. Codes that become pairs do so for tiles alone.
+// bytes. Where there are tiles, pairs are multiplied in those.
 template <typename T>
 inline bool in_pairs(const Weight& weight) {
-    if (weight.type == FLOAT8)
-        return TILE_PRODUCTS && sizeof(T) == 2 && weight.group % TILE_DEPTH == 0 && !weight.zeros;
-    return PAIR_PRODUCTS && sizeof(T) == 2 && weight.type == BFLOAT16;
+    const bool has_them = weight.type == BFLOAT16 || (weight.type == FLOAT8 && !weight.zeros);
+    const bool fits = !TILE_PRODUCTS || weight.type == BFLOAT16 || weight.group % TILE_DEPTH == 0;
+    return PAIR_PRODUCTS && sizeof(T) == 2 && has_them && fits;
 }
 template <typename T>
 inline bool in_tiles(const Weight& weight) {

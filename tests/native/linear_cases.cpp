@@ -224,12 +224,28 @@ static void tile_products() {
         }
 }
 
-// Products of groups of e4m3 codes as grouped.h describes them where there are tiles.
-static void float8_tile_products() {
+// A sum of products of pairs, pair by pair.
+static float in_pairs(const bf16* x, const bf16* weight, int64_t depth) {
+    vlm::Floats total = {};
+    for (int64_t k = 0; k < depth; k += 2) {
+        float pairs[2];
+        std::memcpy(&pairs[0], x + k, sizeof(float));
+        std::memcpy(&pairs[1], weight + k, sizeof(float));
+        vlm::Words word;
+        for (int lane = 0; lane < vlm::WIDTH; ++lane)
+            std::memcpy((uint32_t*)&word + lane, &pairs[1], sizeof(float));
+        total = vlm::fused_at<true>(&pairs[0], (vlm::Floats)word, total);
+    }
+    return total[0];
+}
+
+// Products of groups of e4m3 codes as grouped.h describes them where bfloat16 meets them in pairs.
+static void float8_pair_products() {
+    const auto sum_of = vlm::TILE_PRODUCTS ? in_tiles : in_pairs;
     constexpr int64_t COLUMNS = 45, DEEP = 384, GROUP = 96;
     const int64_t panels = (COLUMNS + vlm::PANEL - 1) / vlm::PANEL, groups = DEEP / GROUP;
-    for (int64_t rows : {1, 16, 17, 32, 33, 300}) {
-        const std::string name = "tiles/float8/" + std::to_string(rows);
+    for (int64_t rows : {1, 7, 16, 17, 32, 33, 300}) {
+        const std::string name = "pairs/float8/" + std::to_string(rows);
         Random random(name);
         std::vector<uint8_t> codes(panels * vlm::PANEL * DEEP);
         for (uint8_t& code : codes) code = random.below(256);
@@ -268,7 +284,7 @@ static void float8_tile_products() {
             for (int64_t r = 0; r < rows; ++r) {
                 float total = 0.0f;
                 for (int64_t g = 0; g < groups; ++g)
-                    total = std::fma(in_tiles(&x[r * DEEP + g * GROUP], &column[g * GROUP], GROUP),
+                    total = std::fma(sum_of(&x[r * DEEP + g * GROUP], &column[g * GROUP], GROUP),
                                      scale[g * vlm::PANEL], total);
                 vlm::store_one(&wanted[r * COLUMNS + c], total);
             }
@@ -294,7 +310,7 @@ void linear_cases() {
     products<float>();
     products<bf16>();
     if (vlm::TILE_PRODUCTS) tile_products();
-    if (vlm::TILE_PRODUCTS) float8_tile_products();
+    if (vlm::PAIR_PRODUCTS) float8_pair_products();
     coded_products<float>();
     coded_products<bf16>();
 }
