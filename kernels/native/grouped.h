@@ -16,8 +16,8 @@
 // are a chain of fused multiply-adds over ascending k in turn.
 //
 // Where pairs of bfloat16 are multiplied, rows of those meet e4m3 codes, which bfloat16 has all, in
-// pairs of k: the chain of a group is one over pairs. Where there are tiles (AMX), the sum of a group
-// is what tiles.h says instead, and groups that are no multiples of 32 meet float32.
+// pairs of k: the chain of a group is one over pairs. Where there are tiles (AMX), the sum of a
+// group is what tiles.h says instead, and groups that are no multiples of 32 meet float32.
 //
 // If activations are quantised, groups are those of a row (`row_group`), a group's sum is one of
 // integers, sum(code * x) - zero * sum(x), to the bit, and its factor the product of both scales.
