@@ -169,8 +169,8 @@ def attention(dtype: torch.dtype, start: int, count: int, deterministic: bool, g
 def attention_step(dtype: torch.dtype) -> Case:
     """A decoded token's, layer by layer, so that keys and values come from the memory."""
     layers, dim, blocks = 24, 256, TOKENS // BLOCK
-    pool = torch.randn(blocks, layers, 2, BLOCK, KV_HEADS, dim).to(dtype)
-    pages = [KVLayer(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(layers)]
+    pool = torch.randn(blocks, layers, 2, KV_HEADS, BLOCK, dim).to(dtype)
+    pages = [KVLayer(*pool[:, layer].transpose(2, 3).unbind(1)) for layer in range(layers)]
     none = (-1,)
     meta = DecodeMeta((torch.randperm(blocks).tolist(),), (TOKENS,), none, none, none)
     q = torch.randn(1, QUERY_HEADS, dim).to(dtype)

@@ -1,7 +1,8 @@
 """Where the time of a decode step goes, here and in an earlier checkout, in turns.
 
     python benchmarks/step_parts.py CHECKPOINT [--before FOLDER] [--dtype bfloat16]
-        [--quantization int8] [--batch 1] [--tokens 100] [--rounds 10] [--threads 2]
+        [--quantization int8] [--batch 1] [--prompt-tokens 128] [--tokens 100] [--rounds 10]
+        [--threads 2]
 
 Each side is a process of its own whose functions below are timed where they stand; the figures are
 medians over rounds of the median step, in microseconds. A part contains those that it calls: `step`
@@ -28,7 +29,6 @@ from typing import Any
 from engine_child import own_environment
 from machine import ROOT, commit, describe
 
-PROMPT_TOKENS = 128
 PARTS = {
     "step": "vlm_serve.engine.loop:EngineLoop._step",
     "plan": "vlm_serve.engine.scheduler:Scheduler.plan",
@@ -122,7 +122,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", choices=("int8", "int4"))
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=100, help="that are decoded behind each")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -141,7 +142,8 @@ def main() -> None:
             for index in range(len(asks)):
                 turn = (number + index) % len(asks)
                 prompts = [
-                    draw.choices(range(vocabulary), k=PROMPT_TOKENS) for _ in range(options.batch)
+                    draw.choices(range(vocabulary), k=options.prompt_tokens)
+                    for _ in range(options.batch)
                 ]
                 medians = asks[turn]([prompts, options.tokens])
                 if number >= 0:

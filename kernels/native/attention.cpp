@@ -14,7 +14,7 @@ void AttentionPlan::make(const Attention& job) {
         parts += own * ((keys_of(job, i) + PART_KEYS - 1) / PART_KEYS);
     }
     // Parts are shared out only where tiles alone would leave threads without work.
-    const bool by_parts = tiles < 4 * job.threads;
+    by_parts = tiles < 4 * job.threads;
     const int64_t most = by_parts ? parts : tiles;
     if (most > item_room) {
         item_room = 0;
@@ -68,10 +68,12 @@ void attend_over(const Attention& job, AttentionPlan& plan, Sharing& sharing) {
     float* partials = plan.partials.of(0);
     FewQueries<T, P> few(job, room);
     ManyQueries<T, P> many(job, room);
-    sharing.in_turn(plan.count, [&](int64_t i) {
+    const auto run = [&](int64_t i) {
         const AttentionItem& item = plan.items[i];
         few.takes(item) ? few.run(item, partials) : many.run(item, partials);
-    });
+    };
+    // Parts that a thread takes one after the other ask for each other's keys.
+    plan.by_parts ? sharing.each(plan.count, run) : sharing.in_turn(plan.count, run);
     if (plan.join_count == 0) return;
     sharing.in_turn(plan.join_count, [&](int64_t i) {
         const AttentionItem& item = plan.joins[i];

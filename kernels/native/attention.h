@@ -64,6 +64,7 @@ struct AttentionPlan {
     std::unique_ptr<AttentionItem[]> joins;  // tiles of several parts: `partial` is the first one
     Room partials;
     int64_t count = 0, join_count = 0, item_room = 0;
+    bool by_parts = false;
 
     // Throws std::bad_alloc.
     void make(const Attention& job);

@@ -134,7 +134,7 @@ class QueryTile {
         Places places[2];
         places[0].find(job_.pages, job_.first_key, blocks_, first, most_);
         for (int turn = 0; first < end; first += TILE_KEYS, turn ^= 1) {
-            Places* next = first + TILE_KEYS < end ? &places[turn ^ 1] : nullptr;
+            Places* next = first + TILE_KEYS < most_ ? &places[turn ^ 1] : nullptr;
             if (next) next->find(job_.pages, job_.first_key, blocks_, first + TILE_KEYS, most_);
             tile(places[turn], next, first);
         }

@@ -35,12 +35,14 @@ class Pool:
         entry: shape of one layer's.
         split: the dimension of the entry that tensor parallelism shares out, None for none; where
             it is smaller than the number of ranks, each of them has one.
+        swapped: a dimension of the entry that lies behind the next one in a CPU's memory.
     """
 
     kind: str
     unit: Unit
     entry: tuple[int, ...]
     split: int | None
+    swapped: int | None = None
 
     def of_rank(self, ranks: int) -> Pool:
         """The pool of one of so many ranks."""
@@ -110,7 +112,10 @@ class CacheLayout:
         counts = {"block": num_blocks, "row": num_rows, "update": num_updates}
         tensors = {
             pool.kind: _room(
-                (counts[pool.unit], layers, *pool.shape(block_size)), dtypes[pool.kind], device
+                (counts[pool.unit], layers, *pool.shape(block_size)),
+                dtypes[pool.kind],
+                torch.device(device),
+                pool.swapped,
             )
             for pool, layers in self.pools
             if pool.kind in dtypes
@@ -126,10 +131,18 @@ class CacheLayout:
         )
 
 
-def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    if torch.device(device).type == "cpu":
+def _room(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, swapped: int | None
+) -> torch.Tensor:
+    """Of that shape; on a CPU dimension `swapped` of the entries and the next one are the other way
+    round in memory."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    if swapped is None:
         return zeros(*shape, dtype=dtype)
-    return torch.empty(shape, dtype=dtype, device=device)
+    own, at = list(shape), 2 + swapped
+    own[at], own[at + 1] = own[at + 1], own[at]
+    return zeros(*own, dtype=dtype).transpose(at, at + 1)
 
 
 @dataclass(frozen=True, eq=False)
