@@ -77,6 +77,23 @@ struct WidenedPairs : Widening<KEPT> {
     }
 };
 
+// Of a kind that only one group of rows meets.
+template <typename Kind>
+struct Alone : Kind {
+    using Kind::Kind;
+};
+template <typename Kind>
+constexpr bool ALONE = false;
+template <typename Kind>
+constexpr bool ALONE<Alone<Kind>> = true;
+
+// Where what comes next is asked into: beside several rows there is time for the way to the L1
+// cache as well, but that has no room for it if other groups of rows have yet to meet this part.
+template <typename Kind>
+constexpr int cache_of(int rows) {
+    return rows == 1 ? WEIGHT_CACHE : ALONE<Kind> ? L1_CACHE : L2_CACHE;
+}
+
 // Of the columns from register FIRST on.
 template <typename Kind, int ROWS, int FIRST>
 VLM_INLINE void tile_part(Kind kind, const char* panel, const float* x, int64_t steps, Next next,
@@ -90,8 +107,7 @@ VLM_INLINE void tile_part(Kind kind, const char* panel, const float* x, int64_t 
         for (int j = 0; j < COUNT; ++j)
             total[r][j] = fresh ? Floats{} : read<Floats>(sums + r * PANEL + j * WIDTH);
     auto add_step = [&]() __attribute__((always_inline)) {
-        // Beside several rows there is time for the way to the L1 cache as well.
-        if (FIRST == 0) ask_for_weight<ROWS == 1 ? WEIGHT_CACHE : L1_CACHE>(next.at);
+        if (FIRST == 0) ask_for_weight<cache_of<Kind>(ROWS)>(next.at);
         next.at += next.step;
         kind.template add<ROWS, FIRST>(panel, x, total);
         panel += Kind::BYTES;
@@ -149,13 +165,14 @@ struct Part {
 
     template <typename Kind>
     void add_all(const char* values) {
+        if (x.groups() == 1) return add(Alone<Kind>(), 0, values);
         for (int64_t group = 0; group < x.groups(); ++group) add(Kind(), group, values);
     }
 
     // The first group widens them for the others.
     template <template <bool> typename Kind>
     void add_widened(const char* values) {
-        if (x.groups() == 1) return add(Kind<false>(nullptr), 0, values);
+        if (x.groups() == 1) return add(Alone<Kind<false>>(nullptr), 0, values);
         alignas(64) float wide[DEPTH * PANEL];
         add(Kind<true>(wide), 0, values);
         for (int64_t group = 1; group < x.groups(); ++group) add(Singles(), group, wide);
