@@ -48,7 +48,7 @@ class Ahead {
                 row_ = (next_ < TILE_KEYS ? keys_ : values_) + tile_->at[next_ % TILE_KEYS];
                 ++next_, at_ = 0;
             }
-            __builtin_prefetch(row_ + at_, 0, 2);
+            __builtin_prefetch(row_ + at_, 0, L2_CACHE);
         }
     }
 

@@ -97,17 +97,6 @@ VLM_INLINE void use_values(const char* step, const Use& use) {
     use_values<Kind>(step, use, std::make_integer_sequence<int, Kind::VALUES>());
 }
 
-template <typename Kind>
-constexpr int64_t panel_bytes_of_k(int64_t k) {
-    return k / Kind::COUNT * PANEL * 4;
-}
-
-// Factors of a row, or pairs of them, in so many k.
-template <typename Kind>
-constexpr int64_t values_of_k(int64_t k) {
-    return Kind::PAIRS ? k / 2 : k;
-}
-
 // total = group's sum * scale + total
 struct Folding {
     GroupScales scales;
@@ -165,7 +154,7 @@ void wide_rows(const Weight& weight, const PanelScales& scales, const float* wid
                int64_t group, float* sums) {
     using Values = std::conditional_t<Kind::PAIRS, Pairs, Singles>;
     Floats total[ROWS][REGISTERS] = {};
-    const int64_t size = values_of_k<Kind>(weight.group);
+    const int64_t size = Kind::PAIRS ? weight.group / 2 : weight.group;
     const float* own = x + group * size * ROWS;
 #pragma GCC unroll 4
     for (int64_t i = 0; i < size; ++i)
@@ -211,7 +200,7 @@ void multiply_words(const Weight& weight, int64_t index, const Operand& x, float
     if (x.groups() == 1)
         return few_rows_of<Kind>(x.rows())(weight, scales, words, x.group(0), sums);
     alignas(64) float wide[MOST_GROUP * PANEL];
-    const int64_t bytes = panel_bytes_of_k<Kind>(weight.group);
+    const int64_t bytes = weight.group / Kind::COUNT * PANEL * 4;
     for (int64_t group = 0; group < weight.depth / weight.group; ++group) {
         widen_codes<Kind>(words + group * bytes, weight.group, wide);
         for (int64_t i = 0; i < x.groups(); ++i)

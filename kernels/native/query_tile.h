@@ -140,7 +140,8 @@ class QueryTile {
         }
     }
 
-    // Values are made ready before the scores: right before they are mixed they are waited for.
+    // Values that are zipped or expanded are made so before the scores: right before they are mixed
+    // they are waited for.
     void tile(const Places& places, const Places* next, int64_t first) {
         const float *keys[TILE_KEYS], *values[TILE_KEYS];
         if constexpr (SCALED) {

@@ -117,9 +117,9 @@ inline const char* panel_at(const Weight& weight, int64_t index) {
 // bytes. Where there are tiles, pairs are multiplied in those.
 template <typename T>
 inline bool in_pairs(const Weight& weight) {
-    const bool has_them = weight.type == BFLOAT16 || (weight.type == FLOAT8 && !weight.zeros);
-    const bool fits = !TILE_PRODUCTS || weight.type == BFLOAT16 || weight.group % TILE_DEPTH == 0;
-    return PAIR_PRODUCTS && sizeof(T) == 2 && has_them && fits;
+    if (!PAIR_PRODUCTS || sizeof(T) != 2) return false;
+    const bool whole_tiles = !TILE_PRODUCTS || weight.group % TILE_DEPTH == 0;
+    return weight.type == BFLOAT16 || (weight.type == FLOAT8 && !weight.zeros && whole_tiles);
 }
 template <typename T>
 inline bool in_tiles(const Weight& weight) {

@@ -228,13 +228,10 @@ static void tile_products() {
 static float in_pairs(const bf16* x, const bf16* weight, int64_t depth) {
     vlm::Floats total = {};
     for (int64_t k = 0; k < depth; k += 2) {
-        float pairs[2];
-        std::memcpy(&pairs[0], x + k, sizeof(float));
-        std::memcpy(&pairs[1], weight + k, sizeof(float));
-        vlm::Words word;
-        for (int lane = 0; lane < vlm::WIDTH; ++lane)
-            std::memcpy((uint32_t*)&word + lane, &pairs[1], sizeof(float));
-        total = vlm::fused_at<true>(&pairs[0], (vlm::Floats)word, total);
+        uint32_t pair;
+        std::memcpy(&pair, weight + k, sizeof pair);
+        total =
+            vlm::fused_at<true>((const float*)(x + k), (vlm::Floats)(pair + vlm::Words{}), total);
     }
     return total[0];
 }
