@@ -153,10 +153,10 @@ def _integers(bits: int, columns: int, depth: int) -> Stored:
     return StoredIntegers.empty(kind, columns, depth, torch.device("cpu"))
 
 
-def _rooted(columns: int, depth: int) -> Stored:
-    """As a plain weight is while it is loaded."""
+def _rooted(bits: int, columns: int, depth: int) -> Stored:
+    """As a plain weight becomes while it is loaded."""
     codes, roots = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int8)
-    kind = IntegerCodes(codes, roots, None, 4, 32, torch.empty(0))
+    kind = IntegerCodes(codes, roots, None, bits, 32, torch.empty(0))
     return StoredIntegers.empty(kind, columns, depth, torch.device("cpu"))
 
 
@@ -175,7 +175,8 @@ def _float8(columns: int, depth: int) -> Stored:
 
 CODES: dict[str, Callable[[int, int], Stored]] = {
     "int4": partial(_integers, 4),
-    "int4 of one byte": _rooted,
+    "int4 of one byte": partial(_rooted, 4),
+    "int6": partial(_rooted, 6),
     "int8": partial(_integers, 8),
     "float4": _float4,
     "float8": _float8,

@@ -71,6 +71,8 @@ KINDS = (
     Kind("bfloat16", 16),
     Kind("int8 exact", 8),
     Kind("int8 dynamic", 8, dynamic=True),
+    Kind("int6 exact", 6),
+    Kind("int6 dynamic", 6, dynamic=True),
     Kind("int4 exact", 4),
     Kind("int4 dynamic", 4, dynamic=True),
     Kind("int4 exact wide", 4, wide=True),

@@ -52,7 +52,7 @@ def bytes_per_token(spec: CheckpointSpec, kind: str, context: int) -> int:
 
     Args:
         spec: a dense model of the Qwen3.5 family.
-        kind: "bfloat16", "int8" or "int4", whose head is int8.
+        kind: "bfloat16", "int8" or "int4", whose head has 6 bits.
         context: tokens before it.
     """
     attending = spec.num_layers // spec.full_attention_interval
@@ -67,7 +67,7 @@ def bytes_per_token(spec: CheckpointSpec, kind: str, context: int) -> int:
         + spec.num_layers * (_bytes(kind, 2 * inner, hidden) + _bytes(kind, hidden, inner))
     )
     small = _bytes("bfloat16", 2 * recurrent * spec.gdn_value_heads, hidden)  # a and b
-    head = _bytes("int8" if kind == "int4" else kind, spec.vocab_size, hidden)
+    head = _bytes("int6" if kind == "int4" else kind, spec.vocab_size, hidden)
     state = recurrent * values * spec.gdn_key_dim * 4
     pages = attending * 2 * keys * 2 * context
     return weights + small + head + 2 * state + pages

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from vlm_serve.kernels.native_build import BuildError
 
-FLOAT32 = "fedb76b90e752ea9"
+FLOAT32 = "4aff477e050ad890"
 """The digest of float32 results."""
 
 

@@ -60,7 +60,7 @@ class EngineConfig:
     )
     quantization: str | None = option(
         None,
-        "quantise a plain checkpoint's projections and experts while it is loaded; the head gets 8 "
+        "quantise a plain checkpoint's projections and experts while it is loaded; the head gets 6 "
         "bits at least",
         group=_MODEL,
         kind="text",

@@ -3,8 +3,8 @@ format, its layout in memory and its arithmetic.
 
     dense.py      float32, bfloat16 and float16 weights in our own packed layout, compiled CPU code
     torch_dense.py the same weights multiplied by torch: GPUs, and CPUs without a compiler
-    torch_quantised.py codes of 4 or 8 bits multiplied by torch
-    integers.py   codes of 4 or 8 bits, e2m1 among them, and
+    torch_quantised.py codes of 4, 6 or 8 bits multiplied by torch
+    integers.py   codes of 4, 6 or 8 bits, e2m1 among them, and
     float8.py     e4m3 codes, in our own packed layout, compiled CPU code
     joined.py     weights of several formats beside each other
     quantising.py plain weights as codes

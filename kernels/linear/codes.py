@@ -29,7 +29,7 @@ class IntegerCodes:
         codes: uint8 `[N, K]`, 0 … 2**bits - 1.
         scales: float32, bfloat16, float16, int8, float8_e4m3fn or float8_e8m0fnu `[N, K / group]`.
         zeros: uint8 `[N, K / group]`; `2**(bits - 1)` everywhere if None.
-        bits: 4 or 8.
+        bits: 4, 6 or 8.
         group: values of one scale; divides K.
         factors: float32 `[N]` beside scales of one byte, powers of two beside int8; None beside
             others.

@@ -26,12 +26,13 @@ from vlm_serve.kernels.triton_support import (
     power_of_two,
 )
 
-# What codes are; those of 4 bits come last.
+# What codes are; those that lie in halves of bytes come last.
 FLOAT8_NATIVE = tl.constexpr(1)
 FLOAT8_INTEGER = tl.constexpr(2)
 INT8 = tl.constexpr(3)
 INT4 = tl.constexpr(4)
 FLOAT4 = tl.constexpr(5)
+INT6 = tl.constexpr(6)
 
 # What scales are.
 NUMBERS = tl.constexpr(0)
@@ -42,7 +43,7 @@ E8M0 = tl.constexpr(3)
 
 @triton.jit
 def half_value(codes, zero, FORM: tl.constexpr):
-    """float32: what codes of 4 bits stand for, before their scales."""
+    """float32: what codes from halves of bytes stand for, before their scales."""
     if FORM == FLOAT4:
         # Twice the number: 0 and 1 below 2, and from there on 2 or 3 times a power of two.
         size = codes & 7
@@ -97,11 +98,12 @@ def grouped_product(
     (int64, where `inside`)."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     own = tl.arange(0, STEP)
-    # Codes of 4 bits: byte j of a group has those of j and of j + GROUP / 2.
+    # Byte j of a group has four bits of the codes of j and of j + GROUP / 2. Behind those bytes of
+    # 6-bit codes, byte j has two bits of the codes of j, j + GROUP / 4 and so on.
     HALVES: tl.constexpr = FORM >= INT4
     SPAN: tl.constexpr = GROUP // 2 if HALVES else GROUP
-    WIDTH: tl.constexpr = DEPTH // 2 if HALVES else DEPTH
-    middle = 128.0 if FORM == INT8 else 8.0
+    BYTES: tl.constexpr = GROUP // 4 * 3 if FORM == INT6 else SPAN
+    middle = 128.0 if FORM == INT8 else 32.0 if FORM == INT6 else 8.0
     for group in range(0, (DEPTH + GROUP - 1) // GROUP):
         at_scale = columns * scale_stride + group
         scale = scale_value(tl.load(scales + at_scale, mask=inside, other=0), SCALES)
@@ -111,20 +113,26 @@ def grouped_product(
         part = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, SPAN, STEP):
             # The last block of float8 may be cut off.
-            at = group * SPAN + start + own
-            known = (start + own < SPAN) & (at < WIDTH)
-            places = (columns * code_stride)[None, :] + at[:, None]
+            k = group * GROUP + start + own
+            known = (start + own < SPAN) & (k < DEPTH)
+            places = (columns * code_stride)[None, :] + (group * BYTES + start + own)[:, None]
             both = known[:, None] & inside[None, :]
             stored = tl.load(codes + places, mask=both, other=0)
-            k = group * GROUP + start + own
             wanted = real[:, None] & known[None, :]
             rows = tl.load(x + x_rows[:, None] + k[None, :], mask=wanted, other=0.0).to(DOT)
             if HALVES:
-                low = half_value(stored & 15, zero[None, :], FORM).to(DOT)
+                low, high = stored & 15, stored >> 4
+                if FORM == INT6:
+                    quarter = (start + own) // (SPAN // 2)
+                    at = group * BYTES + SPAN + start + own - quarter * (SPAN // 2)
+                    places = (columns * code_stride)[None, :] + at[:, None]
+                    tops = tl.load(codes + places, mask=both, other=0) >> (2 * quarter)[:, None]
+                    low, high = low | ((tops & 3) << 4), high | (tops & 48)
+                low = half_value(low, zero[None, :], FORM).to(DOT)
                 part = tl.dot(rows, low, part, input_precision=PRECISION)
                 k = k + SPAN
                 rows = tl.load(x + x_rows[:, None] + k[None, :], mask=wanted, other=0.0).to(DOT)
-                high = half_value(stored >> 4, zero[None, :], FORM).to(DOT)
+                high = half_value(high, zero[None, :], FORM).to(DOT)
                 part = tl.dot(rows, high, part, input_precision=PRECISION)
             elif FORM == INT8:
                 whole = (stored.to(tl.float32) - zero[None, :]).to(DOT)
@@ -231,6 +239,7 @@ def product(
     return result
 
 
+_FORMS = {4: INT4, 6: INT6, 8: INT8}
 _KINDS = {torch.int8: ROOTS, torch.float8_e4m3fn: E4M3, torch.float8_e8m0fnu: E8M0}
 
 
@@ -242,8 +251,8 @@ def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str,
         form = FLOAT8_NATIVE if target.native_float8 else FLOAT8_INTEGER
         group, span = weight.block, weight.block
     else:
-        form = FLOAT4 if weight.float4 else INT4 if weight.bits == 4 else INT8
-        group, span = weight.group, weight.group * weight.bits // 8
+        form = FLOAT4 if weight.float4 else _FORMS[weight.bits]
+        group, span = weight.group, weight.group // (2 if weight.bits < 8 else 1)
     scales, kind = weight.scales, _KINDS.get(weight.scales.dtype, NUMBERS)
     return {
         "codes": weight.codes.view(torch.uint8),

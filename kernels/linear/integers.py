@@ -1,4 +1,4 @@
-"""int8, int4 and e2m1 codes with scales, and with or without zero points, in groups of k; see
+"""int8, int6, int4 and e2m1 codes with scales, and with or without zero points, in groups of k; see
 `native/grouped.h` for their layout and arithmetic."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.kernels.linear.packed_codes import PackedCodes, packed_group, panels, put
 
-_KINDS = {(8, False): "INT8", (4, False): "INT4", (4, True): "FLOAT4"}
+_KINDS = {(8, False): "INT8", (6, False): "INT6", (4, False): "INT4", (4, True): "FLOAT4"}
 
 
 class PackedIntegers(PackedCodes):
@@ -80,9 +80,19 @@ def _words(piece: IntegerCodes) -> torch.Tensor:
     """int32 `[n, K * bits / 32]`."""
     codes = piece.codes.contiguous()
     if piece.bits == 4:
-        halves = codes.view(len(codes), -1, 2, 4)
-        codes = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+        codes = _halves(codes)
+    elif piece.bits == 6:
+        low = _halves(codes & 15).view(len(codes), -1, 2, 4)
+        fours = codes.view(len(codes), -1, 4, 4) >> 4
+        high = fours[:, :, 0] | fours[:, :, 1] << 2 | fours[:, :, 2] << 4 | fours[:, :, 3] << 6
+        codes = torch.cat([low, high.unsqueeze(2)], 2).flatten(1)
     return codes.view(torch.int32)
+
+
+def _halves(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 `[n, K / 2]` of four bits."""
+    eights = codes.view(len(codes), -1, 2, 4)
+    return (eights[:, :, 0] | eights[:, :, 1] << 4).flatten(1)
 
 
 def _repeated(values: torch.Tensor, times: int) -> torch.Tensor:

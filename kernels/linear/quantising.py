@@ -2,8 +2,8 @@
 
 A group's scale begins where its value of the largest magnitude is the lowest code, and is then the
 one that is best for its codes: of the codes of several beginnings those that leave the least error.
-It is kept in bfloat16 beside 8 bits. Beside 4 it is a byte, the root of the scale over a power of
-two of the row's own: steps are finer where scales are smaller, so that groups may differ a
+It is kept in bfloat16 beside 8 bits. Beside fewer it is a byte, the root of the scale over a power
+of two of the row's own: steps are finer where scales are smaller, so that groups may differ a
 hundredfold.
 """
 
@@ -15,11 +15,11 @@ import torch
 
 from vlm_serve.kernels.linear.codes import IntegerCodes, scale_values
 
-GROUPS = {8: (128, 64, 32, 16), 4: (32, 16)}
+GROUPS = {8: (128, 64, 32, 16), 6: (32, 16), 4: (32, 16)}
 """By bits, how many k share a scale: the first that divides K."""
-SCALES = {8: torch.bfloat16, 4: torch.int8}
+SCALES = {8: torch.bfloat16, 6: torch.int8, 4: torch.int8}
 """By bits, how a scale is kept; int8: a root, beside a factor of the row."""
-_BEGINNINGS = {8: (1.0,), 4: (1.0, 0.8, 0.86, 0.92, 0.96, 1.05, 1.12)}
+_BEGINNINGS = {8: (1.0,), 6: (1.0,), 4: (1.0, 0.8, 0.86, 0.92, 0.96, 1.05, 1.12)}
 _AT_ONCE = 1 << 20
 _MOST_ROOT = 127
 _EXPONENTS = (-126, 113)
@@ -36,7 +36,7 @@ def quantise(weight: torch.Tensor, bits: int, group: int) -> IntegerCodes:
 
     Args:
         weight: `[N, K]`, finite; K is a multiple of `group`.
-        bits: 4 or 8.
+        bits: 4, 6 or 8.
         group: values of one scale.
 
     Returns:

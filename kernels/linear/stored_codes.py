@@ -1,12 +1,13 @@
 """Quantised weights in memory where torch or Triton multiplies by them: the codes as they are.
 
 4-bit codes lie two to a byte, by halves of a group: byte j of a group of g holds code j in its low
-bits and code g / 2 + j in its high ones, so that both are neighbours of their own kind.
+bits and code g / 2 + j in its high ones, so that both are neighbours of their own kind. Of 6-bit
+codes the low four bits lie like that, and behind those of a group its high two bits in quarters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +21,16 @@ from vlm_serve.kernels.linear.codes import (
     scale_values,
 )
 
+_SHARES = {4: 2, 6: 4, 8: 1}
+"""By bits, how many codes share a byte, of which a group has whole ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredIntegers:
-    """Codes of 4 or 8 bits.
+    """Codes of 4, 6 or 8 bits.
 
     Attributes:
-        codes: uint8 `[N, K]`, or `[N, K / 2]` of 4 bits.
+        codes: uint8 `[N, K * bits / 8]`.
         scales: `[N, K / group]`, in the type they came in.
         zeros: uint8 `[N, K / group]`; `2**(bits - 1)` everywhere if None.
         bits, group, factors, float4: as in IntegerCodes.
@@ -49,12 +53,13 @@ class StoredIntegers:
         Raises:
             KernelArgumentError: a width or a group that is not known.
         """
-        if like.bits not in (4, 8):
-            raise KernelArgumentError("bits", f"4 or 8 are known, got {like.bits}")
+        if like.bits not in _SHARES:
+            raise KernelArgumentError("bits", f"4, 6 or 8 are known, got {like.bits}")
         if like.group < 1 or depth % like.group:
             raise KernelArgumentError("group", f"{like.group} does not divide {depth}")
-        if like.bits == 4 and like.group % 2:
-            raise KernelArgumentError("group", f"{like.group} codes of 4 bits fill no whole bytes")
+        if like.group % _SHARES[like.bits]:
+            problem = f"{like.group} codes of {like.bits} bits fill no whole bytes"
+            raise KernelArgumentError("group", problem)
         groups = (columns, depth // like.group)
         return cls(
             torch.empty(columns, depth * like.bits // 8, dtype=torch.uint8, device=device),
@@ -82,7 +87,7 @@ class StoredIntegers:
             raise KernelArgumentError("pieces", "all of one weight must be of one kind")
         assert isinstance(piece, IntegerCodes)
         rows = slice(first, first + piece.codes.shape[0])
-        self.codes[rows] = paired(piece.codes, self.group) if self.bits == 4 else piece.codes
+        self.codes[rows] = _PACKED[self.bits](piece.codes, self.group)
         self.scales[rows] = piece.scales
         if self.zeros is not None and piece.zeros is not None:
             self.zeros[rows] = piece.zeros
@@ -92,8 +97,12 @@ class StoredIntegers:
     def plain(self, rows: slice) -> torch.Tensor:
         """float32 `[n, K]`: what the codes of these rows stand for."""
         codes = self.codes[rows].view(-1, *self.scales.shape[1:], self.group * self.bits // 8)
-        if self.bits == 4:
-            codes = torch.cat([codes & 15, codes >> 4], -1)
+        if self.bits < 8:
+            low, high = codes[..., : self.group // 2], codes[..., self.group // 2 :]
+            codes = torch.cat([low & 15, low >> 4], -1)
+            if self.bits == 6:
+                tops = torch.cat([high & 3, high >> 2 & 3, high >> 4 & 3, high >> 6], -1)
+                codes = codes | tops << 4
         wide = codes.float()
         if self.float4:
             wide = wide.new_tensor(FLOAT4_VALUES)[codes.long()]
@@ -207,3 +216,18 @@ def paired(codes: torch.Tensor, group: int) -> torch.Tensor:
     """uint8 `[n, K]` codes of 4 bits as `[n, K / 2]` bytes."""
     low, high = codes.reshape(codes.shape[0], -1, 2, group // 2).unbind(2)
     return (low | (high << 4)).flatten(1)
+
+
+def _split(codes: torch.Tensor, group: int) -> torch.Tensor:
+    """uint8 `[n, K]` codes of 6 bits as `[n, K * 3 / 4]` bytes."""
+    rows = codes.shape[0]
+    low = paired(codes & 15, group).view(rows, -1, group // 2)
+    a, b, c, d = (codes >> 4).reshape(rows, -1, 4, group // 4).unbind(2)
+    return torch.cat([low, a | b << 2 | c << 4 | d << 6], -1).flatten(1)
+
+
+_PACKED: dict[int, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    4: paired,
+    6: _split,
+    8: lambda codes, _group: codes,
+}

@@ -38,6 +38,17 @@ void widen_half_bytes(const char* words, int64_t count, Bytes middle, char* to) 
         }
 }
 
+void widen_six_bits(const char* words, int64_t count, Bytes middle, char* to) {
+    for (int64_t k = 0; k < count; k += 16, words += 3 * COLUMN_BYTES, to += 4 * COLUMN_BYTES) {
+        for (int line = 0; line < 6; ++line) __builtin_prefetch(words + WORDS_AHEAD + line * 64);
+        for (int quarter = 0; quarter < 4; ++quarter)
+            for (int j = 0; j < 2; ++j) {
+                const Bytes codes = (Bytes)six_bits(words + j * 64, quarter) - middle;
+                std::memcpy(to + quarter * COLUMN_BYTES + j * 64, &codes, sizeof codes);
+            }
+    }
+}
+
 // A panel's e2m1 codes as twice their values.
 void widen_float4(const char* words, int64_t count, Bytes, char* to) {
     constexpr ByteTable VALUES = float4_bytes(0);
@@ -120,6 +131,7 @@ void multiply_parts(const Weight& weight, int64_t index, const Operand& x, float
     for (int64_t begin = 0; begin < count; begin += some) {
         const int64_t end = std::min(begin + some, count);
         const auto widen = weight.type == INT8   ? widen_bytes
+                           : weight.type == INT6 ? widen_six_bits
                            : weight.type == INT4 ? widen_half_bytes
                                                  : widen_float4;
         widen(words + begin * size * panel_step(weight.type), (end - begin) * size, middle,

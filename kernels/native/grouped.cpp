@@ -18,22 +18,37 @@ inline Floats number(Words word) {
     return (Floats)((word & MASK) | 0x4b000000u) - spread(0x1p23f + (float)MIDDLE);
 }
 
-// How many k a word has, how many values, and what each is; `high` is the word's upper half. A
-// value is a number, or a pair.
-struct NumbersOf4 {
-    static constexpr int COUNT = 4, VALUES = 4;
+// How many words of a column make a step, how many k those have, and how many words, or parts, they
+// are unpacked to. How many values a part has and what each is, a number or a pair; `high` is the
+// word's upper half.
+struct PlainWords {
+    static constexpr int STORED = 1, PARTS = 1;
     static constexpr bool PAIRS = false;
+    static VLM_INLINE Words part(const char* step, int) { return read<Words>(step); }
 };
 
-struct NumbersOf8 {
+struct NumbersOf4 : PlainWords {
+    static constexpr int COUNT = 4, VALUES = 4;
+};
+
+struct NumbersOf8 : PlainWords {
     static constexpr int COUNT = 8, VALUES = 8;
-    static constexpr bool PAIRS = false;
 };
 
 struct Int8Words : NumbersOf4 {
     template <int K>
     static VLM_INLINE Floats value(Words word, Words high) {
         return number<K % 2 ? 0xff00u : 0xffu>(K / 2 ? high : word);
+    }
+};
+
+struct Int6Words {
+    static constexpr int STORED = 3, COUNT = 16, PARTS = 4, VALUES = 4;
+    static constexpr bool PAIRS = false;
+    static VLM_INLINE Words part(const char* step, int quarter) { return six_bits(step, quarter); }
+    template <int K>
+    static VLM_INLINE Floats value(Words word, Words high) {
+        return number<K % 2 ? 0x3f00u : 0x3fu>(K / 2 ? high : word);
     }
 };
 
@@ -65,7 +80,7 @@ struct Float8Words : NumbersOf4 {
     }
 };
 
-struct Float8Pairs {
+struct Float8Pairs : PlainWords {
     static constexpr int COUNT = 4, VALUES = 2;
     static constexpr bool PAIRS = true;
     template <int K>
@@ -75,26 +90,36 @@ struct Float8Pairs {
 };
 
 // Calls `use(i, values)` with a constant i and the values of all columns, for every one of a step.
-template <typename Kind, typename Use, int... K>
-VLM_INLINE void use_values(const char* step, const Use& use, std::integer_sequence<int, K...>) {
+template <typename Kind, typename Use, int... I>
+VLM_INLINE void use_values(const char* step, const Use& use, std::integer_sequence<int, I...>) {
     Words words[REGISTERS], high[REGISTERS];
+    auto all_columns = [&](auto i) {
+        constexpr int PART = i / Kind::VALUES, K = i % Kind::VALUES;
+        if constexpr (K == 0) {
 #pragma GCC unroll 8
-    for (int j = 0; j < REGISTERS; ++j) {
-        words[j] = read<Words>(step + j * sizeof(Words));
-        high[j] = words[j] >> 16;
-    }
-    auto all_columns = [&](auto k) {
+            for (int j = 0; j < REGISTERS; ++j) {
+                words[j] = Kind::part(step + j * sizeof(Words), PART);
+                high[j] = words[j] >> 16;
+            }
+        }
         Floats values[REGISTERS];
 #pragma GCC unroll 8
-        for (int j = 0; j < REGISTERS; ++j) values[j] = Kind::template value<k>(words[j], high[j]);
-        use(k, values);
+        for (int j = 0; j < REGISTERS; ++j) values[j] = Kind::template value<K>(words[j], high[j]);
+        use(i, values);
     };
-    (all_columns(std::integral_constant<int, K>()), ...);
+    (all_columns(std::integral_constant<int, I>()), ...);
 }
 
 template <typename Kind, typename Use>
 VLM_INLINE void use_values(const char* step, const Use& use) {
-    use_values<Kind>(step, use, std::make_integer_sequence<int, Kind::VALUES>());
+    use_values<Kind>(step, use, std::make_integer_sequence<int, Kind::PARTS * Kind::VALUES>());
+}
+
+template <typename Kind>
+VLM_INLINE void ask_for_step(const char* words) {
+#pragma GCC unroll 6
+    for (int64_t line = 0; line < Kind::STORED * PANEL * 4; line += 64)
+        __builtin_prefetch(words + CODES_AHEAD + line);
 }
 
 // total = group's sum * scale + total
@@ -103,8 +128,8 @@ struct Folding {
     float middle;
     const float* x_sums;  // of ROWS rows, null if there are no zero points
 
-    Folding(const Weight& weight, const PanelScales& all, int64_t group, const float* behind,
-            int64_t rows)
+    VLM_INLINE Folding(const Weight& weight, const PanelScales& all, int64_t group,
+                       const float* behind, int64_t rows)
         : scales(all.of(group)),
           middle(middle_of(weight.type)),
           x_sums(weight.zeros ? behind + group * rows : nullptr) {}
@@ -127,8 +152,7 @@ void few_rows(const Weight& weight, const PanelScales& scales, const char* words
     for (int64_t group = 0; group < count; ++group) {
         Floats total[ROWS][REGISTERS] = {};
         for (int64_t step = 0; step < size / Kind::COUNT; ++step) {
-            __builtin_prefetch(words + CODES_AHEAD);
-            __builtin_prefetch(words + CODES_AHEAD + 64);
+            ask_for_step<Kind>(words);
             use_values<Kind>(words, [&](int i, const Floats* values) {
 #pragma GCC unroll 12
                 for (int r = 0; r < ROWS; ++r)
@@ -137,8 +161,8 @@ void few_rows(const Weight& weight, const PanelScales& scales, const char* words
                         total[r][j] =
                             fused_at<Kind::PAIRS>(x + i * ROWS + r, values[j], total[r][j]);
             });
-            words += PANEL * 4;
-            x += Kind::VALUES * ROWS;
+            words += Kind::STORED * PANEL * 4;
+            x += Kind::PARTS * Kind::VALUES * ROWS;
         }
         const Folding fold(weight, scales, group, behind, ROWS);
 #pragma GCC unroll 12
@@ -183,13 +207,13 @@ FewRows few_rows_of(int64_t rows) {
 
 template <typename Kind>
 void widen_codes(const char* from, int64_t count, float* to) {
-    for (int64_t k = 0; k < count;
-         k += Kind::COUNT, from += PANEL * 4, to += Kind::VALUES * PANEL) {
-        __builtin_prefetch(from + CODES_AHEAD);
-        __builtin_prefetch(from + CODES_AHEAD + 64);
+    for (int64_t k = 0; k < count; k += Kind::COUNT) {
+        ask_for_step<Kind>(from);
         use_values<Kind>(from, [&](int i, const Floats* values) {
             std::memcpy(to + i * PANEL, values, PANEL * sizeof(float));
         });
+        from += Kind::STORED * PANEL * 4;
+        to += Kind::PARTS * Kind::VALUES * PANEL;
     }
 }
 
@@ -200,7 +224,7 @@ void multiply_words(const Weight& weight, int64_t index, const Operand& x, float
     if (x.groups() == 1)
         return few_rows_of<Kind>(x.rows())(weight, scales, words, x.group(0), sums);
     alignas(64) float wide[MOST_GROUP * PANEL];
-    const int64_t bytes = weight.group / Kind::COUNT * PANEL * 4;
+    const int64_t bytes = weight.group * panel_step(weight.type);
     for (int64_t group = 0; group < weight.depth / weight.group; ++group) {
         widen_codes<Kind>(words + group * bytes, weight.group, wide);
         for (int64_t i = 0; i < x.groups(); ++i)
@@ -214,6 +238,7 @@ void multiply_words(const Weight& weight, int64_t index, const Operand& x, float
 void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     if (weight.dynamic) return multiply_integers(weight, index, x, sums);
     if (weight.type == INT8) return multiply_words<Int8Words>(weight, index, x, sums);
+    if (weight.type == INT6) return multiply_words<Int6Words>(weight, index, x, sums);
     if (weight.type == INT4) return multiply_words<Int4Words>(weight, index, x, sums);
     if (weight.type == FLOAT4) return multiply_words<Float4Words>(weight, index, x, sums);
     if constexpr (PAIR_PRODUCTS)

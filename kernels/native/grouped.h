@@ -2,13 +2,15 @@
 //
 // A panel holds words, `[K / 4, 32]` of bytes or `[K / 8, 32]` of four bits, and those of every
 // column lie next to each other. In a word of bytes the least significant one is the first k; one
-// of four bits has k 0 to 3 in the lower halves of its bytes and k 4 to 7 in the upper ones.
+// of four bits has k 0 to 3 in the lower halves of its bytes and k 4 to 7 in the upper ones. Of six
+// bits they are `[K / 16, 3, 32]`: two words of the lower four bits, and one whose bytes have the
+// upper two of k 0 to 3 in their lowest bits, of k 4 to 7 in the next ones, and so on.
 // Integer codes are unsigned. Their value is (code - zero) * scale; without zero points zero is the
-// middle, 128 or 8. A byte of FLOAT8 is e4m3 without infinities; its value is that times the scale.
-// A code of FLOAT4 is e2m1, and has no zero points; its value is twice that, a whole number, times
-// the scale. Scales and zero points of a panel are `[K / group, 32]`. Scales of one byte are roots,
-// whose value is q * |q|, e4m3 or e8m0; a column's sum is multiplied by its factor when it is
-// complete.
+// middle, 128, 32 or 8. A byte of FLOAT8 is e4m3 without infinities; its value is that times the
+// scale. A code of FLOAT4 is e2m1, and has no zero points; its value is twice that, a whole number,
+// times the scale. Scales and zero points of a panel are `[K / group, 32]`. Scales of one byte are
+// roots, whose value is q * |q|, e4m3 or e8m0; a column's sum is multiplied by its factor when it
+// is complete.
 //
 // Every group has a sum of its own, a chain of fused multiply-adds over ascending k, from zero on,
 // of x * (code - middle). One more adds (middle - zero) times the sum of the group's x (16 lanes
@@ -35,11 +37,12 @@ void multiply_integers(const Weight& weight, int64_t index, const Operand& x, fl
 // Of an operand in tiles; writes behind the rows, up to a multiple of TILE_ROWS.
 void multiply_byte_tiles(const Weight& weight, int64_t index, const Operand& x, float* sums);
 
-// Whether a row meets all panels of a run in one loop. Panels of four bits are short, and at the
-// end of a loop a processor guesses wrong, and asks the memory late. Panels of bytes are faster
+// Whether a row meets all panels of a run in one loop. Panels of less than bytes are short, and at
+// the end of a loop a processor guesses wrong, and asks the memory late. Panels of bytes are faster
 // with a loop for each (measured where tiles are).
 inline bool in_one_loop(const Weight& weight, const Operand& x) {
-    return weight.dynamic && is_half_bytes(weight.type) && x.rows() == 1;
+    const bool is_short = is_half_bytes(weight.type) || weight.type == INT6;
+    return weight.dynamic && is_short && x.rows() == 1;
 }
 // sums[p][PANEL] = x . panel `panels.first + p`, without the bias; only if `in_one_loop`.
 void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,
@@ -55,6 +58,16 @@ Function by_rows(int64_t rows, const Make& make, std::index_sequence<LESS...>) {
 template <typename Function, int64_t MOST = WHOLE_ROWS, typename Make>
 Function by_rows(int64_t rows, const Make& make) {
     return by_rows<Function>(rows, make, std::make_index_sequence<MOST>());
+}
+
+// Codes of six bits as bytes: those of k 4 * `quarter` to 4 * `quarter` + 3 of a step's 16, which
+// begins at `step` for the columns of a register.
+VLM_INLINE Words six_bits(const char* step, int quarter) {
+    constexpr int64_t WORD = PANEL * 4;
+    const Words both = read<Words>(step + quarter / 2 * WORD), tops = read<Words>(step + 2 * WORD);
+    const Words low = (quarter % 2 ? both >> 4 : both) & 0x0f0f0f0fu;
+    const Words high = quarter < 3 ? tops << (4 - 2 * quarter) : tops >> 2;
+    return low | (high & 0x30303030u);
 }
 
 // What gives the codes of a group their values.

@@ -7,7 +7,7 @@ namespace {
 
 // Bytes between what is used and what is asked for.
 constexpr int64_t INTEGERS_AHEAD = TILE_PRODUCTS ? 5120 : 8192;
-// Of a row's loop over halves of bytes. Where there are tiles, copies of a load mislead what
+// Of a row's loop over less than bytes. Where there are tiles, copies of a load mislead what
 // foresees them (see `integer_tile`); elsewhere two have been faster than one.
 constexpr int STEPS_AT_ONCE = TILE_PRODUCTS ? 1 : 2;
 constexpr int64_t CACHED_K = 512;  // of a panel's part that stays in the L1 cache, about
@@ -21,27 +21,34 @@ inline Words four_of(const float* word) {
     return bits - Words{};
 }
 
-// How many words of a row meet a word of codes, and what each of them meets; of some also what the
-// usual weight of the kind has: scales of a type, of so many k each.
+// How many words of a column make a step, how many words of a row meet them, and what each of those
+// meets; of some also what the usual weight of the kind has: scales of a type, of so many k each.
 struct ByteWords {
-    static constexpr int COUNT = 1;
-    static VLM_INLINE Words part(Words word, int) { return word; }
+    static constexpr int STORED = 1, COUNT = 1;
+    static VLM_INLINE Words part(const char* step, int) { return read<Words>(step); }
+};
+
+struct SixBitWords {
+    static constexpr int STORED = 3, COUNT = 4;
+    static constexpr int64_t SCALES = ROOTS, GROUP = 32;
+    static VLM_INLINE Words part(const char* step, int which) { return six_bits(step, which); }
 };
 
 struct HalfByteWords {
-    static constexpr int COUNT = 2;
+    static constexpr int STORED = 1, COUNT = 2;
     static constexpr int64_t SCALES = ROOTS, GROUP = 32;
-    static VLM_INLINE Words part(Words word, int which) {
+    static VLM_INLINE Words part(const char* step, int which) {
+        const Words word = read<Words>(step);
         return (which ? word >> 4 : word) & 0x0f0f0f0fu;
     }
 };
 
 struct LookedUpWords {
-    static constexpr int COUNT = 2;
+    static constexpr int STORED = 1, COUNT = 2;
     static constexpr int64_t SCALES = FLOAT8, GROUP = 16;
-    static VLM_INLINE Words part(Words word, int which) {
+    static VLM_INLINE Words part(const char* step, int which) {
         static constexpr ByteTable VALUES = float4_bytes(FLOAT4_MIDDLE);
-        return looked_up(VALUES, HalfByteWords::part(word, which));
+        return looked_up(VALUES, HalfByteWords::part(step, which));
     }
 };
 
@@ -85,9 +92,9 @@ VLM_INLINE void settle(Weight& weight, int64_t size) {
 
 // Where a panel ends is a matter of numbers alone.
 template <typename Kind, int64_t SIZE, bool PLAIN>
-void half_byte_row(Weight weight, const Panels& panels, const float* x, float* sums) {
+void row_of_panels(Weight weight, const Panels& panels, const float* x, float* sums) {
     if constexpr (PLAIN) settle<Kind>(weight, SIZE);
-    constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
+    constexpr int64_t STEPS = SIZE / (4 * Kind::COUNT), BYTES = Kind::STORED * PANEL * 4;
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
     const float *scales = x + weight.depth / 4, *x_sums = scales + count;
@@ -103,18 +110,21 @@ void half_byte_row(Weight weight, const Panels& panels, const float* x, float* s
 #pragma GCC unroll 8
         for (Signed& each : total) each = row.first();
 #pragma GCC unroll STEPS_AT_ONCE
-        for (int64_t step = 0; step < WORDS; ++step) {
+        for (int64_t step = 0; step < STEPS; ++step) {
             Words factors[Kind::COUNT];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (Words& each : factors) each = four_of(own++);
 #pragma GCC unroll 8
-            for (int j = 0; j < REGISTERS; ++j, words += sizeof(Words)) {
-                if (j % LINE == 0) ask_for_line(words + INTEGERS_AHEAD);
-                const Words codes = read<Words>(words);
-#pragma GCC unroll 2
+            for (int j = 0; j < REGISTERS; ++j) {
+                const char* codes = words + j * sizeof(Words);
+#pragma GCC unroll 3
+                for (int word = 0; word < Kind::STORED; ++word)
+                    if (j % LINE == 0) ask_for_line(codes + word * PANEL * 4 + INTEGERS_AHEAD);
+#pragma GCC unroll 4
                 for (int part = 0; part < Kind::COUNT; ++part)
                     total[j] = dots(Kind::part(codes, part), factors[part], total[j]);
             }
+            words += BYTES;
         }
         if (PLAIN || i == shares * shared) of = all.of(shares++);
         const bool last = group + 1 == count;
@@ -136,7 +146,7 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
                   float* sums) {
     if constexpr (PLAIN) settle<Kind>(weight, SIZE);
     const PanelScales all(weight, index);
-    constexpr int64_t WORDS = SIZE / (4 * Kind::COUNT);
+    constexpr int64_t STEPS = SIZE / (4 * Kind::COUNT), BYTES = Kind::STORED * PANEL * 4;
     constexpr bool KEPT = ROWS * REGISTERS <= MOST_KEPT;
     // Processors foresee what an instruction will read from what it read before: copies of a load,
     // each with strides of its own, make them ask for the wrong things. So steps are not unrolled.
@@ -146,7 +156,7 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
     const bool zeros = weight.zeros;
     const float* scales = x + weight.depth / 4 * ROWS + begin * ROWS;
     const float* x_sums = scales + count * ROWS;
-    const char* words = panel_at(weight, index) + begin * WORDS * PANEL * 4;
+    const char* words = panel_at(weight, index) + begin * STEPS * BYTES;
     x += begin * SIZE / 4 * ROWS;
     Floats kept[ROWS][REGISTERS] = {};
     auto place = [=](int r, int j) { return sums + r * PANEL + j * WIDTH; };
@@ -164,13 +174,15 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
         Signed total[ROWS][REGISTERS];
         each_sum([&](int r, int j) { total[r][j] = row(r).first(); });
         auto add_step = [&]() __attribute__((always_inline)) {
-            ask_for_weight(words + INTEGERS_AHEAD);
-#pragma GCC unroll 2
+#pragma GCC unroll 3
+            for (int word = 0; word < Kind::STORED; ++word)
+                ask_for_weight(words + word * PANEL * 4 + INTEGERS_AHEAD);
+#pragma GCC unroll 4
             for (int part = 0; part < Kind::COUNT; ++part, x += ROWS) {
                 Words codes[REGISTERS];
 #pragma GCC unroll 8
                 for (int j = 0; j < REGISTERS; ++j)
-                    codes[j] = Kind::part(read<Words>(words + j * sizeof(Words)), part);
+                    codes[j] = Kind::part(words + j * sizeof(Words), part);
 #pragma GCC unroll 12
                 for (int r = 0; r < ROWS; ++r) {
                     const Words own = four_of(x + r);
@@ -179,7 +191,7 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
                         total[r][j] = dots(codes[j], own, total[r][j]);
                 }
             }
-            words += PANEL * 4;
+            words += BYTES;
         };
         // The sums of a step's lines take turns.
         auto add_line = [&](const float* own) __attribute__((always_inline)) {
@@ -196,11 +208,11 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
         if (BY_LINES) {
             constexpr int LINES = REGISTERS / LINE;  // of a step
 #pragma GCC unroll 1
-            for (int64_t line = 0; line < WORDS * LINES; ++line) add_line(x + line / LINES);
-            x += WORDS;
+            for (int64_t line = 0; line < STEPS * LINES; ++line) add_line(x + line / LINES);
+            x += STEPS;
         } else {
 #pragma GCC unroll 1
-            for (int64_t step = 0; step < WORDS; ++step) add_step();
+            for (int64_t step = 0; step < STEPS; ++step) add_step();
         }
         if (PLAIN || group == begin || group == shares * shared) of = all.of(shares++);
         each_sum([&](int r, int j) {
@@ -245,7 +257,7 @@ void multiply_row_by_fours(const Weight& weight, const Panels& panels, const flo
                            float* sums) {
     typedef void (*Row)(Weight, const Panels&, const float*, float*);
     const auto row = by_groups<Row, Kind, true>(weight, [](auto size, auto plain) -> Row {
-        return half_byte_row<Kind, decltype(size)::value, decltype(plain)::value>;
+        return row_of_panels<Kind, decltype(size)::value, decltype(plain)::value>;
     });
     row(weight, panels, x, sums);
 }
@@ -255,14 +267,16 @@ void multiply_row_by_fours(const Weight& weight, const Panels& panels, const flo
 void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     if (x.in_tiles()) return multiply_byte_tiles(weight, index, x, sums);
     if (weight.type == INT8) return multiply_by_fours<ByteWords>(weight, index, x, sums);
+    if (weight.type == INT6) return multiply_by_fours<SixBitWords>(weight, index, x, sums);
     if (weight.type == INT4) return multiply_by_fours<HalfByteWords>(weight, index, x, sums);
     multiply_by_fours<LookedUpWords>(weight, index, x, sums);
 }
 
 void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,
                           float* sums) {
-    const auto multiply = weight.type == INT4 ? multiply_row_by_fours<HalfByteWords>
-                                              : multiply_row_by_fours<LookedUpWords>;
+    const auto multiply = weight.type == INT4   ? multiply_row_by_fours<HalfByteWords>
+                          : weight.type == INT6 ? multiply_row_by_fours<SixBitWords>
+                                                : multiply_row_by_fours<LookedUpWords>;
     multiply(weight, panels, x.group(0), sums);
 }
 

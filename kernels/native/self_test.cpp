@@ -275,6 +275,7 @@ void self_test(uint64_t* digests) {
     coded_products<bf16>(digest, INT8, 1);
     coded_products<float>(digest, INT4, 1);
     for (int64_t dynamic : {0, 1}) {
+        coded_products<float>(digest, INT6, dynamic, ROOTS);
         coded_products<float>(digest, INT4, dynamic, ROOTS);
         coded_products<float>(digest, FLOAT4, dynamic, FLOAT8);
         coded_products<float>(digest, FLOAT4, dynamic, E8M0);

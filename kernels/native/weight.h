@@ -35,12 +35,13 @@ enum Type : int64_t {
     FLOAT16 = 2,
     // Codes; see grouped.h.
     INT8 = 3,
-    INT4 = 4,
-    FLOAT8 = 5,  // also scales
-    FLOAT4 = 6,
+    INT6 = 4,
+    INT4 = 5,
+    FLOAT8 = 6,  // also scales
+    FLOAT4 = 7,
     // Scales alone: signed bytes q that stand for q * |q|, and bytes e that stand for 2^(e - 127).
-    ROOTS = 7,
-    E8M0 = 8,
+    ROOTS = 8,
+    E8M0 = 9,
 };
 
 struct Weight {
@@ -77,7 +78,11 @@ inline int64_t row_group(const Weight& weight) { return weight.group % 32 ? 16 :
 
 // The code that stands for zero where there are no zero points.
 inline float middle_of(int64_t type) {
-    return type == INT8 ? 128.0f : type == INT4 ? 8.0f : type == FLOAT4 ? FLOAT4_MIDDLE : 0.0f;
+    return type == INT8     ? 128.0f
+           : type == INT6   ? 32.0f
+           : type == INT4   ? 8.0f
+           : type == FLOAT4 ? FLOAT4_MIDDLE
+                            : 0.0f;
 }
 
 inline bool is_codes(int64_t type) { return type >= INT8; }
@@ -92,6 +97,7 @@ inline int64_t most_together(int64_t rows, int64_t type) {
 // Bytes of a k in a panel.
 inline int64_t panel_step(int64_t type) {
     return type == FLOAT32       ? 4 * PANEL
+           : type == INT6        ? PANEL * 3 / 4
            : is_half_bytes(type) ? PANEL / 2
            : is_codes(type)      ? PANEL
                                  : 2 * PANEL;

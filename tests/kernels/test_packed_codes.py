@@ -92,7 +92,9 @@ INTEGERS = [
     for bits in (4, 8)
     for group in (16, 32, 64, 128, 256)
     for zeros in (False, True)
-] + [integers(4, 32, zeros=True, scales=kind) for kind in (torch.float16, torch.float32)]
+]
+INTEGERS += [integers(4, 32, zeros=True, scales=kind) for kind in (torch.float16, torch.float32)]
+INTEGERS += [integers(6, group, zeros=zeros) for group in (16, 32, 128) for zeros in (False, True)]
 FLOATS4 = [
     float4(COLUMNS, DEPTH, group, scales)
     for scales in (torch.float8_e4m3fn, torch.float8_e8m0fnu)
@@ -121,7 +123,7 @@ def test_equals_the_product_with_dequantised_weights(codes: Codes, dtype: torch.
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize(("bits", "group"), [(4, 16), (4, 32), (4, 256), (8, 128)])
+@pytest.mark.parametrize(("bits", "group"), [(4, 16), (4, 32), (4, 256), (6, 32), (8, 128)])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scales_of_one_byte_have_the_bits_of_those_in_float32(
@@ -185,7 +187,8 @@ def test_quantised_activations_meet_codes_in_whole_numbers(
 
 
 @pytest.mark.parametrize(
-    "codes", [INTEGERS[3], INTEGERS[4], INTEGERS[14], *FLOATS4[::4], *FLOATS8[:2]]
+    "codes",
+    [INTEGERS[3], INTEGERS[4], INTEGERS[14], *INTEGERS[-4:-2], *FLOATS4[::4], *FLOATS8[:2]],
 )
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -216,7 +219,7 @@ def test_numbers_that_are_none_are_not_hidden(dynamic: bool) -> None:
     assert not got[1:].isfinite().any(dim=1).all()
 
 
-@pytest.mark.parametrize(("bits", "most"), [(8, 1.0), (4, 0.5)])
+@pytest.mark.parametrize(("bits", "most"), [(8, 1.0), (6, 0.75), (4, 0.5)])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_memory_is_that_of_codes_and_scales(bits: int, most: float, zeros: bool) -> None:
     codes = torch.zeros(64, 1024, dtype=torch.uint8)

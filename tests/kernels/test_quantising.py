@@ -20,7 +20,7 @@ def weight() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "most"), [(8, 128, 0.007), (8, 32, 0.006), (4, 32, 0.083)]
+    ("bits", "group", "most"), [(8, 128, 0.007), (8, 32, 0.006), (6, 32, 0.022), (4, 32, 0.083)]
 )
 def test_little_is_lost(bits: int, group: int, most: float) -> None:
     plain = weight()
@@ -38,7 +38,7 @@ def test_scales_are_better_than_those_of_the_largest_value() -> None:
     assert (value(codes) - plain.flatten(1)).norm() < 0.93 * plain_error
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 4])
 def test_groups_of_nothing_and_of_little(bits: int) -> None:
     plain = weight()
     plain[0, :32] = 0
@@ -53,14 +53,15 @@ def test_groups_of_nothing_and_of_little(bits: int) -> None:
         assert float((left - small).norm() / small.norm()) < 0.12
 
 
-def test_scales_of_four_bits_are_bytes_and_a_power_of_two_for_each_row() -> None:
-    codes = quantise(weight() * torch.logspace(-30, 30, 48)[:, None], 4, 32)
+@pytest.mark.parametrize("bits", [4, 6])
+def test_scales_of_few_bits_are_bytes_and_a_power_of_two_for_each_row(bits: int) -> None:
+    codes = quantise(weight() * torch.logspace(-30, 30, 48)[:, None], bits, 32)
     assert codes.scales.dtype == torch.int8 and codes.factors is not None
     roots = codes.scales.abs().amax(-1)
     assert int(roots.min()) >= 89 and int(roots.max()) <= 127, "no factor could be smaller"
     assert bool((torch.frexp(codes.factors)[0] == 0.5).all())
-    held = (codes.codes.numel() // 2, codes.scales.nbytes, codes.factors.nbytes)
-    assert num_bytes(48, 256, 4, 32) == sum(held)
+    held = (codes.codes.numel() * bits // 8, codes.scales.nbytes, codes.factors.nbytes)
+    assert num_bytes(48, 256, bits, 32) == sum(held)
     assert quantise(weight(), 8, 128).factors is None
 
 
@@ -122,4 +123,5 @@ def test_rows_are_quantised_on_their_own() -> None:
 
 def test_groups_divide_the_depth() -> None:
     assert [group_of(8, depth) for depth in (256, 192, 96, 48, 40)] == [128, 64, 32, 16, None]
-    assert [group_of(4, depth) for depth in (256, 48, 40)] == [32, 16, None]
+    for bits in (4, 6):
+        assert [group_of(bits, depth) for depth in (256, 48, 40)] == [32, 16, None]

@@ -21,6 +21,8 @@ CASES: list[Codes] = [
     integers(33, 192, 4, 32, zeros=True),
     integers(200, 256, 4, 64, zeros=True, scales=torch.bfloat16),
     rooted(70, 128, 4, 32),
+    rooted(70, 128, 6, 32),
+    integers(33, 96, 6, 48, zeros=True),
     float4(37, 96, 16),
     float4(37, 96, 32, torch.float8_e8m0fnu),
     float8(130, 260, (128, 128), torch.bfloat16),
@@ -115,7 +117,9 @@ def test_scales_of_one_byte_have_the_bits_of_those_in_float32() -> None:
 
 
 def test_codes_take_what_they_take() -> None:
-    assert linear(rooted(256, 512, 4, 32)).nbytes == 256 * 512 // 2 + 256 * 16 + 256 * 4
+    for bits in (4, 6):
+        codes = 256 * 512 * bits // 8
+        assert linear(rooted(256, 512, bits, 32)).nbytes == codes + 256 * 16 + 256 * 4
     bias = randn(256)
     four = linear(integers(256, 512, 4, 128, zeros=True, scales=torch.float16), bias)
     assert four.nbytes == 256 * 512 // 2 + 256 * 4 * 3 + 256 * 4
@@ -158,14 +162,15 @@ def test_deterministic_rows(codes: Codes) -> None:
 
 def test_codes_that_do_not_fit() -> None:
     four, eight = integers(8, 64, 4, 32), integers(8, 64, 8, 32)
-    apart: list[list[Codes]] = [[four, eight], [four, CASES[7]], [float8(8, 64, (1, 64)), four]]
+    apart: list[list[Codes]] = [[four, eight], [four, CASES[9]], [float8(8, 64, (1, 64)), four]]
     for pieces in apart:
         with pytest.raises(KernelArgumentError, match="all of one weight must be of one kind"):
             TorchQuantised.of(pieces, 16, 64)
     for wrong, problem in (
-        (IntegerCodes(four.codes, four.scales, None, 3, 32), "4 or 8 are known, got 3"),
+        (IntegerCodes(four.codes, four.scales, None, 3, 32), "4, 6 or 8 are known, got 3"),
         (IntegerCodes(four.codes, four.scales, None, 4, 48), "48 does not divide 64"),
         (IntegerCodes(four.codes, four.scales, None, 4, 1), "1 codes of 4 bits fill no whole"),
+        (IntegerCodes(four.codes, four.scales, None, 6, 2), "2 codes of 6 bits fill no whole"),
     ):
         with pytest.raises(KernelArgumentError, match=problem):
             linear(wrong)

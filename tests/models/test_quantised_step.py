@@ -21,6 +21,7 @@ from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.kernels.linear.joined import Joined
 from vlm_serve.kernels.linear.packed_codes import PackedCodes
 from vlm_serve.kernels.linear.quantising import quantised
+from vlm_serve.kernels.native_layout import constant
 from vlm_serve.models import Model, load_model, read_spec, weights
 from vlm_serve.models.parts.feed_forward import LoadedExperts
 from vlm_serve.models.weight_sizes import weight_bytes
@@ -104,14 +105,14 @@ def test_quantised_activations_change_little(checkpoint: Path, bits: int) -> Non
 
 def bits_of(weight: Linear) -> list[int]:
     parts = weight.parts if isinstance(weight, Joined) else (weight,)
-    wide = {3: 8, 4: 4}
+    wide = {constant("INT8"): 8, constant("INT6"): 6, constant("INT4"): 4}
     return [wide[part.record().type] if isinstance(part, PackedCodes) else 16 for part in parts]
 
 
 def test_roles_decide_the_bits(checkpoint: Path) -> None:
     model = loaded(checkpoint, 4)
     decoder = model._decoder
-    assert bits_of(decoder.head) == [8]
+    assert bits_of(decoder.head) == [6]
     for layer in decoder.layers:
         # What follows the codes are b and a.
         expected = [4, 16] if hasattr(layer.mixer, "conv") else [4]

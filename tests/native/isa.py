@@ -2,7 +2,8 @@
 
 The program in this folder calls every kernel with seeded inputs and prints a digest of each result.
 It is built for the processors below, and run where this machine can: its own processor runs its
-own code, QEMU that of another architecture if Debian's cross compiler for it is there. float32
+own code, QEMU that of another architecture if Debian's cross compiler for it is there, and a
+header stands in for the tile registers (AMX) that a processor lacks. float32
 must have the same bits everywhere, bfloat16 where it is multiplied in the same way.
 Then the kernels' Python tests run, natively and as on a machine that has AVX2 at most.
 
@@ -46,6 +47,7 @@ PROCESSORS = {
     "x86-64-v4": "x86_64",
     "znver4": "x86_64",
     "sapphirerapids": "x86_64",
+    "emulated tiles": "x86_64",
     "armv8.2-a": "aarch64",
 }
 """What `-march` takes, and the architecture of it."""
@@ -53,6 +55,14 @@ PRODUCTS = ("singles", "pairs", "tiles")
 # For compilers that do not know a processor (GCC knows znver4 from 12.3 on): another one with the
 # same instructions for the kernels.
 STAND_INS = {"znver4": "cooperlake"}
+# Beside the instructions of a processor without tile registers.
+EMULATED = {
+    "emulated tiles": (
+        "cooperlake",
+        *("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+        *("-include", str(FOLDER / "emulated_tiles.h")),
+    )
+}
 # A kernel's struct that gains a field must not find zero in it.
 EXTRA_FLAGS = ("-Werror=missing-field-initializers", *includes())
 COMPILE_LIMIT_S, RUN_LIMIT_S, TEST_LIMIT_S = 300.0, 600.0, 1200.0
@@ -117,12 +127,15 @@ def outcome(processor: str) -> Outcome:
     except (Unbuilt, BuildError) as error:
         return Outcome(processor, "not built", str(error))
     notes = []
-    if how.arch != processor:
+    if processor in EMULATED:
+        notes.append(f"beside the instructions of {how.arch}")
+    elif how.arch != processor:
         notes.append(f"as {how.arch}, since {how.compiler} does not know it")
     if command:
         notes.append(f"under {command[0]}")
     with tempfile.TemporaryDirectory() as folder:
-        program = _build(how, Path(folder), foreign=PROCESSORS[processor] != HOST)
+        foreign, extra = PROCESSORS[processor] != HOST, EMULATED.get(processor, ())[1:]
+        program = _build(how, Path(folder), extra, foreign=foreign)
         if obstacle:
             note, seconds = "; ".join([*notes, obstacle]), time.monotonic() - began
             return Outcome(processor, "compiled only", note, seconds=seconds)
@@ -174,7 +187,7 @@ def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """The lines of a table of what has been run, and of what has been compared."""
     for each in outcomes:
         cases = f"{len(each.report.digests)} cases" if each.report else ""
-        line = f"{each.processor:10} {each.state:13} {cases:10} {each.seconds:4.0f} s  {each.note}"
+        line = f"{each.processor:14} {each.state:13} {cases:10} {each.seconds:4.0f} s  {each.note}"
         yield line.rstrip()
     states = [each.state for each in outcomes]
     counts = (f"{states.count(state)} {state}" for state in ("run", "compiled only", "not built"))
@@ -200,6 +213,8 @@ def _recipe(processor: str) -> Recipe:
     compiler = shutil.which(name)
     if not compiler:
         raise Unbuilt(f"{name} was not found; {machine} was not run")
+    if processor in EMULATED:
+        return Recipe(compiler, EMULATED[processor][0], False)
     how = Recipe(compiler, processor, False)
     if processor not in STAND_INS:
         return how
@@ -228,8 +243,8 @@ def _runner(how: Recipe, machine: str) -> tuple[list[str], str | None]:
     return [emulator, "-cpu", "max"], "QEMU has no AVX-512" if "__AVX512F__" in macros else None
 
 
-def _build(how: Recipe, folder: Path, foreign: bool) -> Path:
-    """A program of all the sources here; a foreign one brings its libraries along.
+def _build(how: Recipe, folder: Path, extra: Sequence[str], *, foreign: bool) -> Path:
+    """A program of all sources here, with extra flags; a foreign one brings its libraries along.
 
     Raises:
         RuntimeError: the compiler fails.
@@ -237,7 +252,7 @@ def _build(how: Recipe, folder: Path, foreign: bool) -> Path:
     sources = sorted(FOLDER.glob("*.cpp"))
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     commands = [
-        [how.compiler, *how.flags, *EXTRA_FLAGS, "-c", str(source), "-o", compiled]
+        [how.compiler, *how.flags, *extra, *EXTRA_FLAGS, "-c", str(source), "-o", compiled]
         for source, compiled in zip(sources, objects, strict=True)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:

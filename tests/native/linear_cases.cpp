@@ -12,9 +12,9 @@
 
 namespace cases {
 
-static const char* TYPES[] = {"float32", "bfloat16", "float16", "",    "",
-                              "float8",  "",         "roots",   "e8m0"};
-static const char* CODES[] = {"int8", "int4", "float8", "float4"};
+static const char* TYPES[] = {"float32", "bfloat16", "float16", "",      "",
+                              "",        "float8",   "",        "roots", "e8m0"};
+static const char* CODES[] = {"int8", "int6", "int4", "float8", "float4"};
 static const char* USES[] = {"plain", "times", "plus", "silu", "gelu", "gelu_tanh"};
 
 // Values below 1 in magnitude; those of float16 also below its least normal number. Roots and
@@ -173,7 +173,7 @@ static void coded_product(int64_t type, int64_t scale_type, bool zeros, bool dyn
 
 template <typename T>
 static void coded_products() {
-    for (int64_t type : {vlm::INT8, vlm::INT4, vlm::FLOAT8})
+    for (int64_t type : {vlm::INT8, vlm::INT6, vlm::INT4, vlm::FLOAT8})
         for (int64_t scales : {vlm::FLOAT32, vlm::BFLOAT16, vlm::FLOAT16, vlm::ROOTS})
             for (bool zeros : {false, true})
                 for (bool dynamic : {false, true})

@@ -46,7 +46,7 @@ class Decoder:
         table, shape = f"{prefix}embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
         self.embedding = source.embedding(table, shape)
         own = source.ranks.share(spec.vocab_size)
-        self.head: Linear = source.linear(Part(head or table, shape, (own,), least_bits=8))
+        self.head: Linear = source.linear(Part(head or table, shape, (own,), least_bits=6))
         self.layers = tuple(
             load_layer(spec, layer, source, f"{prefix}layers.{index}")
             for index, layer in enumerate(spec.layers)
