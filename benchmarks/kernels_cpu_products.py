@@ -2,9 +2,9 @@
 
 Few rows read weights that no cache holds: distinct ones are cycled until 256 MB have been touched.
 They are measured twice: called one by one from Python, as theirs are, and in a step of the engine
-(`kernels_cpu_in_step.py`), which is what is held against the limit.
-All types of a shape are measured in the same rounds, and so are the plain read and the multiply-add
-peak that they are compared with.
+(`kernels_cpu_in_step.py`), which is what is held against the limit. Plain reads and multiply-adds
+come right before and right behind each of those: a machine that others share changes its pace
+within a second. All types of a shape are measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kernels_before import Before, timed
+from kernels_before import SETTLE_SECONDS, Before, timed
 from limits import Limits
 from machine import emulated
 
@@ -51,7 +51,7 @@ ROWS = (4096, 512, 64, 8, 1)
 FEW = 8
 """Up to this many rows a product is bound by reading its weight."""
 TOUCHED = 256 << 20
-SAMPLE_SECONDS = 0.01
+SAMPLE_SECONDS, WAKE_SECONDS = 0.01, 0.1
 LONG_SECONDS, LONG_ROUNDS = 4.0, 3
 """Of rounds as long as that there are only so many."""
 
@@ -167,7 +167,8 @@ def short(dtype: torch.dtype) -> str:
 
 
 Seconds = Mapping[tuple[str, str], list[float]]
-"""By side and type, of every round. PEAK and READ are given per operation and per byte."""
+"""By side and type, of every round. PEAK and READ are given per operation and per byte: for few
+rows by the type of the product that they have been beside, else PEAK alone, without a type."""
 
 
 def measure(case: Product, limits: Limits, rounds: int, before: Before | None) -> Seconds:
@@ -178,16 +179,24 @@ def measure(case: Product, limits: Limits, rounds: int, before: Before | None) -
     runs: dict[tuple[str, str], Callable[[], float]] = {
         key: repeated(function) for key, function in sides.items()
     }
-    runs[PEAK, ""] = lambda: per_unit(limits.multiply_add)
-    runs[READ, ""] = lambda: per_unit(lambda: limits.read(TOUCHED))
+    if case.rows > FEW:
+        runs[PEAK, ""] = lambda: per_unit(limits.multiply_add)
     pairs = {} if before is None else {each: pair(before, each) for each in before.next()}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+    in_steps = [dtype for side, dtype in runs if side == IN_STEP]
+    seconds |= {(limit, dtype): [] for limit in (PEAK, READ) for dtype in in_steps}
     seconds |= {(side, dtype): [] for side in ("before", "now") for dtype in pairs}
     keys, number = list(runs), 0
     while number < rounds:
         begin, turn = time.perf_counter(), number % len(keys)
         for key in keys[turn:] + keys[:turn]:
-            seconds[key].append(runs[key]())
+            if key[0] == IN_STEP:
+                own, *at_best = beside(limits, runs[key])
+                for limit, taken in zip((PEAK, READ), at_best, strict=True):
+                    seconds[limit, key[1]].append(taken)
+            else:
+                own = runs[key]()
+            seconds[key].append(own)
         for dtype, run in pairs.items():
             for side, taken in zip(("before", "now"), run(), strict=True):
                 seconds[side, dtype].append(taken)
@@ -195,6 +204,24 @@ def measure(case: Product, limits: Limits, rounds: int, before: Before | None) -
             rounds = min(rounds, LONG_ROUNDS)
         number += 1
     return seconds
+
+
+def beside(limits: Limits, run: Callable[[], float]) -> tuple[float, float, float]:
+    """Seconds of a run, and of a multiply-add before it and a byte plainly read on either side.
+
+    Their threads are not the run's, which take a while to find a processor each when they wake.
+    """
+
+    def read() -> float:
+        time.sleep(SETTLE_SECONDS)
+        return min(per_unit(lambda: limits.read(TOUCHED)) for _ in range(2))
+
+    peak, before = per_unit(limits.multiply_add), read()
+    end = time.perf_counter() + WAKE_SECONDS
+    while time.perf_counter() < end:
+        run()
+    own, after = run(), read()
+    return own, peak, (before + after) / 2
 
 
 def repeated(function: Callable[[], object]) -> Callable[[], float]:
@@ -243,10 +270,10 @@ def row(case: Product, dtype: str, seconds: Seconds, bar: float) -> str:
         own = seconds.get((side, dtype))
         return "" if own is None else f"{amount / statistics.median(own) / 1e9:.1f}"
 
-    at_best = [case.flops(dtype) * peak for peak in seconds[PEAK, ""]]
+    at_best = [case.flops(dtype) * peak for peak in seconds[PEAK, dtype if few else ""]]
     if few:
         # One row is held against the read alone, eight against whichever takes longer.
-        reads = [case.read(dtype) * read for read in seconds[READ, ""]]
+        reads = [case.read(dtype) * read for read in seconds[READ, dtype]]
         at_best = reads if case.rows == 1 else list(map(max, reads, at_best))
     mine = seconds[OURS, dtype]
     theirs = [seconds[side, dtype] for side in ("torch", "oneDNN") if (side, dtype) in seconds]
