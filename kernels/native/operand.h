@@ -7,8 +7,8 @@
 
 namespace vlm {
 
-// Rows in groups of equal size whose values of one k, or of one pair of k, lie next to each other.
-// Kept by a thread from product to product.
+// Rows in groups of equal size, or one more, whose values of one k, or of one pair of k, lie next to
+// each other. Kept by a thread from product to product.
 //
 // Beside codes (grouped.h) the values of a k have a factor, a power of two; where there are zero
 // points, the sums of every group of k lie behind them. Rows that are quantised are words of four
@@ -26,6 +26,7 @@ class Operand {
         if (in_tiles_) return take_byte_tiles<T>(rows, weight, at);
         const int64_t most = most_together(rows, type);
         groups_ = (rows + most - 1) / most;
+        least_ = rows / groups_, larger_ = rows % groups_;
         const int64_t group = weight.dynamic ? row_group(weight) : weight.group;
         const int64_t sums = is_codes(type) ? depth / group : 0;
         const int64_t values = pairs_ ? (depth + 1) / 2 : padded(depth, type);
@@ -58,8 +59,8 @@ class Operand {
     int64_t rows() const { return rows_; }
     int64_t groups() const { return groups_; }
     bool pairs() const { return pairs_; }
-    int64_t first(int64_t group) const { return group * rows_ / groups_; }
-    int64_t size(int64_t group) const { return first(group + 1) - first(group); }
+    int64_t first(int64_t group) const { return group * least_ + std::min(group, larger_); }
+    int64_t size(int64_t group) const { return least_ + (group < larger_); }
     const float* group(int64_t index) const { return place_ + first(index) * words_; }
 
     // Whether the rows lie in tiles of 16, the last of which need not be full. Pairs are
@@ -114,6 +115,7 @@ class Operand {
     Room room_;
     const float* place_ = nullptr;
     int64_t rows_ = 0, groups_ = 1, words_ = 0;
+    int64_t least_ = 0, larger_ = 0;  // rows of a group, and how many groups have one more
     bool pairs_ = false, in_tiles_ = false;
 };
 
