@@ -89,6 +89,20 @@ def test_a_rank_that_dies_ends_whoever_waits_for_an_answer(pipe: Pipeline) -> No
     _wait_for_end(pipe)
 
 
+def test_how_a_rank_ended_is_said_by_whoever_notices_first(
+    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is closed before anybody has waited for it."""
+    executor = executor_of(pipe.engine)
+    assert isinstance(executor, ShardedExecutor)
+    monkeypatch.setattr(executor._processes, "_lost", lambda sentence: None)
+    (pid,) = _pids(pipe)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match="rank 1 was ended by SIGKILL"):
+        pipe.generate(random_ids(50, 1), greedy(3))
+    _wait_for_end(pipe)
+
+
 def test_a_rank_that_is_stopped_is_not_waited_for_longer_than_said() -> None:
     with Pipeline("demo", replace(CONFIG, stall_timeout=2.0)) as pipe:
         (pid,) = _pids(pipe)

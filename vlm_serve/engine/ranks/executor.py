@@ -13,7 +13,7 @@ from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
 from vlm_serve.engine.ranks.process import RankProcesses
 from vlm_serve.engine.ranks.task import Pools
 from vlm_serve.engine.ranks.transfer import RanksTransfer
-from vlm_serve.engine.ranks.wire import GoneError
+from vlm_serve.engine.ranks.wire import GoneError, SilentError
 from vlm_serve.kernels.native_library import RanksApartError
 from vlm_serve.kernels.ranks import SharedRanks
 from vlm_serve.models import Model
@@ -133,9 +133,11 @@ class ShardedExecutor(LocalExecutor):
                 self._processes.receive(self._limit)
                 raise
             self._processes.receive(self._limit if problem is None else _GRACE_SECONDS)
-        except GoneError as error:
+        except SilentError as error:
             silent = f"{error} has not answered for {self._limit:g} s"
             raise ExecutorLostError(self._ended or silent) from None
+        except GoneError as error:
+            raise ExecutorLostError(str(error)) from None
         if problem is not None:
             raise problem
         return cast(_T, result)

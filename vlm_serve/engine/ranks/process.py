@@ -9,21 +9,24 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import vlm_serve
-from vlm_serve.engine.ranks.wire import GoneError, Wire
+from vlm_serve.engine.ranks.wire import GoneError, SilentError, Wire
 from vlm_serve.errors import EngineError
 
 START_SECONDS = 300.0
+_END_SECONDS = 10.0
+"""A process that ends closes its connection a little before it can be told how it has ended."""
 
 
 class RankProcess:
     """One of them. It ends with the engine's process, however that ends.
 
-    Raises GoneError from `send` and `receive`.
+    Raises from `send` and `receive` GoneError, which says that it has ended and how, or
+    SilentError, which names it.
     """
 
     def __init__(self, rank: int) -> None:
@@ -56,18 +59,32 @@ class RankProcess:
         return self._process.pid
 
     def send(self, name: str, *arguments: Any) -> None:
-        self._wire.send(name, *arguments)
+        with self._named():
+            self._wire.send(name, *arguments)
 
     def receive(self, seconds: float | None = None) -> Any:
         """The answer to what was sent last. Raises EngineError if that is what it came to."""
-        problem, value = self._wire.receive(seconds)
+        with self._named():
+            problem, value = self._wire.receive(seconds)
         if problem is not None:
             raise EngineError(f"rank {self.rank}: {problem}")
         return value
 
-    def wait(self) -> str:
-        """How the process ended, when it has."""
-        status = self._process.wait()
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except SilentError:
+            raise SilentError(f"rank {self.rank}") from None
+        except GoneError:
+            how = "has closed its connection"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                how = self.wait(_END_SECONDS)
+            raise GoneError(f"rank {self.rank} {how}") from None
+
+    def wait(self, seconds: float | None = None) -> str:
+        """How the process ended, when it has. Raises subprocess.TimeoutExpired."""
+        status = self._process.wait(seconds)
         if status < 0:
             with contextlib.suppress(ValueError):
                 return f"was ended by {signal.Signals(-status).name}"
@@ -110,23 +127,18 @@ class RankProcesses:
         self._lost = lost
 
     def send(self, name: str, *arguments: Any) -> None:
-        """To all of them. Raises GoneError."""
+        """To all of them. Raises as they do."""
         for process in self._all:
-            try:
-                process.send(name, *arguments)
-            except GoneError:
-                raise GoneError(f"rank {process.rank}") from None
+            process.send(name, *arguments)
 
     def receive(self, seconds: float | None = None) -> list[Any]:
-        """The answers of all of them. Raises GoneError; EngineError, when all have answered."""
+        """The answers of all of them. Raises as they do, but EngineError when all have answered."""
         answers, problem = [], None
         for process in self._all:
             try:
                 answers.append(process.receive(seconds))
             except EngineError as error:
                 problem = problem or error
-            except GoneError:
-                raise GoneError(f"rank {process.rank}") from None
         if problem is not None:
             raise problem
         return answers

@@ -12,7 +12,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic
 from vlm_serve.engine.ranks.process import START_SECONDS, RankProcesses
 from vlm_serve.engine.ranks.task import Meeting, RankTask
-from vlm_serve.engine.ranks.wire import GoneError
+from vlm_serve.engine.ranks.wire import GoneError, SilentError
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.kernels.ranks.shared import SharedMemory
 from vlm_serve.models import Model, ModelSpec, load_model
@@ -75,8 +75,10 @@ def load(
     except BaseException as error:
         if owned:
             processes.close()
+        if isinstance(error, SilentError):
+            raise EngineError(f"{error} has not started within {START_SECONDS:g} s") from None
         if isinstance(error, GoneError):
-            raise EngineError(f"{error} could not be started") from None
+            raise EngineError(f"{error} before it had started") from None
         raise
     finally:
         meeting.file.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from vlm_serve.cache.tiers.entry import Entry, Kind
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.executor import ExecutorLostError
 from vlm_serve.engine.ranks.process import RankProcesses
-from vlm_serve.engine.ranks.wire import GoneError
+from vlm_serve.engine.ranks.wire import GoneError, SilentError
 
 Staged = tuple[Any, list[Entry]]
 
@@ -80,4 +80,5 @@ class RanksTransfer:
 
 
 def _lost(error: GoneError) -> ExecutorLostError:
-    return ExecutorLostError(f"{error} does not answer")
+    silent = isinstance(error, SilentError)
+    return ExecutorLostError(f"{error} does not answer" if silent else str(error))

@@ -11,6 +11,10 @@ class GoneError(Exception):
     """The other side has closed, or has not answered in time."""
 
 
+class SilentError(GoneError):
+    """It has not answered in time."""
+
+
 class Wire:
     """One end.
 
@@ -34,7 +38,7 @@ class Wire:
         """Waits for the next message, for ever if no time is given."""
         try:
             if seconds is not None and not self._connection.poll(seconds):
-                raise GoneError
+                raise SilentError
             message: tuple[Any, ...] = pickle.loads(self._connection.recv_bytes())
         except (OSError, EOFError) as error:
             raise GoneError from error
