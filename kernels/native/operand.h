@@ -7,8 +7,8 @@
 
 namespace vlm {
 
-// Rows in groups of equal size, or one more, whose values of one k, or of one pair of k, lie next to
-// each other. Kept by a thread from product to product.
+// Rows in groups of equal size, or one more, whose values of one k, or of one pair of k, lie next
+// to each other. Kept by a thread from product to product.
 //
 // Beside codes (grouped.h) the values of a k have a factor, a power of two; where there are zero
 // points, the sums of every group of k lie behind them. Rows that are quantised are words of four
