@@ -8,9 +8,10 @@
 #                       accesses and arithmetic (GCC; the first start compiles for a minute)
 # make test-lmms   has lmms-eval ask a server and a pipeline about pictures and videos, with and without
 #                  caching (300 MB of packages, once; some minutes)
-# make test-isa   compares what the compiled kernels compute on x86-64-v3, x86-64-v4, znver4, with emulated tile registers and on aarch64
-#                 (with Debian's g++-aarch64-linux-gnu and qemu-user), then runs their tests for the
-#                 processor here and for x86-64-v3; ARGS="--tests x86-64-v3" only for the latter
+# make test-isa   compares what the compiled kernels compute on x86-64-v3, x86-64-v4, znver4, with
+#                 emulated tile registers, and on aarch64 (with Debian's g++-aarch64-linux-gnu and
+#                 qemu-user), then runs their tests for the processor here and for x86-64-v3;
+#                 ARGS="--tests x86-64-v3" only for the latter
 # make native-digest    prints the digest of the compiled kernels' arithmetic, for kernels/native_self_test.py
 #
 # make image-steps   goes through the Dockerfile without a container, in a root folder made by Debian's debootstrap, and

@@ -41,8 +41,7 @@ void multiply_byte_tiles(const Weight& weight, int64_t index, const Operand& x, 
 // the end of a loop a processor guesses wrong, and asks the memory late. Panels of bytes are faster
 // with a loop for each (measured where tiles are).
 inline bool in_one_loop(const Weight& weight, const Operand& x) {
-    const bool is_short = is_half_bytes(weight.type) || weight.type == INT6;
-    return weight.dynamic && is_short && x.rows() == 1;
+    return weight.dynamic && panel_step(weight.type) < PANEL && x.rows() == 1;
 }
 // sums[p][PANEL] = x . panel `panels.first + p`, without the bias; only if `in_one_loop`.
 void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,

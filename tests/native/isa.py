@@ -2,9 +2,9 @@
 
 The program in this folder calls every kernel with seeded inputs and prints a digest of each result.
 It is built for the processors below, and run where this machine can: its own processor runs its
-own code, QEMU that of another architecture if Debian's cross compiler for it is there, and a
-header stands in for the tile registers (AMX) that a processor lacks. float32
-must have the same bits everywhere, bfloat16 where it is multiplied in the same way.
+own code, QEMU that of another architecture if Debian's cross compiler for it is there, and a header
+stands in for the tile registers (AMX) that a processor lacks. float32 must have the same bits
+everywhere, bfloat16 where it is multiplied in the same way.
 Then the kernels' Python tests run, natively and as on a machine that has AVX2 at most.
 
 What is only compiled, or not even that, is listed with its reason and counted.
@@ -50,19 +50,17 @@ PROCESSORS = {
     "emulated tiles": "x86_64",
     "armv8.2-a": "aarch64",
 }
-"""What `-march` takes, and the architecture of it."""
+"""What `-march` takes, and the architecture of it; EMULATED is none of those."""
 PRODUCTS = ("singles", "pairs", "tiles")
 # For compilers that do not know a processor (GCC knows znver4 from 12.3 on): another one with the
 # same instructions for the kernels.
 STAND_INS = {"znver4": "cooperlake"}
-# Beside the instructions of a processor without tile registers.
-EMULATED = {
-    "emulated tiles": (
-        "cooperlake",
-        *("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
-        *("-include", str(FOLDER / "emulated_tiles.h")),
-    )
-}
+# Tile registers in memory, beside the instructions of a processor without them.
+EMULATED, EMULATED_BESIDE = "emulated tiles", "cooperlake"
+EMULATED_FLAGS = (
+    *("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    *("-include", str(FOLDER / "emulated_tiles.h")),
+)
 # A kernel's struct that gains a field must not find zero in it.
 EXTRA_FLAGS = ("-Werror=missing-field-initializers", *includes())
 COMPILE_LIMIT_S, RUN_LIMIT_S, TEST_LIMIT_S = 300.0, 600.0, 1200.0
@@ -127,15 +125,15 @@ def outcome(processor: str) -> Outcome:
     except (Unbuilt, BuildError) as error:
         return Outcome(processor, "not built", str(error))
     notes = []
-    if processor in EMULATED:
+    if processor == EMULATED:
         notes.append(f"beside the instructions of {how.arch}")
     elif how.arch != processor:
         notes.append(f"as {how.arch}, since {how.compiler} does not know it")
     if command:
         notes.append(f"under {command[0]}")
     with tempfile.TemporaryDirectory() as folder:
-        foreign, extra = PROCESSORS[processor] != HOST, EMULATED.get(processor, ())[1:]
-        program = _build(how, Path(folder), extra, foreign=foreign)
+        extra = EMULATED_FLAGS if processor == EMULATED else ()
+        program = _build(how, Path(folder), extra, foreign=PROCESSORS[processor] != HOST)
         if obstacle:
             note, seconds = "; ".join([*notes, obstacle]), time.monotonic() - began
             return Outcome(processor, "compiled only", note, seconds=seconds)
@@ -213,8 +211,8 @@ def _recipe(processor: str) -> Recipe:
     compiler = shutil.which(name)
     if not compiler:
         raise Unbuilt(f"{name} was not found; {machine} was not run")
-    if processor in EMULATED:
-        return Recipe(compiler, EMULATED[processor][0], False)
+    if processor == EMULATED:
+        return Recipe(compiler, EMULATED_BESIDE, False)
     how = Recipe(compiler, processor, False)
     if processor not in STAND_INS:
         return how
