@@ -2,8 +2,8 @@
 about pictures where the model takes some, and of next turns over decoded answers.
 
     python benchmarks/exact_hits.py [--family qwen3_vl ...] [--pairs 200] [--speculative mtp]
-        [--quantization int8|int4] [--stored-as nvfp4-modelopt] [--quantized-activations none|int8]
-        [--tensor-parallel-size 2] [--isa avx2]
+        [--quantization int8|int6|int4] [--stored-as nvfp4-modelopt]
+        [--quantized-activations none|int8] [--tensor-parallel-size 2] [--isa avx2]
 
 A small random checkpoint of each family (all, if none is named) with weights in float32 and
 bfloat16, or quantised as published ones are (--stored-as); every pair in random company. With
@@ -79,7 +79,7 @@ def main() -> int:
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--quantization", choices=("int8", "int4"))
+    how.add_argument("--quantization", choices=("int8", "int6", "int4"))
     how.add_argument("--stored-as", choices=FORMATS, default="")
     parser.add_argument("--quantized-activations", choices=("auto", "none", "int8"), default="auto")
     add_isa_argument(parser)

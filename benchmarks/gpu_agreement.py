@@ -62,7 +62,7 @@ def cases() -> Iterator[Case]:
         seeing = replace(spec, vision_depth=2)
         yield Case(f"{name}, deterministic", seeing, only_here={"deterministic": True})
         stored = replace(spec, dtype="bfloat16")
-        for weights in ("int8", "int4"):
+        for weights in ("int8", "int6", "int4"):
             yield Case(f"{name}, {weights}", stored, {"quantization": weights})
     for kv in ("fp8", "int8"):
         yield Case(f"KV in {kv}", dense, {"kv_cache_dtype": kv}, near=ROUNDED)

@@ -1,6 +1,6 @@
 """What checkpoints take in memory, while they are loaded and after, read from the kernel's books.
 
-    python benchmarks/load_memory.py [CHECKPOINT ...] [--quantization none int8 int4]
+    python benchmarks/load_memory.py [CHECKPOINT ...] [--quantization none int8 int6 int4]
         [--formats fp8 gptq awq int8 mixed]
 
 Each is loaded by a process of its own, as a server loads it. `peak` is the largest anonymous memory
@@ -52,7 +52,7 @@ load()
 retain_freed_memory()  # as the engine does
 print(flush=True)
 sys.stdin.readline()
-bits = {"none": None, "int8": 8, "int4": 4}[sys.argv[2]]
+bits = {"none": None, "int8": 8, "int6": 6, "int4": 4}[sys.argv[2]]
 plain = torch.bfloat16
 model = load_model(sys.argv[1], plain, "cpu", compute_dtype=plain, compiled=True, bits=bits)
 print(flush=True)
@@ -116,7 +116,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("checkpoints", type=Path, nargs="*")
-    kinds = ("none", "int8", "int4")
+    kinds = ("none", "int8", "int6", "int4")
     parser.add_argument("--quantization", nargs="+", choices=kinds, default=list(kinds))
     parser.add_argument("--formats", nargs="*", default=["fp8", "gptq", "awq", "int8", "mixed"])
     return parser.parse_args(arguments)

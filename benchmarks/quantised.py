@@ -1,6 +1,6 @@
 """Quantised weights on a CPU beside bfloat16 and llama.cpp's, in turns.
 
-    python benchmarks/quantised.py [--peers] [--quantization bfloat16 int8 int4] [--rounds 5]
+    python benchmarks/quantised.py [--peers] [--quantization bfloat16 int8 int6 int4] [--rounds 5]
         [--rows decode-1 decode-8 prefill image] [--prompt-tokens 512 4096] [--minutes 20]
         [--threads 2] [--folder FOLDER] [--llama-source FOLDER] [--isa avx2]
 
@@ -122,7 +122,7 @@ def _print_bytes(kind: str, ratio: float) -> None:
     if kind != "bfloat16":
         bound = plain / mine
         said += f"; bound {bound:.2f}x, {FIRST}: {ratio:.2f}x, {ratio / bound:.2f} of it "
-        said += f"(due {OF_BOUND[kind]})"
+        said += f"(due {OF_BOUND[kind]})" if kind in OF_BOUND else ""
     print(said, flush=True)
 
 

@@ -105,7 +105,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("model", nargs="?")
     what.add_argument("--random", action="store_true")
-    parser.add_argument("--quantization", choices=("int8", "int4"), default="int4")
+    parser.add_argument("--quantization", choices=("int8", "int6", "int4"), default="int4")
     given = parser.parse_args()
     torch.manual_seed(0)
     if given.random:

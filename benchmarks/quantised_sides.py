@@ -33,7 +33,7 @@ SPEC = replace(
 )
 """1.17B weights of the language model, beside the benchmarks' small tower."""
 
-PEERS = {"bfloat16": ("BF16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
+PEERS = {"bfloat16": ("BF16",), "int8": ("Q8_0",), "int6": ("Q6_K",), "int4": ("Q4_0", "Q4_K_M")}
 """Each of our formats, and what llama.cpp has of that width."""
 
 
@@ -52,7 +52,7 @@ def bytes_per_token(spec: CheckpointSpec, kind: str, context: int) -> int:
 
     Args:
         spec: a dense model of the Qwen3.5 family.
-        kind: "bfloat16", "int8" or "int4", whose head has 6 bits.
+        kind: "bfloat16", "int8", "int6" or "int4", whose head has 6 bits.
         context: tokens before it.
     """
     attending = spec.num_layers // spec.full_attention_interval

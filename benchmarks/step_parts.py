@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--before", type=Path)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quantization", choices=("int8", "int4"))
+    parser.add_argument("--quantization", choices=("int8", "int6", "int4"))
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=100, help="that are decoded behind each")

@@ -64,13 +64,13 @@ class EngineConfig:
         "bits at least",
         group=_MODEL,
         kind="text",
-        choices=("int8", "int4"),
+        choices=("int8", "int6", "int4"),
         default_text="as the checkpoint has them",
     )
     quantized_activations: str = option(
         "auto",
-        "quantise activations beside int8 and int4 weights, per row and group; auto: int8 with "
-        "compiled kernels where the processor sums products of bytes, else none",
+        "quantise activations beside int8, int6 and int4 weights, per row and group; auto: int8 "
+        "with compiled kernels where the processor sums products of bytes, else none",
         group=_MODEL,
         kind="text",
         choices=("auto", "none", "int8"),

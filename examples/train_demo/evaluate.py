@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="also uncached, and transformers")
     parser.add_argument("--drafts", type=int, default=0, help="questions to ask with drafts")
     parser.add_argument("--show", type=int, default=0, help="how many wrong answers to print")
-    parser.add_argument("--quantization", choices=("int8", "int4"))
+    parser.add_argument("--quantization", choices=("int8", "int6", "int4"))
     parser.add_argument("--quantized-activations", choices=("auto", "none", "int8"), default="auto")
     args = parser.parse_args()
     config = EngineConfig(

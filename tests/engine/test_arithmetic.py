@@ -149,6 +149,7 @@ DOTS = Backend(CPU, Digests("aaaa", "bbbb", integer_dots=True))
     ("backend", "options", "dynamic"),
     [
         (DOTS, {"quantization": "int4"}, True),
+        (DOTS, {"quantization": "int6"}, True),
         (DOTS, {"quantization": "int8", "quantized_activations": "none"}, False),
         (DOTS, {}, False),
         (PAIRS, {"quantization": "int8"}, False),
@@ -159,7 +160,8 @@ DOTS = Backend(CPU, Digests("aaaa", "bbbb", integer_dots=True))
 def test_quantising_has_a_name(backend: Backend, options: dict[str, Any], dynamic: bool) -> None:
     arithmetic = decide(EngineConfig(**options), torch.bfloat16, backend)
     assert arithmetic.dynamic is dynamic
-    assert arithmetic.bits == {"int8": 8, "int4": 4, None: None}[options.get("quantization")]
+    bits = {"int8": 8, "int6": 6, "int4": 4, None: None}
+    assert arithmetic.bits == bits[options.get("quantization")]
     assert ("int8 activations" in arithmetic.numerics) is dynamic
     rows = dict(arithmetic.rows())
     assert ("int8 per row and group" in rows["compute"]) is dynamic

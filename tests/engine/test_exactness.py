@@ -95,7 +95,7 @@ def test_hits_behind_pictures_have_the_bits_of_a_cold_run(tmp_path: Path, family
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int6", "int4"])
 @pytest.mark.parametrize("activations", ["none", "int8"])
 @pytest.mark.parametrize("spec", ["dense", "moe"])
 def test_hits_in_quantised_models_have_the_bits_of_a_cold_run(

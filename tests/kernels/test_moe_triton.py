@@ -87,12 +87,13 @@ CODED: list[Callable[[int, int], Codes]] = [
     lambda columns, depth: integers(columns, depth, 8, 24),
     lambda columns, depth: integers(columns, depth, 4, 24, zeros=True, scales=torch.bfloat16),
     lambda columns, depth: rooted(columns, depth, 4, 24),
+    lambda columns, depth: rooted(columns, depth, 6, 24),
     lambda columns, depth: float8(columns, depth, (8, 32), torch.bfloat16),
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("draw", CODED, ids=["int8", "int4", "roots", "float8"])
+@pytest.mark.parametrize("draw", CODED, ids=["int8", "int4", "roots", "int6", "float8"])
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (70, 3), (0, 1)])
 def test_quantised_experts(
     dtype: torch.dtype, draw: Callable[[int, int], Codes], tokens: int, top_k: int

@@ -77,7 +77,7 @@ def test_every_family_answers_as_on_one_rank(
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int6", "int4"])
 def test_quantised_weights_are_shared_out_too(processes: RankProcesses, quantization: str) -> None:
     config = replace(CONFIG, dtype="auto", quantization=quantization)
     config = replace(config, prefix_cache_decode_state_interval=16)

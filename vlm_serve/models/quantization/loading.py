@@ -30,7 +30,7 @@ def loading_format(bits: int, part: Part, depth: int) -> OnLoad | None:
     """What a part becomes with `--quantization`; None: it stays as it is.
 
     Args:
-        bits: that are wanted, 4 or 8.
+        bits: that are wanted, 4, 6 or 8.
         part: says what it may get at least.
         depth: of the rows that are loaded.
     """
