@@ -17,50 +17,23 @@ constexpr int64_t COLUMN_BYTES = PANEL * 4;
 typedef uint8_t Bytes __attribute__((vector_size(64)));  // whose sums may wrap
 
 // A panel's codes as bytes, less the middle unless there are zero points: `[K / 4, 32]` words.
-void widen_bytes(const char* words, int64_t count, Bytes middle, char* to) {
-    for (int64_t k = 0; k < count; k += 4)
+template <typename Kind>
+void widen(const char* words, int64_t count, Bytes middle, char* to) {
+    for (int64_t k = 0; k < count; k += 4 * Kind::COUNT) {
+#pragma GCC unroll 2
         for (int j = 0; j < 2; ++j, words += 64, to += 64) {
-            __builtin_prefetch(words + WORDS_AHEAD);
-            const Bytes codes = read<Bytes>(words) - middle;
-            std::memcpy(to, &codes, sizeof codes);
-        }
-}
-
-void widen_half_bytes(const char* words, int64_t count, Bytes middle, char* to) {
-    for (int64_t k = 0; k < count; k += 8, to += COLUMN_BYTES)
-        for (int j = 0; j < 2; ++j, words += 64, to += 64) {
-            __builtin_prefetch(words + WORDS_AHEAD);
-            const Words both = read<Words>(words);
-            const Bytes low = (Bytes)(both & 0x0f0f0f0fu) - middle;
-            const Bytes high = (Bytes)(both >> 4 & 0x0f0f0f0fu) - middle;
-            std::memcpy(to, &low, sizeof low);
-            std::memcpy(to + COLUMN_BYTES, &high, sizeof high);
-        }
-}
-
-void widen_six_bits(const char* words, int64_t count, Bytes middle, char* to) {
-    for (int64_t k = 0; k < count; k += 16, words += 3 * COLUMN_BYTES, to += 4 * COLUMN_BYTES) {
-        for (int line = 0; line < 6; ++line) __builtin_prefetch(words + WORDS_AHEAD + line * 64);
-        for (int quarter = 0; quarter < 4; ++quarter)
-            for (int j = 0; j < 2; ++j) {
-                const Bytes codes = (Bytes)six_bits(words + j * 64, quarter) - middle;
-                std::memcpy(to + quarter * COLUMN_BYTES + j * 64, &codes, sizeof codes);
+#pragma GCC unroll 3
+            for (int word = 0; word < Kind::STORED; ++word)
+                __builtin_prefetch(words + word * COLUMN_BYTES + WORDS_AHEAD);
+#pragma GCC unroll 4
+            for (int part = 0; part < Kind::COUNT; ++part) {
+                const Bytes codes = (Bytes)Kind::part(words, part) - middle;
+                std::memcpy(to + part * COLUMN_BYTES, &codes, sizeof codes);
             }
-    }
-}
-
-// A panel's e2m1 codes as twice their values.
-void widen_float4(const char* words, int64_t count, Bytes, char* to) {
-    constexpr ByteTable VALUES = float4_bytes(0);
-    for (int64_t k = 0; k < count; k += 8, to += COLUMN_BYTES)
-        for (int j = 0; j < 2; ++j, words += 64, to += 64) {
-            __builtin_prefetch(words + WORDS_AHEAD);
-            const Words both = read<Words>(words);
-            const Words low = looked_up(VALUES, both & 0x0f0f0f0fu);
-            const Words high = looked_up(VALUES, both >> 4 & 0x0f0f0f0fu);
-            std::memcpy(to, &low, sizeof low);
-            std::memcpy(to + COLUMN_BYTES, &high, sizeof high);
         }
+        words += (Kind::STORED - 1) * COLUMN_BYTES;
+        to += (Kind::COUNT - 1) * COLUMN_BYTES;
+    }
 }
 
 // What gives the sums of a part's groups their values, for all rows.
@@ -127,15 +100,15 @@ void multiply_parts(const Weight& weight, int64_t index, const Operand& x, float
     const int64_t size = row_group(weight), count = weight.depth / size, some = PART_K / size;
     const Bytes middle = Bytes{} + (uint8_t)(ZEROS ? 0 : (int)middle_of(weight.type));
     alignas(64) char columns[PART_K * PANEL];
+    const auto widen_part = weight.type == INT8   ? widen<ByteWords>
+                            : weight.type == INT6 ? widen<SixBitWords>
+                            : weight.type == INT4 ? widen<HalfByteWords>
+                                                  : widen<LookedUpWords>;
     const TileRegisters registers(TILE_ROWS, size);
     for (int64_t begin = 0; begin < count; begin += some) {
         const int64_t end = std::min(begin + some, count);
-        const auto widen = weight.type == INT8   ? widen_bytes
-                           : weight.type == INT6 ? widen_six_bits
-                           : weight.type == INT4 ? widen_half_bytes
-                                                 : widen_float4;
-        widen(words + begin * size * panel_step(weight.type), (end - begin) * size, middle,
-              columns);
+        widen_part(words + begin * size * panel_step(weight.type), (end - begin) * size, middle,
+                   columns);
         TileRegisters::written();
         const PartScales part(scales, begin, end, weight.group / size);
         for (int64_t tile = 0; tile < x.tiles(); ++tile) {

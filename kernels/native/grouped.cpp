@@ -42,10 +42,9 @@ struct Int8Words : NumbersOf4 {
     }
 };
 
-struct Int6Words {
-    static constexpr int STORED = 3, COUNT = 16, PARTS = 4, VALUES = 4;
+struct Int6Words : SixBitWords {
+    static constexpr int COUNT = 16, PARTS = 4, VALUES = 4;
     static constexpr bool PAIRS = false;
-    static VLM_INLINE Words part(const char* step, int quarter) { return six_bits(step, quarter); }
     template <int K>
     static VLM_INLINE Floats value(Words word, Words high) {
         return number<K % 2 ? 0x3f00u : 0x3fu>(K / 2 ? high : word);

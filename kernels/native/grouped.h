@@ -59,15 +59,41 @@ Function by_rows(int64_t rows, const Make& make) {
     return by_rows<Function>(rows, make, std::make_index_sequence<MOST>());
 }
 
-// Codes of six bits as bytes: those of k 4 * `quarter` to 4 * `quarter` + 3 of a step's 16, which
-// begins at `step` for the columns of a register.
-VLM_INLINE Words six_bits(const char* step, int quarter) {
-    constexpr int64_t WORD = PANEL * 4;
-    const Words both = read<Words>(step + quarter / 2 * WORD), tops = read<Words>(step + 2 * WORD);
-    const Words low = (quarter % 2 ? both >> 4 : both) & 0x0f0f0f0fu;
-    const Words high = quarter < 3 ? tops << (4 - 2 * quarter) : tops >> 2;
-    return low | (high & 0x30303030u);
-}
+// Codes as bytes. What a step of each kind is: how many words of a column are stored, and how many
+// of four codes each, or parts, they become. `step` is where the columns of a register begin.
+struct ByteWords {
+    static constexpr int STORED = 1, COUNT = 1;
+    static VLM_INLINE Words part(const char* step, int) { return read<Words>(step); }
+};
+
+struct SixBitWords {
+    static constexpr int STORED = 3, COUNT = 4;
+    static VLM_INLINE Words part(const char* step, int quarter) {
+        constexpr int64_t WORD = PANEL * 4;
+        const Words both = read<Words>(step + quarter / 2 * WORD);
+        const Words tops = read<Words>(step + 2 * WORD);
+        const Words low = (quarter % 2 ? both >> 4 : both) & 0x0f0f0f0fu;
+        const Words high = quarter < 3 ? tops << (4 - 2 * quarter) : tops >> 2;
+        return low | (high & 0x30303030u);
+    }
+};
+
+struct HalfByteWords {
+    static constexpr int STORED = 1, COUNT = 2;
+    static VLM_INLINE Words part(const char* step, int half) {
+        const Words both = read<Words>(step);
+        return (half ? both >> 4 : both) & 0x0f0f0f0fu;
+    }
+};
+
+// What e2m1 codes stand for, above the middle.
+struct LookedUpWords {
+    static constexpr int STORED = 1, COUNT = 2;
+    static VLM_INLINE Words part(const char* step, int half) {
+        static constexpr ByteTable VALUES = float4_bytes(FLOAT4_MIDDLE);
+        return looked_up(VALUES, HalfByteWords::part(step, half));
+    }
+};
 
 // What gives the codes of a group their values.
 struct GroupScales {

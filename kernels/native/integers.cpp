@@ -21,36 +21,19 @@ inline Words four_of(const float* word) {
     return bits - Words{};
 }
 
-// How many words of a column make a step, how many words of a row meet them, and what each of those
-// meets; of some also what the usual weight of the kind has: scales of a type, of so many k each.
-struct ByteWords {
-    static constexpr int STORED = 1, COUNT = 1;
-    static VLM_INLINE Words part(const char* step, int) { return read<Words>(step); }
+// What the usual weight of a kind has: scales of a type, of so many k each.
+template <int64_t TYPE, int64_t SIZE>
+struct UsualScales {
+    static constexpr int64_t SCALES = TYPE, GROUP = SIZE;
 };
-
-struct SixBitWords {
-    static constexpr int STORED = 3, COUNT = 4;
-    static constexpr int64_t SCALES = ROOTS, GROUP = 32;
-    static VLM_INLINE Words part(const char* step, int which) { return six_bits(step, which); }
-};
-
-struct HalfByteWords {
-    static constexpr int STORED = 1, COUNT = 2;
-    static constexpr int64_t SCALES = ROOTS, GROUP = 32;
-    static VLM_INLINE Words part(const char* step, int which) {
-        const Words word = read<Words>(step);
-        return (which ? word >> 4 : word) & 0x0f0f0f0fu;
-    }
-};
-
-struct LookedUpWords {
-    static constexpr int STORED = 1, COUNT = 2;
-    static constexpr int64_t SCALES = FLOAT8, GROUP = 16;
-    static VLM_INLINE Words part(const char* step, int which) {
-        static constexpr ByteTable VALUES = float4_bytes(FLOAT4_MIDDLE);
-        return looked_up(VALUES, HalfByteWords::part(step, which));
-    }
-};
+template <typename Kind>
+struct Usual {};
+template <>
+struct Usual<SixBitWords> : UsualScales<ROOTS, 32> {};
+template <>
+struct Usual<HalfByteWords> : UsualScales<ROOTS, 32> {};
+template <>
+struct Usual<LookedUpWords> : UsualScales<FLOAT8, 16> {};
 
 // What a row has to do with the sum of a group.
 struct RowGroup {
@@ -76,8 +59,8 @@ Function by_groups(const Weight& weight, const Make& make) {
     constexpr std::integral_constant<int64_t, 16> SMALL{};
     constexpr std::integral_constant<int64_t, 32> LARGE{};
     if constexpr (WORTH) {
-        constexpr std::integral_constant<int64_t, Kind::GROUP> USUAL{};
-        if (weight.group == USUAL && weight.scale_type == Kind::SCALES && !weight.zeros)
+        constexpr std::integral_constant<int64_t, Usual<Kind>::GROUP> USUAL{};
+        if (weight.group == USUAL && weight.scale_type == Usual<Kind>::SCALES && !weight.zeros)
             return make(USUAL, std::true_type());
     }
     if (row_group(weight) == SMALL) return make(SMALL, std::false_type());
@@ -87,7 +70,7 @@ Function by_groups(const Weight& weight, const Make& make) {
 // Tells compilers what they need not ask for in every group of a plain weight.
 template <typename Kind>
 VLM_INLINE void settle(Weight& weight, int64_t size) {
-    weight.group = size, weight.scale_type = Kind::SCALES, weight.zeros = nullptr;
+    weight.group = size, weight.scale_type = Usual<Kind>::SCALES, weight.zeros = nullptr;
 }
 
 // Where a panel ends is a matter of numbers alone.
