@@ -1,6 +1,7 @@
 // Attention as attention.h describes it.
 #include "attention.h"
 
+#include "calls.h"
 #include "few_queries.h"
 #include "many_queries.h"
 
@@ -114,8 +115,6 @@ void attend_all(const Attention& job) {
 
 }  // namespace vlm
 
-// `bits` is 32 for float32 inputs, 16 for bfloat16. Arguments are checked by the caller. Returns
-// what `guarded` does.
 extern "C" int64_t vlm_attention(const vlm::Attention* job, int64_t bits) {
     return vlm::guarded(
         [=] { bits == 32 ? vlm::attend_all<float>(*job) : vlm::attend_all<vlm::bf16>(*job); });

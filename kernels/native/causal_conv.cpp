@@ -2,20 +2,11 @@
 // of the sequences are taken by threads as they come.
 #include <algorithm>
 
+#include "calls.h"
 #include "convolution.h"
 #include "guard.h"
-#include "packed.h"
 
 namespace vlm {
-
-struct Convolution {
-    Packed packed;
-    int64_t channels, kernel, x_stride, tail_row_stride;
-    const void* x;      // [N, channels]
-    const float* taps;  // [kernel, channels]
-    void* tails;        // [rows, channels, kernel - 1]
-    void* out;          // [N, channels], contiguous
-};
 
 constexpr int64_t GROUPS = 16;  // of 16 channels each, that share a pass over a tile of tokens
 
@@ -57,8 +48,6 @@ void convolve_packed(const Convolution& job) {
 
 }  // namespace vlm
 
-// `bits` is 32 for float32 inputs, 16 for bfloat16. Arguments are checked by the caller. Returns
-// what `guarded` does.
 extern "C" int64_t vlm_causal_conv(const vlm::Convolution* job, int64_t bits) {
     return vlm::guarded([=] {
         bits == 32 ? vlm::convolve_packed<float>(*job) : vlm::convolve_packed<vlm::bf16>(*job);

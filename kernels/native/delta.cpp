@@ -2,23 +2,12 @@
 // they compute. Heads of the sequences are taken by threads as they come.
 #include <algorithm>
 
+#include "calls.h"
 #include "gated_delta.h"
 #include "guard.h"
-#include "packed.h"
 #include "product.h"
 
 namespace vlm {
-
-struct Delta {
-    Packed packed;
-    int64_t key_heads, value_heads, key_dim, value_dim;
-    int64_t q_stride, q_head, k_stride, k_head, v_stride, v_head;  // of tokens and heads
-    int64_t state_row_stride, state_type;
-    const void *q, *k, *v;
-    const float *g, *beta;  // [N, value_heads], contiguous
-    void* states;
-    void* out;  // [N, value_heads, value_dim], contiguous
-};
 
 Room& own_delta_room() {
     static thread_local Room own;
@@ -80,14 +69,6 @@ void delta_packed(const Delta& job) {
         });
 }
 
-// Write strength and log decay, [tokens, heads] each, from b and a side by side.
-struct Gates {
-    int64_t tokens, heads, stride, threads;
-    const void* raw;
-    const float *neg_decay, *dt_bias;
-    float *beta, *decay;
-};
-
 template <typename T>
 void gates(const Gates& job) {
     const int threads = job.tokens < TOKEN_TILE ? 1 : (int)job.threads;
@@ -111,8 +92,6 @@ extern "C" int64_t vlm_gates(const vlm::Gates* job, int64_t bits) {
         [=] { bits == 32 ? vlm::gates<float>(*job) : vlm::gates<vlm::bf16>(*job); });
 }
 
-// `bits` is 32 for float32 inputs, 16 for bfloat16. Arguments are checked by the caller. Returns
-// what `guarded` does.
 extern "C" int64_t vlm_gated_delta(const vlm::Delta* job, int64_t bits) {
     return vlm::guarded(
         [=] { bits == 32 ? vlm::delta_packed<float>(*job) : vlm::delta_packed<vlm::bf16>(*job); });

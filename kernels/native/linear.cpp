@@ -1,19 +1,10 @@
 // A projection as an op, and the packing of its weight; see product.h for both.
+#include "calls.h"
 #include "functions.h"
 #include "product.h"
 #include "transpose.h"
 
 namespace vlm {
-
-// What follows the product.
-enum Use : int64_t { PLAIN = 0, TIMES = 1, PLUS = 2, SILU = 3, GELU = 4, GELU_TANH = 5 };
-
-struct Projection {
-    Weight weight;
-    int64_t rows, x_stride, other_stride, use, threads;
-    const void *x, *other;
-    void* out;  // [rows, columns], contiguous
-};
 
 template <int64_t USE>
 inline Vec finished(const Vec& sum, const Vec& other) {
@@ -54,13 +45,6 @@ void project_all(const Projection& job) {
                                               project_as<T, GELU>,  project_as<T, GELU_TANH>};
     all[job.use](job);
 }
-
-// Rows of a plain `[rows, depth]` weight as columns of a packed one, both of `type`.
-struct Packing {
-    const void* source;
-    void* packed;  // of `columns` by `depth`, zero where nothing has been packed
-    int64_t rows, stride, depth, first, type, threads;
-};
 
 // Where the values of a column begin in its panel, and how far the next word of them is.
 inline char* column_of(const Packing& job, int64_t column) {
@@ -127,8 +111,6 @@ void pack(const Packing& job) {
 
 extern "C" {
 
-// `bits` of the rows and of what is joined to the product: 32 for float32, 16 for bfloat16. Returns
-// what `guarded` does.
 int64_t vlm_linear(const vlm::Projection* job, int64_t bits) {
     return vlm::guarded(
         [=] { bits == 32 ? vlm::project_all<float>(*job) : vlm::project_all<vlm::bf16>(*job); });

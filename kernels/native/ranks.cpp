@@ -1,18 +1,17 @@
 // Meetings of ranks, for Python; see ranks.h.
 #include "ranks.h"
 
+#include "calls.h"
 #include "guard.h"
 
 extern "C" {
 
-// The rank starts with a step; everybody has finished the one before.
 int64_t vlm_ranks_begin(vlm::Ranks* ranks, int64_t step) {
     ranks->count = step * vlm::MOST_MEETINGS;
     vlm::board(*ranks).places[ranks->rank].count.store(ranks->count);
     return 0;
 }
 
-// Returns what `guarded` does.
 int64_t vlm_ranks_meet(vlm::Ranks* ranks) {
     return vlm::guarded([=] {
         if (!vlm::meet(*ranks)) throw vlm::Apart();

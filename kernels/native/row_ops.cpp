@@ -1,17 +1,11 @@
 // Ops that treat every row of a tensor alike; see rows.h.
 #include <algorithm>
 
+#include "calls.h"
 #include "guard.h"
 #include "rows.h"
 
 namespace vlm {
-
-// Rows of `width` numbers: [tokens, heads, width], heads `head_stride` apart, tokens `stride`.
-struct Rows {
-    int64_t tokens, heads, width, stride, head_stride, threads;
-    const void* x;
-    void* out;  // contiguous
-};
 
 // Below this a second thread costs more than it brings.
 constexpr int64_t LEAST_SHARED = 1 << 15;
@@ -83,8 +77,6 @@ using vlm::Rows;
 
 extern "C" {
 
-// `bits` is 32 for float32 rows, 16 for bfloat16. Arguments are checked by the caller. All return
-// what `guarded` does.
 int64_t vlm_rms_norm(const Rows* rows, const float* factors, double eps, int64_t bits) {
     return guarded([=] {
         bits == 32 ? vlm::rms_norm<float>(*rows, factors, eps)

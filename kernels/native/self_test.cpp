@@ -2,7 +2,7 @@
 // for this library's arithmetic. See kernels/native_self_test.py for what becomes of them.
 #include <vector>
 
-#include "attention.h"
+#include "calls.h"
 #include "convolution.h"
 #include "experts.h"
 #include "gated_delta.h"
@@ -301,9 +301,6 @@ void self_test(uint64_t* digests) {
 
 }  // namespace vlm
 
-// Two digests: of float32 arithmetic, and of that and products of bfloat16 pairs, 0 where there are
-// none. Then whether sums of products of bytes are one instruction, and whether products of tiles
-// are. Returns what `guarded` does.
 extern "C" int64_t vlm_self_test(uint64_t* digests) {
     return vlm::guarded([=] { vlm::self_test(digests); });
 }

@@ -1,5 +1,5 @@
 // vlm_attention.
-#include "attention.cpp"
+#include "calls.h"
 #include "cases.h"
 
 namespace cases {

@@ -1,6 +1,7 @@
 // vlm_causal_conv.
+#include "calls.h"
 #include "cases.h"
-#include "causal_conv.cpp"
+#include "convolution.h"
 #include "sequences.h"
 
 namespace cases {

@@ -1,6 +1,6 @@
 // vlm_gated_delta and vlm_gates.
+#include "calls.h"
 #include "cases.h"
-#include "delta.cpp"
 #include "sequences.h"
 
 namespace cases {

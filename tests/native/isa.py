@@ -1,10 +1,10 @@
 """Compares what the kernels compute on several processors: `make test-isa`.
 
 The program in this folder calls every kernel with seeded inputs and prints a digest of each result.
-It is built for the processors below, and run where this machine can: its own processor runs its
-own code, QEMU that of another architecture if Debian's cross compiler for it is there, and a header
-stands in for the tile registers (AMX) that a processor lacks. float32 must have the same bits
-everywhere, bfloat16 where it is multiplied in the same way.
+It is built for the processors below, and run where this machine can: its own processor runs the
+library that Python would load, QEMU the code of another architecture if Debian's cross compiler for
+it is there, and a header stands in for the tile registers (AMX) that a processor lacks. float32
+must have the same bits everywhere, bfloat16 where it is multiplied in the same way.
 Then the kernels' Python tests run, natively and as on a machine that has AVX2 at most.
 
 What is only compiled, or not even that, is listed with its reason and counted.
@@ -29,6 +29,7 @@ from vlm_serve.kernels.native_build import (
     SOURCES,
     BuildError,
     Recipe,
+    build,
     includes,
     predefined,
     recipe,
@@ -116,6 +117,7 @@ def outcome(processor: str) -> Outcome:
     """Builds the program for a processor and runs it where that is possible.
 
     Raises:
+        BuildError: the library cannot be built.
         RuntimeError: the compiler or the program fails.
     """
     began = time.monotonic()
@@ -132,8 +134,10 @@ def outcome(processor: str) -> Outcome:
     if command:
         notes.append(f"under {command[0]}")
     with tempfile.TemporaryDirectory() as folder:
-        extra = EMULATED_FLAGS if processor == EMULATED else ()
-        program = _build(how, Path(folder), extra, foreign=PROCESSORS[processor] != HOST)
+        foreign, emulated = PROCESSORS[processor] != HOST, processor == EMULATED
+        library = None if foreign or emulated or obstacle else _kept(how)
+        extra = EMULATED_FLAGS if emulated else ()
+        program = _build(how, Path(folder), extra, library, foreign=foreign)
         if obstacle:
             note, seconds = "; ".join([*notes, obstacle]), time.monotonic() - began
             return Outcome(processor, "compiled only", note, seconds=seconds)
@@ -241,13 +245,29 @@ def _runner(how: Recipe, machine: str) -> tuple[list[str], str | None]:
     return [emulator, "-cpu", "max"], "QEMU has no AVX-512" if "__AVX512F__" in macros else None
 
 
-def _build(how: Recipe, folder: Path, extra: Sequence[str], *, foreign: bool) -> Path:
-    """A program of all sources here, with extra flags; a foreign one brings its libraries along.
+def _kept(how: Recipe) -> Path:
+    """The library, as Python builds it once.
+
+    Raises:
+        BuildError: the compiler fails.
+    """
+    path = how.path()
+    if not path.exists():
+        build(how, path)
+    return path
+
+
+def _build(
+    how: Recipe, folder: Path, extra: Sequence[str], library: Path | None, *, foreign: bool
+) -> Path:
+    """A program of the sources here and of a library, or else of its sources, with extra flags. A
+    foreign one brings what it needs along.
 
     Raises:
         RuntimeError: the compiler fails.
     """
-    sources = sorted(FOLDER.glob("*.cpp"))
+    kernels = [] if library else [each for path in SOURCES for each in path.glob("*.cpp")]
+    sources = sorted([*FOLDER.glob("*.cpp"), *kernels])
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     commands = [
         [how.compiler, *how.flags, *extra, *EXTRA_FLAGS, "-c", str(source), "-o", compiled]
@@ -257,7 +277,8 @@ def _build(how: Recipe, folder: Path, extra: Sequence[str], *, foreign: bool) ->
         list(pool.map(lambda command: _run(command, COMPILE_LIMIT_S), commands))
     program = folder / "cases"
     static = ["-static"] if foreign else []
-    _run([how.compiler, "-fopenmp", *static, *objects, "-o", str(program)], COMPILE_LIMIT_S)
+    linked = [*objects, *([str(library)] if library else [])]
+    _run([how.compiler, "-fopenmp", *static, *linked, "-o", str(program)], COMPILE_LIMIT_S)
     return program
 
 

@@ -1,14 +1,9 @@
 // vlm_linear and vlm_pack.
-#include "byte_tiles.cpp"
+#include <cmath>
+
+#include "calls.h"
 #include "cases.h"
-#include "float8_tiles.cpp"
-#include "grouped.cpp"
-#include "integers.cpp"
-#include "linear.cpp"
 #include "matrix.h"
-#include "operand.cpp"
-#include "product.cpp"
-#include "tiles.cpp"
 
 namespace cases {
 

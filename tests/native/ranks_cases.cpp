@@ -1,8 +1,8 @@
 // vlm_ranks_begin, vlm_ranks_meet and vlm_ranks_give_up, with threads in place of processes.
 #include <thread>
 
+#include "calls.h"
 #include "cases.h"
-#include "ranks.cpp"
 
 namespace cases {
 

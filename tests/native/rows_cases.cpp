@@ -2,8 +2,9 @@
 #include <cmath>
 #include <limits>
 
+#include "calls.h"
 #include "cases.h"
-#include "row_ops.cpp"
+#include "rows.h"
 
 namespace cases {
 

@@ -1,6 +1,6 @@
 // vlm_self_test.
+#include "calls.h"
 #include "cases.h"
-#include "self_test.cpp"
 
 namespace cases {
 

@@ -5,7 +5,6 @@
 
 #include "cases.h"
 #include "sequences.h"
-#include "step.cpp"
 #include "step_model.h"
 
 namespace cases {

@@ -6,8 +6,6 @@
 #include "cases.h"
 #include "step_model.h"
 
-extern "C" int64_t vlm_step(const vlm::Program* program, const vlm::Step* step, int64_t bits);
-
 namespace cases {
 
 namespace {

@@ -241,3 +241,7 @@ struct Step {
 };
 
 }  // namespace vlm
+
+// Both checked by the caller. `bits` is 32 for float32 activations, 16 for bfloat16. Returns what
+// `guarded` does.
+extern "C" int64_t vlm_step(const vlm::Program* program, const vlm::Step* step, int64_t bits);

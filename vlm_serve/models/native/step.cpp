@@ -112,8 +112,6 @@ void run_all(const Program& program, const Step& step) {
 
 }  // namespace vlm
 
-// Both arguments checked by the caller. `bits` is 32 for float32 activations, 16 for bfloat16.
-// Returns what `guarded` does.
 extern "C" int64_t vlm_step(const vlm::Program* program, const vlm::Step* step, int64_t bits) {
     return vlm::guarded([=] {
         bits == 32 ? vlm::run_all<float>(*program, *step)

@@ -1,0 +1,102 @@
+// What Python calls (kernels/native_library.py), and what it hands over; vlm_step is in program.h.
+//
+// Arguments are checked by the caller. `bits` is 32 for float32 activations, 16 for bfloat16. All
+// return what `guarded` does.
+#pragma once
+
+#include "attention.h"
+#include "packed.h"
+#include "ranks.h"
+#include "weight.h"
+
+namespace vlm {
+
+// What follows the product.
+enum Use : int64_t { PLAIN = 0, TIMES = 1, PLUS = 2, SILU = 3, GELU = 4, GELU_TANH = 5 };
+
+struct Projection {
+    Weight weight;
+    int64_t rows, x_stride, other_stride, use, threads;
+    const void *x, *other;
+    void* out;  // [rows, columns], contiguous
+};
+
+// Rows of a plain `[rows, depth]` weight as columns of a packed one, both of `type`.
+struct Packing {
+    const void* source;
+    void* packed;  // of `columns` by `depth`, zero where nothing has been packed
+    int64_t rows, stride, depth, first, type, threads;
+};
+
+// See kernels/causal_conv.
+struct Convolution {
+    Packed packed;
+    int64_t channels, kernel, x_stride, tail_row_stride;
+    const void* x;      // [N, channels]
+    const float* taps;  // [kernel, channels]
+    void* tails;        // [rows, channels, kernel - 1]
+    void* out;          // [N, channels], contiguous
+};
+
+// See kernels/gated_delta, also for gates.
+struct Delta {
+    Packed packed;
+    int64_t key_heads, value_heads, key_dim, value_dim;
+    int64_t q_stride, q_head, k_stride, k_head, v_stride, v_head;  // of tokens and heads
+    int64_t state_row_stride, state_type;
+    const void *q, *k, *v;
+    const float *g, *beta;  // [N, value_heads], contiguous
+    void* states;
+    void* out;  // [N, value_heads, value_dim], contiguous
+};
+
+// Write strength and log decay, [tokens, heads] each, from b and a side by side.
+struct Gates {
+    int64_t tokens, heads, stride, threads;
+    const void* raw;
+    const float *neg_decay, *dt_bias;
+    float *beta, *decay;
+};
+
+// Rows of `width` numbers: [tokens, heads, width], heads `head_stride` apart, tokens `stride`.
+struct Rows {
+    int64_t tokens, heads, width, stride, head_stride, threads;
+    const void* x;
+    void* out;  // contiguous
+};
+
+}  // namespace vlm
+
+extern "C" {
+
+int64_t vlm_attention(const vlm::Attention* job, int64_t bits);
+int64_t vlm_causal_conv(const vlm::Convolution* job, int64_t bits);
+int64_t vlm_gated_delta(const vlm::Delta* job, int64_t bits);
+int64_t vlm_gates(const vlm::Gates* job, int64_t bits);
+
+// With what follows the product, and the packing of its weight.
+int64_t vlm_linear(const vlm::Projection* job, int64_t bits);
+int64_t vlm_pack(const vlm::Packing* job);
+
+// Ops that treat every row alike.
+int64_t vlm_rms_norm(const vlm::Rows* rows, const float* factors, double eps, int64_t bits);
+int64_t vlm_gated_rms_norm(const vlm::Rows* rows, const vlm::Rows* gates, const float* factors,
+                           double eps, int64_t bits);
+int64_t vlm_times_sigmoid(const vlm::Rows* rows, const vlm::Rows* gates, int64_t bits);
+int64_t vlm_silu_times(const vlm::Rows* gates, const vlm::Rows* rows, int64_t bits);
+int64_t vlm_norm_rope(const vlm::Rows* rows, const float* factors, const float* cos,
+                      const float* sin, int64_t half, double eps, int64_t bits);
+int64_t vlm_rotations(int64_t tokens, int64_t half, int64_t threads, const int64_t* positions,
+                      const float* inv_freq, const int32_t* axis, float* cos, float* sin);
+
+// A rank starts with a step, when everybody has finished the one before; meets the others; leaves
+// a step that they are in.
+int64_t vlm_ranks_begin(vlm::Ranks* ranks, int64_t step);
+int64_t vlm_ranks_meet(vlm::Ranks* ranks);
+int64_t vlm_ranks_give_up(const vlm::Ranks* ranks, int64_t step);
+
+// Two digests: of float32 arithmetic, and of that and products of bfloat16 pairs, 0 where there are
+// none. Then whether sums of products of bytes are one instruction, and whether products of tiles
+// are.
+int64_t vlm_self_test(uint64_t* digests);
+}
