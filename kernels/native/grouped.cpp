@@ -9,6 +9,8 @@ namespace vlm {
 namespace {
 
 constexpr int64_t CODES_AHEAD = 4096;  // bytes between what is used and what is asked for
+// Rows beside whose sums there are registers to widen codes in.
+constexpr int64_t FEWEST = WIDTH == 8 ? 2 : WHOLE_ROWS;
 
 // Bits of a word as a whole number above 2^23, less the middle's: the code less the middle, times
 // the value of its lowest bit, which the factors of an operand take back.
@@ -171,13 +173,12 @@ void few_rows(const Weight& weight, const PanelScales& scales, const char* words
     }
 }
 
-// A widened group.
-template <typename Kind, int ROWS>
+// A widened group, of singles or of pairs.
+template <typename Values, int ROWS>
 void wide_rows(const Weight& weight, const PanelScales& scales, const float* wide, const float* x,
                int64_t group, float* sums) {
-    using Values = std::conditional_t<Kind::PAIRS, Pairs, Singles>;
     Floats total[ROWS][REGISTERS] = {};
-    const int64_t size = Kind::PAIRS ? weight.group / 2 : weight.group;
+    const int64_t size = std::is_same_v<Values, Pairs> ? weight.group / 2 : weight.group;
     const float* own = x + group * size * ROWS;
 #pragma GCC unroll 4
     for (int64_t i = 0; i < size; ++i)
@@ -192,16 +193,16 @@ void wide_rows(const Weight& weight, const PanelScales& scales, const float* wid
 typedef void (*WideRows)(const Weight&, const PanelScales&, const float*, const float*, int64_t,
                          float*);
 
-template <typename Kind>
+template <typename Values>
 WideRows wide_rows_of(int64_t rows) {
-    return by_rows<WideRows>(rows, [](auto count) { return wide_rows<Kind, count>; });
+    return by_rows<WideRows>(rows, [](auto count) { return wide_rows<Values, count>; });
 }
 
 typedef void (*FewRows)(const Weight&, const PanelScales&, const char*, const float*, float*);
 
 template <typename Kind>
 FewRows few_rows_of(int64_t rows) {
-    return by_rows<FewRows>(rows, [](auto count) { return few_rows<Kind, count>; });
+    return by_rows<FewRows, FEWEST>(rows, [](auto count) { return few_rows<Kind, count>; });
 }
 
 template <typename Kind>
@@ -209,7 +210,10 @@ void widen_codes(const char* from, int64_t count, float* to) {
     for (int64_t k = 0; k < count; k += Kind::COUNT) {
         ask_for_step<Kind>(from);
         use_values<Kind>(from, [&](int i, const Floats* values) {
-            std::memcpy(to + i * PANEL, values, PANEL * sizeof(float));
+        // One by one: all at once would go by way of the stack.
+#pragma GCC unroll 8
+            for (int j = 0; j < REGISTERS; ++j)
+                std::memcpy(to + i * PANEL + j * WIDTH, &values[j], sizeof values[j]);
         });
         from += Kind::STORED * PANEL * 4;
         to += Kind::PARTS * Kind::VALUES * PANEL;
@@ -220,15 +224,16 @@ template <typename Kind>
 void multiply_words(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const char* words = panel_at(weight, index);
     const PanelScales scales(weight, index);
-    if (x.groups() == 1)
+    if (x.rows() <= FEWEST)
         return few_rows_of<Kind>(x.rows())(weight, scales, words, x.group(0), sums);
     alignas(64) float wide[MOST_GROUP * PANEL];
     const int64_t bytes = weight.group * panel_step(weight.type);
+    using Values = std::conditional_t<Kind::PAIRS, Pairs, Singles>;
     for (int64_t group = 0; group < weight.depth / weight.group; ++group) {
         widen_codes<Kind>(words + group * bytes, weight.group, wide);
         for (int64_t i = 0; i < x.groups(); ++i)
-            wide_rows_of<Kind>(x.size(i))(weight, scales, wide, x.group(i), group,
-                                          sums + x.first(i) * PANEL);
+            wide_rows_of<Values>(x.size(i))(weight, scales, wide, x.group(i), group,
+                                            sums + x.first(i) * PANEL);
     }
 }
 

@@ -64,12 +64,15 @@ struct WidenedPairs : Widening<KEPT> {
 
     template <int ROWS, int FIRST>
     VLM_INLINE void add(const char* step, const float* x, Floats (*total)[TAKEN<ROWS>]) {
-        auto pairs = [=](int j) { return read<Words>(step + (FIRST + j) * sizeof(Words)); };
+        // Sums that fill all registers find no place anyway.
+        constexpr bool IN_ONE = ROWS != WHOLE_ROWS;
         auto even = [&](int j) {
-            return this->kept((Floats)(pairs(j) << 16), (FIRST + j) * WIDTH);
+            const Floats values = of_pairs<false, IN_ONE>(step + (FIRST + j) * sizeof(Words));
+            return this->kept(values, (FIRST + j) * WIDTH);
         };
         auto odd = [&](int j) {
-            return this->kept((Floats)(pairs(j) & 0xffff0000u), PANEL + (FIRST + j) * WIDTH);
+            const Floats values = of_pairs<true, IN_ONE>(step + (FIRST + j) * sizeof(Words));
+            return this->kept(values, PANEL + (FIRST + j) * WIDTH);
         };
         add_products<ROWS>(even, x, total);
         add_products<ROWS>(odd, x + ROWS, total);

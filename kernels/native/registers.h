@@ -105,6 +105,29 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// The first or the second of every pair of bfloat16 at `from`; if IN_ONE, and there are 16
+// registers, in one of them: compilers would have the pairs in a second one and the mask in a
+// third, in place of sums.
+template <bool SECOND, bool IN_ONE>
+VLM_INLINE Floats of_pairs(const char* from) {
+    constexpr uint32_t UPPER = 0xffff0000u;
+    Words pairs;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    alignas(32) static constexpr uint32_t MASK[] = {UPPER, UPPER, UPPER, UPPER,
+                                                    UPPER, UPPER, UPPER, UPPER};
+    typedef const char Bytes[sizeof pairs];
+    if (IN_ONE) {
+        if (SECOND)
+            asm("vmovdqu %1, %0\n\tvpand %2, %0, %0" : "=x"(pairs) : "m"(*(Bytes*)from), "m"(MASK));
+        else
+            asm("vmovdqu %1, %0\n\tvpslld $16, %0, %0" : "=x"(pairs) : "m"(*(Bytes*)from));
+        return (Floats)pairs;
+    }
+#endif
+    std::memcpy(&pairs, from, sizeof pairs);
+    return (Floats)(SECOND ? pairs & UPPER : pairs << 16);
+}
+
 // The lesser of two numbers.
 inline Floats lesser(Floats a, Floats b) {
 #if defined(__AVX512F__)

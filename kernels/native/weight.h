@@ -89,9 +89,11 @@ inline bool is_codes(int64_t type) { return type >= INT8; }
 inline bool is_half_bytes(int64_t type) { return type == INT4 || type == FLOAT4; }
 
 // How many of so many rows are taken at once, at most. Where MOST_ROWS are more than WHOLE_ROWS,
-// few have more chains under way in groups with all columns than in larger ones with half of them.
+// few have more chains under way in groups with all columns than in larger ones with half of them;
+// but beside so many sums there is no register left to widen pairs of bfloat16 in.
 inline int64_t most_together(int64_t rows, int64_t type) {
-    return is_codes(type) || rows <= 2 * MOST_ROWS ? WHOLE_ROWS : MOST_ROWS;
+    const int64_t few = type == BFLOAT16 ? 4 : 2 * MOST_ROWS;
+    return is_codes(type) || rows <= few ? WHOLE_ROWS : MOST_ROWS;
 }
 
 // Bytes of a k in a panel.
