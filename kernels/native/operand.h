@@ -26,7 +26,7 @@ class Operand {
         if (in_tiles_) return take_byte_tiles<T>(rows, weight, at);
         const int64_t most = most_together(rows, type);
         groups_ = (rows + most - 1) / most;
-        least_ = rows / groups_, larger_ = rows % groups_;
+        least_ = rows / groups_, smaller_ = groups_ - rows % groups_;
         const int64_t group = weight.dynamic ? row_group(weight) : weight.group;
         const int64_t sums = is_codes(type) ? depth / group : 0;
         const int64_t values = pairs_ ? (depth + 1) / 2 : padded(depth, type);
@@ -59,8 +59,10 @@ class Operand {
     int64_t rows() const { return rows_; }
     int64_t groups() const { return groups_; }
     bool pairs() const { return pairs_; }
-    int64_t first(int64_t group) const { return group * least_ + std::min(group, larger_); }
-    int64_t size(int64_t group) const { return least_ + (group < larger_); }
+    int64_t first(int64_t group) const {
+        return group * least_ + std::max<int64_t>(0, group - smaller_);
+    }
+    int64_t size(int64_t group) const { return least_ + (group >= smaller_); }
     const float* group(int64_t index) const { return place_ + first(index) * words_; }
 
     // Whether the rows lie in tiles of 16, the last of which need not be full. Pairs are
@@ -115,7 +117,7 @@ class Operand {
     Room room_;
     const float* place_ = nullptr;
     int64_t rows_ = 0, groups_ = 1, words_ = 0;
-    int64_t least_ = 0, larger_ = 0;  // rows of a group, and how many groups have one more
+    int64_t least_ = 0, smaller_ = 0;  // rows of the first groups; the others have one more
     bool pairs_ = false, in_tiles_ = false;
 };
 
