@@ -18,7 +18,7 @@
 
 namespace vlm {
 
-constexpr int64_t STRIDE = 1 << 18;  // bytes of a weight that a thread takes for a few rows
+constexpr int64_t STRIDE = 1 << 18;  // bytes of a weight that a thread takes, if there are enough
 constexpr int64_t SHORT = 8 << 20;   // bytes of a weight that threads have done in no time
 constexpr int64_t RUN_ROWS = 64;     // rows whose sums are kept until they are used, about
 
@@ -103,7 +103,7 @@ struct Split {
         const int64_t most = most_rows(weight.depth, tiles);
         blocks = (rows + most - 1) / most;
         const int64_t bytes = panel_bytes(weight.depth, weight.type);
-        if (rows <= (tiles ? TILE_ROWS : WHOLE_ROWS) && threads > 1) {
+        if ((tiles ? rows <= TILE_ROWS : rows < FEW) && threads > 1) {
             split_few(bytes, threads);
             return;
         }
@@ -112,7 +112,8 @@ struct Split {
         // strides.
         whole = std::max<int64_t>(0, blocks / threads - 1) * threads;
         const int64_t shared = std::max<int64_t>(1, blocks - whole);
-        const int64_t least = blocks > 1 ? tiles ? 16 : 8 : std::max<int64_t>(1, STRIDE / bytes);
+        const int64_t some = std::min(STRIDE / bytes, panels / (4 * threads));
+        const int64_t least = blocks > 1 ? tiles ? 16 : 8 : std::max<int64_t>(1, some);
         groups = std::max<int64_t>(1, std::min(16 * threads / shared, panels / least));
     }
 
@@ -130,9 +131,9 @@ struct Split {
         return ahead + (group - large) * (panels - ahead) / std::max<int64_t>(1, groups - large);
     }
 
-    // Rows whose sums stay in registers wait for the memory alone. Every place where its reading
-    // begins anew costs time, so that each thread has a long part; of weights that take long, short
-    // ones are left for those that are done first.
+    // Every place where the reading of a weight begins anew costs time that few rows have nothing
+    // to compute in, so that each thread has a long part; of weights that take long, short ones are
+    // left for those that are done first.
     void split_few(int64_t bytes, int64_t threads) {
         const int64_t each = std::max<int64_t>(1, STRIDE / 8 / bytes);
         large = threads;

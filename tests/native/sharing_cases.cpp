@@ -1,7 +1,8 @@
-// How threads share out the items of loops.
+// How threads share out the items of loops, and products.
 #include <chrono>
 
 #include "cases.h"
+#include "product.h"
 #include "sharing.h"
 
 namespace cases {
@@ -39,7 +40,31 @@ static bool helped(int64_t threads) {
     return !alone;
 }
 
+// Whether every block of rows of a product meets every panel once, and every thread has something
+// to do. Weights of few bytes are no reason to leave one out: many rows take long with them, too.
+static bool all_busy(int64_t rows, int64_t type, int64_t threads) {
+    constexpr int64_t COLUMNS = 1536, DEEP = 512;
+    vlm::Weight weight{};
+    weight.columns = COLUMNS, weight.depth = DEEP, weight.type = type;
+    const vlm::Split split(rows, weight, false, threads);
+    std::vector<int64_t> met(split.blocks);
+    int64_t busy = 0;
+    for (int64_t i = 0; i < split.items(); ++i) {
+        const auto item = split.item(i);
+        if (met[item.block] != item.begin) return false;
+        met[item.block] = item.end;
+        busy += item.end > item.begin;
+    }
+    return busy >= threads && met == std::vector<int64_t>(split.blocks, COLUMNS / vlm::PANEL);
+}
+
 void sharing_cases() {
+    for (int64_t type : {vlm::FLOAT32, vlm::BFLOAT16, vlm::INT8, vlm::INT4})
+        for (int64_t rows : {1, 4, 16, 40, 150, 1000})
+            for (int64_t threads : {1, 2, 12})
+                expect(all_busy(rows, type, threads), 32,
+                       "product of " + std::to_string(rows) + " rows, type " + std::to_string(type),
+                       "what " + std::to_string(threads) + " threads have to do");
     std::vector<int64_t> expected(ITEMS, 3 * 4);
     expected[0] += 3 * 2;
     for (int64_t threads : {1, 2, 3}) {
