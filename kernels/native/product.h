@@ -112,8 +112,10 @@ struct Split {
         // strides.
         whole = std::max<int64_t>(0, blocks / threads - 1) * threads;
         const int64_t shared = std::max<int64_t>(1, blocks - whole);
-        const int64_t some = std::min(STRIDE / bytes, panels / (4 * threads));
-        const int64_t least = blocks > 1 ? tiles ? 16 : 8 : std::max<int64_t>(1, some);
+        // What a thread takes is worth packing rows for, or long, if all have something to take.
+        const int64_t worth = blocks > 1 ? tiles ? 16 : 8 : STRIDE / bytes;
+        const int64_t fair = panels * shared / (blocks > 1 ? threads : 4 * threads);
+        const int64_t least = std::max<int64_t>(1, std::min(worth, fair));
         groups = std::max<int64_t>(1, std::min(16 * threads / shared, panels / least));
     }
 

@@ -161,8 +161,10 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", lines)
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     assert main(command(source, whole)) == 0
+    # One line after the other, so that there is time between the third and the last.
+    slowly = command(source, killed, "--max-num-seqs", "1")
     process = subprocess.Popen(
-        [sys.executable, "-m", "vlm_serve.cli", *command(source, killed)],
+        [sys.executable, "-m", "vlm_serve.cli", *slowly],
         stderr=subprocess.DEVNULL,
     )
     while not (killed.exists() and killed.read_bytes().count(b"\n") >= 3):

@@ -42,10 +42,9 @@ static bool helped(int64_t threads) {
 
 // Whether every block of rows of a product meets every panel once, and every thread has something
 // to do. Weights of few bytes are no reason to leave one out: many rows take long with them, too.
-static bool all_busy(int64_t rows, int64_t type, int64_t threads) {
-    constexpr int64_t COLUMNS = 1536, DEEP = 512;
+static bool all_busy(int64_t rows, int64_t columns, int64_t type, int64_t threads) {
     vlm::Weight weight{};
-    weight.columns = COLUMNS, weight.depth = DEEP, weight.type = type;
+    weight.columns = columns, weight.depth = 512, weight.type = type;
     const vlm::Split split(rows, weight, false, threads);
     std::vector<int64_t> met(split.blocks);
     int64_t busy = 0;
@@ -55,16 +54,18 @@ static bool all_busy(int64_t rows, int64_t type, int64_t threads) {
         met[item.block] = item.end;
         busy += item.end > item.begin;
     }
-    return busy >= threads && met == std::vector<int64_t>(split.blocks, COLUMNS / vlm::PANEL);
+    return busy >= threads && met == std::vector<int64_t>(split.blocks, columns / vlm::PANEL);
 }
 
 void sharing_cases() {
     for (int64_t type : {vlm::FLOAT32, vlm::BFLOAT16, vlm::INT8, vlm::INT4})
-        for (int64_t rows : {1, 4, 16, 40, 150, 1000})
-            for (int64_t threads : {1, 2, 12})
-                expect(all_busy(rows, type, threads), 32,
-                       "product of " + std::to_string(rows) + " rows, type " + std::to_string(type),
-                       "what " + std::to_string(threads) + " threads have to do");
+        for (int64_t rows : {1, 4, 16, 40, 150, 300, 1000})
+            for (int64_t columns : {512, 1536})
+                for (int64_t threads : {1, 2, 12})
+                    expect(all_busy(rows, columns, type, threads), 32,
+                           "product of " + std::to_string(rows) + " rows and " +
+                               std::to_string(columns) + " columns, type " + std::to_string(type),
+                           "what " + std::to_string(threads) + " threads have to do");
     std::vector<int64_t> expected(ITEMS, 3 * 4);
     expected[0] += 3 * 2;
     for (int64_t threads : {1, 2, 3}) {
