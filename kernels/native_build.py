@@ -147,6 +147,18 @@ def build(how: Recipe, target: Path) -> None:
         os.replace(linked, target)
 
 
+def kept(how: Recipe) -> Path:
+    """The library where it is kept, built if it has not been on this machine.
+
+    Raises:
+        BuildError, OSError: as from `Recipe.path` and `build`.
+    """
+    path = how.path()
+    if not path.exists():
+        build(how, path)
+    return path
+
+
 def includes() -> Iterator[str]:
     """The flags with which sources find the headers of every folder."""
     return (f"-I{folder}" for folder in SOURCES)

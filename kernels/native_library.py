@@ -144,10 +144,7 @@ def _prepare(name: str) -> Callable[..., int]:
 @cache
 def _load() -> ctypes.CDLL | BuildError:
     try:
-        how = native_build.recipe()
-        path = how.path()
-        if not path.exists():
-            native_build.build(how, path)
+        path = native_build.kept(native_build.recipe())
         library = ctypes.CDLL(str(path))
         native_self_test.check(library)
         native_build.keep_only(path)

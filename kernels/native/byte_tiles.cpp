@@ -19,20 +19,20 @@ typedef uint8_t Bytes __attribute__((vector_size(64)));  // whose sums may wrap
 // A panel's codes as bytes, less the middle unless there are zero points: `[K / 4, 32]` words.
 template <typename Kind>
 void widen(const char* words, int64_t count, Bytes middle, char* to) {
-    for (int64_t k = 0; k < count; k += 4 * Kind::COUNT) {
+    for (int64_t k = 0; k < count; k += 4 * Kind::PARTS) {
 #pragma GCC unroll 2
         for (int j = 0; j < 2; ++j, words += 64, to += 64) {
 #pragma GCC unroll 3
             for (int word = 0; word < Kind::STORED; ++word)
                 __builtin_prefetch(words + word * COLUMN_BYTES + WORDS_AHEAD);
 #pragma GCC unroll 4
-            for (int part = 0; part < Kind::COUNT; ++part) {
+            for (int part = 0; part < Kind::PARTS; ++part) {
                 const Bytes codes = (Bytes)Kind::part(words, part) - middle;
                 std::memcpy(to + part * COLUMN_BYTES, &codes, sizeof codes);
             }
         }
         words += (Kind::STORED - 1) * COLUMN_BYTES;
-        to += (Kind::COUNT - 1) * COLUMN_BYTES;
+        to += (Kind::PARTS - 1) * COLUMN_BYTES;
     }
 }
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t CODES_AHEAD = 4096;  // bytes between what is used and what is asked for
 // Rows beside whose sums there are registers to widen codes in.
-constexpr int64_t FEWEST = WIDTH == 8 ? 2 : WHOLE_ROWS;
+constexpr int64_t MOST_FEW = WIDTH == 8 ? 2 : WHOLE_ROWS;
 
 // Bits of a word as a whole number above 2^23, less the middle's: the code less the middle, times
 // the value of its lowest bit, which the factors of an operand take back.
@@ -23,10 +23,8 @@ inline Floats number(Words word) {
 // How many words of a column make a step, how many k those have, and how many words, or parts, they
 // are unpacked to. How many values a part has and what each is, a number or a pair; `high` is the
 // word's upper half.
-struct PlainWords {
-    static constexpr int STORED = 1, PARTS = 1;
+struct PlainWords : ByteWords {
     static constexpr bool PAIRS = false;
-    static VLM_INLINE Words part(const char* step, int) { return read<Words>(step); }
 };
 
 struct NumbersOf4 : PlainWords {
@@ -45,7 +43,7 @@ struct Int8Words : NumbersOf4 {
 };
 
 struct Int6Words : SixBitWords {
-    static constexpr int COUNT = 16, PARTS = 4, VALUES = 4;
+    static constexpr int COUNT = 16, VALUES = 4;
     static constexpr bool PAIRS = false;
     template <int K>
     static VLM_INLINE Floats value(Words word, Words high) {
@@ -202,7 +200,7 @@ typedef void (*FewRows)(const Weight&, const PanelScales&, const char*, const fl
 
 template <typename Kind>
 FewRows few_rows_of(int64_t rows) {
-    return by_rows<FewRows, FEWEST>(rows, [](auto count) { return few_rows<Kind, count>; });
+    return by_rows<FewRows, MOST_FEW>(rows, [](auto count) { return few_rows<Kind, count>; });
 }
 
 template <typename Kind>
@@ -224,7 +222,7 @@ template <typename Kind>
 void multiply_words(const Weight& weight, int64_t index, const Operand& x, float* sums) {
     const char* words = panel_at(weight, index);
     const PanelScales scales(weight, index);
-    if (x.rows() <= FEWEST)
+    if (x.rows() <= MOST_FEW)
         return few_rows_of<Kind>(x.rows())(weight, scales, words, x.group(0), sums);
     alignas(64) float wide[MOST_GROUP * PANEL];
     const int64_t bytes = weight.group * panel_step(weight.type);

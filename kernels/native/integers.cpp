@@ -77,7 +77,7 @@ VLM_INLINE void settle(Weight& weight, int64_t size) {
 template <typename Kind, int64_t SIZE, bool PLAIN>
 void row_of_panels(Weight weight, const Panels& panels, const float* x, float* sums) {
     if constexpr (PLAIN) settle<Kind>(weight, SIZE);
-    constexpr int64_t STEPS = SIZE / (4 * Kind::COUNT), BYTES = Kind::STORED * PANEL * 4;
+    constexpr int64_t STEPS = SIZE / (4 * Kind::PARTS), BYTES = Kind::STORED * PANEL * 4;
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
     const float *scales = x + weight.depth / 4, *x_sums = scales + count;
@@ -94,7 +94,7 @@ void row_of_panels(Weight weight, const Panels& panels, const float* x, float* s
         for (Signed& each : total) each = row.first();
 #pragma GCC unroll STEPS_AT_ONCE
         for (int64_t step = 0; step < STEPS; ++step) {
-            Words factors[Kind::COUNT];
+            Words factors[Kind::PARTS];
 #pragma GCC unroll 4
             for (Words& each : factors) each = four_of(own++);
 #pragma GCC unroll 8
@@ -104,7 +104,7 @@ void row_of_panels(Weight weight, const Panels& panels, const float* x, float* s
                 for (int word = 0; word < Kind::STORED; ++word)
                     if (j % LINE == 0) ask_for_line(codes + word * PANEL * 4 + INTEGERS_AHEAD);
 #pragma GCC unroll 4
-                for (int part = 0; part < Kind::COUNT; ++part)
+                for (int part = 0; part < Kind::PARTS; ++part)
                     total[j] = dots(Kind::part(codes, part), factors[part], total[j]);
             }
             words += BYTES;
@@ -129,12 +129,12 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
                   float* sums) {
     if constexpr (PLAIN) settle<Kind>(weight, SIZE);
     const PanelScales all(weight, index);
-    constexpr int64_t STEPS = SIZE / (4 * Kind::COUNT), BYTES = Kind::STORED * PANEL * 4;
+    constexpr int64_t STEPS = SIZE / (4 * Kind::PARTS), BYTES = Kind::STORED * PANEL * 4;
     constexpr bool KEPT = ROWS * REGISTERS <= MOST_KEPT;
     // Processors foresee what an instruction will read from what it read before: copies of a load,
     // each with strides of its own, make them ask for the wrong things. So steps are not unrolled.
     // A row of bytes waits for the memory alone, and has every line read by one instruction.
-    constexpr bool BY_LINES = Kind::COUNT == 1 && ROWS == 1;
+    constexpr bool BY_LINES = Kind::PARTS == 1 && ROWS == 1;
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
     const float* scales = x + weight.depth / 4 * ROWS + begin * ROWS;
@@ -161,7 +161,7 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
             for (int word = 0; word < Kind::STORED; ++word)
                 ask_for_weight(words + word * PANEL * 4 + INTEGERS_AHEAD);
 #pragma GCC unroll 4
-            for (int part = 0; part < Kind::COUNT; ++part, x += ROWS) {
+            for (int part = 0; part < Kind::PARTS; ++part, x += ROWS) {
                 Words codes[REGISTERS];
 #pragma GCC unroll 8
                 for (int j = 0; j < REGISTERS; ++j)

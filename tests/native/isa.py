@@ -29,8 +29,8 @@ from vlm_serve.kernels.native_build import (
     SOURCES,
     BuildError,
     Recipe,
-    build,
     includes,
+    kept,
     predefined,
     recipe,
 )
@@ -135,7 +135,7 @@ def outcome(processor: str) -> Outcome:
         notes.append(f"under {command[0]}")
     with tempfile.TemporaryDirectory() as folder:
         foreign, emulated = PROCESSORS[processor] != HOST, processor == EMULATED
-        library = None if foreign or emulated or obstacle else _kept(how)
+        library = None if foreign or emulated or obstacle else kept(how)
         extra = EMULATED_FLAGS if emulated else ()
         program = _build(how, Path(folder), extra, library, foreign=foreign)
         if obstacle:
@@ -243,18 +243,6 @@ def _runner(how: Recipe, machine: str) -> tuple[list[str], str | None]:
     if not shutil.which(emulator):
         return [], f"{emulator} was not found; {machine} was not run"
     return [emulator, "-cpu", "max"], "QEMU has no AVX-512" if "__AVX512F__" in macros else None
-
-
-def _kept(how: Recipe) -> Path:
-    """The library, as Python builds it once.
-
-    Raises:
-        BuildError: the compiler fails.
-    """
-    path = how.path()
-    if not path.exists():
-        build(how, path)
-    return path
 
 
 def _build(
