@@ -62,11 +62,12 @@ def quantise(source: Path, plain: Path, kind: str) -> Path:
     """A GGUF file in another of llama.cpp's types, such as Q4_K_M, beside the one that is given.
 
     Raises:
-        ConversionError: `llama-quantize` is not in the tree's `build/bin`, or fails.
+        ConversionError: no build of the tree has `llama-quantize`, or it fails.
     """
-    target, tool = plain.with_name(f"{kind}.gguf"), source / "build/bin/llama-quantize"
-    if not tool.is_file():
-        raise ConversionError(f"no llama-quantize in {tool.parent}")
+    target, tools = plain.with_name(f"{kind}.gguf"), source.glob("build*/bin/llama-quantize")
+    tool = next(tools, None)
+    if tool is None:
+        raise ConversionError(f"no llama-quantize in {source / 'build/bin'}")
     part = target.with_suffix(".part")
     _run([str(tool), str(plain), str(part), kind], part)
     return part.replace(target)

@@ -101,9 +101,8 @@ def foreseen() -> Digests:
         return digests()
     macros = native_build.instructions(how, time.monotonic() + native_build.TIME_LIMIT_S)
     pairs = UNMEASURED if "__AVX512BF16__" in macros else None
-    dots = {"__AVX512VNNI__", "__ARM_FEATURE_DOTPROD", "__ARM_FEATURE_MATMUL_INT8"} & macros
-    ymm = "__AVXVNNI__" in macros and "__AVX512F__" not in macros
-    return Digests(FLOAT32, pairs, bool(dots) or ymm)
+    sums = {"__AVX2__", "__ARM_FEATURE_DOTPROD", "__ARM_FEATURE_MATMUL_INT8"} & macros
+    return Digests(FLOAT32, pairs, bool(sums))
 
 
 def call(name: str, *arguments: Argument) -> None:

@@ -29,8 +29,8 @@ class Digests:
         float32: of everything computed in float32.
         pairs: of that and of products of bfloat16 pairs; None if the library has none.
         tiles: whether those are made tile by tile, which gives them other bits.
-        integer_dots: whether it sums products of bytes in one instruction; they have the same bits
-            where it does not.
+        integer_dots: whether it has instructions that sum products of bytes, four at once or two;
+            they have the same bits where it does not.
     """
 
     float32: str

@@ -60,14 +60,15 @@ Function by_rows(int64_t rows, const Make& make) {
 }
 
 // Codes as bytes. What a step of each kind is: how many words of a column are stored, and how many
-// of four codes each, or parts, they become. `step` is where the columns of a register begin.
+// of four codes each, or parts, they become, and the largest code. `step` is where the columns of a
+// register begin.
 struct ByteWords {
-    static constexpr int STORED = 1, PARTS = 1;
+    static constexpr int STORED = 1, PARTS = 1, MOST = 255;
     static VLM_INLINE Words part(const char* step, int) { return read<Words>(step); }
 };
 
 struct SixBitWords {
-    static constexpr int STORED = 3, PARTS = 4;
+    static constexpr int STORED = 3, PARTS = 4, MOST = 63;
     static VLM_INLINE Words part(const char* step, int quarter) {
         constexpr int64_t WORD = PANEL * 4;
         const Words both = read<Words>(step + quarter / 2 * WORD);
@@ -79,7 +80,7 @@ struct SixBitWords {
 };
 
 struct HalfByteWords {
-    static constexpr int STORED = 1, PARTS = 2;
+    static constexpr int STORED = 1, PARTS = 2, MOST = 15;
     static VLM_INLINE Words part(const char* step, int half) {
         const Words both = read<Words>(step);
         return (half ? both >> 4 : both) & 0x0f0f0f0fu;
@@ -88,7 +89,7 @@ struct HalfByteWords {
 
 // What e2m1 codes stand for, above the middle.
 struct LookedUpWords {
-    static constexpr int STORED = 1, PARTS = 2;
+    static constexpr int STORED = 1, PARTS = 2, MOST = 2 * FLOAT4_MIDDLE;
     static VLM_INLINE Words part(const char* step, int half) {
         static constexpr ByteTable VALUES = float4_bytes(FLOAT4_MIDDLE);
         return looked_up(VALUES, HalfByteWords::part(step, half));

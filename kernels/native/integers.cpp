@@ -1,5 +1,5 @@
 // The kernels of grouped.h with quantised activations: products of bytes, summed by fours.
-#include "grouped.h"
+#include "row_groups.h"
 
 namespace vlm {
 
@@ -15,68 +15,11 @@ constexpr int MOST_KEPT =
     WIDTH == 16 ? 8 : 4;                  // sums that stay in registers beside those of a group
 constexpr int LINE = 64 / sizeof(Words);  // registers that a line of the memory fills
 
-inline Words four_of(const float* word) {
-    uint32_t bits;
-    std::memcpy(&bits, word, sizeof bits);
-    return bits - Words{};
-}
-
-// What the usual weight of a kind has: scales of a type, of so many k each.
-template <int64_t TYPE, int64_t SIZE>
-struct UsualScales {
-    static constexpr int64_t SCALES = TYPE, GROUP = SIZE;
-};
-template <typename Kind>
-struct Usual {};
-template <>
-struct Usual<SixBitWords> : UsualScales<ROOTS, 32> {};
-template <>
-struct Usual<HalfByteWords> : UsualScales<ROOTS, 32> {};
-template <>
-struct Usual<LookedUpWords> : UsualScales<FLOAT8, 16> {};
-
-// What a row has to do with the sum of a group.
-struct RowGroup {
-    bool zeros;  // of the weight
-    const float *scale, *sum;
-
-    // How it begins: without zero points with what the middle takes off.
-    VLM_INLINE Signed first() const { return zeros ? Signed{} : (Signed)four_of(sum); }
-
-    // before + the sum * both scales; all sums of a group are whole numbers below 2^24.
-    VLM_INLINE Floats add(Signed total, const GroupScales& of, int j, Floats before) const {
-        Floats own = __builtin_convertvector(total, Floats);
-        if (zeros) own = fused(-of.zero[j], spread(*sum), own);
-        return fused(own, of.scale[j] * spread(*scale), before);
-    }
-};
-
-// What `make` gives for a constant number of k in a group of a row, and for whether the weight is
-// plain: every such group has scales of its own, of the usual type, and there are no zero points.
-// Only some are worth what compiling such ones takes.
-template <typename Function, typename Kind, bool WORTH, typename Make>
-Function by_groups(const Weight& weight, const Make& make) {
-    constexpr std::integral_constant<int64_t, 16> SMALL{};
-    constexpr std::integral_constant<int64_t, 32> LARGE{};
-    if constexpr (WORTH) {
-        constexpr std::integral_constant<int64_t, Usual<Kind>::GROUP> USUAL{};
-        if (weight.group == USUAL && weight.scale_type == Usual<Kind>::SCALES && !weight.zeros)
-            return make(USUAL, std::true_type());
-    }
-    if (row_group(weight) == SMALL) return make(SMALL, std::false_type());
-    return make(LARGE, std::false_type());
-}
-
-// Tells compilers what they need not ask for in every group of a plain weight.
-template <typename Kind>
-VLM_INLINE void settle(Weight& weight, int64_t size) {
-    weight.group = size, weight.scale_type = Usual<Kind>::SCALES, weight.zeros = nullptr;
-}
-
 // Where a panel ends is a matter of numbers alone.
 template <typename Kind, int64_t SIZE, bool PLAIN>
 void row_of_panels(Weight weight, const Panels& panels, const float* x, float* sums) {
     if constexpr (PLAIN) settle<Kind>(weight, SIZE);
+    using Sum = GroupSum<Kind::MOST, SIZE>;
     constexpr int64_t STEPS = SIZE / (4 * Kind::PARTS), BYTES = Kind::STORED * PANEL * 4;
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
@@ -88,10 +31,10 @@ void row_of_panels(Weight weight, const Panels& panels, const float* x, float* s
     int64_t group = 0, shares = 0;
     for (int64_t i = 0, end = panels.count * count; i < end; ++i) {
         const float* own = x + group * (SIZE / 4);
-        const RowGroup row{zeros, scales + group, x_sums + group};
-        Signed total[REGISTERS];
+        const RowGroup<Sum::OFF> row{zeros, scales + group, x_sums + group};
+        Sum total[REGISTERS];
 #pragma GCC unroll 8
-        for (Signed& each : total) each = row.first();
+        for (Sum& each : total) each.begin(row.first());
 #pragma GCC unroll STEPS_AT_ONCE
         for (int64_t step = 0; step < STEPS; ++step) {
             Words factors[Kind::PARTS];
@@ -105,7 +48,7 @@ void row_of_panels(Weight weight, const Panels& panels, const float* x, float* s
                     if (j % LINE == 0) ask_for_line(codes + word * PANEL * 4 + INTEGERS_AHEAD);
 #pragma GCC unroll 4
                 for (int part = 0; part < Kind::PARTS; ++part)
-                    total[j] = dots(Kind::part(codes, part), factors[part], total[j]);
+                    total[j].add(Kind::part(codes, part), factors[part]);
             }
             words += BYTES;
         }
@@ -114,7 +57,7 @@ void row_of_panels(Weight weight, const Panels& panels, const float* x, float* s
         const uint32_t more = (uint32_t)last - 1;  // all bits, or none
 #pragma GCC unroll 8
         for (int j = 0; j < REGISTERS; ++j) {
-            const Floats after = row.add(total[j], of, j, kept[j]);
+            const Floats after = row.add(total[j].end(row.first()), of, j, kept[j]);
             std::memcpy(sums + j * WIDTH, &after, sizeof after);
             kept[j] = (Floats)((Words)after & more);
         }
@@ -125,22 +68,22 @@ void row_of_panels(Weight weight, const Panels& panels, const float* x, float* s
 
 // Groups `begin` to `end` of SIZE k of the rows and a panel for ROWS rows.
 template <typename Kind, int ROWS, int64_t SIZE, bool PLAIN>
-void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, int64_t end,
+void integer_tile(Weight weight, int64_t index, const float* rows, int64_t begin, int64_t end,
                   float* sums) {
     if constexpr (PLAIN) settle<Kind>(weight, SIZE);
     const PanelScales all(weight, index);
-    constexpr int64_t STEPS = SIZE / (4 * Kind::PARTS), BYTES = Kind::STORED * PANEL * 4;
+    using Sum = GroupSum<Kind::MOST, SIZE>;
+    constexpr int64_t STEPS = Groups<Kind, ROWS, SIZE>::STEPS;
     constexpr bool KEPT = ROWS * REGISTERS <= MOST_KEPT;
     // Processors foresee what an instruction will read from what it read before: copies of a load,
     // each with strides of its own, make them ask for the wrong things. So steps are not unrolled.
     // A row of bytes waits for the memory alone, and has every line read by one instruction.
     constexpr bool BY_LINES = Kind::PARTS == 1 && ROWS == 1;
-    const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
+    const int64_t shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
-    const float* scales = x + weight.depth / 4 * ROWS + begin * ROWS;
-    const float* x_sums = scales + count * ROWS;
-    const char* words = panel_at(weight, index) + begin * STEPS * BYTES;
-    x += begin * SIZE / 4 * ROWS;
+    const Groups<Kind, ROWS, SIZE> at(weight, index, rows, begin);
+    const char* words = at.words;
+    const float *x = at.x, *scales = at.scales, *x_sums = at.sums;
     Floats kept[ROWS][REGISTERS] = {};
     auto place = [=](int r, int j) { return sums + r * PANEL + j * WIDTH; };
     auto each_sum = [](const auto& use) {
@@ -153,9 +96,9 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
     GroupScales of;
     int64_t shares = begin / shared;
     for (int64_t group = begin; group < end; ++group, scales += ROWS, x_sums += ROWS) {
-        auto row = [&](int r) { return RowGroup{zeros, scales + r, x_sums + r}; };
-        Signed total[ROWS][REGISTERS];
-        each_sum([&](int r, int j) { total[r][j] = row(r).first(); });
+        auto row = [&](int r) { return RowGroup<Sum::OFF>{zeros, scales + r, x_sums + r}; };
+        Sum total[ROWS][REGISTERS];
+        each_sum([&](int r, int j) { total[r][j].begin(row(r).first()); });
         auto add_step = [&]() __attribute__((always_inline)) {
 #pragma GCC unroll 3
             for (int word = 0; word < Kind::STORED; ++word)
@@ -170,19 +113,20 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
                 for (int r = 0; r < ROWS; ++r) {
                     const Words own = four_of(x + r);
 #pragma GCC unroll 8
-                    for (int j = 0; j < REGISTERS; ++j)
-                        total[r][j] = dots(codes[j], own, total[r][j]);
+                    for (int j = 0; j < REGISTERS; ++j) total[r][j].add(codes[j], own);
                 }
             }
-            words += BYTES;
+            words += Groups<Kind, ROWS, SIZE>::BYTES;
         };
         // The sums of a step's lines take turns.
         auto add_line = [&](const float* own) __attribute__((always_inline)) {
             ask_for_line(words + INTEGERS_AHEAD);
-            Signed sums[LINE];
+            Sum sums[LINE];
 #pragma GCC unroll 4
-            for (int j = 0; j < LINE; ++j, words += sizeof(Words))
-                sums[j] = dots(read<Words>(words), four_of(own), total[0][j]);
+            for (int j = 0; j < LINE; ++j, words += sizeof(Words)) {
+                sums[j] = total[0][j];
+                sums[j].add(read<Words>(words), four_of(own));
+            }
 #pragma GCC unroll 8
             for (int j = LINE; j < REGISTERS; ++j) total[0][j - LINE] = total[0][j];
 #pragma GCC unroll 4
@@ -201,7 +145,7 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
         each_sum([&](int r, int j) {
             Floats before = kept[r][j];
             if (!KEPT) before = group ? read<Floats>(place(r, j)) : Floats{};
-            const Floats after = row(r).add(total[r][j], of, j, before);
+            const Floats after = row(r).add(total[r][j].end(row(r).first()), of, j, before);
             if (KEPT)
                 kept[r][j] = after;
             else
@@ -212,14 +156,67 @@ void integer_tile(Weight weight, int64_t index, const float* x, int64_t begin, i
         each_sum([&](int r, int j) { std::memcpy(place(r, j), &kept[r][j], sizeof(Floats)); });
 }
 
+// The same where registers are few: a group of the columns of one of them at a time.
+template <typename Kind, int ROWS, int64_t SIZE, bool PLAIN>
+void integer_columns(Weight weight, int64_t index, const float* rows, int64_t begin, int64_t end,
+                     float* sums) {
+    if constexpr (PLAIN) settle<Kind>(weight, SIZE);
+    const PanelScales all(weight, index);
+    using Sum = GroupSum<Kind::MOST, SIZE>;
+    constexpr int64_t STEPS = Groups<Kind, ROWS, SIZE>::STEPS;
+    constexpr int64_t BYTES = Groups<Kind, ROWS, SIZE>::BYTES;
+    const int64_t shared = weight.group / SIZE;
+    const bool zeros = weight.zeros;
+    const Groups<Kind, ROWS, SIZE> at(weight, index, rows, begin);
+    const char* words = at.words;
+    const float *x = at.x, *scales = at.scales, *x_sums = at.sums;
+    GroupScales of;
+    int64_t shares = begin / shared;
+    for (int64_t group = begin; group < end; ++group, scales += ROWS, x_sums += ROWS) {
+        auto row = [&](int r) { return RowGroup<Sum::OFF>{zeros, scales + r, x_sums + r}; };
+        if (PLAIN || group == begin || group == shares * shared) of = all.of(shares++);
+        for (int64_t byte = 0; byte < STEPS * BYTES; byte += 128)
+            ask_for_weight(words + byte + INTEGERS_AHEAD);
+#pragma GCC unroll 8
+        for (int j = 0; j < REGISTERS; ++j) {
+            Sum total[ROWS];
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; ++r) total[r].begin(row(r).first());
+            const float* own = x;
+#pragma GCC unroll 1
+            for (int64_t step = 0; step < STEPS; ++step)
+#pragma GCC unroll 4
+                for (int part = 0; part < Kind::PARTS; ++part, own += ROWS) {
+                    const char* from = words + step * BYTES + j * sizeof(Words);
+                    const Words codes = Kind::part(from, part);
+#pragma GCC unroll 12
+                    for (int r = 0; r < ROWS; ++r) total[r].add(codes, four_of(own + r));
+                }
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; ++r) {
+                float* to = sums + r * PANEL + j * WIDTH;
+                const Floats before = group ? read<Floats>(to) : Floats{};
+                const Floats after = row(r).add(total[r].end(row(r).first()), of, j, before);
+                std::memcpy(to, &after, sizeof after);
+            }
+        }
+        words += STEPS * BYTES, x += SIZE / 4 * ROWS;
+    }
+}
+
 typedef void (*IntegerTile)(Weight, int64_t, const float*, int64_t, int64_t, float*);
 
 template <typename Kind>
 IntegerTile integer_tile_of(const Weight& weight, int64_t rows) {
     constexpr bool WORTH = std::is_same_v<Kind, HalfByteWords>;
     return by_groups<IntegerTile, Kind, WORTH>(weight, [=](auto size, auto plain) {
-        return by_rows<IntegerTile>(rows, [](auto count) {
-            return integer_tile<Kind, count, decltype(size)::value, decltype(plain)::value>;
+        constexpr int64_t SIZE = decltype(size)::value;
+        constexpr bool PLAIN = decltype(plain)::value;
+        return by_rows<IntegerTile, MOST_ROWS>(rows, [](auto count) -> IntegerTile {
+            if constexpr (WIDTH == 8 && decltype(count)::value > 1)
+                return integer_columns<Kind, count, SIZE, PLAIN>;
+            else
+                return integer_tile<Kind, count, SIZE, PLAIN>;
         });
     });
 }

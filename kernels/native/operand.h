@@ -24,7 +24,7 @@ class Operand {
         in_tiles_ = vlm::in_tiles<T>(weight) && (pairs_ || rows > WHOLE_ROWS);
         if (in_tiles_ && pairs_) return take_tiles(rows, depth, at);
         if (in_tiles_) return take_byte_tiles<T>(rows, weight, at);
-        const int64_t most = most_together(rows, type);
+        const int64_t most = most_together(rows, weight);
         groups_ = (rows + most - 1) / most;
         least_ = rows / groups_, smaller_ = groups_ - rows % groups_;
         const int64_t group = weight.dynamic ? row_group(weight) : weight.group;

@@ -153,44 +153,6 @@ inline Floats fused_pairs(Words a, Words b, Floats c) {
 #endif
 }
 
-// Whether sums of four products of bytes are one instruction.
-#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || \
-    defined(__ARM_FEATURE_MATMUL_INT8) || defined(__ARM_FEATURE_DOTPROD)
-constexpr bool INTEGER_DOTS = true;
-#else
-constexpr bool INTEGER_DOTS = false;
-#endif
-
-// c plus, word by word, the products of the four unsigned bytes in a and the signed ones in b.
-inline Signed dots(Words a, Words b, Signed c) {
-#if defined(__AVX512VNNI__)
-    return (Signed)_mm512_dpbusd_epi32((__m512i)c, (__m512i)a, (__m512i)b);
-#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
-    return (Signed)_mm256_dpbusd_avx_epi32((__m256i)c, (__m256i)a, (__m256i)b);
-#elif defined(__ARM_FEATURE_MATMUL_INT8)
-    return (Signed)vusdotq_s32((int32x4_t)c, (uint8x16_t)a, (int8x16_t)b);
-#elif defined(__ARM_FEATURE_DOTPROD)
-    // Bytes less 128, and 128 times the sum of the others.
-    const int8x16_t half = vdupq_n_s8(-128), own = (int8x16_t)(a ^ 0x80808080u);
-    const int32x4_t rest = vdotq_s32(vdupq_n_s32(0), half, (int8x16_t)b);
-    return (Signed)vsubq_s32(vdotq_s32((int32x4_t)c, own, (int8x16_t)b), rest);
-#elif defined(__AVX512BW__)
-    const __m512i low = _mm512_set1_epi16(255), x = (__m512i)a, y = (__m512i)b;
-    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(y, 8), 8);
-    return c + (Signed)_mm512_madd_epi16(_mm512_and_si512(x, low), even) +
-           (Signed)_mm512_madd_epi16(_mm512_srli_epi16(x, 8), _mm512_srai_epi16(y, 8));
-#elif defined(__AVX2__)
-    const __m256i low = _mm256_set1_epi16(255), x = (__m256i)a, y = (__m256i)b;
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(y, 8), 8);
-    return c + (Signed)_mm256_madd_epi16(_mm256_and_si256(x, low), even) +
-           (Signed)_mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(y, 8));
-#else
-    for (int byte = 0; byte < 4; ++byte)
-        c += (Signed)(a >> 8 * byte & 255u) * ((Signed)(b << (24 - 8 * byte)) >> 24);
-    return c;
-#endif
-}
-
 // The nearest whole number of a value below 2^31, ties to even.
 inline Signed nearest(Floats x) {
 #if defined(__AVX512F__)
@@ -253,6 +215,12 @@ inline void to_halves(void* to, Words words) {
 inline void to_bytes(void* to, Signed words) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)words));
+#elif defined(__AVX2__)
+    const __m256i places = _mm256_broadcastsi128_si256(
+        _mm_set_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 12, 8, 4, 0));
+    const __m256i lanes = _mm256_shuffle_epi8((__m256i)words, places);
+    const __m128i high = _mm256_extracti128_si256(lanes, 1);
+    _mm_storel_epi64((__m128i*)to, _mm_unpacklo_epi32(_mm256_castsi256_si128(lanes), high));
 #else
     uint8_t bytes[WIDTH];
     for (int i = 0; i < WIDTH; ++i) bytes[i] = (uint8_t)words[i];

@@ -2,6 +2,7 @@
 // for this library's arithmetic. See kernels/native_self_test.py for what becomes of them.
 #include <vector>
 
+#include "byte_products.h"
 #include "calls.h"
 #include "convolution.h"
 #include "experts.h"
@@ -287,7 +288,7 @@ void self_test(uint64_t* digests) {
         attentions<float>(digest, form);
     digests[0] = digest.value;
     digests[1] = 0;
-    digests[2] = INTEGER_DOTS;
+    digests[2] = BYTE_FOURS || BYTE_PAIRS;
     digests[3] = TILE_PRODUCTS;
     if (!PAIR_PRODUCTS) return;
     // On top of the others, since whoever multiplies pairs computes the rest in float32.

@@ -91,10 +91,11 @@ inline bool is_half_bytes(int64_t type) { return type == INT4 || type == FLOAT4;
 // How many of so many rows are taken at once, at most. Where MOST_ROWS are more than WHOLE_ROWS,
 // few have more chains under way in groups with all columns than in larger ones with half of them,
 // if the first one, which widens values for the others, is smaller: beside as many sums there are
-// no registers left for pairs of bfloat16.
-inline int64_t most_together(int64_t rows, int64_t type) {
-    const bool even = type == BFLOAT16 && rows > WHOLE_ROWS && rows % WHOLE_ROWS == 0;
-    return is_codes(type) || (rows <= 2 * MOST_ROWS && !even) ? WHOLE_ROWS : MOST_ROWS;
+// no registers left for pairs of bfloat16. Sums of whole numbers are of a register's columns.
+inline int64_t most_together(int64_t rows, const Weight& weight) {
+    if (is_codes(weight.type)) return weight.dynamic ? MOST_ROWS : WHOLE_ROWS;
+    const bool even = weight.type == BFLOAT16 && rows > WHOLE_ROWS && rows % WHOLE_ROWS == 0;
+    return rows <= 2 * MOST_ROWS && !even ? WHOLE_ROWS : MOST_ROWS;
 }
 
 // Bytes of a k in a panel.

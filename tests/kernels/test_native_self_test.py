@@ -15,7 +15,7 @@ import pytest
 
 from vlm_serve.kernels import native_build, native_self_test
 from vlm_serve.kernels.native_build import BuildError, recipe
-from vlm_serve.kernels.native_library import load
+from vlm_serve.kernels.native_library import foreseen, load
 from vlm_serve.kernels.native_self_test import Digests, run
 
 NEEDED = (
@@ -49,14 +49,19 @@ def test_takes_no_time() -> None:
 
 
 @pytest.mark.parametrize("arch", ["x86-64-v3", "x86-64-v4"])
-def test_other_registers_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+def test_other_registers_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arch: str
+) -> None:
     load()  # the kept libraries are those of every run of the tests, so that each is built once
     monkeypatch.setenv("VLM_SERVE_NATIVE_ARCH", arch)
     try:
         path = native_build.kept(recipe())
     except BuildError as error:
         pytest.skip(str(error))
-    assert run(ctypes.CDLL(str(path))) == Digests(native_self_test.FLOAT32, None, False)
+    expected = Digests(native_self_test.FLOAT32, None, integer_dots=True)
+    assert run(ctypes.CDLL(str(path))) == expected
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert foreseen() == expected  # where it has not been built
 
 
 def test_another_compiler_gives_the_same_bits() -> None:

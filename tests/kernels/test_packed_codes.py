@@ -158,14 +158,9 @@ def quantised(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (grouped * inverse[..., None]).round().long(), torch.where(top > 1e-30, top / most, 0.0)
 
 
-@pytest.mark.parametrize("codes", [*INTEGERS, *FLOATS4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantised_activations_meet_codes_in_whole_numbers(
-    codes: IntegerCodes, dtype: torch.dtype
-) -> None:
-    """Bit by bit: groups of integers, then one fused multiply-add for each of them."""
+def in_whole_numbers(codes: IntegerCodes, x: torch.Tensor) -> torch.Tensor:
+    """Groups of integers, then one fused multiply-add for each of them; float32."""
     group = min(codes.group, 32)
-    x = activations(13, dtype)
     whole, x_scales = quantised(x, group)
     times = codes.group // group
     scales = codes.scales.float().repeat_interleave(times, 1)
@@ -174,16 +169,40 @@ def test_quantised_activations_meet_codes_in_whole_numbers(
     steps = codes.codes.long().view(COLUMNS, -1, group) - zeros[..., None]
     if codes.float4:
         steps = torch.tensor(FLOAT4_VALUES)[codes.codes.long()].view(COLUMNS, -1, group)
-    total = torch.zeros(13, COLUMNS)
+    total = torch.zeros(len(x), COLUMNS)
     for g in range(DEPTH // group):
         dots = whole[:, g] @ steps[:, g].T
         factor = x_scales[:, g, None] * scales[:, g]
         # One rounding, as of a fused multiply-add: both are exact in float64.
         total = (dots.double() * factor.double() + total.double()).float()
-    if codes.factors is not None:
-        total *= codes.factors
-    got = packed(codes, dynamic=True)(x)
-    assert torch.equal(got, total.to(dtype))
+    return total if codes.factors is None else total * codes.factors
+
+
+@pytest.mark.parametrize("codes", [*INTEGERS, *FLOATS4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_activations_meet_codes_in_whole_numbers(
+    codes: IntegerCodes, dtype: torch.dtype
+) -> None:
+    """Bit by bit."""
+    x = activations(13, dtype)
+    expected = in_whole_numbers(codes, x).to(dtype)
+    for rows in (1, 2, 13):
+        assert torch.equal(packed(codes, dynamic=True)(x[:rows]), expected[:rows]), rows
+
+
+@pytest.mark.parametrize("codes", [*INTEGERS, *FLOATS4])
+def test_the_largest_codes_fit_the_sums_of_every_processor(codes: IntegerCodes) -> None:
+    """Groups of nothing but the largest and the smallest codes and activations."""
+    random = torch.Generator().manual_seed(5)
+    ends = torch.randint(0, 2, codes.codes.shape, generator=random)
+    most = torch.tensor([15, 7] if codes.float4 else [0, 2**codes.bits - 1])
+    ends[1], ends[2] = 0, 1
+    extreme = replace(codes, codes=most[ends].to(torch.uint8))
+    x = torch.randint(0, 2, (13, DEPTH), generator=random) * 2.0 - 1
+    x[1], x[2] = 1, -1
+    expected = in_whole_numbers(extreme, x)
+    for rows in (slice(2, 3), slice(1, 3), slice(0, 3), slice(0, 13)):
+        assert torch.equal(packed(extreme, dynamic=True)(x[rows]), expected[rows]), rows
 
 
 @pytest.mark.parametrize(
