@@ -62,13 +62,15 @@ def memory_table() -> str:
 
 def test_the_readme_says_what_real_checkpoints_take() -> None:
     assert section(README, "memory") == memory_table()
-    plan = make_plan(
-        str(ROOT / "tests" / "data" / "qwen3.5-4b.json"),
-        EngineConfig(device="cpu", dtype="bfloat16", cache_memory="4GiB"),
-    )
-    blocks, snapshots = plan.memory.num_blocks, plan.memory.num_snapshot_rows
-    tokens = f"{blocks * 64:,}".replace(",", " ")
+    held = []
+    for compute in ("bfloat16", "float32"):
+        config = EngineConfig("cpu", "bfloat16", compute_dtype=compute, cache_memory="4GiB")
+        plan = make_plan(str(ROOT / "tests" / "data" / "qwen3.5-4b.json"), config)
+        held.append((f"{plan.memory.num_blocks * 64:,}".replace(",", " "), plan.memory))
+    (tokens, memory), (fewer, _) = held
+    snapshots = memory.num_snapshot_rows
     assert f"holds {tokens} tokens and {snapshots}\nsnapshots" in README
+    assert f"take twice as much ({fewer} tokens)" in README
 
 
 def fields_in(text: str) -> set[str]:

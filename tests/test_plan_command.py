@@ -152,7 +152,8 @@ def test_drafts_cost_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> N
     drafts = ("--speculative", "suffix", "--speculative-tokens", "4")
     plain = _plan(capsys, "qwen3.5-4b.json", "--dtype", "bfloat16")
     plan = _plan(capsys, "qwen3.5-4b.json", *drafts, "--dtype", "bfloat16")
-    layer = 4 * (16 * 128 + 32 * 128 + 32) + 2 * (2 * 16 * 128 + 32 * 128)
+    width = 4 if plan["types"]["compute"] == "float32" else 2
+    layer = 4 * (16 * 128 + 32 * 128 + 32) + width * (2 * 16 * 128 + 32 * 128)
     assert plan["draft_update_bytes"] == 8 * 5 * 24 * layer
     assert plain["draft_update_bytes"] == 4 * 16 * 24 * layer
     model = str(DATA / "qwen3.5-4b.json")

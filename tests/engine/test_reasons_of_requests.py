@@ -111,7 +111,8 @@ def test_a_server_without_the_cache() -> None:
 
 def test_a_cache_that_is_too_small_for_both() -> None:
     """The conversation that went on later has to be computed again: some of its KV is gone."""
-    with Pipeline("demo", EngineConfig(cache_memory="3MiB", max_model_len=2048)) as pipe:
+    config = EngineConfig(compute_dtype="float32", cache_memory="5MiB", max_model_len=2048)
+    with Pipeline("demo", config) as pipe:
         ask(pipe, "Who drew this?")
         for number in range(20):
             ask(pipe, f"{number}", system=f"{number} {LONG}")
