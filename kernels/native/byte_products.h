@@ -36,9 +36,9 @@ inline Signed dots(Words a, Words b, Signed c) {
 #endif
 }
 
-// Only where BYTE_PAIRS: the products of two unsigned bytes in a and the signed ones in b, and the
-// sums of shorts with each other, all next to each other; sums of shorts lane by lane; and bytes
-// of b with the signs of those in a.
+// Only where BYTE_PAIRS. Sums of neighbours: of the products of unsigned bytes in a and signed ones
+// in b, as shorts, and of shorts, as words. Sums of shorts lane by lane. Magnitudes of bytes, and
+// the bytes of b with the signs of those in a.
 #if defined(__AVX512BW__)
 inline Words byte_pairs(Words a, Words b) {
     return (Words)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
