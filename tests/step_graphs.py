@@ -20,39 +20,53 @@ from triton_case import kernels
 
 from vlm_serve.engine import build as building
 from vlm_serve.engine import prefill_graphs, step_paths
-from vlm_serve.engine.decode_graphs import DecodeGraphs, Step
+from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.graph_device import Step
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
-from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.models.cache_layout import CacheTensors, Unit
 
 SPECS = {
     "dense": CheckpointSpec(num_layers=2, full_attention_interval=2, vision_depth=0),
     "moe": CheckpointSpec(
         num_layers=2, full_attention_interval=2, num_experts=4, vision_depth=0, kv_heads=1
     ),
+    "attention alone": CheckpointSpec(num_layers=2, full_attention_interval=1, vision_depth=0),
+    "states alone": CheckpointSpec(num_layers=2, full_attention_interval=3, vision_depth=0),
 }
+"""A small model for each layout of the caches."""
+SERVED = [name for name in SPECS if name != "states alone"]
+"""Of them those that engines take: KV blocks are what they schedule by."""
 
 
 class Repeating:
-    """In place of a capture, which runs a step once: a step that calls the function again. Counts
-    the calls."""
+    """A `GraphDevice` whose captured steps call the function again, and whose copies are made at
+    once. Counts the calls."""
 
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, step: Step) -> Step:
-        def run() -> None:
-            # Padding may be computed from memory that nobody wrote, of which numpy would warn.
-            with kernels(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)
-                step()
+    def warm_up(self, step: Step) -> None:
+        # Padding may be computed from memory that nobody wrote, of which numpy would warn.
+        with kernels(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            step()
 
+    def capture(self, step: Step) -> Step:
         def again() -> None:
             self.calls += 1
-            run()
+            self.warm_up(step)
 
-        run()
+        self.warm_up(step)
         return again
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        # Not zeros: what a step does not write is of some step before.
+        return torch.full((num_bytes,), 0x7F, dtype=torch.uint8)
+
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> Step:
+        target.copy_(source)
+        return lambda: None
 
 
 def running(graphs: DecodeGraphs | PrefillGraphs) -> Callable[..., ForwardOutput]:
@@ -77,10 +91,41 @@ def started(driver: Driver, lengths: Sequence[int]) -> list[Sequence_]:
 
 
 def bits(caches: CacheTensors) -> list[torch.Tensor]:
-    """Copies that compare equal where the bits do, NaNs included."""
-    return [
-        pool.view(torch.int32).clone() for pool in caches.of_unit("block") + caches.of_unit("row")
-    ]
+    """Copies of all pools that compare equal where the bits do, NaNs included."""
+    return [*_bits(caches, "block"), *_bits(caches, "row")]
+
+
+def _bits(caches: CacheTensors, unit: Unit) -> list[torch.Tensor]:
+    return [pool.view(torch.int32).clone() for pool in caches.of_unit(unit)]
+
+
+class Written:
+    """Finds what steps write into pools.
+
+    Args:
+        caches: the pools; the last state row, if there are any, is made NaN.
+    """
+
+    def __init__(self, caches: CacheTensors) -> None:
+        self._caches = caches
+        for pool in caches.of_unit("row"):
+            pool[-1] = float("nan")
+        self._blocks, self._rows = _bits(caches, "block"), _bits(caches, "row")
+
+    def slots(self) -> set[int]:
+        """Return the slots whose K or V have changed."""
+        found: set[int] = set()
+        for old, new in zip(self._blocks, _bits(self._caches, "block"), strict=True):
+            places = (old != new).any(dim=(1, 2, 4, 5)).nonzero().tolist()
+            found.update(block * self._caches.block_size + offset for block, offset in places)
+        return found
+
+    def rows(self) -> list[set[int]]:
+        """Return the rows that have changed, for each pool of states."""
+        pools = zip(self._rows, _bits(self._caches, "row"), strict=True)
+        return [
+            set((old != new).flatten(1).any(1).nonzero().flatten().tolist()) for old, new in pools
+        ]
 
 
 class HostFree(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -98,9 +143,9 @@ class HostFree(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def with_graphs(monkeypatch: pytest.MonkeyPatch, capture: Callable[[], object]) -> None:
-    """Has engines built on the CPU as they are on a GPU, with another kind of capture, and one size
+def with_graphs(monkeypatch: pytest.MonkeyPatch, device: Callable[[], object]) -> None:
+    """Has engines built on the CPU as they are on a GPU, with another kind of device, and one size
     of prefills, since the interpreter takes its time."""
     monkeypatch.setattr(prefill_graphs, "TOKENS", (32,))
     monkeypatch.setattr(building, "graphs_wanted", lambda option, device, ranks: True)
-    monkeypatch.setattr(step_paths, "CudaCapture", capture)
+    monkeypatch.setattr(step_paths, "CudaGraphs", device)

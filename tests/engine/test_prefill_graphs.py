@@ -12,12 +12,13 @@ import torch
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_, text_sequence
 from parity_cases import random_ids
-from step_graphs import SPECS, HostFree, Repeating, bits, running, started
+from step_graphs import SPECS, HostFree, Repeating, Written, bits, running, started
 
 from vlm_serve.engine import prefill_graphs
 from vlm_serve.engine.decode_buffers import DecodeLimits
 from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
+from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.metadata import PrefillMeta
@@ -55,7 +56,7 @@ def graphs_over(driver: Driver) -> PrefillGraphs:
         block_size=driver.block_size,
         max_model_len=100,
         max_num_seqs=3,
-        capture=Repeating(),
+        device=Repeating(),
     )
 
 
@@ -77,7 +78,7 @@ def played(driver: Driver) -> list[torch.Tensor]:
             one.tokens.append(7 + len(one.tokens))
         logits.append(driver.step(all_logits=False, **step).logits.clone())
     rows = [row for one in (a, b, c) for row in (one.row,)] + kept[:2]
-    states = [driver.caches[name][row].clone() for row in rows for name in ("recurrent", "conv")]
+    states = [pool[row].clone() for row in rows for pool in driver.caches.of_unit("row")]
     return logits + states
 
 
@@ -95,17 +96,12 @@ def test_padding_touches_its_scratch_row_alone(model: Model) -> None:
     graphs = graphs_over(driver)
     other = text_sequence(random_ids(11, 3))
     driver.forward = running(graphs)
-    scratch = driver.caches.num_rows - 1
-    driver.caches["recurrent"][scratch] = driver.caches["conv"][scratch] = float("nan")
-    before = bits(driver.caches)
+    scratch, written = driver.caches.num_rows - 1, Written(driver.caches)
     assert driver.step([one], [(other, 0, 11)], all_logits=False).logits.isfinite().all()
-    after = bits(driver.caches)
-    slots = {driver._slot(one, len(one.tokens) - 1), *(driver._slot(other, i) for i in range(11))}
-    changed = (before[0] != after[0]).any(dim=(1, 2, 4, 5)).nonzero().tolist()
-    assert {block * driver.block_size + offset for block, offset in changed} == slots
-    for old, new in zip(before[1:], after[1:], strict=True):
-        rows = set((old != new).flatten(1).any(1).nonzero().flatten().tolist())
-        assert rows == {one.row, other.row, scratch}
+    if driver.caches.of_unit("block"):
+        slots = {driver._slot(other, i) for i in range(11)}
+        assert written.slots() == slots | {driver._slot(one, len(one.tokens) - 1)}
+    assert all(rows == {one.row, other.row, scratch} for rows in written.rows())
 
 
 def step_batch(driver: Driver, *args: Any, **kwargs: Any) -> ForwardBatch:
@@ -151,7 +147,10 @@ def test_bad_rows_and_blocks_are_refused(model: Model) -> None:
     batch = step_batch(driver, (), [prompt(9)], all_logits=False)
     before = bits(driver.caches)
     assert batch.prefill is not None
-    for changes in ({"dst_rows": (driver.caches.num_rows - 1,)}, {"block_tables": ((64,),)}):
+    bad: list[dict[str, Any]] = [{"block_tables": ((64,),)}]
+    if driver.caches.num_rows:
+        bad.append({"dst_rows": (driver.caches.num_rows - 1,)})
+    for changes in bad:
         wrong = replace(batch, prefill=replace(batch.prefill, **changes, checked=set()))
         with pytest.raises(KernelArgumentError):
             graphs.run(wrong)
@@ -160,8 +159,8 @@ def test_bad_rows_and_blocks_are_refused(model: Model) -> None:
 
 def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
     driver = Driver(model, scratch_rows=1)
-    limits = DecodeLimits(driver.block_size, 7, driver.caches.num_rows - 1)
-    batch = PrefillBuffers(PrefillSizes(3, 32, 2), limits, torch.device("cpu")).batch
+    ring, limits = HostRing(Repeating()), DecodeLimits(driver.block_size, 7, 16)
+    batch = PrefillBuffers(PrefillSizes(3, 32, 2), limits, ring, torch.device("cpu")).batch
     with triton_everywhere(), record_launches(Target("cuda", 90)) as launches:
         model.forward(batch, driver.caches)  # attention adds its tables
         count = len(launches)
@@ -172,7 +171,8 @@ def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
 
 def test_tables_behind_a_step_are_padding() -> None:
     sizes, limits = PrefillSizes(0, 64, 2), DecodeLimits(16, 3, scratch_row=9)
-    buffers = PrefillBuffers(replace(sizes, decodes=1), limits, torch.device("cpu"))
+    ring = HostRing(Repeating())
+    buffers = PrefillBuffers(replace(sizes, decodes=1), limits, ring, torch.device("cpu"))
     assert buffers.batch.prefill is not None
     meta = PrefillMeta((0, 20), (4,), ((5, 2),), (3,), (6,), ((12, 20),), ((0, 0, 8),))
     batch = ForwardBatch(

@@ -13,46 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
+from vlm_serve.engine.step_tables import HostRing, Shapes, StepTables
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.models.batch import ForwardBatch
 
-_ALIGNMENT = 16
-"""Bytes at which tables start: Triton specialises kernels on the alignment of their pointers."""
-
-
-class FixedTables:
-    """Integer tables of fixed shapes on a device, sent from the host in one transfer.
-
-    Attributes:
-        staged: the tables on the host, to be filled.
-        fixed: the tables on the device.
-    """
-
-    def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        step = _ALIGNMENT // dtype.itemsize
-        places, total = {}, 0
-        for name, shape in shapes.items():
-            places[name] = total
-            total += -(-torch.Size(shape).numel() // step) * step
-        # Both are read and written inside and outside of inference mode.
-        with torch.inference_mode(False):
-            self._host = torch.zeros(total, dtype=dtype, pin_memory=device.type == "cuda")
-            self._device = torch.zeros(total, dtype=dtype, device=device)
-
-        def carve(flat: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {
-                name: flat[place : place + torch.Size(shapes[name]).numel()].view(shapes[name])
-                for name, place in places.items()
-            }
-
-        self.staged, self.fixed = carve(self._host), carve(self._device)
-
-    def send(self) -> None:
-        """Starts the transfer. The host's tables may be filled again once work queued behind it has
-        finished: a step reads its tokens back before the next one begins."""
-        self._device.copy_(self._host, non_blocking=True)
+_PER_SEQUENCE = ("kv_lens", "src_rows", "dst_rows", "snapshot_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +27,7 @@ class DecodeLimits:
     Attributes:
         block_size: tokens per KV block.
         max_blocks: blocks of the longest sequence.
-        scratch_row: state row that padding writes to.
+        scratch_row: state row that padding writes to; any number without state layers.
     """
 
     block_size: int
@@ -70,83 +35,87 @@ class DecodeLimits:
     scratch_row: int
 
 
+@dataclass(frozen=True, slots=True)
 class DecodeTables:
-    """The tables of `size` decoding sequences, padding included.
+    """The tables of `size` decoding sequences, padding included."""
 
-    Attributes:
-        meta: what ops are given. Its host values are no step's: they are the largest that a step
-            may have, since they size grids and scratch memory. All that a step has of its own is
-            in tensors.
-    """
+    size: int
+    limits: DecodeLimits
 
-    def __init__(self, size: int, limits: DecodeLimits, device: torch.device) -> None:
-        self._limits = limits
-        self._tables = FixedTables(
-            {
-                **dict.fromkeys(("kv_lens", "src_rows", "dst_rows", "snapshot_rows"), (size,)),
-                "block_tables": (size, limits.max_blocks),
-            },
-            torch.int32,
-            device,
-        )
-        self.meta = DecodeMeta(
+    @property
+    def shapes(self) -> Shapes:
+        """Types and shapes, all int32."""
+        return {
+            **dict.fromkeys(_PER_SEQUENCE, (torch.int32, (self.size,))),
+            "block_tables": (torch.int32, (self.size, self.limits.max_blocks)),
+        }
+
+    def meta(self, fixed: Mapping[str, torch.Tensor]) -> DecodeMeta:
+        """Return what ops are given. Its host values are no step's: they are the largest that a
+        step may have, since they size grids and scratch memory. All that a step has of its own is
+        in tensors."""
+        size, limits = self.size, self.limits
+        return DecodeMeta(
             block_tables=((0,) * limits.max_blocks,) * size,
             kv_lens=(limits.max_blocks * limits.block_size,) * size,
             src_rows=(-1,) * size,
             dst_rows=tuple(range(size)),
             snapshot_rows=(-1,) * size,
-            tensors=dict(self._tables.fixed),
+            tensors=dict(fixed),
         )
-        self.fill(None)
 
-    def fill(self, meta: DecodeMeta | None) -> None:
-        """Takes over at most `size` sequences, or none."""
-        count, staged = 0 if meta is None else len(meta), self._tables.staged
+    def fill(self, staged: Mapping[str, torch.Tensor], meta: DecodeMeta | None) -> None:
+        """Write at most `size` sequences, or none, and padding behind them."""
+        count = 0 if meta is None else len(meta)
         if meta is not None:
-            for name in ("kv_lens", "src_rows", "dst_rows", "snapshot_rows"):
+            for name in _PER_SEQUENCE:
                 staged[name][:count] = torch.tensor(getattr(meta, name))
+        staged["kv_lens"][count:] = 1
+        staged["src_rows"][count:] = -1
+        staged["dst_rows"][count:] = self.limits.scratch_row
+        staged["snapshot_rows"][count:] = -1
+        blocks = staged["block_tables"].zero_()
+        if meta is not None:
             for row, (table, length) in enumerate(
                 zip(meta.block_tables, meta.kv_lens, strict=True)
             ):
-                # What stays behind them names blocks that exist, and nothing reads it.
-                used = -(-length // self._limits.block_size)
-                staged["block_tables"][row].numpy()[:used] = table[:used]
-        staged["kv_lens"][count:] = 1
-        staged["src_rows"][count:] = -1
-        staged["dst_rows"][count:] = self._limits.scratch_row
-        staged["snapshot_rows"][count:] = -1
-        staged["block_tables"][count:, 0] = meta.block_tables[0][0] if meta is not None else 0
-        self._tables.send()
+                used = -(-length // self.limits.block_size)
+                blocks[row].numpy()[:used] = table[:used]
+            blocks[count:, 0] = meta.block_tables[0][0]
 
 
-class TokenBuffers:
-    """Token ids, positions and slots of `size` tokens; a slot of -1 is written nowhere.
+@dataclass(frozen=True, slots=True)
+class TokenTables:
+    """Token ids, positions and slots of `size` tokens; a slot of -1 is written nowhere."""
 
-    Attributes:
-        token_ids, positions, slots: on the device, see `ForwardBatch`.
-    """
+    size: int
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._tables = FixedTables(
-            {"token_ids": (size,), "positions": (3, size), "slots": (size,)}, torch.int64, device
-        )
-        fixed = self._tables.fixed
-        self.token_ids, self.positions = fixed["token_ids"], fixed["positions"]
-        self.slots = fixed["slots"]
+    @property
+    def shapes(self) -> Shapes:
+        """Types and shapes, all int64, see `ForwardBatch`."""
+        return {
+            "token_ids": (torch.int64, (self.size,)),
+            "positions": (torch.int64, (3, self.size)),
+            "slots": (torch.int64, (self.size,)),
+        }
 
-    def fill(self, batch: ForwardBatch | None, *places: tuple[slice, int]) -> None:
-        """Takes over runs of a batch's tokens, each to begin at a place; the others are padding."""
-        staged = self._tables.staged
+    def fill(
+        self,
+        staged: Mapping[str, torch.Tensor],
+        batch: ForwardBatch | None,
+        *places: tuple[slice, int],
+    ) -> None:
+        """Write runs of a batch's tokens, each from a place on; the others are padding."""
         staged["token_ids"].zero_()
         staged["positions"].zero_()
         staged["slots"].fill_(-1)
+        if batch is None:
+            return
         for run, first in places:
-            assert batch is not None
             own = slice(first, first + run.stop - run.start)
             staged["token_ids"][own] = batch.token_ids[run]
             staged["positions"][:, own] = batch.positions[:, run]
             staged["slots"][own] = batch.slots[run]
-        self._tables.send()
 
 
 class DecodeBuffers:
@@ -156,22 +125,29 @@ class DecodeBuffers:
         batch: what the model is given.
     """
 
-    def __init__(self, size: int, limits: DecodeLimits, device: torch.device) -> None:
-        self._tokens = TokenBuffers(size, device)
-        self._decode = DecodeTables(size, limits, device)
+    def __init__(
+        self, size: int, limits: DecodeLimits, ring: HostRing, device: torch.device
+    ) -> None:
+        self._tokens, self._decode = TokenTables(size), DecodeTables(size, limits)
+        parts = {"tokens": self._tokens.shapes, "decode": self._decode.shapes}
+        self._tables = StepTables(parts, ring, device)
+        fixed = self._tables.fixed
         self.batch = ForwardBatch(
-            token_ids=self._tokens.token_ids,
-            positions=self._tokens.positions,
-            slots=self._tokens.slots,
-            decode=self._decode.meta,
+            token_ids=fixed["tokens"]["token_ids"],
+            positions=fixed["tokens"]["positions"],
+            slots=fixed["tokens"]["slots"],
+            decode=self._decode.meta(fixed["decode"]),
             prefill=None,
             media=(),
             logit_rows=torch.arange(size, device=device),
         )
-        self._tokens.fill(None)
+        self.fill(None)
 
-    def fill(self, batch: ForwardBatch) -> None:
-        """Takes over a decode step whose tensors are on the host, at most `size` sequences."""
-        assert batch.decode is not None, "only decode steps have fixed inputs"
-        self._tokens.fill(batch, (slice(0, len(batch.decode)), 0))
-        self._decode.fill(batch.decode)
+    def fill(self, batch: ForwardBatch | None) -> None:
+        """Take over a decode step whose tensors are on the host, at most `size` sequences; None:
+        padding alone."""
+        decode = None if batch is None else batch.decode
+        staged = self._tables.stage()
+        self._tokens.fill(staged["tokens"], batch, (slice(0, len(decode) if decode else 0), 0))
+        self._decode.fill(staged["decode"], decode)
+        self._tables.send()

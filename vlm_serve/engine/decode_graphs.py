@@ -9,11 +9,12 @@ next size that was captured.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 
 import torch
 
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
+from vlm_serve.engine.graph_device import GraphDevice, Step
+from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.kernels.checks import check_block_tables, check_decode_meta
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
@@ -21,12 +22,6 @@ from vlm_serve.models.cache_layout import CacheTensors
 
 LARGEST = 256
 """Larger batches keep a GPU busy without graphs."""
-_WARM_UP = 2
-"""Runs before a capture: kernels are compiled and libraries make their workspaces in the first."""
-
-Step = Callable[[], None]
-Capture = Callable[[Step], Step]
-"""Turns a step from fixed inputs to fixed outputs into one that repeats it on what those hold."""
 
 
 def padded_sizes(most: int) -> tuple[int, ...]:
@@ -35,35 +30,17 @@ def padded_sizes(most: int) -> tuple[int, ...]:
     return tuple(size for size in (1, 2, 4, *range(8, most, 8)) if size < most) + (most,)
 
 
-class CudaCapture:
-    """Captures CUDA graphs that share their memory: only one of them runs at a time."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, step: Step) -> Step:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UP):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            step()
-        return graph.replay
-
-
 class StepGraphs:
     """What captured steps have in common.
 
     Args:
         model: what is captured.
-        caches: pools whose last state row is no sequence's; padding writes to it.
+        caches: pools whose last state row, if there are any, is no sequence's; padding writes to
+            it.
         block_size: tokens per KV block.
         max_model_len: longest sequence, in tokens.
         most_logits: rows of logits of the largest step.
-        capture: how a step is captured.
+        device: captures steps and copies their tables.
     """
 
     def __init__(
@@ -74,14 +51,17 @@ class StepGraphs:
         block_size: int,
         max_model_len: int,
         most_logits: int,
-        capture: Capture,
+        device: GraphDevice,
     ) -> None:
         self._num_blocks, self._block_size = caches.num_blocks, block_size
-        self._scratch_row = caches.num_rows - 1
-        self._limits = DecodeLimits(block_size, -(-max_model_len // block_size), self._scratch_row)
+        # Rows that sequences have; the one behind them is the scratch row. Without state there is
+        # neither, and 0 says so to the checks.
+        self._num_rows = max(caches.num_rows - 1, 0)
+        self._limits = DecodeLimits(block_size, -(-max_model_len // block_size), self._num_rows)
+        self._ring = HostRing(device)
         # One for all sizes: each graph's own would stay allocated beside the others'.
         self._logits = torch.empty(most_logits, model.spec.vocab_size, device=caches.device)
-        self._model, self._caches, self._capture = model, caches, capture
+        self._model, self._caches, self._device = model, caches, device
 
     def _captured(self, batch: ForwardBatch) -> Step:
         """The forward of a batch, whose logits go where those of all sizes do."""
@@ -90,14 +70,14 @@ class StepGraphs:
             logits = self._model.forward(batch, self._caches).logits
             self._logits[: logits.shape[0]].copy_(logits)
 
-        return self._capture(step)
+        return self._device.capture(step)
 
 
 class DecodeGraphs(StepGraphs):
     """Runs decode-only steps from captured graphs.
 
     Args:
-        model, caches, block_size, max_model_len, capture: see `StepGraphs`.
+        model, caches, block_size, max_model_len, device: see `StepGraphs`.
         max_num_seqs: most sequences in a step.
     """
 
@@ -109,7 +89,7 @@ class DecodeGraphs(StepGraphs):
         block_size: int,
         max_model_len: int,
         max_num_seqs: int,
-        capture: Capture,
+        device: GraphDevice,
     ) -> None:
         self._sizes = padded_sizes(max_num_seqs)
         super().__init__(
@@ -118,12 +98,12 @@ class DecodeGraphs(StepGraphs):
             block_size=block_size,
             max_model_len=max_model_len,
             most_logits=self._sizes[-1],
-            capture=capture,
+            device=device,
         )
         self._steps: dict[int, tuple[DecodeBuffers, Step]] = {}
         # The largest first: the others find room in the memory that it has used.
         for size in reversed(self._sizes):
-            buffers = DecodeBuffers(size, self._limits, caches.device)
+            buffers = DecodeBuffers(size, self._limits, self._ring, caches.device)
             self._steps[size] = buffers, self._captured(buffers.batch)
 
     def _accepts(self, batch: ForwardBatch) -> bool:
@@ -151,7 +131,7 @@ class DecodeGraphs(StepGraphs):
         if not self._accepts(batch):
             return None
         assert meta is not None
-        check_decode_meta(meta, batch.token_ids.shape[0], self._scratch_row)
+        check_decode_meta(meta, batch.token_ids.shape[0], self._num_rows)
         check_block_tables(meta, meta.kv_lens, self._num_blocks, self._block_size)
         size = self._sizes[bisect_left(self._sizes, len(meta))]
         buffers, step = self._steps[size]

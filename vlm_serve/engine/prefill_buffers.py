@@ -7,20 +7,28 @@ state in the scratch row. No step's token reads any of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from vlm_serve.engine.decode_buffers import DecodeLimits, DecodeTables, FixedTables, TokenBuffers
+from vlm_serve.engine.decode_buffers import DecodeLimits, DecodeTables, TokenTables
+from vlm_serve.engine.step_tables import HostRing, Shapes, StepTables
 from vlm_serve.kernels.checks import MAX_CHUNK
 from vlm_serve.kernels.metadata import PrefillMeta
 from vlm_serve.kernels.triton_support import prefill_parts, query_tiles
 from vlm_serve.models.batch import ForwardBatch
 
-_TILES = "tile_sequence/"
-"""What the names of attention's tables begin with; the rows of a tile and the heads that share a
-key follow."""
+TileForm = tuple[int, int]
+"""Rows of a tile of attention's queries, and the heads that share a key."""
+_SEQUENCES, _ROWS = "tile_sequence/{}/{}", "tile_row/{}/{}"
+"""Names of attention's tables, by form of its tiles."""
+
+
+def tile_forms(tensors: Mapping[str, torch.Tensor]) -> tuple[TileForm, ...]:
+    """Return the forms of tiles whose tables attention has added to a step's."""
+    names = [name.split("/") for name in tensors if name.startswith("tile_sequence/")]
+    return tuple((int(rows), int(group)) for _, rows, group in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,47 +65,42 @@ class PrefillSizes:
 class PrefillTables:
     """The tables of a prefill within sizes, and of one more sequence, which is always empty.
 
-    Attributes:
-        meta: what ops are given; see `DecodeTables`. Attention adds its own tables to the tensors
-            in the first forward.
+    Args:
+        sizes, limits: what steps stay within.
+        forms: of attention's tiles; without them attention makes tables of its own, of the largest
+            step, in the first forward.
     """
 
-    def __init__(self, sizes: PrefillSizes, limits: DecodeLimits, device: torch.device) -> None:
+    def __init__(
+        self, sizes: PrefillSizes, limits: DecodeLimits, forms: Sequence[TileForm] = ()
+    ) -> None:
         self._sizes, self._limits = sizes, limits
-        rows = sizes.sequences + 1
+        self._largest = _largest(sizes, limits)
+        self._tiles = {form: len(query_tiles(self._largest, *form)[0]) for form in forms}
+
+    @property
+    def shapes(self) -> Shapes:
+        """Types and shapes, all int32."""
+        sizes, rows = self._sizes, self._sizes.sequences + 1
         shapes: dict[str, tuple[int, ...]] = {
             **dict.fromkeys(("cu_seqlens", "first_chunk", "first_tail"), (rows + 1,)),
             **dict.fromkeys(("starts", "src_rows", "dst_rows"), (rows,)),
             "chunk_bounds": (sizes.chunks + 1,),
             **dict.fromkeys(("chunk_sequence", "chunk_snapshot"), (sizes.chunks,)),
             **dict.fromkeys(("tail_stop", "tail_row"), (sizes.tails,)),
-            "block_tables": (rows, limits.max_blocks),
+            "block_tables": (rows, self._limits.max_blocks),
         }
-        self._tables = FixedTables(shapes, torch.int32, device)
-        self.meta = self._largest()
-        self.meta.tensors.update(self._tables.fixed)
-        self.fill(None)
+        for form, count in self._tiles.items():
+            shapes[_SEQUENCES.format(*form)] = shapes[_ROWS.format(*form)] = (count,)
+        return {name: (torch.int32, shape) for name, shape in shapes.items()}
 
-    def _largest(self) -> PrefillMeta:
-        """One token of every sequence but the last, which has the others, in the most tiles."""
-        sizes, count = self._sizes, self._sizes.sequences
-        offsets = (*range(count), sizes.tokens, sizes.tokens)
-        cuts = range(count - 1, sizes.tokens, MAX_CHUNK)
-        blocks = max(self._limits.max_blocks, -(-sizes.tokens // self._limits.block_size))
-        return PrefillMeta(
-            cu_seqlens=offsets,
-            starts=(0,) * (count + 1),
-            block_tables=((0,) * blocks,) * (count + 1),
-            src_rows=(-1,) * (count + 1),
-            dst_rows=tuple(range(count + 1)),
-            chunk_ends=(
-                *((end,) for end in range(1, count)),
-                (*cuts[1:], sizes.tokens),
-                (),
-            ),
-        )
+    def meta(self, fixed: Mapping[str, torch.Tensor]) -> PrefillMeta:
+        """Return what ops are given; see `DecodeTables.meta`."""
+        self._largest.tensors.update(fixed)
+        return self._largest
 
     def accepts(self, meta: PrefillMeta) -> bool:
+        """Return whether a prefill's sequences, chunks, states and tiles find their places."""
         sizes, limits = self._sizes, self._limits
         return (
             meta.num_tokens <= sizes.tokens
@@ -106,81 +109,96 @@ class PrefillTables:
             and len(meta) + len(meta.snapshots) <= sizes.tails
             and max(map(len, meta.block_tables)) <= limits.max_blocks
             and all(
-                len(query_tiles(meta, rows, group)[0]) <= len(fixed)
-                for _, rows, group, fixed in self._tiles()
+                len(query_tiles(meta, *form)[0]) <= count for form, count in self._tiles.items()
             )
         )
 
-    def fill(self, meta: PrefillMeta | None) -> None:
-        """Takes over a prefill that `accepts` allows, or none."""
+    def fill(self, staged: Mapping[str, torch.Tensor], meta: PrefillMeta | None) -> None:
+        """Write a prefill that `accepts` allows, or none, and padding behind it."""
         if meta is None:
             meta = PrefillMeta((0,), (), (), (), (), ())
-        staged, parts = self._tables.staged, prefill_parts(meta)
+        parts = prefill_parts(meta)
+        for form in self._tiles:
+            tiles = query_tiles(meta, *form)
+            parts[_SEQUENCES.format(*form)], parts[_ROWS.format(*form)] = tiles
         for name in staged.keys() - {"block_tables"}:
-            _fill(staged[name], parts[name], self._padding(name, meta, parts))
-        staged["block_tables"].zero_()
-        for row, table in enumerate(meta.block_tables):
-            staged["block_tables"][row].numpy()[: len(table)] = table
-        self._tables.send()
-        for name, rows, group, fixed in self._tiles():
-            sequences, first_rows = query_tiles(meta, rows, group)
-            other = self.meta.tensors[name.replace(_TILES, "tile_row/")]
-            for device, values, padding in (
-                (fixed, sequences, self._sizes.sequences),
-                (other, first_rows, 0),
-            ):
-                host = torch.empty(len(device), dtype=torch.int32, pin_memory=device.is_cuda)
-                _fill(host, values, padding)
-                device.copy_(host, non_blocking=True)
+            table, values = staged[name], parts[name]
+            table.fill_(self._padding(name, parts))
+            table[: len(values)] = torch.tensor(values, dtype=table.dtype)
+        blocks = staged["block_tables"].zero_()
+        for row, used in enumerate(meta.block_tables):
+            blocks[row].numpy()[: len(used)] = used
 
-    def _padding(self, name: str, meta: PrefillMeta, parts: dict[str, Sequence[int]]) -> int:
+    def _padding(self, name: str, parts: Mapping[str, Sequence[int]]) -> int:
         if name in ("cu_seqlens", "chunk_bounds", "first_chunk", "first_tail"):
             return parts[name][-1]
         if name in ("src_rows", "chunk_snapshot"):
             return -1
+        if name.startswith("tile_sequence/"):
+            return self._sizes.sequences
         return self._limits.scratch_row if name in ("dst_rows", "tail_row") else 0
 
-    def _tiles(self) -> list[tuple[str, int, int, torch.Tensor]]:
-        """Attention's tables: name, rows of a tile, heads that share a key, sequences of tiles."""
-        found = []
-        for name, fixed in self.meta.tensors.items():
-            if name.startswith(_TILES):
-                rows, group = map(int, name.removeprefix(_TILES).split("/"))
-                found.append((name, rows, group, fixed))
-        return found
 
-
-def _fill(table: torch.Tensor, values: Sequence[int], padding: int) -> None:
-    table.fill_(padding)
-    table[: len(values)] = torch.tensor(values, dtype=table.dtype)
+def _largest(sizes: PrefillSizes, limits: DecodeLimits) -> PrefillMeta:
+    """Return one token of every sequence but the last, which has the others: the most tiles."""
+    count = sizes.sequences
+    offsets = (*range(count), sizes.tokens, sizes.tokens)
+    cuts = range(count - 1, sizes.tokens, MAX_CHUNK)
+    blocks = max(limits.max_blocks, -(-sizes.tokens // limits.block_size))
+    return PrefillMeta(
+        cu_seqlens=offsets,
+        starts=(0,) * (count + 1),
+        block_tables=((0,) * blocks,) * (count + 1),
+        src_rows=(-1,) * (count + 1),
+        dst_rows=tuple(range(count + 1)),
+        chunk_ends=(*((end,) for end in range(1, count)), (*cuts[1:], sizes.tokens), ()),
+    )
 
 
 class PrefillBuffers:
     """Inputs of a step: places for decoding sequences first, then those for prompt tokens.
 
+    Args:
+        sizes, limits, forms: see `PrefillTables`.
+        ring, device: see `StepTables`.
+
     Attributes:
         batch: what the model is given.
     """
 
-    def __init__(self, sizes: PrefillSizes, limits: DecodeLimits, device: torch.device) -> None:
+    def __init__(
+        self,
+        sizes: PrefillSizes,
+        limits: DecodeLimits,
+        ring: HostRing,
+        device: torch.device,
+        forms: Sequence[TileForm] = (),
+    ) -> None:
         self._sizes = sizes
-        self._tokens = TokenBuffers(sizes.decodes + sizes.tokens, device)
-        self._decode = DecodeTables(sizes.decodes, limits, device)
-        self._prefill = PrefillTables(sizes, limits, device)
-        self._wanted = FixedTables({"rows": (sizes.logits,)}, torch.int64, device)
+        self._tokens = TokenTables(sizes.decodes + sizes.tokens)
+        self._decode = DecodeTables(sizes.decodes, limits)
+        self._prefill = PrefillTables(sizes, limits, forms)
+        parts = {
+            "tokens": self._tokens.shapes,
+            "decode": self._decode.shapes,
+            "prefill": self._prefill.shapes,
+            "logits": {"rows": (torch.int64, (sizes.logits,))},
+        }
+        self._tables = StepTables(parts, ring, device)
+        fixed = self._tables.fixed
         self.batch = ForwardBatch(
-            token_ids=self._tokens.token_ids,
-            positions=self._tokens.positions,
-            slots=self._tokens.slots,
-            decode=self._decode.meta,
-            prefill=self._prefill.meta,
+            token_ids=fixed["tokens"]["token_ids"],
+            positions=fixed["tokens"]["positions"],
+            slots=fixed["tokens"]["slots"],
+            decode=self._decode.meta(fixed["decode"]),
+            prefill=self._prefill.meta(fixed["prefill"]),
             media=(),
-            logit_rows=self._wanted.fixed["rows"],
+            logit_rows=fixed["logits"]["rows"],
         )
-        self._tokens.fill(None)
+        self.fill(None)
 
     def accepts(self, batch: ForwardBatch) -> bool:
-        """Whether a step's sequences, tokens and logits find their places."""
+        """Return whether a step's sequences, tokens and logits find their places."""
         return (
             batch.prefill is not None
             and (batch.decode is None or len(batch.decode) <= self._sizes.decodes)
@@ -188,15 +206,18 @@ class PrefillBuffers:
             and self._prefill.accepts(batch.prefill)
         )
 
-    def fill(self, batch: ForwardBatch) -> None:
-        """Takes over a step that `accepts` allows, its tensors on the host."""
-        assert batch.prefill is not None
-        decodes, first = 0 if batch.decode is None else len(batch.decode), self._sizes.decodes
-        prompt = slice(decodes, decodes + batch.prefill.num_tokens)
-        self._tokens.fill(batch, (slice(0, decodes), 0), (prompt, first))
-        self._decode.fill(batch.decode)
-        self._prefill.fill(batch.prefill)
-        rows = self._wanted.staged["rows"].zero_()
-        wanted = batch.logit_rows
-        rows[: len(wanted)] = torch.where(wanted < decodes, wanted, wanted + (first - decodes))
-        self._wanted.send()
+    def fill(self, batch: ForwardBatch | None) -> None:
+        """Take over a step that `accepts` allows, its tensors on the host; None: padding alone."""
+        decode = None if batch is None else batch.decode
+        prefill = None if batch is None else batch.prefill
+        decodes, first = 0 if decode is None else len(decode), self._sizes.decodes
+        prompt = slice(decodes, decodes + (0 if prefill is None else prefill.num_tokens))
+        staged = self._tables.stage()
+        self._tokens.fill(staged["tokens"], batch, (slice(0, decodes), 0), (prompt, first))
+        self._decode.fill(staged["decode"], decode)
+        self._prefill.fill(staged["prefill"], prefill)
+        rows = staged["logits"]["rows"].zero_()
+        if batch is not None:
+            wanted = batch.logit_rows
+            rows[: len(wanted)] = torch.where(wanted < decodes, wanted, wanted + (first - decodes))
+        self._tables.send()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from vlm_serve.engine.decode_graphs import Capture, Step, StepGraphs
-from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes
+from vlm_serve.engine.decode_graphs import StepGraphs
+from vlm_serve.engine.graph_device import GraphDevice, Step
+from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes, TileForm, tile_forms
 from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
@@ -27,7 +28,7 @@ class PrefillGraphs(StepGraphs):
     """Runs steps with short prefills from captured graphs.
 
     Args:
-        model, caches, block_size, max_model_len, max_num_seqs, capture: see `DecodeGraphs`.
+        model, caches, block_size, max_model_len, max_num_seqs, device: see `DecodeGraphs`.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class PrefillGraphs(StepGraphs):
         block_size: int,
         max_model_len: int,
         max_num_seqs: int,
-        capture: Capture,
+        device: GraphDevice,
     ) -> None:
         decodes, sequences = min(DECODES, max_num_seqs), min(SEQUENCES, max_num_seqs)
         sizes = [PrefillSizes(decodes, tokens, sequences) for tokens in TOKENS]
@@ -48,12 +49,24 @@ class PrefillGraphs(StepGraphs):
             block_size=block_size,
             max_model_len=max_model_len,
             most_logits=sizes[-1].logits,
-            capture=capture,
+            device=device,
         )
+        forms = self._tile_forms(sizes[0])
         self._steps: list[tuple[PrefillBuffers, Step]] = []
         for each in reversed(sizes):
-            buffers = PrefillBuffers(each, self._limits, caches.device)
+            buffers = PrefillBuffers(each, self._limits, self._ring, caches.device, forms)
             self._steps.insert(0, (buffers, self._captured(buffers.batch)))
+
+    def _tile_forms(self, sizes: PrefillSizes) -> tuple[TileForm, ...]:
+        """Run a step of padding, and return the tiles that this model's attention has there."""
+        batch = PrefillBuffers(sizes, self._limits, self._ring, self._caches.device).batch
+
+        def step() -> None:
+            self._model.forward(batch, self._caches)
+
+        self._device.warm_up(step)
+        assert batch.prefill is not None
+        return tile_forms(batch.prefill.tensors)
 
     def _find(self, batch: ForwardBatch) -> tuple[PrefillBuffers, Step] | None:
         """What can compute this step: a short prefill of few sequences beside few that decode, no
@@ -79,9 +92,9 @@ class PrefillGraphs(StepGraphs):
         assert prefill is not None
         place = self._num_blocks, self._block_size
         if decode is not None:
-            check_decode_meta(decode, len(decode), self._scratch_row)
+            check_decode_meta(decode, len(decode), self._num_rows)
             check_block_tables(decode, decode.kv_lens, *place)
-        check_prefill_meta(prefill, prefill.num_tokens, self._scratch_row)
+        check_prefill_meta(prefill, prefill.num_tokens, self._num_rows)
         check_block_tables(prefill, prefill.kv_lens, *place)
         buffers, step = found
         buffers.fill(batch)

@@ -8,7 +8,8 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Backend
-from vlm_serve.engine.decode_graphs import CudaCapture, DecodeGraphs
+from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.graph_device import CudaGraphs
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
@@ -46,7 +47,7 @@ def step_graphs(
     assert config.block_size is not None
     try:
         with launching_on(caches.device):
-            capture = CudaCapture()
+            device = CudaGraphs()
             return tuple(
                 kind(
                     model,
@@ -54,7 +55,7 @@ def step_graphs(
                     block_size=config.block_size,
                     max_model_len=max_model_len,
                     max_num_seqs=config.max_num_seqs,
-                    capture=capture,
+                    device=device,
                 )
                 for kind in (PrefillGraphs, DecodeGraphs)
             )

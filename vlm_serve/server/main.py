@@ -188,9 +188,10 @@ def _decode(options: EngineConfig, memory: MemoryPlan) -> str:
     if not options.cuda_graphs:
         return "without CUDA graphs"
     most = padded_sizes(options.max_num_seqs)[-1]
-    scratch = format_size(memory.snapshot_bytes)
-    sizes = f"{most} sequences and {TOKENS[-1]} prompt tokens"
-    return f"CUDA graphs for up to {sizes}, a scratch state of {scratch} on top"
+    text = f"CUDA graphs for up to {most} sequences and {TOKENS[-1]} prompt tokens"
+    if memory.snapshot_bytes:
+        text += f", a scratch state of {format_size(memory.snapshot_bytes)} on top"
+    return text
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:

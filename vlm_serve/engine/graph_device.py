@@ -1,0 +1,60 @@
+"""What captured steps need of a device: graphs, and copies that queue up beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Step = Callable[[], None]
+
+_WARM_UP = 2
+"""Runs before a capture: kernels are compiled and libraries make their workspaces in the first."""
+
+
+class GraphDevice(Protocol):
+    """Runs steps from fixed inputs to fixed outputs again and again."""
+
+    def warm_up(self, step: Step) -> None:
+        """Run a step once, as it will be captured."""
+
+    def capture(self, step: Step) -> Step:
+        """Return a step that repeats this one on what its inputs hold then."""
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 memory on the host, out of which `send` copies without waiting."""
+
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> Step:
+        """Queue a copy to the device. Return what waits until the source has been read."""
+
+
+class CudaGraphs:
+    """Captures CUDA graphs that share their memory: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, step: Step) -> None:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+
+    def capture(self, step: Step) -> Step:
+        for _ in range(_WARM_UP):
+            self.warm_up(step)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            step()
+        return graph.replay
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> Step:
+        target.copy_(source, non_blocking=True)
+        read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        read.record()
+        return read.synchronize
