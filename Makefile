@@ -8,6 +8,7 @@
 #                       accesses and arithmetic (GCC; the first start compiles for a minute)
 # make test-lmms   has lmms-eval ask a server and a pipeline about pictures and videos, with and without
 #                  caching (300 MB of packages, once; some minutes)
+# make test-graphs   has every family of models answer with captured steps, on a stand-in for a GPU
 # make test-isa   compares what the compiled kernels compute on x86-64-v3, x86-64-v4, znver4, with
 #                 emulated tile registers, and on aarch64 (with Debian's g++-aarch64-linux-gnu and
 #                 qemu-user), then runs their tests for the processor here and for x86-64-v3;
@@ -34,7 +35,7 @@ LMMS := $(VENV)/lmms
 MODEL ?= demo
 CPP := $(wildcard kernels/native/* vlm_serve/models/native/* tests/native/*.cpp tests/native/*.h)
 
-.PHONY: serve deploy test test-sanitized test-lmms test-isa native-digest image-steps plots screenshots lint format clean
+.PHONY: serve deploy test test-sanitized test-graphs test-lmms test-isa native-digest image-steps plots screenshots lint format clean
 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -62,6 +63,9 @@ test-sanitized: $(VENV)/installed-dev
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 VLM_SERVE_NATIVE_SANITIZE=1 \
 	$(BIN)/python -m pytest -n 0 --capture=sys tests/kernels tests/models/test_compiled_*.py \
 	-k "not triton and not aot and not host_memory and not too_little_memory and not no_time" $(ARGS)
+
+test-graphs: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/engine/check_graph_families.py $(ARGS)
 
 test-lmms: $(LMMS)/installed
 	PYTHONPATH=$(CURDIR)/$(LMMS) $(BIN)/python -m pytest -n 0 tests/server/lmms/check_lmms_eval.py $(ARGS)

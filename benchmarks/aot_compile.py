@@ -18,9 +18,10 @@ from triton.compiler import ASTSource
 from vlm_serve.kernels.triton_support import Launch, Target
 
 TARGETS = {
-    "sm_80": (Target("cuda", 80), GPUTarget("cuda", 80, 32)),
-    "sm_90": (Target("cuda", 90), GPUTarget("cuda", 90, 32)),
-    "sm_100": (Target("cuda", 100), GPUTarget("cuda", 100, 32)),
+    **{
+        f"sm_{arch}": (Target("cuda", arch), GPUTarget("cuda", arch, 32))
+        for arch in (80, 89, 90, 100, 120)
+    },
     "gfx942": (Target("hip", "gfx942"), GPUTarget("hip", "gfx942", 64)),
 }
 
@@ -59,12 +60,12 @@ def specialisation(launch: Launch) -> tuple[str, tuple[Any, ...]]:
 
 
 def compile_launch(launch: Launch, target: str) -> Usage:
-    """Compiles exactly the specialisation that a launch would compile on the device.
+    """Compile exactly the specialisation that a launch would compile on the device.
 
     Raises:
-        Exception: whatever the compiler raises.
+        Exception: whatever the compiler raises, or that the target has too little shared memory.
     """
-    gpu = TARGETS[target][1]
+    limits, gpu = TARGETS[target]
     signature, constants, aligned = _signature(launch)
     source = ASTSource(
         launch.kernel,
@@ -77,7 +78,13 @@ def compile_launch(launch: Launch, target: str) -> Usage:
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True
         compiled = triton.compile(source, target=gpu, options=dict(launch.options))
-    return _usage(compiled, log.getvalue())
+    usage = _usage(compiled, log.getvalue())
+    if usage.shared > limits.shared_memory:
+        raise ValueError(
+            f"takes {usage.shared} bytes of shared memory, of which there are "
+            f"{limits.shared_memory}"
+        )
+    return usage
 
 
 def _signature(launch: Launch) -> tuple[dict[str, str], dict[int, Any], tuple[int, ...]]:

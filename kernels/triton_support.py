@@ -16,6 +16,10 @@ from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
 Tables = dict[str, torch.Tensor]
 
+_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227, 110: 227}
+"""Shared memory that a block may take, by compute capability (CUDA Programming Guide, technical
+specifications); others since 8.6, consumer Blackwell (12.x) among them, have 99 KiB."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -42,10 +46,17 @@ class Target:
         return self.backend == "cuda" and isinstance(self.arch, int) and self.arch >= 89
 
     @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that a program may take; on CDNA of local data share."""
+        if self.backend != "cuda" or not isinstance(self.arch, int):
+            return 64 << 10
+        return _SHARED_KIB.get(self.arch, 99) << 10
+
+    @property
     def roomy(self) -> bool:
-        """Whether a program may take more than about 100 KiB of shared memory (Hopper and later:
-        227 KiB; an A100 163 KiB; CDNA3 64 KiB)."""
-        return self.backend == "cuda" and isinstance(self.arch, int) and self.arch >= 90
+        """Whether products take operands from shared memory, of which there is much: Hopper's and
+        data-centre Blackwell's. An A100 has 163 KiB, but takes operands from registers."""
+        return self.shared_memory >= 200 << 10
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from vlm_serve.kernels.triton_support import Target
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "aot.py"
 KERNELS = (
@@ -25,20 +28,38 @@ KERNELS = (
 )
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
-def test_subset_compiles(target: str, tmp_path: Path) -> None:
-    only = ",".join(KERNELS)
-    command = ["--no-write", "--only", only, "--models", "4B", "--targets", target]
+def compiled(target: str, kernels: Sequence[str], cache: Path) -> list[str]:
+    """Compile kernels for the 4B's shapes and return what each takes, a line a variant."""
+    only = ["--only", ",".join(kernels), "--models", "4B", "--targets", target]
     result = subprocess.run(
-        [sys.executable, str(SCRIPT), *command],
+        [sys.executable, str(SCRIPT), "--no-write", *only],
         capture_output=True,
         text=True,
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**os.environ, "TRITON_CACHE_DIR": str(cache)},
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    compiled = [line for line in result.stdout.splitlines() if line.startswith(target)]
-    for kernel in KERNELS:
-        assert any(kernel in line for line in compiled), kernel
-    hot = [line for line in compiled if "fp32" not in line]
+    lines = [line for line in result.stdout.splitlines() if line.startswith(target)]
+    for kernel in kernels:
+        assert any(kernel in line for line in lines), kernel
+    return lines
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_subset_compiles(target: str, tmp_path: Path) -> None:
+    hot = [line for line in compiled(target, KERNELS, tmp_path) if "fp32" not in line]
     assert all(re.search(r"spilled=0,", line) for line in hot), hot
+
+
+@pytest.mark.parametrize("target", ["sm_89", "sm_120"])
+def test_largest_tiles_fit_consumer_cards(target: str, tmp_path: Path) -> None:
+    """The script fails where a program takes more shared memory than its target has."""
+    compiled(target, ("on bfloat16: prefill", "on float8_e4m3fn: prefill"), tmp_path)
+
+
+def test_shared_memory_by_architecture() -> None:
+    limits = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+    for arch, kib in limits.items():
+        assert Target("cuda", arch).shared_memory == kib << 10
+        assert Target("cuda", arch).roomy == (kib == 227)
+    assert not Target("hip", "gfx942").roomy
