@@ -1,7 +1,7 @@
 """Whether the engine on a GPU answers as it does on a CPU, and whether its hits answer as its cold
 runs do.
 
-    python benchmarks/gpu_agreement.py [--only WORD ...] [--pairs 12] [--device cuda]
+    python benchmarks/gpu_agreement.py [--only WORD ...] [--share 1/4] [--pairs 12] [--device cuda]
 
 Small random float32 checkpoints of every family, then one of Qwen3.5 with each way to store
 weights, to store KV blocks and to draft, with and without CUDA graphs. An answer may part from
@@ -78,7 +78,7 @@ def answers(checkpoint: Path, case: Case, options: dict[str, Any]) -> list[Answe
         dtype="float32", block_size=16, cache_memory="256MiB", **case.options | options
     )
     with Pipeline(checkpoint, config) as pipe:
-        if config.speculative != "off":
+        if pipe.engine.config.speculative != "off":
             draft_freely(pipe.engine)
         outputs = pipe.generate_many(prompts, params)
         if pipe.engine.spec.vision is not None:
@@ -133,12 +133,14 @@ def hits(checkpoint: Path, case: Case, device: str, count: int) -> str:
     return "; ".join(told)
 
 
-def report(device: str, only: Sequence[str] = ("",), pairs: int = 12) -> tuple[list[str], int]:
-    """A line for each case whose name has one of these words, and how many failed."""
+def report(
+    device: str, only: Sequence[str] = ("",), pairs: int = 12, share: str = "1/1"
+) -> tuple[list[str], int]:
+    """Return a line for each case whose name has one of these words, and how many failed; of
+    share "k/n" only every n-th case, from the k-th on."""
     lines, failed = [], 0
-    for case in cases():
-        if not any(word in case.name for word in only):
-            continue
+    first, step = map(int, share.split("/"))
+    for case in [case for case in cases() if any(w in case.name for w in only)][first - 1 :: step]:
         begin = time.monotonic()
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -157,10 +159,11 @@ def report(device: str, only: Sequence[str] = ("",), pairs: int = 12) -> tuple[l
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[""], help="cases with one of these words")
+    parser.add_argument("--share", default="1/1", help="k/n: every n-th case, from the k-th on")
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
-    return 1 if report(given.device, given.only, given.pairs)[1] else 0
+    return 1 if report(given.device, given.only, given.pairs, given.share)[1] else 0
 
 
 if __name__ == "__main__":

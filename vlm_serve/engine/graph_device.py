@@ -11,6 +11,9 @@ Step = Callable[[], None]
 
 _WARM_UP = 2
 """Runs before a capture: kernels are compiled and libraries make their workspaces in the first."""
+CAPTURE_ERRORS = "thread_local"
+"""Whose calls void a capture if they cannot be captured: an engine that serves beside one that
+starts takes memory, which "global" would forbid to both."""
 
 
 class GraphDevice(Protocol):
@@ -46,7 +49,7 @@ class CudaGraphs:
         for _ in range(_WARM_UP):
             self.warm_up(step)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=CAPTURE_ERRORS):
             step()
         return graph.replay
 
