@@ -48,12 +48,14 @@ def _script(name: str, *options: str) -> tuple[str, ...]:
 
 def boxes() -> list[Box]:
     """Return all boxes, the most valuable first."""
-    shares = 6
+    shares = 8
     agreement = [
-        _script("gpu_agreement.py", "--pairs", "4", "--share", f"{share}/{shares}")
+        _script("gpu_agreement.py", "--pairs", "2", "--share", f"{share}/{shares}")
         for share in range(1, shares + 1)
     ]
-    tests = ("-m", "pytest", "-q", "-n", "8", "-p", "no:cacheprovider", "tests/kernels")
+    # Beside each other they would take all processors each.
+    few = ("OMP_NUM_THREADS", "2")
+    tests = ("-m", "pytest", "-q", "-n", "8", "-p", "no:cacheprovider", "-p", "no:benchmark")
     return [
         Box("machine", 30, (("nvidia-smi",),)),
         Box(
@@ -67,12 +69,13 @@ def boxes() -> list[Box]:
             200,
             tuple(agreement),
             (_script("gpu_agreement.py", "--device", "cpu", "--pairs", "1", "--only", "text, ti"),),
+            variables=(few,),
         ),
         Box(
             "kernel-tests",
             120,
-            ((PYTHON, *tests, "-k", "triton and not aot"),),
-            variables=(("TRITON_INTERPRET", "0"),),
+            ((PYTHON, *tests, "tests/kernels", "-k", "triton and not aot"),),
+            variables=(("TRITON_INTERPRET", "0"), few),
         ),
         Box("engine", 200, (_script("engine_gpu.py", "--no-agreement", "--rounds", "3"),)),
         Box("kernels", 100, (_script("kernels_gpu.py"),)),
@@ -82,7 +85,10 @@ def boxes() -> list[Box]:
 def run(box: Box, commands: Sequence[Sequence[str]], folder: Path) -> str:
     """Run a box and return a line on how it went; its output goes into its log."""
     begin = time.monotonic()
-    variables = {**os.environ, "PYTHONUNBUFFERED": "1", **dict(box.variables)}
+    # A source tree needs no installation to be measured.
+    path = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
+    own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **dict(box.variables)}
+    variables = os.environ | own
     with (folder / f"{box.name}.log").open("w") as log:
         running = []
         for command in commands:

@@ -6,8 +6,8 @@ Per kernel: the largest error relative to the reference's scale, the median time
 the device's limit that it reaches (bytes moved or FLOPs, whichever takes longer at peak, counted
 from the operands). flash-linear-attention and SDPA are timed beside them where installed.
 `--engine` also runs `engine_gpu.py`: CUDA graphs, agreement with the CPU, prefill and decode.
-`--write` puts the tables into benchmarks/gpu.md with the date, device and commit. Without a GPU the
-script says so and ends.
+`--write` puts the tables into benchmarks/gpu.md, above those of before, with the date, device and
+commit. Without a GPU the script says so and ends.
 """
 
 from __future__ import annotations
@@ -130,6 +130,13 @@ def _commit() -> str:
     return found.stdout.strip()
 
 
+def _write(lines: list[str]) -> None:
+    """Put lines below the title of benchmarks/gpu.md."""
+    title, _, before = OUTPUT.read_text(encoding="utf-8").partition("\n\n")
+    text = "\n".join(lines)
+    OUTPUT.write_text(f"{title}\n\n{text}\n\n{before}", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", action="store_true", help="also measure the whole engine")
@@ -148,14 +155,13 @@ def main() -> int:
     if arguments.engine:
         import engine_gpu
 
-        engine = ["", "# The engine", "", *engine_gpu.report(None, "cuda", rounds=5)]
+        engine = ["", "### The engine", "", *engine_gpu.report(None, "cuda", rounds=5)]
     if arguments.write:
         versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "triton"))
         where = f"{bench.device.name} ({versions})"
-        title = f"{datetime.date.today()}, {where}, commit {_commit()}"
-        lines = ["# Kernels on a GPU", "", title, "", *head, *(row.text() for row in bench.rows)]
-        lines += engine
-        OUTPUT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        title = f"## {datetime.date.today()}, {where}, commit {_commit()}"
+        rows = [row.text() for row in bench.rows]
+        _write([title, "", "### Kernels", "", *head, *rows, *engine])
     return 0
 
 
