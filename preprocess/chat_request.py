@@ -16,10 +16,12 @@ _MAX_TEMPLATE_KWARGS = 64
 class ChatRequest:
     """Messages, tools and template variables of a request.
 
-    Raises InvalidRequestError if tools or variables are malformed or flags exclude each other.
+    Raises InvalidRequestError if tools or variables are malformed, flags exclude each other or the
+    template takes no such messages.
 
     Attributes:
-        messages, media: see `Conversation`.
+        messages: the conversation's, fitted to the template.
+        media: see `Conversation`.
         tools: function definitions, None for none.
         kwargs: further variables of the template.
     """
@@ -27,6 +29,7 @@ class ChatRequest:
     def __init__(
         self,
         conversation: Conversation,
+        template: ChatTemplate,
         tools: Any,
         kwargs: Any,
         *,
@@ -38,7 +41,11 @@ class ChatRequest:
                 "continue_final_message and add_generation_prompt exclude each other",
                 param="continue_final_message",
             )
-        self.messages, self.media = conversation.messages, conversation.media
+        if continue_final_message and conversation.messages[-1]["content"] is None:
+            raise _nothing_to_continue()
+        self._template = template
+        self.messages = template.traits.fit(conversation)
+        self.media = conversation.media
         self.tools = read_tools(tools)
         self.kwargs = plain_data({} if kwargs is None else kwargs, "chat_template_kwargs")
         if not isinstance(self.kwargs, dict) or len(self.kwargs) > _MAX_TEMPLATE_KWARGS:
@@ -53,17 +60,15 @@ class ChatRequest:
         """About what a template says of the tools."""
         return json.dumps(self.tools, ensure_ascii=False) if self.tools else ""
 
-    def render(self, template: ChatTemplate, typed: TypedText) -> str:
+    def render(self, typed: TypedText) -> str:
         """The prompt's text, user text hidden in `typed`'s way."""
         if not self._continues:
-            return self._render(
-                template, typed, typed.hide(self.messages), self._add_generation_prompt
-            )
+            return self._render(typed, typed.hide(self.messages), self._add_generation_prompt)
         messages = typed.hide(self.messages)
         # The blank shows whether the template trims the end of a message; then so must we.
         mark = typed.mark + " "
         _append_to_last(messages[-1], mark)
-        text = self._render(template, typed, messages, False)
+        text = self._render(typed, messages, False)
         at = text.rfind(typed.mark)
         if at < 0:
             raise InvalidRequestError(
@@ -72,21 +77,20 @@ class ChatRequest:
             )
         return text[:at] if text[at : at + 2] == mark else text[:at].rstrip()
 
-    def render_next_turn(self, template: ChatTemplate, typed: TypedText) -> str:
+    def render_next_turn(self, typed: TypedText) -> str:
         """What the text may become once there is an answer and the user asks again."""
-        turns = [{"role": "user", "content": "a"}]
-        if self.messages[-1]["role"] != "assistant":
-            turns.insert(0, {"role": "assistant", "content": "a"})
-        return self._render(template, typed, typed.hide(self.messages) + turns, True)
+        answered = self.messages[-1]["role"] == "assistant"
+        roles = ("user",) if answered else ("assistant", "user")
+        turns = [self._template.traits.fit_turn(role, "a") for role in roles]
+        return self._render(typed, typed.hide(self.messages) + turns, True)
 
     def _render(
         self,
-        template: ChatTemplate,
         typed: TypedText,
         messages: list[dict[str, Any]],
         add_generation_prompt: bool,
     ) -> str:
-        text = template.render(
+        text = self._template.render(
             messages,
             tools=typed.hide(self.tools),
             add_generation_prompt=add_generation_prompt,
@@ -106,9 +110,13 @@ def _append_to_last(message: dict[str, Any], mark: str) -> None:
     if isinstance(content, str):
         message["content"] = content + mark
         return
-    texts = [part for part in content or [] if part["type"] == "text"]
+    texts = [part for part in content if part["type"] == "text"]
     if not texts:
-        raise InvalidRequestError(
-            "the last message has no text to continue", param="continue_final_message"
-        )
+        raise _nothing_to_continue()
     texts[-1]["text"] += mark
+
+
+def _nothing_to_continue() -> InvalidRequestError:
+    return InvalidRequestError(
+        "the last message has no text to continue", param="continue_final_message"
+    )

@@ -125,10 +125,12 @@ class Conversation:
         self.messages.append({"role": _read_role(role, param), "content": content, **others})
 
     def add_answer(
-        self, text: str | None, reasoning: str | None, calls: list[dict[str, Any]]
+        self, texts: Sequence[str], reasoning: str | None, calls: list[dict[str, Any]]
     ) -> None:
         """Appends an earlier answer; the calls are as `read_tool_call` returns them."""
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        parts = [{"type": "text", "text": text} for text in texts]
+        content = parts if len(parts) > 1 else parts[0]["text"] if parts else None
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning is not None:
             message |= dict.fromkeys(_REASONING, reasoning)
         if calls:
@@ -171,7 +173,9 @@ def _read_message(
         "content": _read_content(message.get("content"), f"{param}.content", conversation),
     }
     if read["content"] is None and role != "assistant":
-        raise InvalidRequestError(f"{param}.content is missing", param=f"{param}.content")
+        if "content" not in message:
+            raise InvalidRequestError(f"{param}.content is missing", param=f"{param}.content")
+        read["content"] = ""
     for key, value in others.items():
         if value is not None:
             read[key] = plain_data(value, f"{param}.{key}")

@@ -43,6 +43,7 @@ from vlm_serve.preprocess.raw_index import RawIndex
 from vlm_serve.preprocess.rendering import Rendering, texts_of
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.template import ChatTemplate, find_chat_template
+from vlm_serve.preprocess.template_traits import TemplateTraits
 from vlm_serve.preprocess.tokenizer import Tokenizer, read_json
 from vlm_serve.preprocess.turns import Turns
 from vlm_serve.preprocess.typed_text import TypedText
@@ -131,6 +132,11 @@ class Preprocessor:
     def template_variables(self) -> frozenset[str]:
         """The names that the chat template reads: others change nothing."""
         return self._template.variables
+
+    @property
+    def template_traits(self) -> TemplateTraits:
+        """What the chat template takes."""
+        return self._template.traits
 
     @property
     def tool_form(self) -> Literal["qwen3_xml", "hermes"]:
@@ -276,14 +282,16 @@ class Preprocessor:
         media are loaded: everything that can be done without them. Arguments and errors as there.
         """
         root = self.root_key(cache_salt)
+        conversation = messages if isinstance(messages, Conversation) else read_messages(messages)
+        self._loader.check_count(conversation.media)
         request = ChatRequest(
-            messages if isinstance(messages, Conversation) else read_messages(messages),
+            conversation,
+            self._template,
             tools,
             chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        self._loader.check_count(request.media)
         defaults = MediaDefaults(media_io_kwargs, mm_processor_kwargs)
         media = defaults.apply(request.media)
         self._loader.check_options([*defaults.apply(ONE_OF_EACH), *media])
@@ -295,7 +303,7 @@ class Preprocessor:
             tuple(self.tokenizer.special_tokens),
             self.tokenizer.special_pattern,
         )
-        text = request.render(self._template, typed)
+        text = request.render(typed)
         pieces = tuple(split_pieces(text, self.tokenizer.special_pattern))
         self.tokenizer.check_length(piece.text for piece in pieces if not piece.is_special)
         return Rendering(root, cache_salt, request, media, typed, text, pieces)
@@ -351,7 +359,7 @@ class Preprocessor:
 
     def _stable_end(self, rendering: Rendering, expansion: Expansion) -> int:
         try:
-            text = rendering.request.render_next_turn(self._template, rendering.typed)
+            text = rendering.request.render_next_turn(rendering.typed)
         except InvalidRequestError:  # a template may not take such a turn: then nothing is known
             return 0
         other = tuple(split_pieces(text, self.tokenizer.special_pattern))

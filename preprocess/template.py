@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -23,6 +24,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from vlm_serve.errors import CheckpointError, InvalidRequestError
+from vlm_serve.preprocess.template_traits import TemplateTraits, find_traits
 from vlm_serve.preprocess.tokenizer import read_json
 
 MAX_OUTPUT_CHARACTERS = 1 << 24
@@ -176,10 +178,15 @@ class ChatTemplate:
         self.source = source
         try:
             self._template = self._environment.from_string(source)
-            tree = self._environment.parse(source)
+            self._tree = self._environment.parse(source)
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from None
-        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(self._tree))
+
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        """What it can take, found out with probes when it is first asked for."""
+        return find_traits(self.render, self._tree) if self.source else TemplateTraits()
 
     @property
     def tool_form(self) -> Literal["qwen3_xml", "hermes"]:

@@ -74,8 +74,8 @@ def _read_answer(blocks: list[dict[str, Any]], where: str, conversation: Convers
             calls.append(call | {"function": read_tool_call(function, place)})
         else:
             raise unsupported(f"{place}.type", kind)
-    text, thinking = "".join(texts["text"]), "".join(texts["thinking"])
-    conversation.add_answer(text or None, thinking or None, calls)
+    said = texts["text"] if any(texts["text"]) else ()
+    conversation.add_answer(said, "".join(texts["thinking"]) or None, calls)
 
 
 def _content(content: Any, where: str, conversation: Conversation) -> Content:
@@ -127,7 +127,10 @@ def _document(
         raise unsupported(f"{place}.type", source.get("type"))
     named = {name: block[name] for name in ("title", "context") if block.get(name) is not None}
     head = "".join(f"<{name}>{text_of(named, name, where)}</{name}>\n" for name in named)
-    return [_text(f"<document>\n{head}"), *inside, _text("\n</document>\n")]
+    parts = [_text(f"<document>\n{head}"), *inside, _text("\n</document>\n")]
+    if any(part["type"] != "text" for part in inside):
+        return parts
+    return [_text("".join(part["text"] for part in parts))]
 
 
 def _image(block: Mapping[str, Any], where: str, conversation: Conversation) -> dict[str, Any]:

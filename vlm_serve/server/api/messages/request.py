@@ -36,7 +36,7 @@ _NAMES = {"stop": "stop_sequences"}
 
 class MessageParam(RequestModel):
     role: Literal["user", "assistant", "system"]
-    content: str | Items[Table[Any]]
+    content: str | Items[Table[Any]] | None
 
 
 class MessagesTool(RequestModel):
@@ -74,7 +74,7 @@ class MessagesPrompt(AnswerRequest):
 
     def _asked(self, **limits: Any) -> Asked:
         continues = bool(self.messages) and self.messages[-1].role == "assistant"
-        said = [Said(message.role, message.content) for message in self.messages]
+        said = [Said(message.role, message.content or "") for message in self.messages]
         given = ChatInput(
             read=lambda: read_blocks(self.system, said),
             tools=[_function(tool) for tool in self.tools or []],

@@ -53,14 +53,14 @@ class _Answer:
     def __init__(self, conversation: Conversation, answered: set[Any]) -> None:
         self.conversation = conversation
         self.answered = answered
-        self.text: str | None = None
+        self.texts: list[str] | None = None
         self.reasoning: str | None = None
         self.calls: list[dict[str, Any]] = []
 
     def end(self) -> None:
-        if self.text is not None or self.reasoning is not None or self.calls:
-            self.conversation.add_answer(self.text, self.reasoning, self.calls)
-        self.text, self.reasoning, self.calls = None, None, []
+        if self.texts is not None or self.reasoning is not None or self.calls:
+            self.conversation.add_answer(self.texts or (), self.reasoning, self.calls)
+        self.texts, self.reasoning, self.calls = None, None, []
 
 
 def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
@@ -77,22 +77,27 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
         answer.calls.append(call | {"function": read_tool_call(function, where)})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
-        answer.reasoning = _joined(parts, f"{where}.content")
+        answer.reasoning = "".join(_texts(parts, f"{where}.content"))
     elif kind == "function_call_output":
         answer.end()
-        content = _content(item.get("output"), f"{where}.output", conversation)
+        content = _content(_given(item, "output"), f"{where}.output", conversation)
         call_id = text_of(item, "call_id", where)
         conversation.add_turn("tool", content, where, tool_call_id=call_id)
     elif kind != "message":
         raise unsupported(f"{where}.type", kind)
     elif item.get("role") == "assistant":
-        if answer.text is not None:
+        if answer.texts is not None:
             answer.end()
-        answer.text = _joined(item.get("content"), f"{where}.content")
+        answer.texts = _texts(_given(item, "content"), f"{where}.content")
     else:
         answer.end()
-        content = _content(item.get("content"), f"{where}.content", conversation)
+        content = _content(_given(item, "content"), f"{where}.content", conversation)
         conversation.add_turn(item.get("role"), content, where)
+
+
+def _given(item: Mapping[str, Any], name: str) -> Any:
+    """A field in which null is empty text, as clients write an answer that only calls tools."""
+    return "" if name in item and item[name] is None else item.get(name)
 
 
 def _is_output(item: Mapping[str, Any]) -> bool:
@@ -126,10 +131,10 @@ def _part(part: Any, where: str, conversation: Conversation) -> dict[str, Any]:
     return conversation.part(part, where)
 
 
-def _joined(content: Any, where: str) -> str:
-    """The text of parts that may be nothing else."""
+def _texts(content: Any, where: str) -> list[str]:
+    """The texts of parts that may be nothing else."""
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} must be text or a list of parts", param=where)
     texts = []
@@ -138,4 +143,4 @@ def _joined(content: Any, where: str) -> str:
             raise InvalidRequestError(f"{where}[{index}] must be an object", param=where)
         name = "refusal" if part.get("type") == "refusal" else "text"
         texts.append(text_of(part, name, f"{where}[{index}]"))
-    return "".join(texts)
+    return texts

@@ -1,0 +1,200 @@
+"""Finds out once what a chat template can take as a message's content, and fits messages to it.
+
+Templates differ: some want text, some want a list of parts, some differ by role. One that gets what
+it does not expect prints nothing, prints Python's notation or fails, so each is asked with probes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jinja2.nodes
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.messages import Conversation, MediaPart
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+Message = dict[str, Any]
+NoContent = Literal["absent", "text", "none"]
+
+# Words that no template has.
+_FIRST, _SECOND, _WHOLE, _NAME = "probefirst", "probesecond", "probewhole", "probename"
+# Nine letters and digits: some templates take no other ids.
+_CALL: Message = {
+    "id": "probe0001",
+    "type": "function",
+    "function": {"name": _NAME, "arguments": {}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ContentForms:
+    """Forms of a message's content that a template shows whole.
+
+    Attributes:
+        text: a string.
+        parts: a list of parts, however many. If neither is true, it shows the first part alone.
+    """
+
+    text: bool = True
+    parts: bool = True
+
+    def fit(self, content: Any) -> Any:
+        """The content, text or parts, in a form that the template shows. Media stay parts.
+
+        A single text part becomes a string where both forms do: the prompt is then the same.
+        """
+        if isinstance(content, str):
+            return content if self.text else [_text(content)]
+        if any(part["type"] != "text" for part in content) or (self.parts and len(content) > 1):
+            return content
+        joined = "\n".join(part["text"] for part in content)
+        return joined if self.text else [_text(joined)]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """Describes what a template takes.
+
+    Attributes:
+        content: the forms of content by role.
+        no_content: how an answer without content is written, such as one that only calls tools:
+            without the key, with empty text, or with None.
+    """
+
+    content: Mapping[str, ContentForms] = field(default_factory=dict)
+    no_content: NoContent = "text"
+
+    def fit(self, conversation: Conversation) -> list[Message]:
+        """The conversation's messages as the template takes them.
+
+        Raises InvalidRequestError that names a medium in a message that takes only text.
+        """
+        media = iter(conversation.media)
+        return [self._fit(message, media) for message in conversation.messages]
+
+    def fit_turn(self, role: str, text: str) -> Message:
+        """A message of text as the template takes it."""
+        return {"role": role, "content": self._forms(role).fit(text)}
+
+    def _forms(self, role: str) -> ContentForms:
+        return self.content.get(role, ContentForms())
+
+    def _fit(self, message: Message, media: Iterator[MediaPart]) -> Message:
+        role, content = message["role"], message["content"]
+        if content is None:
+            return _without_content(message, self.no_content, self._forms(role))
+        forms = self._forms(role)
+        if isinstance(content, list):
+            found = [next(media) for part in content if part["type"] != "text"]
+            if found and forms.text and not forms.parts:
+                raise InvalidRequestError(
+                    f"{found[0].param}: the chat template takes only text from the role {role}",
+                    param=found[0].param,
+                )
+        return message | {"content": forms.fit(content)}
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _without_content(message: Message, how: NoContent, forms: ContentForms) -> Message:
+    rest = {key: value for key, value in message.items() if key != "content"}
+    return rest if how == "absent" else rest | {"content": forms.fit("") if how == "text" else None}
+
+
+def find_traits(render: Render, tree: jinja2.nodes.Template) -> TemplateTraits:
+    """What a template takes.
+
+    Args:
+        render: renders messages; raises InvalidRequestError where the template refuses them.
+        tree: its syntax tree, which decides for roles whose probes the template refuses.
+    """
+    loops = _loops_over_content(tree)
+    user = _find_forms(render, loops, "user", [], [])
+    question = {"role": "user", "content": user.fit("probe")}
+    answer = _find_forms(render, loops, "assistant", [question], [question])
+    no_content = _find_no_content(render, question, answer)
+    calling = _without_content({"role": "assistant", "tool_calls": [_CALL]}, no_content, answer)
+    return TemplateTraits(
+        content={
+            "system": _find_forms(render, loops, "system", [], [question]),
+            "user": user,
+            "assistant": answer,
+            "tool": _find_forms(render, loops, "tool", [question, calling], []),
+        },
+        no_content=no_content,
+    )
+
+
+def _find_forms(
+    render: Render, loops: bool, role: str, before: list[Message], after: list[Message]
+) -> ContentForms:
+    """The forms that a role's message may have between others."""
+
+    def rendered(content: Any) -> str:
+        message = {"role": role, "tool_call_id": _CALL["id"], "content": content}
+        return _rendered(render, [*before, message, *after])
+
+    # A key that no template reads is seen only where a part is printed as it is.
+    first, second = (_text(word) | {"probe": _WHOLE} for word in (_FIRST, _SECOND))
+    text, one, two = rendered(_FIRST), rendered([first]), rendered([first, second])
+    shows_parts = 0 <= two.find(_FIRST) < two.find(_SECOND) and _WHOLE not in two
+    if _FIRST in text or shows_parts or (_FIRST in one and _WHOLE not in one):
+        return ContentForms(_FIRST in text, shows_parts)
+    # Nothing of it is shown, or the template refuses all three.
+    return ContentForms(parts=loops or bool(text or two))
+
+
+def _find_no_content(render: Render, question: Message, forms: ContentForms) -> NoContent:
+    """The way to write an answer without content so that its calls are shown."""
+    ways: tuple[NoContent, ...] = ("absent", "text", "none")
+    for way in ways:
+        answer = _without_content({"role": "assistant"}, way, forms)
+        called = _rendered(render, [question, answer | {"tool_calls": [_CALL]}])
+        plain = _rendered(render, [question, answer, question])
+        if _NAME in called and plain and "None" not in plain + called:
+            return way
+    return "text"
+
+
+def _rendered(render: Render, messages: list[Message]) -> str:
+    """The text, "" if the template refuses the messages."""
+    try:
+        return render(messages)
+    except InvalidRequestError:
+        return ""
+
+
+def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
+    """True if a loop runs over a message's content, whatever variables it is handed on in."""
+    names: set[str] = set()
+
+    def is_content(node: jinja2.nodes.Node | None) -> bool:
+        if isinstance(node, jinja2.nodes.Filter | jinja2.nodes.Test):
+            return is_content(node.node)
+        if isinstance(node, jinja2.nodes.Getitem):
+            key = node.arg
+            return isinstance(key, jinja2.nodes.Const) and key.value == "content"
+        if isinstance(node, jinja2.nodes.Getattr):
+            return node.attr == "content"
+        return isinstance(node, jinja2.nodes.Name) and node.name in names
+
+    known = -1
+    while known < len(names):
+        known = len(names)
+        for given in tree.find_all(jinja2.nodes.Assign):
+            if is_content(given.node) and isinstance(given.target, jinja2.nodes.Name):
+                names.add(given.target.name)
+        called = {
+            call.node.name
+            for call in tree.find_all(jinja2.nodes.Call)
+            if isinstance(call.node, jinja2.nodes.Name) and any(map(is_content, call.args))
+        }
+        for macro in tree.find_all(jinja2.nodes.Macro):
+            if macro.name in called:
+                names |= {argument.name for argument in macro.args}
+    return any(is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
