@@ -18,7 +18,8 @@ def find_vision_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> Visio
     family = tokenizer.family
 
     def find(name: str, token: str) -> int:
-        token_id = config.get(name, tokenizer.token_to_id(token))
+        given = config.get(name)
+        token_id = tokenizer.token_to_id(token) if given is None else given
         if not isinstance(token_id, int) or not tokenizer.is_special(token_id):
             raise CheckpointError(f"{name} of the checkpoint is no special token")
         return token_id

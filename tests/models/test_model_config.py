@@ -72,38 +72,6 @@ def test_defaults_and_renames_of_transformers() -> None:
     assert spec.dtype is torch.bfloat16
 
 
-REQUIRED = (
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-    "full_attention_interval",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "rope_parameters",
-    "hidden_act",
-    "attn_output_gate",
-)
-REQUIRED_OF_ROPE = ("rope_theta", "partial_rotary_factor", "mrope_section")
-
-
-@pytest.mark.parametrize("name", (*REQUIRED, *REQUIRED_OF_ROPE))
-def test_what_decides_shapes_or_arithmetic_is_never_a_default(name: str) -> None:
-    config = dense()
-    text = config["text_config"]
-    (text["rope_parameters"] if name in REQUIRED_OF_ROPE else text).pop(name)
-    with pytest.raises(CheckpointError, match=f"lacks {name}"):
-        spec_of(config)
-
-
 def test_without_state_layers_their_sizes_are_not_asked_for() -> None:
     config = dense(layer_types=["full_attention"] * 4)
     for name in [name for name in config["text_config"] if name.startswith("linear_")]:
@@ -155,6 +123,8 @@ def test_defaults_of_sampling_come_with_the_checkpoint(tmp_path: Path) -> None:
         (dense(hidden_size=0), "hidden_size in config.json must be a positive integer, not 0"),
         (dense(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
         (dense(attn_output_gate=False), "attn_output_gate"),
+        (dense(output_gate_type="sigmoid"), "output_gate_type 'sigmoid' is not supported"),
+        (dense(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=True), "mtp_use_dedicated"),
         (dense(linear_num_value_heads=3), "linear_num_value_heads 3"),
         (dense(num_key_value_heads=3), "num_attention_heads 4"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +190,21 @@ def test_a_tiny_image_is_fine(preprocessor: Preprocessor, checkpoint: Path) -> N
     messages = [say(picture(Image.new("RGB", (1, 1), (9, 9, 9))))]
     prompt = preprocessor.prepare(messages)
     assert_equal(prompt, media_reference.inputs(checkpoint, messages), checkpoint)
+
+
+def test_token_ids_that_config_json_leaves_out_are_the_familys(
+    preprocessor: Preprocessor, checkpoint: Path, tmp_path: Path, cat: Image.Image
+) -> None:
+    """transformers writes null where its class has no default."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    expected = preprocessor.prepare([say(picture(cat), clip(frames(8)))]).token_ids
+    nulls: tuple[dict[str, None], ...] = (dict.fromkeys(names), {})
+    for index, given in enumerate(nulls):
+        path = tmp_path / str(index)
+        shutil.copytree(checkpoint, path)
+        kept = {name: value for name, value in config.items() if name not in names}
+        (path / "config.json").write_text(json.dumps(kept | given))
+        made = build(path)
+        assert made.prepare([say(picture(cat), clip(frames(8)))]).token_ids == expected
+        made.close()

@@ -1,5 +1,5 @@
-"""Reading config.json: sizes as the file itself gives them, everything else as transformers'
-configuration class of the model has it, with its defaults and renames."""
+"""Reading config.json: fields as the file gives them, else as the family's table of defaults of
+transformers' classes has them, or as the class itself works them out."""
 
 from __future__ import annotations
 
@@ -22,28 +22,46 @@ _DTYPES = {
     "float16": torch.float16,
 }
 
+Defaults = Mapping[str, Mapping[str, Any]]
+
 
 class Config:
     """A config.json or a section of it.
 
-    What decides shapes or arithmetic is asked for by `size`, `number` and `given`, which the file
-    must answer: a default of transformers would fill it in without a word.
+    What decides shapes or arithmetic is asked for by `size`, `number` and `given`. transformers
+    saves files that leave such fields to its classes, so a default that the family's table names is
+    taken and noted; loading compares what it implies with the tensors (`model_check.py`).
 
     Args:
         raw: the content.
         kind: transformers' configuration class.
         classes: all of them, by model type.
+        defaults: of the classes of a family, by the class's name, then by field. A function works a
+            value out of the section that lacks it.
+        place: what the section's fields begin with in `defaulted`.
+        defaulted: the fields that the file left to a class, with the class's name; sections share
+            it.
 
     Raises:
         CheckpointError: from every method; names the field.
     """
 
     def __init__(
-        self, raw: Mapping[str, Any], kind: Any, classes: Mapping[str, Any] | None = None
+        self,
+        raw: Mapping[str, Any],
+        kind: Any,
+        classes: Mapping[str, Any] | None = None,
+        defaults: Defaults | None = None,
+        *,
+        place: str = "",
+        defaulted: dict[str, str] | None = None,
     ) -> None:
         self.raw = raw
+        self.defaulted = {} if defaulted is None else defaulted
         self._kind = kind
         self._classes = {} if classes is None else classes
+        self._defaults = {} if defaults is None else defaults
+        self._place = place
 
     @cached_property
     def _parsed(self) -> Any:
@@ -53,16 +71,25 @@ class Config:
             raise CheckpointError(f"config.json: {' '.join(str(error).split())}") from error
 
     def given(self, name: str) -> Any:
-        """A field that the file must have, under this name or another one that means the same."""
+        """A field of the file, under this name or another one that means the same, or its default.
+
+        Raises CheckpointError if neither the file nor the family's table has it.
+        """
         pairs = self._kind.attribute_map.items()
         aliases = [other for pair in pairs if name in pair for other in pair]
         for each in (name, *aliases):
             if self.raw.get(each) is not None:
                 return self.raw[each]
-        raise CheckpointError(f"config.json lacks {name}")
+        source = self._kind.__name__
+        if name not in (known := self._defaults.get(source, {})):
+            raise CheckpointError(f"config.json lacks {name}")
+        self.defaulted[self._place + name] = source
+        if name in self.raw:  # null, which a class may read in a way of its own
+            return self.value(name)
+        return known[name](self) if callable(known[name]) else known[name]
 
     def size(self, name: str) -> int:
-        """A positive whole number that the file must have."""
+        """A positive whole number; see `given`."""
         value = self.given(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(
@@ -71,14 +98,14 @@ class Config:
         return value
 
     def number(self, name: str) -> float:
-        """A number that the file must have."""
+        """A number; see `given`."""
         value = self.given(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"{name} in config.json must be a number, not {value!r}")
         return float(value)
 
     def positive(self, name: str) -> float:
-        """A finite number above 0 that the file must have."""
+        """A finite number above 0; see `given`."""
         value = self.number(name)
         if not (math.isfinite(value) and value > 0):
             raise CheckpointError(f"{name} in config.json must be positive, not {value!r}")
@@ -95,7 +122,7 @@ class Config:
             ) from error
 
     def expect(self, name: str, expected: object) -> None:
-        """Refuses a model in which a field, which the file must have, has another value."""
+        """Refuses a model in which a field, see `given`, has another value."""
         value = self.given(name)
         if value != expected:
             raise CheckpointError(f"{name} {value!r} is not supported, only {expected!r}")
@@ -113,14 +140,20 @@ class Config:
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{name} in config.json must be an object")
         named = self._classes[kind] if kind else self._kind.sub_configs.get(name, self._kind)
-        return Config(value, named, self._classes)
+        place = f"{self._place}{name}."
+        return self._like(value, named, place)
+
+    def _like(self, raw: Mapping[str, Any], kind: Any, place: str) -> Config:
+        return Config(
+            raw, kind, self._classes, self._defaults, place=place, defaulted=self.defaulted
+        )
 
     def inlined(self, *names: str) -> Config:
-        """The same, with the fields of the first of these objects that the file has."""
-        given = next((self.raw[name] for name in names if self.raw.get(name)), None)
+        """The same, with the fields of the first of these objects that the file has, if any."""
+        given: Any = next((self.raw[name] for name in names if self.raw.get(name)), {})
         if not isinstance(given, Mapping):
-            raise CheckpointError(f"config.json lacks {names[0]}")
-        return Config({**self.raw, **given}, self._kind, self._classes)
+            raise CheckpointError(f"{names[0]} in config.json must be an object")
+        return self._like({**self.raw, **given}, self._kind, self._place)
 
     def dtype(self, *sections: Config) -> torch.dtype:
         """Of the weights, which sections may name as well; bfloat16 if nobody does."""

@@ -22,6 +22,7 @@ from vlm_serve.models.compiled_step import CompiledStep
 from vlm_serve.models.decoder import Decoder
 from vlm_serve.models.files import resolve_checkpoint
 from vlm_serve.models.fingerprint import fingerprint
+from vlm_serve.models.model_check import check_defaults
 from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.parts.base import Step
 from vlm_serve.models.program import Program
@@ -297,6 +298,7 @@ def load_model(
         bits=bits,
         dynamic=dynamic,
     )
+    check_defaults(spec, weights)
     model = Model(spec, weights, fingerprint(directory), drafts=drafts)
     release_freed_memory(regrow=True)  # what pieces of weights needed on their way
     return model

@@ -20,7 +20,7 @@ class Served:
     """What a model type gets.
 
     Attributes:
-        module: its `spec(Config) -> ModelSpec` knows the type.
+        module: its `spec(Config) -> ModelSpec` knows the type; it may have a table of `DEFAULTS`.
         media: what prompts may hold beside text.
         state: whether layers keep a state, so that hits need snapshots.
         experts: whether layers have routed experts.
@@ -92,11 +92,12 @@ def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
         named = CONFIG_MAPPING[kind]
     except KeyError:
         named = PretrainedConfig
-    config = Config(raw, named, CONFIG_MAPPING)
-    spec: ModelSpec = importlib.import_module(FAMILIES[kind].module).spec(config)
+    module = importlib.import_module(FAMILIES[kind].module)
+    config = Config(raw, named, CONFIG_MAPPING, getattr(module, "DEFAULTS", {}))
+    spec: ModelSpec = module.spec(config)
     if spec.vision is not None and spec.vision.out_hidden_size != spec.hidden_size:
         raise CheckpointError(
             f"out_hidden_size {spec.vision.out_hidden_size} of the vision tower is not the model's "
             f"hidden_size {spec.hidden_size}"
         )
-    return replace(spec, quantization=scheme)
+    return replace(spec, quantization=scheme, defaulted=config.defaulted)

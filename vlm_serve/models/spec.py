@@ -51,10 +51,15 @@ class Tower(Protocol):
 
 class Vision(Protocol):
     """A vision tower as data. `deepstack` names its layers that add features behind the decoder's
-    first layers, none in most; `anchor` is the name of one of its tensors."""
+    first layers, none in most; `anchor` is the name of one of its tensors, `layers` the beginning
+    of those of its `depth` layers."""
 
     @property
     def anchor(self) -> str: ...
+    @property
+    def layers(self) -> str: ...
+    @property
+    def depth(self) -> int: ...
     @property
     def out_hidden_size(self) -> int: ...
     @property
@@ -86,6 +91,7 @@ class ModelSpec:
         mtp: the layer that drafts the token after next (`mtp.py`); None: there is none.
         generation: the content of generation_config.json: defaults of sampling.
         quantization: how its weights are quantised; None if none are.
+        defaulted: the fields that config.json left to a class of transformers, with its name.
     """
 
     hidden_size: int
@@ -103,6 +109,7 @@ class ModelSpec:
     mtp: LayerSpec | None = None
     generation: Mapping[str, Any] = field(default_factory=dict, compare=False)
     quantization: QuantScheme | None = None
+    defaulted: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @cached_property
     def routing(self) -> Routing | None:

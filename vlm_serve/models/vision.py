@@ -55,6 +55,11 @@ class VisionSpec:
         return "patch_embed.proj.weight"
 
     @property
+    def layers(self) -> str:
+        """What the names of its layers' tensors begin with."""
+        return "blocks."
+
+    @property
     def patch_dim(self) -> int:
         """Numbers in one flattened patch."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2

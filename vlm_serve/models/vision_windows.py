@@ -49,6 +49,11 @@ class WindowVisionSpec:
         return "vision_tower.post_layernorm.weight"
 
     @property
+    def layers(self) -> str:
+        """What the names of its layers' tensors begin with."""
+        return "vision_tower.encoder.layers."
+
+    @property
     def deepstack(self) -> tuple[int, ...]:
         """No layer adds features."""
         return ()

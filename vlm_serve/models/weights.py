@@ -24,6 +24,7 @@ from vlm_serve.models.files import weight_files
 from vlm_serve.models.quantization.base import Format, Names, pieces
 from vlm_serve.models.quantization.loading import loading_format
 from vlm_serve.models.quantization.scheme import QuantScheme
+from vlm_serve.models.shape_fields import mismatch
 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 _VISION_PREFIXES = ("model.visual.", "visual.", "model.", "")
@@ -113,6 +114,11 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def count(self, start: str) -> int:
+        """How many numbers stand behind such a beginning of names, as layers have them."""
+        names = (name for name in self._files if name.startswith(start))
+        return len({name[len(start) :].partition(".")[0] for name in names})
+
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """As the checkpoint has it; None if it has no such tensor."""
         file = self._files.get(name)
@@ -166,9 +172,7 @@ class Weights:
         """A tensor as it lies in its file, read-only memory that is paged in when touched."""
         tensor = self.stored(name)
         if tuple(tensor.shape) != tuple(shape):
-            raise CheckpointError(
-                f"{name} has shape {list(tensor.shape)}, the config implies {list(shape)}"
-            )
+            raise CheckpointError(mismatch(name, tensor.shape, shape))
         if tensor.dtype not in _FLOATS:
             raise CheckpointError(f"{name} is {tensor.dtype}, which is not supported")
         if name not in self._checked:

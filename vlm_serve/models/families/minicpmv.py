@@ -4,9 +4,10 @@ They differ in where media lie: 4.6 counts tokens, 4.7 lays slices out on a canv
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.config import Config
+from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import qwen3_5, shared
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.models.vision_windows import WindowVisionSpec
@@ -14,12 +15,27 @@ from vlm_serve.preprocess.family import family_of
 
 _MERGES = {"16x": 4, "4x": 2}
 
+_VISION: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 16,
+}
+DEFAULTS: Defaults = {
+    **qwen3_5.DEFAULTS,
+    "MiniCPMV4_6VisionConfig": _VISION,
+    "MiniCPMV4_7VisionConfig": _VISION,
+}
+"""What a file may leave to transformers' classes."""
+
 
 def spec(config: Config) -> ModelSpec:
     """The model of a config.json."""
     text = config.section("text_config", "qwen3_5_text")
     text.expect("model_type", "qwen3_5_text")
-    text.allow("attn_output_gate", True)
     family = family_of(config.raw["model_type"])
     rope = shared.rope(text, partial=True, sections=family.positions == "canvas")
     model = qwen3_5.language_model(config, text, None, rope)
@@ -43,7 +59,7 @@ def _vision(outer: Config, text: Config) -> WindowVisionSpec:
         hidden_size=config.size("hidden_size"),
         intermediate_size=config.size("intermediate_size"),
         heads=config.size("num_attention_heads"),
-        in_channels=int(config.value("num_channels")),
+        in_channels=config.size("num_channels"),
         patch_size=config.size("patch_size"),
         side=config.size("image_size") // config.size("patch_size"),
         merged_layer=int(outer.value("insert_layer_id")),

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from vlm_serve.models.config import Config
+from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import shared
 from vlm_serve.models.parts.base import FeedForward, Mixer, Norm
 from vlm_serve.models.spec import LayerSpec, ModelSpec, Rope, Vision
@@ -17,6 +18,47 @@ _MIXERS: dict[str, Callable[[Config], Mixer]] = {
     "full_attention": partial(shared.attention, gated=True),
 }
 
+_TEXT: dict[str, Any] = {
+    "vocab_size": 248320,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    # Of the models' Qwen3_5TextRotaryEmbedding and Qwen3_5MoeTextRotaryEmbedding.
+    "mrope_section": [11, 11, 10],
+}
+DEFAULTS: Defaults = {
+    "Qwen3_5TextConfig": _TEXT
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+    },
+    "Qwen3_5MoeTextConfig": _TEXT
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+    },
+    "Qwen3_5VisionConfig": shared.VISION_DEFAULTS,
+    "Qwen3_5MoeVisionConfig": shared.VISION_DEFAULTS,
+}
+"""What a file may leave to transformers' classes."""
+
 
 def spec(config: Config) -> ModelSpec:
     """The model of a config.json."""
@@ -25,13 +67,16 @@ def spec(config: Config) -> ModelSpec:
         text = shared.text_section(config)
     seeing = bool(config.raw.get("vision_config"))
     vision = shared.vision(config, deepstack=False) if seeing else None
-    text.expect("attn_output_gate", True)
     return language_model(config, text, vision, shared.rope(text, partial=True, sections=True))
 
 
 def language_model(config: Config, text: Config, vision: Vision | None, rope: Rope) -> ModelSpec:
     """The model whose language part is described by a section `text` of a config.json."""
     text.expect("hidden_act", "silu")
+    # transformers' classes have neither field: their attention is always gated, and so is what they
+    # save. The rows of q_proj show it when it is loaded.
+    text.allow("attn_output_gate", True)
+    text.allow("output_gate_type", "swish", "silu")
     kinds = shared.layer_types(text, _MIXERS)
     mixers = {each: _MIXERS[each](text) for each in set(kinds)}
     feed_forward: FeedForward = (
@@ -56,4 +101,5 @@ def _predictor(text: Config, feed_forward: FeedForward) -> LayerSpec | None:
     """The multi-token-prediction layer: always attention. Published models have one or none."""
     if text.raw.get("mtp_num_hidden_layers") != 1:
         return None
+    text.allow("mtp_use_dedicated_embeddings", False)
     return LayerSpec(shared.attention(text, gated=True), feed_forward)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from vlm_serve.models.config import Config
+from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import shared
 from vlm_serve.models.parts.base import Mixer, Norm
 from vlm_serve.models.spec import LayerSpec, ModelSpec
@@ -17,11 +17,42 @@ _MIXERS: dict[str, Callable[[Config], Mixer]] = {
     "full_attention": partial(shared.attention, gated=True),
 }
 
+DEFAULTS: Defaults = {
+    "Qwen3NextConfig": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": (),
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+    }
+}
+"""What a file may leave to transformers' class."""
+
 
 def spec(config: Config) -> ModelSpec:
     """The model of a config.json."""
     config.expect("hidden_act", "silu")
     config.allow("attn_output_gate", True)
+    config.allow("output_gate_type", "swish", "silu")
     kinds = shared.layer_types(config, _MIXERS)
     mixers = {each: _MIXERS[each](config) for each in set(kinds)}
     feed_forwards = shared.sparse_layers(config, shared.experts(config, shared=True))

@@ -3,12 +3,60 @@ add features behind the decoder's first ones."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.config import Config
+from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import shared
 from vlm_serve.models.parts.base import FeedForward, Norm
 from vlm_serve.models.spec import LayerSpec, ModelSpec
 from vlm_serve.preprocess.family import QWEN2
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_act": "silu",
+    "max_position_embeddings": 128000,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000.0,
+    # Of the models' Qwen3VLTextRotaryEmbedding and Qwen3VLMoeTextRotaryEmbedding.
+    "mrope_section": [24, 20, 20],
+}
+_VISION = shared.VISION_DEFAULTS | {"deepstack_visual_indexes": (8, 16, 24)}
+
+
+def _head_dim(text: Config) -> int:
+    """As Qwen3VLMoeTextConfig works it out."""
+    return text.size("hidden_size") // text.size("num_attention_heads")
+
+
+DEFAULTS: Defaults = {
+    "Qwen3VLTextConfig": _TEXT
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+    },
+    "Qwen3VLMoeTextConfig": _TEXT
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": _head_dim,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": (),
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+    },
+    "Qwen3VLVisionConfig": _VISION,
+    "Qwen3VLMoeVisionConfig": _VISION,
+}
+"""What a file may leave to transformers' classes."""
 
 
 def spec(config: Config) -> ModelSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config
@@ -13,6 +14,21 @@ from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
 from vlm_serve.models.spec import Rope
 from vlm_serve.models.vision import VisionSpec
+
+VISION_DEFAULTS: dict[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+}
+"""What Qwen3_5VisionConfig, Qwen3VLVisionConfig and their MoE twins agree on."""
 
 
 def text_section(config: Config) -> Config:
@@ -33,9 +49,11 @@ def tied_embeddings(config: Config, text: Config) -> bool:
 def layer_types(text: Config, known: Collection[str]) -> list[str]:
     """The kind of every layer's token mixer."""
     count = text.size("num_hidden_layers")
-    if not text.raw.get("layer_types"):
-        text.size("full_attention_interval")
-    given = list(text.raw.get("layer_types") or text.value("layer_types"))
+    given = list(text.raw.get("layer_types") or ())
+    if not given:
+        interval = text.size("full_attention_interval")
+        full = [(index + 1) % interval == 0 for index in range(count)]
+        given = ["full_attention" if each else "linear_attention" for each in full]
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise CheckpointError(
@@ -100,8 +118,7 @@ def experts(text: Config, *, shared: bool, transposed: bool = False) -> Experts:
 
 def sparse_layers(text: Config, sparse: Experts) -> list[FeedForward]:
     """Experts in every layer but those that the file wants dense."""
-    text.given("mlp_only_layers")
-    step, dense = text.size("decoder_sparse_step"), text.value("mlp_only_layers")
+    step, dense = text.size("decoder_sparse_step"), text.given("mlp_only_layers")
     count = text.size("num_hidden_layers")
     routed = [index not in dense and (index + 1) % step == 0 for index in range(count)]
     return [sparse if chosen else mlp(text) for chosen in routed]
@@ -109,8 +126,7 @@ def sparse_layers(text: Config, sparse: Experts) -> list[FeedForward]:
 
 def rope(text: Config, *, partial: bool, sections: bool) -> Rope:
     """Rotation of a part of each head or of all of it, by positions on three axes or on one."""
-    scaled = text.raw.get("rope_parameters") or text.raw.get("rope_scaling")
-    fields = text.inlined("rope_parameters", "rope_scaling") if scaled or sections else text
+    fields = text.inlined("rope_parameters", "rope_scaling")
     kind = fields.raw.get("rope_type", fields.raw.get("type"))
     if kind not in ("default", None):
         raise CheckpointError(f"rope_type {kind!r} is not supported, only 'default'")

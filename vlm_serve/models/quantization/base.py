@@ -14,6 +14,7 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Part, Shard
 from vlm_serve.kernels.linear.base import CHUNK_BYTES
 from vlm_serve.kernels.linear.codes import Codes, IntegerCodes
+from vlm_serve.models.shape_fields import mismatch
 
 PIECE_BYTES = CHUNK_BYTES // 4
 """Codes that are unpacked at a time: with what that needs besides they stay below CHUNK_BYTES."""
@@ -209,8 +210,7 @@ def shaped(tensors: Tensors, name: str, *shapes: tuple[int, ...]) -> torch.Tenso
     if found is None:
         raise CheckpointError(f"the checkpoint has no {name}")
     if found not in shapes:
-        wanted = " or ".join(str(list(each)) for each in shapes)
-        raise CheckpointError(f"{name} has shape {list(found)}, the config implies {wanted}")
+        raise CheckpointError(mismatch(name, found, *shapes))
     return tensors.stored(name)
 
 
