@@ -135,7 +135,7 @@ class Preprocessor:
 
     @property
     def template_traits(self) -> TemplateTraits:
-        """What the chat template takes."""
+        """Tell what the chat template takes."""
         return self._template.traits
 
     @property

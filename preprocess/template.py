@@ -185,7 +185,7 @@ class ChatTemplate:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """What it can take, found out with probes when it is first asked for."""
+        """Tell what it can take, found out with probes when it is first asked for."""
         return find_traits(self.render, self._tree) if self.source else TemplateTraits()
 
     @property

@@ -31,7 +31,7 @@ _CALL: Message = {
 
 @dataclass(frozen=True, slots=True)
 class ContentForms:
-    """Forms of a message's content that a template shows whole.
+    """Names the forms of a message's content that a template shows whole.
 
     Attributes:
         text: a string.
@@ -42,7 +42,7 @@ class ContentForms:
     parts: bool = True
 
     def fit(self, content: Any) -> Any:
-        """The content, text or parts, in a form that the template shows. Media stay parts.
+        """Return the content, text or parts, in a form that the template shows. Media stay parts.
 
         A single text part becomes a string where both forms do: the prompt is then the same.
         """
@@ -68,7 +68,7 @@ class TemplateTraits:
     no_content: NoContent = "text"
 
     def fit(self, conversation: Conversation) -> list[Message]:
-        """The conversation's messages as the template takes them.
+        """Return the conversation's messages as the template takes them.
 
         Raises InvalidRequestError that names a medium in a message that takes only text.
         """
@@ -76,7 +76,7 @@ class TemplateTraits:
         return [self._fit(message, media) for message in conversation.messages]
 
     def fit_turn(self, role: str, text: str) -> Message:
-        """A message of text as the template takes it."""
+        """Return a message of text as the template takes it."""
         return {"role": role, "content": self._forms(role).fit(text)}
 
     def _forms(self, role: str) -> ContentForms:
@@ -107,7 +107,7 @@ def _without_content(message: Message, how: NoContent, forms: ContentForms) -> M
 
 
 def find_traits(render: Render, tree: jinja2.nodes.Template) -> TemplateTraits:
-    """What a template takes.
+    """Find out what a template takes.
 
     Args:
         render: renders messages; raises InvalidRequestError where the template refuses them.
@@ -133,7 +133,7 @@ def find_traits(render: Render, tree: jinja2.nodes.Template) -> TemplateTraits:
 def _find_forms(
     render: Render, loops: bool, role: str, before: list[Message], after: list[Message]
 ) -> ContentForms:
-    """The forms that a role's message may have between others."""
+    """Find the forms that a role's message may have between others."""
 
     def rendered(content: Any) -> str:
         message = {"role": role, "tool_call_id": _CALL["id"], "content": content}
@@ -150,7 +150,7 @@ def _find_forms(
 
 
 def _find_no_content(render: Render, question: Message, forms: ContentForms) -> NoContent:
-    """The way to write an answer without content so that its calls are shown."""
+    """Find the way to write an answer without content so that its calls are shown."""
     ways: tuple[NoContent, ...] = ("absent", "text", "none")
     for way in ways:
         answer = _without_content({"role": "assistant"}, way, forms)
@@ -162,7 +162,7 @@ def _find_no_content(render: Render, question: Message, forms: ContentForms) -> 
 
 
 def _rendered(render: Render, messages: list[Message]) -> str:
-    """The text, "" if the template refuses the messages."""
+    """Return the text, "" if the template refuses the messages."""
     try:
         return render(messages)
     except InvalidRequestError:
@@ -170,7 +170,7 @@ def _rendered(render: Render, messages: list[Message]) -> str:
 
 
 def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
-    """True if a loop runs over a message's content, whatever variables it is handed on in."""
+    """Tell whether a loop runs over a message's content, whatever variables it is handed on in."""
     names: set[str] = set()
 
     def is_content(node: jinja2.nodes.Node | None) -> bool:

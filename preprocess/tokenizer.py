@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from vlm_serve.errors import CheckpointError, ContextLengthError
+from vlm_serve.preprocess.end_tokens import find_ends, special_names
 from vlm_serve.preprocess.family import Family, family_of
 
 # Longer texts are counted in pieces of this size before they are encoded as a whole.
@@ -48,7 +49,8 @@ class Tokenizer:
     """The tokenizer of a checkpoint directory. Immutable after construction and thread-safe.
 
     Args:
-        directory: holds tokenizer.json and, if there is one, tokenizer_config.json.
+        directory: holds tokenizer.json and, if there are any, tokenizer_config.json,
+            special_tokens_map.json and generation_config.json.
         family: the model's; None: the one that its config.json names.
         max_tokens: the context; `encode` and `check_length` refuse texts that are far beyond it
             without encoding all of them.
@@ -58,7 +60,7 @@ class Tokenizer:
         vocab_size: number of ids, added tokens included.
         special_tokens: content -> id of the special tokens, those that text never stands for.
         special_pattern: matches every special token, the longest first.
-        eos_ids: ids that end a generation (generation config, else model config).
+        eos_ids: ids that end a generation, see `find_ends`.
         end_of_turn_ids: ids after which there is a cut point.
         special_names: "eos_token" and the like -> content, as chat templates see them.
 
@@ -90,35 +92,18 @@ class Tokenizer:
         self._added_text = {token_id: token.content for token_id, token in added.items()}
         self._known_bytes: dict[int, bytes] = {}
         self.special_pattern = _special_pattern(self.special_tokens)
-        self.special_names = _special_names(config)
-        self.end_of_turn_ids = self._ids_of(
-            {self.family.end_of_turn, self.special_names.get("eos_token", "")}
+        self.special_names = special_names(config, read_json(directory / "special_tokens_map.json"))
+        own = self.special_names.get("eos_token", "")
+        ids = map(self.token_to_id, (self.family.end_of_turn, own))
+        self.end_of_turn_ids = frozenset(token_id for token_id in ids if token_id is not None)
+        self.eos_ids = find_ends(
+            own,
+            self.family.end_of_turn,
+            read_json(directory / "generation_config.json"),
+            model_config,
+            id_of=self.token_to_id,
+            known=lambda token_id: self.id_to_token(token_id) is not None,
         )
-        self.eos_ids = self._find_eos(directory, model_config)
-
-    def _ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
-        found = (self._backend.token_to_id(token) for token in tokens)
-        return frozenset(token_id for token_id in found if token_id is not None)
-
-    def _find_eos(self, directory: Path, model_config: dict[str, Any]) -> frozenset[int]:
-        generation = read_json(directory / "generation_config.json").get("eos_token_id")
-        text_config = model_config.get("text_config") or {}
-        for value in (
-            generation,
-            model_config.get("eos_token_id"),
-            text_config.get("eos_token_id") if isinstance(text_config, dict) else None,
-        ):
-            if value is not None:
-                ids = value if isinstance(value, list) else [value]
-                return frozenset(self._known(token_id) for token_id in ids)
-        return self._ids_of({self.special_names.get("eos_token", "")})
-
-    def _known(self, token_id: Any) -> int:
-        """An end-of-sequence id that a model can generate."""
-        whole = isinstance(token_id, int) and not isinstance(token_id, bool)
-        if whole and 0 <= token_id < 1 << 32 and self._backend.id_to_token(token_id) is not None:
-            return int(token_id)
-        raise CheckpointError(f"eos_token_id {token_id!r} is no token of this checkpoint")
 
     def encode(self, text: str) -> list[int]:
         """Token ids of text in which special tokens have their meaning; none is added.
@@ -299,13 +284,3 @@ def _split_by(backend: tokenizers.Tokenizer, split: str, *, add_prefix_space: bo
 def _special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-
-def _special_names(config: dict[str, Any]) -> dict[str, str]:
-    names = {}
-    for name, value in config.items():
-        if name.endswith("_token"):
-            content = value.get("content") if isinstance(value, dict) else value
-            if isinstance(content, str):
-                names[name] = content
-    return names

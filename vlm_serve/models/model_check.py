@@ -14,7 +14,7 @@ _COUNTS = ("num_hidden_layers", "depth")
 
 
 def check_defaults(spec: ModelSpec, weights: Weights) -> None:
-    """Says which defaults were taken, and refuses a number of layers that the tensors contradict.
+    """Say which defaults were taken, and refuse a number of layers that the tensors contradict.
 
     Other sizes are compared when their tensors are read; layers too many would just not be read.
 

@@ -62,7 +62,7 @@ _FIELDS = {
 
 
 def mismatch(name: str, found: Sequence[int], *wanted: Sequence[int]) -> str:
-    """The sentence about a tensor of another shape than the config implies.
+    """Return the sentence about a tensor of another shape than the config implies.
 
     Args:
         wanted: the shapes that would do.
@@ -74,7 +74,7 @@ def mismatch(name: str, found: Sequence[int], *wanted: Sequence[int]) -> str:
 
 
 def _fields(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
-    """The fields behind the axes that differ, "" where none are known."""
+    """Return the fields behind the axes that differ, "" where none are known."""
     ends = next((axes for end, axes in _FIELDS.items() if re.search(f"(^|\\.){end}$", name)), ())
     if len(found) == len(wanted):
         pairs = zip(ends, found, wanted, strict=False)

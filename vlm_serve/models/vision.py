@@ -56,7 +56,7 @@ class VisionSpec:
 
     @property
     def layers(self) -> str:
-        """What the names of its layers' tensors begin with."""
+        """Return what the names of its layers' tensors begin with."""
         return "blocks."
 
     @property

@@ -50,7 +50,7 @@ class WindowVisionSpec:
 
     @property
     def layers(self) -> str:
-        """What the names of its layers' tensors begin with."""
+        """Return what the names of its layers' tensors begin with."""
         return "vision_tower.encoder.layers."
 
     @property

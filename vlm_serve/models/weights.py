@@ -115,7 +115,7 @@ class Weights:
         return name in self._files
 
     def count(self, start: str) -> int:
-        """How many numbers stand behind such a beginning of names, as layers have them."""
+        """Count the numbers that stand behind such a beginning of names, as layers have them."""
         names = (name for name in self._files if name.startswith(start))
         return len({name[len(start) :].partition(".")[0] for name in names})
 

@@ -25,7 +25,7 @@ _VISION = shared.VISION_DEFAULTS | {"deepstack_visual_indexes": (8, 16, 24)}
 
 
 def _head_dim(text: Config) -> int:
-    """As Qwen3VLMoeTextConfig works it out."""
+    """Return it as Qwen3VLMoeTextConfig works it out."""
     return text.size("hidden_size") // text.size("num_attention_heads")
 
 

@@ -96,7 +96,7 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
 
 
 def _given(item: Mapping[str, Any], name: str) -> Any:
-    """A field in which null is empty text, as clients write an answer that only calls tools."""
+    """Return a field in which null is empty text, as clients write an answer that only calls tools."""
     return "" if name in item and item[name] is None else item.get(name)
 
 
@@ -132,7 +132,7 @@ def _part(part: Any, where: str, conversation: Conversation) -> dict[str, Any]:
 
 
 def _texts(content: Any, where: str) -> list[str]:
-    """The texts of parts that may be nothing else."""
+    """Return the texts of parts that may be nothing else."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
