@@ -22,6 +22,7 @@ from vlm_serve.models import load_model
 from vlm_serve.models.config import Config
 from vlm_serve.models.families import minicpmv, qwen3_5, qwen3_next, qwen3_vl
 from vlm_serve.models.registry import read_spec, spec_of
+from vlm_serve.models.shape_fields import mismatch
 
 TABLES = {
     source: table
@@ -257,3 +258,14 @@ def test_loading_says_what_was_left_out(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO, logger="vlm_serve"):
         load_model(path, torch.float32, "cpu")
     assert "text_config.mrope_section to transformers' Qwen3VLTextConfig" in caplog.text
+
+
+def test_quantised_tensors_name_the_fields_of_their_weight() -> None:
+    dense = mismatch("model.layers.0.self_attn.q_proj.weight", [64, 32], [128, 32])
+    assert dense.endswith("by num_attention_heads, head_dim, attn_output_gate")
+    packed = mismatch("model.layers.0.self_attn.q_proj.qweight", [4, 64], [4, 128], [8, 128])
+    assert "implies [4, 128] or [8, 128] by num_attention_heads" in packed
+    assert packed.endswith("hidden_size")
+    assert (
+        mismatch("other.weight", [1], [2]) == "other.weight has shape [1], the config implies [2]"
+    )

@@ -71,7 +71,7 @@ class Config:
             raise CheckpointError(f"config.json: {' '.join(str(error).split())}") from error
 
     def given(self, name: str) -> Any:
-        """Return a field of the file, under this name or another that means the same, or its default.
+        """Return a field of the file, also under another name that means the same, or its default.
 
         Raises CheckpointError if neither the file nor the family's table has it.
         """

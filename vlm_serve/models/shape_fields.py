@@ -59,6 +59,8 @@ _FIELDS = {
     r"(input_layernorm|post_attention_layernorm|(^|\.)norm)\.weight": ("hidden_size",),
 }
 """Of the axes of tensors, by how names end; the first that fits."""
+_STORED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_\w+)$")
+"""What stands in the place of a quantised weight, in axes of its own."""
 
 
 def mismatch(name: str, found: Sequence[int], *wanted: Sequence[int]) -> str:
@@ -75,8 +77,9 @@ def mismatch(name: str, found: Sequence[int], *wanted: Sequence[int]) -> str:
 
 def _fields(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
     """Return the fields behind the axes that differ, "" where none are known."""
-    ends = next((axes for end, axes in _FIELDS.items() if re.search(f"(^|\\.){end}$", name)), ())
-    if len(found) == len(wanted):
+    plain = _STORED.sub(".weight", name)
+    ends = next((axes for end, axes in _FIELDS.items() if re.search(f"(^|\\.){end}$", plain)), ())
+    if plain == name and len(found) == len(wanted):
         pairs = zip(ends, found, wanted, strict=False)
         ends = tuple(fields for fields, mine, theirs in pairs if mine != theirs)
     return ", ".join(dict.fromkeys(filter(None, ends)))

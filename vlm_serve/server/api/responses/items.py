@@ -96,7 +96,7 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
 
 
 def _given(item: Mapping[str, Any], name: str) -> Any:
-    """Return a field in which null is empty text, as clients write an answer that only calls tools."""
+    """Return a field in which null, as clients write an answer of calls alone, is empty text."""
     return "" if name in item and item[name] is None else item.get(name)
 
 
