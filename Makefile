@@ -6,6 +6,9 @@
 # make lint    ruff, clang-format and mypy, as CI runs them
 # make test-sanitized   runs the tests of the compiled kernels with a library that checks its memory
 #                       accesses and arithmetic (GCC; the first start compiles for a minute)
+# make test-resolution  resolves everything that make installs, for every supported Python, on x86-64 and aarch64, as a
+#                       machine without any configuration of its own does (needs the public index of packages)
+# make test-install     installs that way with make serve, in a fresh folder, and asks about a picture (up to 5 GB)
 # make test-lmms   has lmms-eval ask a server and a pipeline about pictures and videos, with and without
 #                  caching (300 MB of packages, once; some minutes)
 # make test-graphs   has every family of models answer with captured steps, on a stand-in for a GPU
@@ -21,6 +24,8 @@
 # make screenshots   takes pictures of every view of the page, with Debian's chromium, into docs/screenshots
 #
 # PYTHON, MODEL, HOST, PORT and ARGS may be given: make serve MODEL=Qwen/Qwen3.5-4B ARGS="--block-size 64"
+# TORCH_INDEX names the index that torch is installed from, once; TORCH_INDEX= takes it from where pip looks by itself.
+# If it is not given, that is CPU_INDEX where there is no NVIDIA driver and the index answers within seconds.
 
 PYTHON ?= python3
 HOST ?= 127.0.0.1
@@ -32,10 +37,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 LMMS := $(VENV)/lmms
 
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+ifeq ($(origin TORCH_INDEX),undefined)
+CHOOSE_INDEX = index=$$($(BIN)/python vlm_serve/torch_index.py $(CPU_INDEX))
+OTHERWISE = || echo "vlm-serve: that did not work, so torch comes from where pip looks by itself." >&2
+else
+CHOOSE_INDEX = index="$(TORCH_INDEX)"
+endif
+
 MODEL ?= demo
 CPP := $(wildcard kernels/native/* vlm_serve/models/native/* tests/native/*.cpp tests/native/*.h)
 
-.PHONY: serve deploy test test-sanitized test-graphs test-lmms test-isa native-digest image-steps plots screenshots lint format clean
+.PHONY: serve deploy test test-sanitized test-resolution test-install test-graphs test-lmms test-isa native-digest image-steps plots screenshots lint format clean
 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -66,6 +79,12 @@ test-sanitized: $(VENV)/installed-dev
 
 test-graphs: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/engine/check_graph_families.py $(ARGS)
+
+test-resolution: $(VENV)/installed-dev
+	$(BIN)/python tests/resolution.py $(ARGS)
+
+test-install: $(VENV)/installed-dev
+	$(BIN)/python tests/install.py $(ARGS)
 
 test-lmms: $(LMMS)/installed
 	PYTHONPATH=$(CURDIR)/$(LMMS) $(BIN)/python -m pytest -n 0 tests/server/lmms/check_lmms_eval.py $(ARGS)
@@ -112,10 +131,14 @@ $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-# setuptools comes first, so that the build runs with the pinned one and needs no environment of its own.
+# setuptools comes first, so that the build runs with the pinned one and needs no environment of its own. From an index of
+# its own comes torch alone: were pip to look there for everything, it could take any other package from there too.
 $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
 	@echo "Installing what vlm-serve needs into $(VENV), torch among it: a few minutes, once."
 	$(PIP) install --quiet --constraint constraints.txt setuptools
+	@$(CHOOSE_INDEX); if [ -n "$$index" ]; then \
+		$(PIP) install --progress-bar on --constraint constraints.txt --no-deps --index-url "$$index" torch $(OTHERWISE); \
+	fi
 	$(PIP) install --progress-bar on --constraint constraints.txt --no-build-isolation --editable '.[store]'
 	touch $@
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from dockerfile import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = """#!/bin/sh
 [ "$1" = -c ] && exit
 echo "$*" >> "$LOG"
+case "$1" in vlm_serve/*) echo "$CHOSEN"; exit;; esac
+case "$*" in *"$FAILS"*) exit 1;; esac
 sleep 0.3
 [ "$2" = venv ] || exit 0
 mkdir -p "$3/bin"
@@ -22,21 +26,110 @@ chmod +x "$3/bin/vlm-serve"
 """
 
 
-@pytest.mark.skipif(not (shutil.which("make") and shutil.which("flock")), reason="needs both")
+CPU_INDEX = "https://index.test/cpu"
+make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+
+
+class Checkout:
+    """A fresh one, with the stand-in.
+
+    Args:
+        folder: an empty one.
+        chosen: the index that the script which is asked for one prints.
+        fails: whatever is started with these words in its arguments fails.
+    """
+
+    def __init__(self, folder: Path, chosen: str = "", fails: str = "no such words") -> None:
+        for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, folder)
+        self._folder, self._python, self._log = folder, folder / "python", folder / "log"
+        self._python.write_text(PYTHON)
+        self._python.chmod(0o755)
+        self._environment = {**os.environ, "LOG": str(self._log), "CHOSEN": chosen, "FAILS": fails}
+        self._environment.pop("TORCH_INDEX", None)
+
+    def start(self, *words: str, **environment: str) -> subprocess.Popen[str]:
+        """Starts `make serve` with these words and variables."""
+        return subprocess.Popen(
+            ["make", "serve", f"PYTHON={self._python}", f"CPU_INDEX={CPU_INDEX}", *words],
+            cwd=self._folder,
+            env={**self._environment, **environment},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def log(self) -> list[str]:
+        """Read what the stand-in was told to do, without what no test is about."""
+        lines = self._log.read_text().splitlines()
+        return [re.sub(r"^-m pip --disable-pip-version-check ", "", line) for line in lines]
+
+
+@make
+@pytest.mark.skipif(not shutil.which("flock"), reason="needs flock")
 def test_two_at_once_in_a_fresh_checkout_install_once(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    python, log = tmp_path / "python", tmp_path / "log"
-    python.write_text(PYTHON)
-    python.chmod(0o755)
-    command = ["make", "serve", f"PYTHON={python}"]
-    environment = {**os.environ, "LOG": str(log)}
-    running = [
-        subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
-        for _ in range(2)
-    ]
-    assert [process.wait(120) for process in running] == [0, 0]
-    said = log.read_text().splitlines()
+    checkout = Checkout(tmp_path)
+    running = [checkout.start() for _ in range(2)]
+    for process in running:
+        process.communicate(timeout=120)
+    assert [process.returncode for process in running] == [0, 0]
+    said = checkout.log()
     assert said[0] == "-m venv .venv"
-    assert ["setuptools" in line for line in said[1:3]] == [True, False]
-    assert said[3:] == ["served", "served"]
+    assert ["setuptools" in line for line in said[1:4]] == [True, False, False]
+    assert said[4:] == ["served", "served"]
+
+
+def from_index(url: str) -> str:
+    how = f"--progress-bar on --constraint constraints.txt --no-deps --index-url {url}"
+    return f"install {how} torch"
+
+
+@make
+@pytest.mark.parametrize(
+    ("words", "environment", "chosen", "index"),
+    [
+        ([], {}, "", ""),
+        ([], {}, CPU_INDEX, CPU_INDEX),
+        (["TORCH_INDEX="], {}, CPU_INDEX, ""),
+        (["TORCH_INDEX=https://own.test/cu128"], {}, CPU_INDEX, "https://own.test/cu128"),
+        ([], {"TORCH_INDEX": ""}, CPU_INDEX, ""),
+        ([], {"TORCH_INDEX": "https://own.test/cu128"}, "", "https://own.test/cu128"),
+    ],
+)
+def test_torch_alone_comes_from_the_index_that_was_chosen(
+    words: list[str], environment: dict[str, str], chosen: str, index: str, tmp_path: Path
+) -> None:
+    checkout = Checkout(tmp_path, chosen)
+    process = checkout.start(*words, **environment)
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+    _, _, *middle, everything, served = checkout.log()
+    asked = [] if words or environment else [f"vlm_serve/torch_index.py {CPU_INDEX}"]
+    assert middle == asked + ([from_index(index)] if index else [])
+    assert everything.endswith("--editable .[store]") and "index" not in everything
+    assert served == "served"
+
+
+@make
+def test_an_index_that_breaks_off_leaves_the_public_one(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, CPU_INDEX, fails="--index-url")
+    process = checkout.start()
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "so torch comes from where pip looks by itself" in said
+    assert [line.split()[-1] for line in checkout.log()[-3:]] == ["torch", ".[store]", "served"]
+
+
+@make
+def test_an_index_that_somebody_named_must_do(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, fails="--index-url")
+    process = checkout.start("TORCH_INDEX=https://own.test/cu128")
+    process.communicate(timeout=120)
+    assert process.returncode
+    assert checkout.log()[-1] == from_index("https://own.test/cu128")
+
+
+def test_makefile_and_dockerfile_name_one_index_of_builds_for_cpus() -> None:
+    found = re.search(r"^CPU_INDEX \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found is not None
+    assert found[1] == arguments({})["TORCH_INDEX"]

@@ -1,0 +1,130 @@
+"""Chooses the index of packages that `make` takes torch from, before anything is installed.
+
+    python vlm_serve/torch_index.py INDEX
+
+INDEX is PyTorch's index of builds for CPUs. It is printed if torch is to come from there; nothing
+is printed if torch is to come from where pip looks by itself. Standard error says which, and why.
+
+On Linux the public index has torch with CUDA alone: without an NVIDIA driver that is 2.3 GB to
+download and 3.3 GB of disk which nothing uses. Needs nothing but Python's own library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import platform
+import queue
+import re
+import shutil
+import ssl
+import sys
+import sysconfig
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
+PATIENCE = 5.0
+"""Seconds that the index has for its whole answer."""
+MOST_BYTES = 1 << 25
+"""Of that answer; PyTorch's has a hundredth of it."""
+DRIVER_FILES = (
+    "proc/driver/nvidia/version",
+    "dev/nvidiactl",
+    "dev/nvmap",  # boards with the GPU on the chip
+    "usr/lib/wsl/lib/libcuda.so.1",  # Windows' driver, as Linux on it sees it
+)
+"""Each of them is there, below the root, if the kernel has a driver for GPUs of NVIDIA."""
+ELSEWHERE = "torch comes from where pip looks by itself"
+CUDA = "the public index has it with CUDA: 2.8 GB to download and 5.4 GB of disk in all"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("index", metavar="INDEX")
+    parser.add_argument("--root", type=Path, default=Path("/"), help="where a driver is looked for")
+    options = parser.parse_args()
+    chosen, reason = choose(options.index, options.root)
+    print(f"vlm-serve: {reason}.", file=sys.stderr)
+    if chosen:
+        print(options.index)
+
+
+def choose(index: str, root: Path) -> tuple[bool, str]:
+    """Decide whether torch comes from the index of builds for CPUs; the reason is a sentence."""
+    if sys.platform != "linux":
+        return False, f"{ELSEWHERE}, which has one build for this system"
+    driver = find_driver(root)
+    if driver is not None:
+        return False, f"an NVIDIA driver is here ({driver}), so {ELSEWHERE}: {CUDA}"
+    problem = find_problem(index, pinned_version())
+    if problem is not None:
+        return False, f"no NVIDIA driver is here, but {index} {problem}, so {ELSEWHERE}: {CUDA}"
+    return True, f"no NVIDIA driver is here, so torch is a build for CPUs, from {index}"
+
+
+def find_driver(root: Path) -> str | None:
+    """Return what shows that this machine has a driver for GPUs of NVIDIA; None: it has none.
+
+    The program that comes with a driver counts as one. Where it is wrong, libraries are installed
+    that nothing uses; a driver that is overlooked would cost the GPU.
+    """
+    for name in DRIVER_FILES:
+        if (root / name).exists():
+            return f"/{name}"
+    return shutil.which("nvidia-smi")
+
+
+def pinned_version() -> str:
+    """Return the version of torch in constraints.txt."""
+    found = re.search(r"^torch==(\S+)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None, "constraints.txt pins torch"
+    return found[1]
+
+
+def find_problem(index: str, version: str) -> str | None:
+    """Return why an index is of no use, as what follows its name in a sentence; None: it is.
+
+    It is asked in a thread that nobody waits for longer than PATIENCE: a socket's own time limit
+    begins anew with every byte, and the look-up of a name has none.
+    """
+    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=lambda: answers.put(_find_problem(index, version)), daemon=True).start()
+    try:
+        return answers.get(timeout=PATIENCE)
+    except queue.Empty:
+        return f"has not answered within {PATIENCE:g} s"
+
+
+def _find_problem(index: str, version: str) -> str | None:
+    # pip trusts the certificates of this variable, and so does who asks on its behalf.
+    try:
+        trust = ssl.create_default_context(cafile=os.environ.get("PIP_CERT"))
+        url = f"{index.rstrip('/')}/torch/"
+        with urllib.request.urlopen(url, timeout=2 * PATIENCE, context=trust) as answer:
+            page = answer.read(MOST_BYTES).decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        return f"answers with status {error.code}"
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return f"cannot be read ({getattr(error, 'reason', error)})"
+    if not re.search(wheel_pattern(version), page):
+        python = ".".join(map(str, sys.version_info[:2]))
+        return f"has no torch {version} for Python {python} on {platform.machine()}"
+    return None
+
+
+def wheel_pattern(version: str) -> str:
+    """Match the names of wheels with that version which this Python can install, in a page."""
+    threads = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
+    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    return (
+        rf"\btorch-{re.escape(version)}(?:(?:\+|%2B)cpu)?-{tag}-{tag}{threads}"
+        rf"-[\w.]*linux[\w.]*_{re.escape(platform.machine())}\.whl"
+    )
+
+
+if __name__ == "__main__":
+    main()
