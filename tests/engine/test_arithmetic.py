@@ -111,14 +111,83 @@ def numerics(backend: Backend, **options: Any) -> str:
 def test_numerics_name_digest_and_torch() -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     of_torch = f"torch {torch.__version__} {capability}"
-    assert numerics(PAIRS) == f"version 5, cpu-compiled bfloat16-pairs bbbb, {of_torch}"
-    assert numerics(TILES) == f"version 5, cpu-compiled bfloat16-tiles bbbb, {of_torch}"
-    assert numerics(PLAIN) == f"version 5, cpu-compiled float32 aaaa, {of_torch}"
+    beside = rf", torch {re.escape(torch.__version__.split('+')[0])} [0-9a-f]{{8}} {capability}"
+    kernels = "version 5, cpu-compiled"
+    assert re.fullmatch(f"{kernels} bfloat16-pairs bbbb{beside}", numerics(PAIRS))
+    assert re.fullmatch(f"{kernels} bfloat16-tiles bbbb{beside}", numerics(TILES))
+    assert re.fullmatch(f"{kernels} float32 aaaa{beside}", numerics(PLAIN))
     assert numerics(TORCH) == f"version 5, {of_torch}"
     assert numerics(TORCH, deterministic=True) == f"version 5, {of_torch}, deterministic"
     assert "triton" in numerics(Backend(GPU))
     asked = {"compute_dtype": "bfloat16"}
-    assert f"cpu-compiled bfloat16 aaaa, {of_torch}" in numerics(PLAIN, **asked)
+    assert re.fullmatch(f"{kernels} bfloat16 aaaa{beside}", numerics(PLAIN, **asked))
+
+
+MADE_FROM = """PyTorch built with:
+  - GCC 13.3
+  - Intel(R) oneAPI Math Kernel Library Version 2024.2
+  - CPU capability usage: AVX512
+"""
+
+
+class Build:
+    """Stands in for another build of torch.
+
+    Args:
+        version: with its local part.
+        made_from: what it says that its CPU code was made from.
+        more: what it says behind that.
+        commit: of its source.
+    """
+
+    def __init__(
+        self,
+        version: str = "2.13.0+cpu",
+        made_from: str = MADE_FROM,
+        more: str = "  - Build settings: USE_CUDA=0",
+        commit: str = "cf30153c",
+    ) -> None:
+        self._version, self._said, self._commit = version, made_from + more, commit
+
+    def numerics(self, backend: Backend) -> str:
+        """Return the name of the arithmetic that it is part of."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "__version__", self._version)
+            patch.setattr(torch.__config__, "show", lambda: self._said)
+            patch.setattr(torch.version, "git_version", self._commit)
+            return numerics(backend)
+
+
+CPU_BUILD = Build()
+CUDA_SAID = "  - CUDA Runtime 13.0\n  - CuDNN 92.0\n  - Build settings: USE_CUDA=1"
+CUDA_BUILD = Build("2.13.0+cu130", more=CUDA_SAID)
+
+
+@pytest.mark.parametrize("backend", [PLAIN, PAIRS, TILES])
+def test_beside_compiled_kernels_builds_of_one_release_are_one_torch(backend: Backend) -> None:
+    name = CPU_BUILD.numerics(backend)
+    assert name == CUDA_BUILD.numerics(backend) == Build("2.13.0").numerics(backend)
+    assert "+cpu" not in name
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Build("2.13.1+cpu"),
+        Build(commit="0123abcd"),
+        Build(made_from=MADE_FROM.replace("GCC 13.3", "GCC 14.1")),
+        Build(made_from=MADE_FROM.replace("2024.2", "2025.0")),
+    ],
+    ids=["release", "commit", "compiler", "library"],
+)
+def test_another_release_commit_compiler_or_library_is_another_torch(other: Build) -> None:
+    assert CPU_BUILD.numerics(PLAIN) != other.numerics(PLAIN)
+
+
+@pytest.mark.parametrize("backend", [TORCH, Backend(GPU)])
+def test_where_torch_computes_its_build_is_named(backend: Backend) -> None:
+    assert "torch 2.13.0+cpu" in CPU_BUILD.numerics(backend)
+    assert "torch 2.13.0+cu130" in CUDA_BUILD.numerics(backend)
 
 
 def test_float32_beside_any_weights_is_one_arithmetic() -> None:

@@ -8,8 +8,10 @@ docs/architecture.md#weights-and-arithmetic
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 
 import torch
 
@@ -243,11 +245,37 @@ def _numerics(compute: torch.dtype, backend: Backend, config: EngineConfig) -> s
         parts.append(f"cpu-compiled {name_of(compute)}{how if paired else ''} {digest}")
     elif backend.device.type != "cpu":
         parts.append(f"triton {_version('triton')}")
-    # The attention of the vision tower is torch's everywhere.
-    parts.append(f"torch {torch.__version__} {_capability(backend.device)}")
+    parts.append(f"{_torch(backend)} {_capability(backend.device)}")
     if config.tensor_parallel_size > 1:
         parts.append(f"{config.tensor_parallel_size} ranks, float32 sums in their order")
     return ", ".join(parts + ["deterministic"] * config.deterministic)
+
+
+def _torch(backend: Backend) -> str:
+    """Name the torch that computes what the kernels here do not.
+
+    Builds of one release differ in their local version: "+cpu", "+cu130". Beside compiled kernels
+    torch has little left: frequencies, positions, the decays of a Gated DeltaNet, the attention of
+    towers that are not compiled. All of that runs on the CPU, where commit, compiler and libraries
+    decide the bits, and those name the build there. So a cache stays warm when a CPU's build takes
+    the place of one with CUDA. Where torch computes everything, the build is named as it is.
+    """
+    if not backend.compiled:
+        return f"torch {torch.__version__}"
+    return f"torch {torch.__version__.split('+')[0]} {_cpu_build()}"
+
+
+def _cpu_build() -> str:
+    """Digest what torch's code for CPUs was made from: 8 hexadecimal digits.
+
+    The lines down to the processor's capability list compiler and libraries. Behind them come what
+    GPUs are there and flags, in which builds differ that compute alike.
+    """
+    lines = takewhile(
+        lambda line: "CPU capability" not in line, torch.__config__.show().split("\n")
+    )
+    made = "\n".join((str(torch.version.git_version), *lines))
+    return hashlib.blake2b(made.encode(), digest_size=4).hexdigest()
 
 
 def _capability(device: torch.device) -> str:
