@@ -9,9 +9,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vlm_serve.errors import VlmServeError
 from vlm_serve.own_version import own_version
 from vlm_serve.server import status
 from vlm_serve.server.api import cache
@@ -55,6 +55,7 @@ from vlm_serve.server.api.tokenization import (
 from vlm_serve.server.auth import guarded
 from vlm_serve.server.errors import (
     MESSAGES_PATH,
+    MODELS_PATH,
     error_for,
     on_http_exception,
     public_error,
@@ -68,6 +69,7 @@ from vlm_serve.server.status import ModelCard, ModelList
 from vlm_serve.server.streaming import ClientGoneError
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
+Responses = dict[int | str, dict[str, Any]]
 
 CLIENT_CLOSED_REQUEST = 499
 EVENT_STREAM: dict[str, Any] = {
@@ -101,19 +103,30 @@ def create_routes(service: Service) -> ASGIApp:
         finally:
             await service.close()
 
+    app = routed(service, lifespan=lifespan)
+    return Intake(Resuming(_head_as_get(app)), service.memory, service.config.max_body_bytes)
+
+
+def routed(service: Service, **settings: Any) -> DescribedApp:
+    """Return the application that only routes: every handler of the server at its path.
+
+    Args:
+        settings: further ones of FastAPI.
+    """
     app = DescribedApp(
         title="vlm-serve",
         version=own_version(),
-        lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
+        **settings,
     )
     app.add_exception_handler(HTTPException, on_http_exception)
     _add_posts(app, service)
+    _add_cache(app, service)
     _add_gets(app, service)
     _add_stored_responses(app, service)
-    return Intake(Resuming(_head_as_get(app)), service.memory, service.config.max_body_bytes)
+    return app
 
 
 def _head_as_get(app: ASGIApp) -> ASGIApp:
@@ -142,6 +155,36 @@ def _guarded(service: Service, handler: Handler) -> Callable[[Request], Awaitabl
     return route
 
 
+def _add(
+    app: DescribedApp,
+    service: Service,
+    path: str,
+    handler: Handler,
+    responses: Responses,
+    *,
+    method: str = "GET",
+    name: str | None = None,
+    described: dict[str, Any] | None = None,
+    **settings: Any,
+) -> None:
+    """Adds a route. Its handler reads the request itself, so what FastAPI cannot know is described
+    here: the parameters of the path, and what is `described`."""
+    parameters = [
+        {"name": each, "in": "path", "required": True, "schema": {"type": "string"}}
+        for each in compile_path(path)[2]
+    ]
+    app.add_api_route(
+        path,
+        _guarded(service, handler),
+        methods=[method],
+        name=name or handler.__name__,
+        response_model=None,
+        responses=responses,
+        openapi_extra={**({"parameters": parameters} if parameters else {}), **(described or {})},
+        **settings,
+    )
+
+
 def _add_posts(app: DescribedApp, service: Service) -> None:
     """Routes with a JSON body. They read it themselves, within bounds; FastAPI describes it."""
     posts: list[tuple[str, Handler, type[RequestModel], type[Any]]] = [
@@ -162,88 +205,67 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
         can_stream = "stream" in body.model_fields and answer not in (InputTokens, CountedTokens)
         streams = {"content": EVENT_STREAM} if can_stream else {}
         error: type[Any] = MessagesErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
-        errors: dict[int | str, dict[str, Any]] = {
-            "4XX": {"model": error},
-            "5XX": {"model": error},
-        }
-        app.add_api_route(
+        errors: Responses = {"4XX": {"model": error}, "5XX": {"model": error}}
+        _add(
+            app,
+            service,
             path,
-            _guarded(service, handler),
-            methods=["POST"],
-            name=handler.__name__,
+            handler,
+            {200: {"model": answer, **streams}, **errors},
+            method="POST",
+            described=app.body_of(body),
             operation_id=handler.__name__,
-            response_model=None,
-            responses={200: {"model": answer, **streams}, **errors},
-            openapi_extra=app.body_of(body),
         )
 
 
-def _add_stored_responses(app: FastAPI, service: Service) -> None:
+def _add_stored_responses(app: DescribedApp, service: Service) -> None:
     routes: list[tuple[str, str, Handler, type[Any]]] = [
         ("GET", "", get_response, ResponseBody),
         ("DELETE", "", delete_response, Deleted),
         ("GET", "/input_items", list_input_items, ItemList),
     ]
     for method, path, handler, answer in routes:
-        app.add_api_route(
+        _add(
+            app,
+            service,
             "/v1/responses/{response_id}" + path,
-            _guarded(service, handler),
-            methods=[method],
-            name=handler.__name__,
+            handler,
+            {200: {"model": answer}, "4XX": {"model": ErrorBody}},
+            method=method,
             operation_id=handler.__name__,
-            response_model=None,
-            responses={200: {"model": answer}, "4XX": {"model": ErrorBody}},
         )
 
 
-def _add_gets(app: FastAPI, service: Service) -> None:
-    cache_gets: list[tuple[str, Handler, dict[str, Any]]] = [
+def _add_cache(app: DescribedApp, service: Service) -> None:
+    gets: list[tuple[str, Handler, dict[str, Any]]] = [
         ("stats", cache.stats, {"model": dict[str, Any]}),
         ("affinity", cache.affinity, {"model": cache.Affinity}),
         ("tree", cache.tree, {"model": cache.CacheTree}),
         ("nodes/{key}", cache.node, {"model": cache.CacheNodeDetails}),
         ("events", cache_events, {"content": EVENT_STREAM, "description": "Server-sent events"}),
     ]
-    for path, handler, answer in cache_gets:
-        app.add_api_route(
+    for path, handler, answer in gets:
+        _add(
+            app,
+            service,
             f"/v1/cache/{path}",
-            _guarded(service, handler),
+            handler,
+            {200: answer, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
             name="cache_" + path.split("/")[0],
-            response_model=None,
-            responses={200: answer, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
         )
 
-    @app.get("/v1/models", response_model=None, responses={200: {"model": ModelList}})
-    async def list_models(request: Request) -> Response:
-        return status.list_models(service, request.scope)
 
-    @app.get(
-        "/v1/models/{name:path}",
-        response_model=None,
-        responses={200: {"model": ModelCard}, 404: {"model": ErrorBody}},
-    )
-    async def get_model(request: Request, name: str) -> Response:
-        try:
-            return status.get_model(service, request.scope, name)
-        except VlmServeError as error:
-            return error_for(request.scope, error)
-
-    @app.get("/health", response_model=None)
-    async def health() -> Response:
-        return status.health(service)
-
-    @app.get("/ready", response_model=None)
-    async def ready() -> Response:
-        return status.ready(service)
-
-    @app.get("/load", response_model=None)
-    async def load() -> Response:
-        return status.load(service)
-
-    @app.get("/version", response_model=None)
-    async def show_version() -> Response:
-        return status.show_version()
-
-    @app.get("/metrics", response_model=None, response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        return await status.metrics(service)
+def _add_gets(app: DescribedApp, service: Service) -> None:
+    """Routes that tell about the server. A model's name may have slashes."""
+    card: Responses = {200: {"model": ModelCard}, 404: {"model": ErrorBody}}
+    gets: list[tuple[str, Handler, Responses, dict[str, Any]]] = [
+        (MODELS_PATH, status.list_models, {200: {"model": ModelList}}, {}),
+        (MODELS_PATH + "/{name:path}", status.get_model, card, {}),
+        ("/health", status.health, {}, {}),
+        ("/ready", status.ready, {}, {}),
+        ("/load", status.load, {}, {}),
+        ("/version", status.show_version, {}, {}),
+        ("/metrics", status.metrics, {}, {"response_class": PlainTextResponse}),
+    ]
+    for path, handler, responses, settings in gets:
+        _add(app, service, path, handler, responses, **settings)

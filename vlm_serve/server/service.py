@@ -132,13 +132,17 @@ class Service(Work):
         if not name:
             return self.model_names[0]
         if name not in self.model_names:
-            raise ModelNotFoundError(
-                f"the model {name[:128]!r} does not exist; this server has "
-                + ", ".join(self.model_names),
-                param="model",
-                code="model_not_found",
-            )
+            raise self.unknown_model(name)
         return name
+
+    def unknown_model(self, name: str) -> ModelNotFoundError:
+        """Return what a client is told who asks for a name that is not served."""
+        return ModelNotFoundError(
+            f"the model {name[:128]!r} does not exist; this server has "
+            + ", ".join(self.model_names),
+            param="model",
+            code="model_not_found",
+        )
 
     @contextlib.contextmanager
     def admitted(self, *, resumed: bool = False) -> Iterator[None]:

@@ -6,10 +6,10 @@ import time
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import Response
-from starlette.types import Scope
 
 from vlm_serve.own_version import own_version
 from vlm_serve.server.errors import is_anthropic
@@ -46,21 +46,23 @@ def model_cards(service: Service) -> list[ModelCard]:
     ]
 
 
-def list_models(service: Service, scope: Scope) -> Response:
+async def list_models(service: Service, request: Request) -> Response:
     """All names, in the form of the API whose client asks."""
     cards = model_cards(service)
-    if is_anthropic(scope):
+    if is_anthropic(request.scope):
         infos = [_info(card) for card in cards]
         ends = {"has_more": False, "first_id": cards[0].id, "last_id": cards[-1].id}
         return JSONResponse({"data": infos, **ends})
     return JSONResponse(ModelList(data=cards).model_dump())
 
 
-def get_model(service: Service, scope: Scope, name: str) -> Response:
-    """One name. Raises ModelNotFoundError."""
-    service.resolve_model(name)
-    card = next(card for card in model_cards(service) if card.id == name)
-    return JSONResponse(_info(card) if is_anthropic(scope) else card.model_dump())
+async def get_model(service: Service, request: Request) -> Response:
+    """One name, which may be empty here: that is none. Raises ModelNotFoundError."""
+    name = request.path_params["name"]
+    card = next((card for card in model_cards(service) if card.id == name), None)
+    if card is None:
+        raise service.unknown_model(name)
+    return JSONResponse(_info(card) if is_anthropic(request.scope) else card.model_dump())
 
 
 def _info(card: ModelCard) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def problem(service: Service) -> str | None:
     return None
 
 
-def health(service: Service) -> Response:
+async def health(service: Service, _: Request) -> Response:
     """200 while the engine makes progress or has nothing to do, else 503."""
     trouble = problem(service)
     if trouble is not None:
@@ -98,14 +100,14 @@ def health(service: Service) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-def ready(service: Service) -> Response:
+async def ready(service: Service, _: Request) -> Response:
     """200 while new requests are taken, else 503."""
     if service.draining or problem(service) is not None:
         return JSONResponse({"status": "not ready"}, status_code=503)
     return JSONResponse({"status": "ready"})
 
 
-def load(service: Service) -> Response:
+async def load(service: Service, _: Request) -> Response:
     return JSONResponse(
         {
             "server_load": service.num_open,
@@ -117,11 +119,11 @@ def load(service: Service) -> Response:
     )
 
 
-def show_version() -> Response:
+async def show_version(_: Service, __: Request) -> Response:
     return JSONResponse({"version": own_version()})
 
 
-async def metrics(service: Service) -> Response:
+async def metrics(service: Service, _: Request) -> Response:
     """What a Prometheus server scrapes."""
     await service.refresh_engine_stats(STATS_TIMEOUT_SECONDS)
     return Response(service.metrics.render(), media_type=METRICS_TYPE)
