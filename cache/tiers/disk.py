@@ -23,6 +23,14 @@ class DiskStore(DiskFile):
     def counters(self) -> Mapping[str, int]:
         return {"bytes": self.num_bytes, "errors": self.errors, "evictions": self.evictions}
 
+    @property
+    def place(self) -> str:
+        return str(self._path.parent)
+
+    async def open(self) -> list[EntryId]:
+        await asyncio.to_thread(self.read, ())  # waits for whoever works on the file
+        return self.known()
+
     async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
         return {entry_id for entry_id in ids if entry_id in self}
 

@@ -19,6 +19,7 @@ class HostStore:
     """
 
     name = "host"
+    place = "memory of this process"
     private = True
     lasting = False
     time_limit = TIME_LIMIT
@@ -40,7 +41,7 @@ class HostStore:
     def counters(self) -> Mapping[str, int]:
         return {"bytes": self.num_bytes}
 
-    def known(self) -> tuple[EntryId, ...]:
+    async def open(self) -> tuple[EntryId, ...]:
         return ()
 
     async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:

@@ -58,6 +58,7 @@ class SharedStore:
         size_of: what lengths are compared with before anything is read.
         time_limit: seconds that a request may spend on it altogether.
         lifetime: seconds after which an entry expires; one that is still in use begins anew.
+        place: the store's address, without secrets.
     """
 
     name = "shared"
@@ -72,8 +73,10 @@ class SharedStore:
         *,
         time_limit: float,
         lifetime: int,
+        place: str = "",
     ) -> None:
         self.time_limit = time_limit
+        self.place = place
         self._client = client
         self._keys = keyring
         self._size_of = size_of
@@ -99,7 +102,10 @@ class SharedStore:
         it; "refused": by the store."""
         return self._counts
 
-    def known(self) -> tuple[EntryId, ...]:
+    async def open(self) -> tuple[EntryId, ...]:
+        (reply,) = await run(self._client, [("PING",)])
+        if checked(reply) not in (b"PONG", True):
+            raise OSError("it does not answer as a store")
         return ()
 
     # Reading

@@ -33,8 +33,18 @@ async def run(client: Redis, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
     try:
         replies: list[Any] = await pipeline.execute(raise_on_error=False)
     except RedisError as error:
-        raise OSError(str(error) or type(error).__name__) from error
+        raise OSError(_without_password(client, str(error)) or type(error).__name__) from None
+    except OSError:
+        raise
+    except Exception as error:  # the client believes that it is a store that talks to it
+        raise OSError(f"no store answers so: {error}") from None
     return replies
+
+
+def _without_password(client: Redis, text: str) -> str:
+    """Return what a store said, which may repeat the commands that it has not understood."""
+    password = client.connection_pool.connection_kwargs.get("password")
+    return text.replace(password, "***") if password else text
 
 
 def checked(reply: Any) -> Any:

@@ -14,11 +14,11 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from vlm_serve.cache.tiers.asking import REST_SECONDS, Asker
+from vlm_serve.cache.tiers.asking import OPEN_SECONDS, REST_SECONDS, Asker, line_of, unknown
 from vlm_serve.cache.tiers.entry import (
     OF_PROMPTS,
     BadEntryError,
@@ -55,6 +55,7 @@ class TierStack:
         shared: the one that other servers use too.
         queue_bytes: most bytes that wait to be filed; more are dropped.
         rest_seconds: how long a store is left alone after a failure.
+        open_seconds: how long the start waits for stores that do not open. They are opened later.
         background: False: no thread and no rest, everything happens in the caller (simulations).
 
     Attributes:
@@ -70,6 +71,7 @@ class TierStack:
         *,
         queue_bytes: int = 256 << 20,
         rest_seconds: float = REST_SECONDS,
+        open_seconds: float = OPEN_SECONDS,
         background: bool = True,
     ) -> None:
         self.origin = origin
@@ -84,7 +86,7 @@ class TierStack:
         self._queue: dict[EntryId, Entry] = {}
         self._queued = 0
         self._touched: dict[EntryId, None] = {}
-        self._filed = {entry_id for store in self.stores for entry_id in store.known()}
+        self._filed: set[EntryId] = set()
         self._scheduled = False
         self._epoch = 0
         self._clearing = 0
@@ -97,6 +99,23 @@ class TierStack:
         )
         if background:
             self._thread.start()
+            self._tend(open_seconds)
+        else:
+            for store in self.stores:
+                self._opened(self._loop.run_until_complete(store.open()))
+
+    def _tend(self, seconds: float) -> None:
+        """Begins to open the stores, and waits until each has been tried once, if that is soon."""
+        tried: list[Future[None]] = [Future() for _ in self.stores]
+        for store, first in zip(self.stores, tried, strict=True):
+            self.submit(self.asker.tend(store, self._opened, first))
+        wait(tried, seconds)
+
+    def _opened(self, known: Collection[EntryId]) -> None:
+        """Takes what a store holds into the books."""
+        with self._changed:
+            if not self._clearing:
+                self._filed.update(known)
 
     # On any thread, without waiting for a store
 
@@ -159,8 +178,8 @@ class TierStack:
 
     @property
     def lasting(self) -> bool:
-        """Whether anything that is filed outlives the process."""
-        return any(store.lasting for store in self._filing_into)
+        """Whether anything that is filed now outlives the process."""
+        return any(store.lasting and self.asker.is_up(store) for store in self._filing_into)
 
     @property
     def reaches_others(self) -> bool:
@@ -325,9 +344,10 @@ class TierStack:
                 for store in self.stores:
                     try:
                         await store.clear()  # takes the time it takes
-                    except Exception:
+                    except Exception as error:
                         self.counts[f"failed_{store.name}"] += 1
-                        _log.exception("the cache tier %r could not be cleared", store.name)
+                        what = f"the cache tier {store.name!r} could not be cleared yet"
+                        _log.warning("%s (%s)", what, line_of(error), exc_info=unknown(error))
         finally:
             with self._changed:
                 self._filed.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from vlm_serve.cache.tiers.entry import EntryId, Sealed
@@ -17,6 +17,7 @@ class Store(Protocol):
 
     Attributes:
         name: of the tier, in reports and counters.
+        place: where it is, for people.
         private: nobody else writes or reads it, so that bad entries are removed.
         lasting: its content outlives the process.
         time_limit: seconds that a call may take; of a look-up and the reading that follows,
@@ -27,6 +28,8 @@ class Store(Protocol):
     @property
     def name(self) -> str: ...
     @property
+    def place(self) -> str: ...
+    @property
     def private(self) -> bool: ...
     @property
     def lasting(self) -> bool: ...
@@ -35,8 +38,9 @@ class Store(Protocol):
     @property
     def counters(self) -> Mapping[str, int]: ...
 
-    def known(self) -> Iterable[EntryId]:
-        """Ids that it is known to hold at the start; called once, before anything else."""
+    async def open(self) -> Collection[EntryId]:
+        """Makes sure that it can be used; called before anything else, until it has succeeded, and
+        again after a failure. Returns ids that it is known to hold. Raises OSError."""
         ...
 
     async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ports import free_port
 from redis_server import StoreServer, running
 
 from vlm_serve.config import EngineConfig
@@ -53,6 +53,8 @@ def refused(**options: object) -> str:
         "redis://127.0.0.1/-1",
         "redis://127.0.0.1#0",
         "redis://[::1",
+        "redis://a..b",
+        "redis://" + "x" * 64 + ".internal",
     ],
 )
 def test_a_wrong_url(url: str) -> None:
@@ -113,23 +115,33 @@ def test_the_end_of_a_line_is_no_part_of_the_key(key: Path) -> None:
     assert secret() == first
 
 
-def test_a_store_that_does_not_answer_as_one(store: StoreServer) -> None:
-    start = "does not answer as a store"
-    assert start in refused(shared_store=f"redis://localhost:{free_port()}")
-    assert start in refused(shared_store=f"rediss://127.0.0.1:{store.port}"), "it has no TLS"
-    assert start in refused(shared_store=f"redis://:secret@127.0.0.1:{store.port}/99")
+def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "text").write_text("this is no certificate")
+    for name in ("ssl_ca_certs", "ssl_certfile"):
+        for file in ("none", "", "empty", "text"):
+            said = refused(shared_store=f"rediss://127.0.0.1?{name}={tmp_path / file}")
+            assert said.startswith(f"shared_store has a parameter {name!r} that cannot be used: ")
+    said = refused(shared_store=f"rediss://127.0.0.1?ssl_keyfile={tmp_path / 'text'}")
+    assert said == "shared_store has a parameter 'ssl_keyfile' without 'ssl_certfile'"
+
+
+def test_the_client_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
+    said = refused(shared_store="redis://127.0.0.1")
+    assert said == "shared_store needs the package redis: pip install 'vlm-serve[store]'"
+
+
+def test_nobody_is_asked_at_the_start() -> None:
+    """What only the store can say may be another thing a minute later."""
     with socket.create_server(("127.0.0.1", 0)) as other:
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("vlm_serve.engine.shared_store.START_SECONDS", 0.2)
-            assert start in refused(shared_store=f"redis://127.0.0.1:{port}")
-
-
-def test_a_wrong_password(store: StoreServer) -> None:
-    for user in ("", ":wrong-word@", "nobody:wrong-word@"):
-        said = refused(shared_store=f"redis://{user}127.0.0.1:{store.port}")
-        assert "refuses user or password" in said
+        other.settimeout(0)
+        address = find_store(
+            EngineConfig(shared_store=f"redis://127.0.0.1:{other.getsockname()[1]}")
+        )
+        assert address is not None
+        with pytest.raises(BlockingIOError):
+            other.accept()
 
 
 def test_what_is_right_is_found_and_shown_without_the_password(

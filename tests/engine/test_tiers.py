@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sqlite3
 import threading
 import time
@@ -357,10 +358,29 @@ def test_expert_rows_come_back_with_their_blocks(checkpoint: Path) -> None:
         assert (cold.routed_experts == hit.routed_experts).all()
 
 
-def test_a_folder_that_cannot_be_written_is_refused_at_the_start(
-    checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"disk_cache_path": "{}/file/cache"}, "disk_cache_path cannot be used: [Errno 20] Not a"),
+        ({"disk_cache_path": "{}/file"}, "disk_cache_path cannot be used: {}/file is no folder"),
+        (
+            {"disk_cache_path": "/dev/null"},
+            "disk_cache_path cannot be used: /dev/null is no folder",
+        ),
+        ({"disk_cache_path": "{}/" + 300 * "x"}, "disk_cache_path cannot be used: [Errno 36] File"),
+        ({"disk_cache_path": "{}/\x00"}, "disk_cache_path cannot be used: embedded null "),
+        (
+            {"disk_cache_path": "~nobody-of-that-name/x"},
+            "disk_cache_path cannot be used: Could not",
+        ),
+        ({"host_cache_memory": "900TiB"}, "host_cache_memory is 900 TiB, and all the memory that "),
+    ],
+)
+def test_tiers_that_can_never_be_are_refused_at_the_start(
+    checkpoint: Path, tmp_path: Path, options: dict[str, str], said: str
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="disk_cache_path cannot be used") as raised:
-        open_pipeline(checkpoint, disk_cache_path=str(tmp_path / "file" / "cache"))
-    assert raised.value.param == "disk_cache_path"
+    options = {name: value.format(tmp_path) for name, value in options.items()}
+    with pytest.raises(ConfigError, match=re.escape(said.format(tmp_path))) as raised:
+        open_pipeline(checkpoint, **options)
+    assert raised.value.param in options

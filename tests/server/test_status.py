@@ -134,6 +134,16 @@ def test_metrics_of_the_engine(fake: RunningServer) -> None:
     assert [found[f"cache_audit_{name}_total"] for name in names] == [9, 1, 2, 3]
 
 
+def test_metrics_tell_which_tiers_are_used(
+    fake: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not any(name.startswith("cache_tier_up") for name in samples(fake))
+    stats = fake.engine.stats() | {"tiers": {"counts": {}, "host_up": 1, "disk_up": 0}}
+    monkeypatch.setattr(fake.engine, "stats", lambda: stats)
+    found = samples(fake)
+    assert (found["cache_tier_up host"], found["cache_tier_up disk"]) == (1, 0)
+
+
 def test_what_was_never_evicted_counts_from_nought(fake: RunningServer) -> None:
     found = samples(fake)
     kinds = ("tail", "snapshot", "suspended", "timed_pin")

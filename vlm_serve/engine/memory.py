@@ -3,7 +3,9 @@ alone (docs/architecture.md#memory). Sizes are bytes per rank."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -13,6 +15,7 @@ from vlm_serve.engine.update_seats import UpdateSeats
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec
 from vlm_serve.models.cache_layout import CacheLayout
+from vlm_serve.options import format_size
 
 EMBEDDING_CACHE_BYTES = 256 << 20
 LOGPROB_CACHE_BYTES = 64 << 20
@@ -21,6 +24,7 @@ CPU_SHARE = 4
 CPU_CEILING = 4 << 30
 GPU_SHARE = 0.85
 MIN_BLOCKS = 4
+_GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,27 @@ def default_cache_memory(device: torch.device, ranks: int = 1) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_SHARE)
     return min(CPU_CEILING, free_host_memory() // CPU_SHARE) // ranks
+
+
+def check_host_cache(num_bytes: int) -> None:
+    """Raises ConfigError if this machine can never have that much for the tier in host memory."""
+    most = host_memory()
+    if num_bytes > most:
+        raise ConfigError(
+            f"host_cache_memory is {format_size(num_bytes)}, and all the memory that this process "
+            f"may have is {format_size(most)}",
+            param="host_cache_memory",
+        )
+
+
+def host_memory() -> int:
+    """Bytes of the machine's memory, or of its group's part of it."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = _GROUP_LIMIT.read_text(encoding="ascii").strip()
+    except OSError:
+        return whole
+    return min(whole, int(limit)) if limit.isdigit() else whole
 
 
 def free_host_memory() -> int:

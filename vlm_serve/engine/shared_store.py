@@ -1,11 +1,17 @@
-"""The store that several servers share, as the options name it: checked and tried at the start."""
+"""The store that several servers share, as the options name it.
+
+What can be told without asking the store is an error at the start. What only the store can tell may
+heal by itself, so a server starts without it and tries again (`cache/tiers/asking.py`).
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import ssl
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -18,8 +24,6 @@ from vlm_serve.errors import ConfigError
 
 MIN_KEY_BYTES = 32
 DEFAULT_PORT = 6379
-START_SECONDS = 5.0
-"""How long the store may take to answer when the server starts."""
 
 _SCHEMES = {"redis": False, "rediss": True, "valkey": False, "valkeys": True}
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
@@ -67,6 +71,7 @@ class SharedAddress:
             size_of,
             time_limit=config.shared_store_timeout,
             lifetime=config.shared_store_ttl,
+            place=self.text,
         )
 
 
@@ -81,6 +86,7 @@ def read_address(config: EngineConfig) -> SharedAddress | None:
     try:
         url = urlsplit(config.shared_store)
         host, port = url.hostname, url.port or DEFAULT_PORT
+        (host or "").encode("idna")  # as whoever resolves it does
         database = int(url.path.strip("/") or "0")
         query = dict(parse_qsl(url.query, keep_blank_values=True, strict_parsing=bool(url.query)))
     except ValueError:
@@ -124,34 +130,42 @@ def read_address(config: EngineConfig) -> SharedAddress | None:
 
 
 def find_store(config: EngineConfig) -> SharedAddress | None:
-    """As `read_address`; the store has answered.
+    """As `read_address`, when what this machine needs to reach it is there. Nobody is asked.
 
     Raises:
-        ConfigError: as there, and if the client is missing or the store does not answer as one.
+        ConfigError: as there, and if the client is missing or certificates cannot be used.
     """
     address = read_address(config)
     if address is None:
         return None
     try:
-        from redis import Redis
-        from redis.backoff import NoBackoff
-        from redis.exceptions import AuthenticationError, RedisError
-        from redis.retry import Retry
+        import_module("redis.asyncio")
     except ImportError:
         raise _wrong("needs the package redis: pip install 'vlm-serve[store]'") from None
-    try:
-        with Redis(
-            **address.connection,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=START_SECONDS,
-            socket_connect_timeout=START_SECONDS,
-        ) as client:
-            client.ping()
-    except AuthenticationError as error:
-        raise _wrong(f"at {address.text} refuses user or password: {_line(error)}") from None
-    except (RedisError, OSError, ValueError) as error:
-        raise _wrong(f"at {address.text} does not answer as a store: {_line(error)}") from None
+    _check_certificates(address.connection)
     return address
+
+
+def _check_certificates(connection: dict[str, Any]) -> None:
+    """Raises ConfigError that names the parameter whose file cannot be used."""
+    given = {name: connection[name] for name in _FILES if name in connection}
+    if "ssl_keyfile" in given and "ssl_certfile" not in given:
+        raise _wrong("has a parameter 'ssl_keyfile' without 'ssl_certfile'")
+    for name, path in given.items():
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            Path(path).read_bytes()
+            if name == "ssl_ca_certs":
+                context.load_verify_locations(path)
+            elif name == "ssl_certfile":
+                context.load_cert_chain(path, given.get("ssl_keyfile"), _no_password)
+        except (OSError, ValueError) as error:
+            raise _wrong(f"has a parameter {name!r} that cannot be used: {_line(error)}") from None
+
+
+def _no_password() -> str:
+    """Return what a key is tried with that has a password, instead of asking at the terminal."""
+    return ""
 
 
 def _read_key(path: Path) -> bytes:

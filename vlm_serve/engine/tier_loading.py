@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import stat
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,6 +19,7 @@ from vlm_serve.cache.tiers.disk import DiskStore
 from vlm_serve.cache.tiers.down import TierSaver
 from vlm_serve.cache.tiers.entry import Kind, Origin
 from vlm_serve.cache.tiers.host import HostStore
+from vlm_serve.cache.tiers.late import LateStore
 from vlm_serve.cache.tiers.sharing import POLICIES, Sharer, Sharing
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
@@ -24,12 +27,14 @@ from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.cache.tiers.up import Fetch, Reading, TierFetcher
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.embedding_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers, Found
+from vlm_serve.engine.memory import check_host_cache
 from vlm_serve.engine.shared_store import SharedAddress
 from vlm_serve.errors import ConfigError, EngineClosedError
 
 SHUTDOWN_SECONDS = 20.0
 """How long the end of an engine may take to save what the device holds."""
 
+_NEVER_A_FOLDER = (errno.ENOTDIR, errno.ENAMETOOLONG)
 _log = logging.getLogger(__name__)
 
 
@@ -53,8 +58,8 @@ def make_tiers(
     address: SharedAddress | None = None,
     promised: bool = True,
 ) -> Tiers | None:
-    """The tiers that the options ask for, if any. Raises ConfigError if the folder of the disk tier
-    cannot be written.
+    """The tiers that the options ask for, if any; those that cannot be used yet come later. Raises
+    ConfigError if one never can be: the disk tier has no folder, or memory has no room for it.
 
     Args:
         model: 32 bytes that identify weights, types and numerics.
@@ -64,14 +69,11 @@ def make_tiers(
     """
     host_bytes, disk_bytes = config.host_cache_memory, config.disk_cache_size
     assert isinstance(host_bytes, int) and isinstance(disk_bytes, int)
+    check_host_cache(host_bytes)
     stores: list[Store] = [HostStore(host_bytes)] if host_bytes else []
-    if config.enable_prefix_caching and config.disk_cache_path is not None:
-        try:
-            stores.append(DiskStore(Path(config.disk_cache_path).expanduser(), disk_bytes))
-        except OSError as error:
-            raise ConfigError(
-                f"disk_cache_path cannot be used: {error}", param="disk_cache_path"
-            ) from error
+    folder = disk_folder(config)
+    if folder is not None:
+        stores.append(LateStore("disk", str(folder), partial(DiskStore, folder, disk_bytes)))
     if not (stores or address) or not config.enable_prefix_caching:
         return None
     origin = Origin(model, world=config.tensor_parallel_size)
@@ -92,6 +94,27 @@ def make_tiers(
         sharer.listen(cache.events)
         stack.share = sharer.offer
     return Tiers(stack, saver, TierFetcher(cache, stack, transfer), sharer)
+
+
+def disk_folder(config: EngineConfig) -> Path | None:
+    """Return the folder of the disk tier, if the options ask for one. It need not be there.
+
+    Raises ConfigError if it never can be: something else has its name.
+    """
+    if not config.enable_prefix_caching or config.disk_cache_path is None:
+        return None
+    problem = None
+    try:
+        folder = Path(config.disk_cache_path).expanduser()
+        if not stat.S_ISDIR(folder.stat().st_mode):
+            problem = f"{folder} is no folder"
+    except (ValueError, RuntimeError) as error:
+        problem = str(error)
+    except OSError as error:
+        problem = str(error) if error.errno in _NEVER_A_FOLDER else None
+    if problem is not None:
+        raise ConfigError(f"disk_cache_path cannot be used: {problem}", param="disk_cache_path")
+    return folder
 
 
 def _num_bytes(
@@ -168,7 +191,7 @@ class TierLoading:
         gauges = {
             f"{store.name}_{name}": value
             for store in stack.stores
-            for name, value in store.counters.items()
+            for name, value in (("up", int(stack.asker.is_up(store))), *store.counters.items())
         }
         return {"counts": dict(stack.counts), **gauges}
 

@@ -217,8 +217,21 @@ class EngineStats(Collector):
             for source, count in (dict.fromkeys(sources, 0) | self._stats[key]).items():
                 family.add_metric([self._model_name, source], count)
             yield family
+        yield from self._tiers_up(self._stats["tiers"])
         yield from self._shared_store(self._stats["tiers"])
         yield from self._audits(self._stats["audit"])
+
+    def _tiers_up(self, tiers: Mapping[str, Any]) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            PREFIX + "cache_tier_up",
+            "Lower cache tiers: 1 is used, 0 does not answer and is tried again",
+            labels=["model_name", "tier"],
+        )
+        for name, value in tiers.items():
+            if name.endswith("_up"):
+                family.add_metric([self._model_name, name.removesuffix("_up")], value)
+        if family.samples:
+            yield family
 
     def _shared_store(self, tiers: Mapping[str, Any]) -> Iterator[Metric]:
         if "shared_hits" not in tiers:

@@ -1,0 +1,100 @@
+"""A store that may be made late: what it needs is not there yet when the process starts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Collection, Mapping
+
+from vlm_serve.cache.tiers.entry import EntryId, Sealed
+from vlm_serve.cache.tiers.store import TIME_LIMIT, Store
+
+
+class LateStore:
+    """See `Store`. Made by `open`; before that it may only be cleared and closed.
+
+    Args:
+        name, place: as the store's own.
+        make: makes it, in a thread, as often as it takes; raises OSError.
+    """
+
+    private = True
+    lasting = True
+    time_limit = TIME_LIMIT
+
+    def __init__(self, name: str, place: str, make: Callable[[], Store]) -> None:
+        self.name = name
+        self.place = place
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: Store | None = None
+        self._making: asyncio.Future[None] | None = None
+        self._outdated = False
+        self._over = False
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return {} if self._made is None else self._made.counters
+
+    async def open(self) -> Collection[EntryId]:
+        if self._made is None:
+            if self._making is None:  # one that hangs is not joined by another one
+                self._making = asyncio.ensure_future(asyncio.to_thread(self._make_here))
+                self._making.add_done_callback(self._has_ended)
+            await asyncio.shield(self._making)
+        if self._outdated:
+            await self._store.clear()
+            self._outdated = False
+        return await self._store.open()
+
+    def _make_here(self) -> None:
+        """In a thread, which may come to its end when nobody wants the store any more."""
+        made = self._make()
+        with self._lock:
+            self._made = None if self._over else made
+        if self._over:
+            asyncio.run(made.close())
+
+    def _has_ended(self, making: asyncio.Future[None]) -> None:
+        self._making = None
+        if not making.cancelled():
+            making.exception()  # nobody may be waiting for it any more
+
+    async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
+        return await self._store.contains(ids)
+
+    async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Sealed]:
+        return await self._store.get(ids)
+
+    async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
+        return await self._store.put(entries)
+
+    async def touch(self, ids: Collection[EntryId]) -> None:
+        await self._store.touch(ids)
+
+    async def delete(self, ids: Collection[EntryId]) -> None:
+        await self._store.delete(ids)
+
+    async def doubt(self, ids: Collection[EntryId]) -> None:
+        await self._store.doubt(ids)
+
+    async def sink(self) -> dict[EntryId, Sealed]:
+        return {}
+
+    async def clear(self) -> None:
+        """What lies where it is going to be made is forgotten too: before it is used."""
+        if self._made is None:
+            self._outdated = True
+        else:
+            await self._made.clear()
+
+    async def close(self) -> None:
+        with self._lock:
+            self._over = True
+        if self._made is not None:
+            await self._made.close()
+
+    @property
+    def _store(self) -> Store:
+        assert self._made is not None, "it is not open"
+        return self._made

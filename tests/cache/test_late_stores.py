@@ -1,0 +1,216 @@
+"""Stores that cannot be used when the stack starts, or no longer: it works without them until they
+can."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+from serving import wait_for
+from tier_entries import ORIGIN, entry, get, locate
+
+from vlm_serve.cache.tiers.asking import Breaker, line_of
+from vlm_serve.cache.tiers.disk import DiskStore
+from vlm_serve.cache.tiers.disk_file import FILE_NAME
+from vlm_serve.cache.tiers.entry import EntryId
+from vlm_serve.cache.tiers.host import HostStore
+from vlm_serve.cache.tiers.late import LateStore
+from vlm_serve.cache.tiers.stack import TierStack
+from vlm_serve.cache.tiers.store import Store
+
+
+class Moody(HostStore):
+    """A store that opens and answers only if it is told to."""
+
+    name = "moody"
+    lasting = True
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__(1 << 20)
+        self.error = error
+        self.num_opened = 0
+        self.calls = 0
+
+    async def open(self) -> tuple[EntryId, ...]:
+        self.num_opened += 1
+        if self.error is not None:
+            raise self.error
+        return tuple(self)
+
+    async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        return await super().contains(ids)
+
+
+@contextmanager
+def stack(*stores: Store, rest: float = 0.02, open_seconds: float = 60.0) -> Iterator[TierStack]:
+    tiers = TierStack(ORIGIN, stores, rest_seconds=rest, open_seconds=open_seconds)
+    try:
+        yield tiers
+    finally:
+        tiers.close(10.0)
+
+
+def put(tiers: TierStack, number: int) -> None:
+    tiers.put(entry(number))
+    assert tiers.drain(60)
+
+
+def test_a_store_that_does_not_open_is_not_asked_until_it_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    moody, behind = Moody(OSError("it is\nnot there.")), HostStore(1 << 20)
+    with caplog.at_level(logging.INFO), stack(moody, behind) as tiers:
+        assert not tiers.asker.is_up(moody) and tiers.asker.is_up(behind) and not tiers.lasting
+        put(tiers, 1)
+        assert locate(tiers, 1) == ["host"] and get(tiers, 1) == entry(1)
+        assert not moody.calls and tiers.counts["failed_moody"] == 1 == len(caplog.records)
+        wait_for(lambda: moody.num_opened > 3)
+        assert caplog.messages == [
+            "the cache tier 'moody' (memory of this process) cannot be used (it is not there): "
+            "the server works without it and tries again"
+        ]
+        moody.error = OSError("no room")
+        wait_for(lambda: len(caplog.records) > 1)
+        assert "(no room)" in caplog.messages[1]
+        moody.error = None
+        wait_for(lambda: tiers.asker.is_up(moody))
+        wait_for(lambda: "is used from now on" in caplog.messages[-1])
+        put(tiers, 2)
+        assert locate(tiers, 2) == ["moody"] and tiers.lasting
+        assert all(record.exc_info is None for record in caplog.records)
+
+
+def test_a_store_that_fails_is_opened_again_without_any_request() -> None:
+    moody = Moody()
+    with stack(moody) as tiers:
+        put(tiers, 1)
+        opened, moody.error = moody.num_opened, OSError("gone")
+        assert locate(tiers, 1) == [None] and not tiers.asker.is_up(moody)
+        calls = moody.calls
+        wait_for(lambda: moody.num_opened > opened + 2)
+        moody.error = None
+        wait_for(lambda: tiers.asker.is_up(moody))
+        assert moody.calls == calls and tiers.counts["failed_moody"] == 1
+        assert locate(tiers, 1) == ["moody"]
+
+
+def test_rests_grow_until_a_call_has_succeeded() -> None:
+    breaker = Breaker(10.0)
+    for now, rest in ((0.0, 10.0), (10.0, 20.0), (30.0, 40.0), (70.0, 80.0), (150.0, 80.0)):
+        breaker.rest(now)
+        assert breaker.is_open and breaker.seconds_left(now) == rest
+    breaker.answered()
+    assert not breaker.is_open and breaker.seconds_left(0.0) == 0.0
+    assert breaker.admit(0.0) == "call" and breaker.ended("call", 0.0, failed=True)
+    assert breaker.seconds_left(0.0) == 80.0, "it answers, and does not work"
+    breaker.answered()
+    assert breaker.admit(0.0) == "call" and not breaker.ended("call", 0.0, failed=False)
+    breaker.rest(0.0)
+    assert breaker.seconds_left(0.0) == 10.0
+
+
+def test_the_start_waits_for_no_store_that_hangs() -> None:
+    gate = threading.Event()
+    made: list[Moody] = []
+
+    def make() -> Store:
+        assert gate.wait(60)
+        made.append(Moody())
+        return made[-1]
+
+    late = LateStore("late", "somewhere", make)
+    with stack(late, open_seconds=0.05) as tiers:
+        put(tiers, 1)
+        assert locate(tiers, 1) == [None] and tiers.counts["dropped"] == 1
+        gate.set()
+        wait_for(lambda: tiers.asker.is_up(late))
+        put(tiers, 2)
+        assert locate(tiers, 2) == ["late"] and len(made) == 1
+
+
+def test_what_is_made_too_late_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, closed = threading.Event(), threading.Event()
+
+    async def close(store: HostStore) -> None:
+        closed.set()
+
+    def make() -> Store:
+        assert gate.wait(60)
+        return Moody()
+
+    monkeypatch.setattr(Moody, "close", close)
+    with stack(LateStore("late", "somewhere", make), open_seconds=0.05):
+        pass
+    assert not closed.is_set()
+    gate.set()
+    assert closed.wait(60)
+
+
+def late_disk(folder: Path) -> LateStore:
+    return LateStore("disk", str(folder), partial(DiskStore, folder, 1 << 20))
+
+
+def fill(folder: Path, *numbers: int) -> None:
+    with stack(DiskStore(folder, 1 << 20)) as tiers:
+        for number in numbers:
+            put(tiers, number)
+
+
+def test_what_lies_on_a_disk_that_comes_late_is_found(tmp_path: Path) -> None:
+    fill(tmp_path / "real", 1, 2)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "mounted")
+    disk = late_disk(link)
+    with stack(disk) as tiers:
+        assert not tiers.asker.is_up(disk) and not tiers.holds(entry(1).id)
+        (tmp_path / "real").rename(tmp_path / "mounted")
+        wait_for(lambda: tiers.asker.is_up(disk))
+        assert tiers.holds(entry(1).id) and get(tiers, 2) == entry(2)
+
+
+def test_a_flush_counts_for_a_disk_that_comes_later(tmp_path: Path) -> None:
+    fill(tmp_path / "real", 1)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "mounted")
+    disk = late_disk(link)
+    with stack(disk) as tiers:
+        tiers.clear().result(60)
+        (tmp_path / "real").rename(tmp_path / "mounted")
+        wait_for(lambda: tiers.asker.is_up(disk))
+        assert not tiers.holds(entry(1).id) and locate(tiers, 1) == [None]
+        put(tiers, 3)
+        assert locate(tiers, 3) == ["disk"]
+
+
+def test_a_database_that_another_one_has_locked_is_used_when_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, 1)
+    connect = sqlite3.connect
+    with sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")
+        impatient = lambda *given, **options: connect(*given, **{**options, "timeout": 0.01})  # noqa: E731
+        monkeypatch.setattr(sqlite3, "connect", impatient)
+        disk = late_disk(tmp_path)
+        with stack(disk) as tiers:
+            assert not tiers.asker.is_up(disk)
+            other.execute("ROLLBACK")
+            wait_for(lambda: tiers.asker.is_up(disk))
+            assert get(tiers, 1) == entry(1)
+    other.close()
+
+
+def test_what_others_say_is_logged_as_one_short_line() -> None:
+    line = line_of(OSError("\x1b[31m\nred\x00 " + "x" * 10_000))
+    assert line.startswith("?[31m red? xxx") and len(line) == 300
+    assert line_of(TimeoutError()) == "it does not answer"
+    assert line_of(OSError()) == "OSError"
