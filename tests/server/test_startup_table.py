@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from vlm_serve.engine.memory import MemoryPlan
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.weight_sizes import WeightBytes
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.draining import say
 from vlm_serve.server.main import startup_rows
 
 MEMORY = MemoryPlan(
@@ -97,3 +99,16 @@ def test_the_form_of_tool_calls_is_said() -> None:
     for form in ("qwen3_xml", "none"):
         server = ServerConfig(tool_call_parser=form)
         assert rows(server, device="cpu")["tool calls"] == form
+
+
+def test_nobody_need_read_the_table(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk or a closed pipe behind the standard output ends no server."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        say("a table")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert "nothing can be printed" in caplog.text

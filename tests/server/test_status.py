@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -142,6 +144,26 @@ def test_metrics_tell_which_tiers_are_used(
     monkeypatch.setattr(fake.engine, "stats", lambda: stats)
     found = samples(fake)
     assert (found["cache_tier_up host"], found["cache_tier_up disk"]) == (1, 0)
+
+
+IN_ONE_PROCESS = """
+from types import SimpleNamespace
+from vlm_serve.server.metrics import Metrics
+metrics = Metrics("m", SimpleNamespace(num_running=1, num_waiting=0), SimpleNamespace(held=2))
+metrics.prompt_tokens.inc(3)
+assert b'vlm_serve:prompt_tokens_total{model_name="m"} 3.0' in metrics.render()
+"""
+
+
+def test_metrics_need_no_folder_of_servers_of_many_processes(tmp_path: Path) -> None:
+    for folder in (tmp_path / "none", tmp_path):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", IN_ONE_PROCESS],
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_was_never_evicted_counts_from_nought(fake: RunningServer) -> None:

@@ -7,10 +7,14 @@ import sys
 from typing import Any
 
 import pytest
+from fake_engine import FakeEngine
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from serving import RunningServer, chat_body, wait_for
+from serving import RunningServer, chat_body, running, wait_for
 
+from vlm_serve.errors import ConfigError
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.tracing import RequestTracer
 
 
@@ -44,6 +48,31 @@ def test_a_span_tells_about_its_request(fake: RunningServer) -> None:
     attributes = dict(bad.attributes or {})
     assert attributes["gen_ai.response.finish_reason"] == "error"
     assert "gen_ai.latency.time_to_first_token" not in attributes
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "collector:4318",
+        "nonsense",
+        "",
+        "ftp://x",
+        "http://",
+        "http://[::1",
+        "http://x:y",
+        "https:x",
+    ],
+)
+def test_an_endpoint_is_a_url(url: str) -> None:
+    with pytest.raises(ConfigError, match="^otlp_traces_endpoint must be a URL such as http://"):
+        ServerConfig(otlp_traces_endpoint=url)
+
+
+def test_a_collector_need_not_be_there(tokenizer: Tokenizer) -> None:
+    for url in ("http://127.0.0.1:1/v1/traces", "https://no-such-machine.invalid:4318"):
+        config = ServerConfig(port=0, otlp_traces_endpoint=url)
+        with running(FakeEngine(tokenizer), config) as server:
+            assert server.client.get("/health").status_code == 200
 
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -23,7 +23,14 @@ from vlm_serve.server.auth import guarded
 from vlm_serve.server.browsers import for_browsers
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.connections import Connections
-from vlm_serve.server.draining import SWITCH_SECONDS, DrainingServer, listen, url_of, uvicorn_config
+from vlm_serve.server.draining import (
+    SWITCH_SECONDS,
+    DrainingServer,
+    listen,
+    say,
+    url_of,
+    uvicorn_config,
+)
 from vlm_serve.server.tenants import read_tenant_keys
 
 _log = logging.getLogger(__name__)
@@ -105,7 +112,7 @@ def _run(
             uvicorn_config(for_browsers(app, config), connections),
             front,
             connections,
-            lambda: print(table(rows), flush=True),
+            lambda: say(table(rows)),
             leave_at_once,
         )
         server.run(sockets=[bound])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 _SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(\{)?")
 
@@ -45,26 +46,25 @@ def _with_label(line: str, replica: str) -> str:
 
 def own_metrics(replicas: int, num_open: int, num_lost: int) -> str:
     """What only the front knows."""
+    lost = "Requests that went to another replica when theirs was lost"
     registry = CollectorRegistry()
-    for name, text, value in (
-        ("vlm_serve:replicas", "Replicas that answer", replicas),
-        ("vlm_serve:front_open_requests", "Requests that the front has let in", num_open),
-    ):
-        Gauge(name, text, registry=registry).set(value)
-    lost = CounterMetricFamily(
-        "vlm_serve:failovers",
-        "Requests that went to another replica when theirs was lost",
-        num_lost,
+    registry.register(
+        _Families(
+            GaugeMetricFamily("vlm_serve:replicas", "Replicas that answer", replicas),
+            GaugeMetricFamily(
+                "vlm_serve:front_open_requests", "Requests that the front has let in", num_open
+            ),
+            CounterMetricFamily("vlm_serve:failovers", lost, num_lost),
+        )
     )
-    registry.register(_Single(lost))
     return generate_latest(registry).decode()
 
 
-class _Single:
-    """A collector of one family."""
+class _Families(Collector):
+    """A collector of what is known already."""
 
-    def __init__(self, family: CounterMetricFamily) -> None:
-        self._family = family
+    def __init__(self, *families: Metric) -> None:
+        self._families = families
 
-    def collect(self) -> list[CounterMetricFamily]:
-        return [self._family]
+    def collect(self) -> tuple[Metric, ...]:
+        return self._families

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from vlm_serve.options import normalise_all, option, refuse
 
@@ -11,6 +12,7 @@ _SERVER = "server"
 _LIMITS = "limits"
 _LIFE = "life cycle"
 
+_COLLECTOR = "http://127.0.0.1:4318/v1/traces"
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
@@ -239,6 +241,11 @@ class ServerConfig:
                 for origin in self.allowed_origins
                 if not _ORIGIN.fullmatch(origin)
             ]
+            or [
+                f"otlp_traces_endpoint must be a URL such as {_COLLECTOR}, got {endpoint!r}"
+                for endpoint in [self.otlp_traces_endpoint]
+                if endpoint is not None and not _is_http_url(endpoint)
+            ]
         )
 
     @property
@@ -255,3 +262,11 @@ class ServerConfig:
     def min_body_rate_bytes(self) -> int:
         assert isinstance(self.min_body_rate, int)
         return self.min_body_rate
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False

@@ -109,6 +109,14 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def say(text: str) -> None:
+    """Prints what an operator wants to read; a server goes on if nobody can."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        _log.warning("nothing can be printed: %s", error)
+
+
 def uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
     """How an application is served over those connections."""
     return uvicorn.Config(

@@ -25,7 +25,7 @@ from vlm_serve.options import format_size
 from vlm_serve.server.bounds import total
 from vlm_serve.server.browsers import is_loopback
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.draining import SWITCH_SECONDS, listen, url_of
+from vlm_serve.server.draining import SWITCH_SECONDS, listen, say, url_of
 from vlm_serve.server.pieces import form_of
 from vlm_serve.server.run import make_server
 from vlm_serve.server.tenants import read_tenant_keys
@@ -65,7 +65,7 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
     try:
         rows = list(startup_rows(engine, config, names, url_of(bound)))
         # Whoever reads the URL there may use it at once.
-        announce = partial(print, table(rows), flush=True)
+        announce = partial(say, table(rows))
         server = make_server(engine, config, names, announce, _leave_at_once)
         server.service.warm_up()
         leave_alone_what_stays()

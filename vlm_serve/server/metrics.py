@@ -12,6 +12,7 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     generate_latest,
+    values,
 )
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -26,6 +27,10 @@ from vlm_serve.server.request_memory import RequestMemory
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
+
+# One process has all values in memory. PROMETHEUS_MULTIPROC_DIR, which may be in the environment
+# for servers of several processes, would have them in files, in a folder that need not be there.
+values.ValueClass = values.MutexValue
 
 PREFIX = "vlm_serve:"
 PLAIN_PREFIX = "vlm_serve_"
