@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 
 from vlm_serve.cache.tiers.entry import EntryId, Sealed
 from vlm_serve.cache.tiers.store import TIME_LIMIT, Store
@@ -39,7 +40,7 @@ class LateStore:
     async def open(self) -> Collection[EntryId]:
         if self._made is None:
             if self._making is None:  # one that hangs is not joined by another one
-                self._making = asyncio.ensure_future(asyncio.to_thread(self._make_here))
+                self._making = asyncio.ensure_future(self._make_in_thread())
                 self._making.add_done_callback(self._has_ended)
             await asyncio.shield(self._making)
         if self._outdated:
@@ -47,8 +48,24 @@ class LateStore:
             self._outdated = False
         return await self._store.open()
 
+    async def _make_in_thread(self) -> None:
+        """In one of its own, for which the process does not wait when it ends: a disk may hang."""
+        made: Future[None] = Future()
+        made.set_running_or_notify_cancel()
+
+        def work() -> None:
+            try:
+                self._make_here()
+            except BaseException as error:
+                made.set_exception(error)
+            else:
+                made.set_result(None)
+
+        threading.Thread(target=work, name=f"open-{self.name}", daemon=True).start()
+        await asyncio.wrap_future(made)
+
     def _make_here(self) -> None:
-        """In a thread, which may come to its end when nobody wants the store any more."""
+        """May come to its end when nobody wants the store any more."""
         made = self._make()
         with self._lock:
             self._made = None if self._over else made

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -153,6 +155,21 @@ def test_what_is_made_too_late_is_closed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not closed.is_set()
     gate.set()
     assert closed.wait(60)
+
+
+HANGING = """
+import threading
+from tier_entries import ORIGIN
+from vlm_serve.cache.tiers.late import LateStore
+from vlm_serve.cache.tiers.stack import TierStack
+late = LateStore("late", "somewhere", threading.Event().wait)
+TierStack(ORIGIN, [late], open_seconds=0.05).close(1.0)
+"""
+
+
+def test_a_process_ends_though_a_store_hangs() -> None:
+    folder = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", HANGING], cwd=folder, timeout=120, check=True)
 
 
 def late_disk(folder: Path) -> LateStore:

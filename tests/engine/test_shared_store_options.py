@@ -126,8 +126,9 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
     assert said == "shared_store has a parameter 'ssl_keyfile' without 'ssl_certfile'"
 
 
-def test_the_client_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
+@pytest.mark.parametrize("module", ["redis", "redis.asyncio"])
+def test_the_client_must_be_installed(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
     said = refused(shared_store="redis://127.0.0.1")
     assert said == "shared_store needs the package redis: pip install 'vlm-serve[store]'"
 

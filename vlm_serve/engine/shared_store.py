@@ -139,7 +139,8 @@ def find_store(config: EngineConfig) -> SharedAddress | None:
     if address is None:
         return None
     try:
-        import_module("redis.asyncio")
+        for name in ("redis", "redis.asyncio"):
+            import_module(name)
     except ImportError:
         raise _wrong("needs the package redis: pip install 'vlm-serve[store]'") from None
     _check_certificates(address.connection)
