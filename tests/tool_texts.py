@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from vlm_serve.server.output_parser import OutputParser
+
 CALL = (
     "Let me look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
@@ -31,7 +33,11 @@ WEATHER = {
         "free": {},
     },
 }
-TOOLS: dict[str, Any] = {"get_weather": WEATHER, "stop": {}}
+FILE = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
+}
+TOOLS: dict[str, Any] = {"get_weather": WEATHER, "stop": {}, "write_file": FILE}
 
 
 def cuts(text: str, seed: int) -> list[str]:
@@ -39,3 +45,31 @@ def cuts(text: str, seed: int) -> list[str]:
     rng = random.Random(seed)
     marks = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(1, 12)))
     return [text[a:b] for a, b in zip([0, *marks], [*marks, len(text)], strict=True)]
+
+
+def told(pieces: list[str], *, cut: bool = False, **options: Any) -> dict[str, Any]:
+    """What a parser tells of an answer that comes in these pieces: the texts, and every call's name
+    and arguments as written."""
+    parser = OutputParser(**options)
+    found = [piece for text in pieces for piece in parser.feed(text)] + parser.finish(cut=cut)
+    calls: dict[int, list[str]] = {}
+    for piece in found:
+        if piece.kind == "tool_name":
+            calls[piece.call] = [piece.text, ""]
+        elif piece.kind == "tool_arguments":
+            calls[piece.call][1] += piece.text
+    texts = {
+        kind: "".join(piece.text for piece in found if piece.kind == kind)
+        for kind in ("content", "reasoning")
+    }
+    return texts | {"calls": [(name, arguments) for name, arguments in calls.values()]}
+
+
+def told_alike(text: str, *, cut: bool = False, **options: Any) -> dict[str, Any]:
+    """What is told of a whole answer, and of the same in two pieces, wherever they meet, and one
+    character at a time."""
+    whole = told([text], cut=cut, **options)
+    assert told(list(text), cut=cut, **options) == whole
+    for at in range(1, len(text)):
+        assert told([text[:at], text[at:]], cut=cut, **options) == whole, text[:at]
+    return whole

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tool_texts import TOOLS, cuts
+from tool_texts import TOOLS, cuts, told, told_alike
 
 from vlm_serve.server.output_parser import OutputParser
 from vlm_serve.server.pieces import Piece
@@ -20,19 +20,9 @@ CALL = (
 
 
 def parse(pieces: list[str], **options: Any) -> dict[str, Any]:
-    parser = OutputParser(**options)
-    found = [piece for text in pieces for piece in parser.feed(text)] + parser.finish()
-    calls: dict[int, list[str]] = {}
-    for piece in found:
-        if piece.kind == "tool_name":
-            calls[piece.call] = [piece.text, ""]
-        elif piece.kind == "tool_arguments":
-            calls[piece.call][1] += piece.text
-    return {
-        "content": "".join(piece.text for piece in found if piece.kind == "content"),
-        "reasoning": "".join(piece.text for piece in found if piece.kind == "reasoning"),
-        "calls": [(name, json.loads(arguments)) for name, arguments in calls.values()],
-    }
+    found = told(pieces, **options)
+    calls = [(name, json.loads(arguments)) for name, arguments in found["calls"]]
+    return found | {"calls": calls}
 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -140,12 +130,103 @@ def test_text_is_released_as_soon_as_it_is_certain() -> None:
     assert parser.feed("e") == [Piece("content", "<e")]
 
 
-def test_a_call_is_announced_before_its_arguments() -> None:
+def test_a_call_is_told_when_it_has_been_read() -> None:
     parser = OutputParser(tools=TOOLS)
-    head, rest = CALL.split("<parameter=days>")
-    name, city = parser.feed(head)
-    assert name == Piece("tool_name", "get_weather", 0)
-    assert city == Piece("tool_arguments", '{"city": "Paris"', 0)
-    days, close = parser.feed("<parameter=days>" + rest)
-    assert days == Piece("tool_arguments", ', "days": 3', 0)
-    assert close == Piece("tool_arguments", "}", 0)
+    head, end = CALL[:-1], CALL[-1:]
+    assert parser.feed("Well.\n" + head) == [Piece("content", "Well.")]
+    assert parser.feed(end) == []  # text behind it could show that the value goes on
+    name = Piece("tool_name", "get_weather", 0)
+    arguments = Piece("tool_arguments", '{"city": "Paris", "days": 3}', 0)
+    assert parser.feed("\n<tool_call>\n<function=stop>\n") == [name, arguments]
+    assert parser.feed("</function>\n</tool_call>") == [
+        Piece("tool_name", "stop", 1),
+        Piece("tool_arguments", "{}", 1),
+    ]
+    assert parser.feed(" That is") == [Piece("content", "That is")]
+
+
+STOP = "<tool_call>\n<function=stop>\n</function>\n</tool_call>"
+STOPPED = [("stop", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        (f"I look.\n{STOP}", "I look.", "", STOPPED),
+        (f"I look.\n{STOP}\n</think>\n\nDone.", "I look.", "Done.", STOPPED),
+        (f"I look.\n{STOP}\n{STOP}\n</think>", "I look.", "", STOPPED * 2),
+        (f"I look.\n{STOP}\nNow I wait.", "I look.", "Now I wait.", STOPPED),
+        (STOP.removeprefix("<tool_call>\n"), "", "", STOPPED),
+        # weighed, quoted, or none
+        (f"Perhaps\n{STOP}\nor not.\n</think>\n\nNo.", f"Perhaps\n{STOP}\nor not.", "No.", []),
+        (f"Perhaps\n{STOP}\nYes:\n{STOP}", f"Perhaps\n{STOP}\nYes:", "", STOPPED),
+        (f"Perhaps\n{STOP}\nno.\n</think>\n\n{STOP}", f"Perhaps\n{STOP}\nno.", "", STOPPED),
+        (f"I write `{STOP}`.\n</think>\n\nNo.", f"I write `{STOP}`.", "No.", []),
+        (f"A <tool_call> now.\n</think>\n\n{STOP}", "A <tool_call> now.", "", STOPPED),
+        ("<tool_call>\n<function=rm>\n</think>\nNo.", "<tool_call>\n<function=rm>", "No.", []),
+        (
+            f"<tool_call>\n<function=stop>\n<parameter=a>\n1\n</think>\n\n{STOP}",
+            "<tool_call>\n<function=stop>\n<parameter=a>\n1",
+            "",
+            STOPPED,
+        ),
+        (f"{STOP}\n{STOP[:30]}\n</think>\n\nNo.", f"{STOP}\n{STOP[:30]}", "No.", []),
+    ],
+)
+def test_a_call_may_end_a_thought(
+    text: str, reasoning: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    found = told_alike(text, reasoning=True, tools=TOOLS)
+    assert found == {"reasoning": reasoning, "content": content, "calls": calls}
+    alone = told_alike(text, reasoning=True)
+    assert alone["calls"] == []
+    assert alone["reasoning"] == text.split("</think>")[0].rstrip()
+
+
+def test_a_thought_that_is_cut_makes_no_half_call() -> None:
+    text = f"I look.\n{CALL}"
+    for length in range(len(text) - len("\n</function>\n</tool_call>")):
+        found = told_alike(text[:length], reasoning=True, tools=TOOLS, cut=True)
+        assert found["calls"] == []
+        assert text[:length].startswith(found["reasoning"])
+
+
+def test_an_enforced_answer_is_what_follows_the_thought() -> None:
+    text = f"I look.\n{STOP}\n</think>\n\n"
+    options: dict[str, Any] = {"reasoning": True, "tools": TOOLS, "enforced": True}
+    found = told_alike(text + STOP, **options)
+    assert found == {"reasoning": f"I look.\n{STOP}", "content": "", "calls": STOPPED}
+    assert told_alike(f"I look.\n{STOP}", **options)["calls"] == STOPPED
+
+
+def test_where_one_call_is_allowed_there_is_one() -> None:
+    options: dict[str, Any] = {"tools": TOOLS, "parallel": False}
+    found = told_alike(f"{STOP}\n{STOP}", **options)
+    assert found == {"reasoning": "", "content": STOP, "calls": STOPPED}
+    found = told_alike(f"{STOP}\n{STOP}", reasoning=True, **options)
+    assert found == {"reasoning": STOP, "content": "", "calls": STOPPED}
+
+
+def test_a_repeated_mark_is_no_part_of_the_thought() -> None:
+    found = told_alike("<think>\nhm\n</think>\n\nhello", reasoning=True)
+    assert found == {"reasoning": "hm", "content": "hello", "calls": []}
+
+
+@pytest.mark.parametrize("text", ["\n    return 1", " a", "  <b>", "\n\n", " "])
+@pytest.mark.parametrize("continued", [True, False])
+def test_white_space_that_an_answer_begins_with_is_kept(text: str, continued: bool) -> None:
+    """Behind a thought there is none that says anything; elsewhere it may be an indentation."""
+    for tools in (None, TOOLS):
+        for reasoning in (None, False):
+            options: dict[str, Any] = {"reasoning": reasoning, "continued": continued}
+            assert told_alike(text, tools=tools, **options)["content"] == text
+
+
+def test_a_continued_thought_keeps_its_white_space() -> None:
+    found = told_alike(" see\n</think>\n\nRed.", reasoning=True, continued=True)
+    assert found == {"reasoning": " see", "content": "Red.", "calls": []}
+
+
+def test_text_that_was_held_back_is_told_as_it_was_written() -> None:
+    text = "a \n\n<tool_call>\n \nb\n <function=rm> \n"
+    assert told_alike(text, tools=TOOLS)["content"] == text

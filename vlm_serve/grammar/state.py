@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-THINK_END = b"</think>"
 FOLLOW_SECONDS = 1.0
 FOLLOW_SECONDS_PER_TOKEN = 0.005
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.errors import EngineClosedError
-from vlm_serve.grammar.state import THINK_END, Grammar
+from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.stopping import Stop
@@ -20,11 +20,13 @@ from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.attempt import Attempt
 from vlm_serve.server.attempt_part import AttemptPart
 from vlm_serve.server.errors import RequestTimeoutError, told_as
-from vlm_serve.server.output_parser import THINK_START
+from vlm_serve.server.pieces import THINK_END, THINK_START
 from vlm_serve.server.request_memory import current_share
 from vlm_serve.server.service import Preparation, Service
 
 _access = logging.getLogger("vlm_serve.access")
+
+_TURN = "<|im_start|>"
 
 TOKEN_BYTES = 128
 """Of a prompt: its id, its positions, its part of the text, of the keys and of the spans."""
@@ -41,6 +43,7 @@ class Task:
             may collide.
         arrival: monotonic seconds at which the request came in.
         reasoning: reasoning is split from the answer, whose grammar begins behind it.
+        continued: the answer goes on with the prompt's last message.
         trace: headers of the trace that the request continues.
         names: fields as they are called here -> as the client calls them, for errors.
         affinity: keys of what the prompt begins with.
@@ -54,6 +57,7 @@ class Task:
     arrival: float
     priority: int = 0
     reasoning: bool = False
+    continued: bool = False
     trace: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     affinity: tuple[AffinityKey, ...] = ()
@@ -216,6 +220,18 @@ async def answering(
             _account(service, generation)
 
 
+def begins_in_thought(prompt: str, *, continued: bool) -> bool:
+    """True if the answer to a prompt with this text begins inside of a `<think>` block.
+
+    Args:
+        continued: the answer goes on with the last message, whose thought may be open.
+    """
+    if not continued:
+        return prompt.rstrip().endswith(THINK_START)
+    last = prompt[max(prompt.rfind(_TURN), 0) :]
+    return last.rfind(THINK_START) > last.rfind(THINK_END)
+
+
 def _bytes_of(prompt: Prompt) -> int:
     """Most that a prompt takes until its request ends."""
     return len(prompt) * TOKEN_BYTES + sum(item.num_bytes for item in prompt.media)
@@ -225,8 +241,8 @@ async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | No
     form = task.params.structured_outputs
     if form is None:
         return None
-    thinks = task.reasoning and prompt.text.rstrip().endswith(THINK_START)
-    return await service.compile(form, THINK_END if thinks else b"")
+    thinks = task.reasoning and begins_in_thought(prompt.text, continued=task.continued)
+    return await service.compile(form, THINK_END.encode() if thinks else b"")
 
 
 def _seconds(service: Service, task: Task) -> float | None:

@@ -1,16 +1,22 @@
-"""Parts of an answer, and what reads a tool call in it."""
+"""Parts of an answer, and what reads the tool calls in it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 TOOL_START = "<tool_call>"
 TOOL_END = "</tool_call>"
+THINK_START = "<think>"
+THINK_END = "</think>"
 
 Kind = Literal["content", "reasoning", "tool_name", "tool_arguments"]
 ToolForm = Literal["qwen3_xml", "hermes"]
 """How a model writes tool calls."""
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""JSON schema of the parameters by function name."""
 
 
 def form_of(setting: str, template: ToolForm) -> ToolForm:
@@ -27,39 +33,78 @@ class Piece:
     call: int = -1
 
 
-def begun(text: str, marker: str) -> int:
-    """How many characters of the marker the text ends with, less than all of it."""
-    sizes = range(min(len(marker) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if text.endswith(marker[:size])), 0)
-
-
-class CallParser(Protocol):
-    """Reads the text between the two tags of one tool call, which only ever grows.
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call as it was read.
 
     Attributes:
-        index: which call of the answer it is.
-        named: whether it is known to be a call of one of the tools.
+        arguments: JSON; of a call that the limit has cut, JSON that does not end.
     """
 
-    index: int
-    named: bool
+    name: str
+    arguments: str
 
-    def advance(self, block: str) -> list[Piece]:
-        """What became certain. The text may go on behind the call."""
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a `CallReader` has found at the start of its text.
+
+    Attributes:
+        size: characters that this is about; what follows has not been read.
+        calls: what they say; none: they are plain text.
+        begun: they are the first words of a call that the limit has cut: neither call nor text.
+    """
+
+    size: int
+    calls: Sequence[Call] = ()
+    begun: bool = False
+
+
+class CallReader(Protocol):
+    """Reads a text that begins like a tool call, as it comes.
+
+    What it finds depends on the text alone, not on how it was cut. Every character is looked at a
+    bounded number of times.
+    """
+
+    @property
+    def text(self) -> str:
+        """Everything that has been fed."""
         ...
 
-    def end(self, block: str) -> int:
-        """Where the closing tag begins, -1 as long as there is none."""
+    def feed(self, text: str) -> Reading | None:
+        """Take the text that comes next; None: more is needed to tell what it is."""
         ...
 
-    def close(self) -> list[Piece]:
-        """The end of a call that has ended."""
+    def end(self, *, cut: bool) -> Reading:
+        """Tell what the text is that nothing follows.
+
+        Args:
+            cut: the limit has ended it, so what is open might have gone on.
+        """
         ...
 
-    def rest(self, block: str) -> list[Piece]:
-        """What was written of a call that has no end."""
+
+class CallForm(Protocol):
+    """One way to write tool calls, in one answer.
+
+    Attributes:
+        openings: texts with which a call may begin.
+    """
+
+    openings: tuple[str, ...]
+
+    def reader(self, *, thought: bool) -> CallReader:
+        """Make a reader for a text that begins with one of the openings.
+
+        Args:
+            thought: it stands in a thought, which `</think>` may end at any place.
+        """
         ...
 
-    def may_become_call(self, block: str) -> bool:
-        """Whether what has no name yet may be the beginning of a call."""
-        ...
+
+def begun(text: str, *markers: str) -> int:
+    """How many characters of one of the markers the text ends with, less than all of it."""
+    most = min(max(map(len, markers), default=1) - 1, len(text))
+    starts = (text[len(text) - size :] for size in range(most, 0, -1))
+    return next((len(start) for start in starts for each in markers if each.startswith(start)), 0)

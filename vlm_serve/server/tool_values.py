@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from pydantic_core import from_json
+
 _SPACE = (" ", "\n", "\r", "\t")
 _BLANK = r"(?: |\\[nrst]|\[(?: |\\[nrst])+\])"
 _BLANK_FIRST = re.compile(rf"\^?(?:\((?:\?:)?)*{_BLANK}(?![?*]|\{{0)")
@@ -175,9 +177,36 @@ def _same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
-def strict_json(text: str) -> Any:
-    """The value of a text that is JSON and can be said again as such. Raises ValueError."""
-    return json.loads(text, parse_constant=_not_json, parse_float=_finite)
+def strict_json(text: str, *, lenient: bool = False) -> Any:
+    """The value of a text that is JSON and can be said again as such. Raises ValueError.
+
+    Args:
+        lenient: texts may have raw line breaks and tabs in them; of members with one name the first
+            counts.
+    """
+    return json.loads(
+        text,
+        strict=not lenient,
+        parse_constant=_not_json,
+        parse_float=_finite,
+        object_pairs_hook=_first_members if lenient else None,
+    )
+
+
+def begins_json(text: str) -> bool:
+    """True if the text is JSON that may lack its end."""
+    try:
+        from_json(text, allow_partial=True)
+    except ValueError:
+        return False
+    return True
+
+
+def _first_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members: dict[str, Any] = {}
+    for name, value in pairs:
+        members.setdefault(name, value)
+    return members
 
 
 def _finite(number: str) -> float:

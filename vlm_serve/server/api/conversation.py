@@ -23,8 +23,8 @@ from vlm_serve.server.api.structured import ToolChoice, with_tools
 from vlm_serve.server.api.truncation import prepare_what_fits
 from vlm_serve.server.attempt import attempt_of, created_of
 from vlm_serve.server.errors import told_as
-from vlm_serve.server.generation import Generation, Task
-from vlm_serve.server.output_parser import THINK_START, OutputParser
+from vlm_serve.server.generation import Generation, Task, begins_in_thought
+from vlm_serve.server.output_parser import OutputParser
 from vlm_serve.server.pieces import ToolForm
 from vlm_serve.server.request_id import request_id_of, trace_context_of
 from vlm_serve.server.service import Preparation, Service
@@ -148,8 +148,10 @@ class ConversationTask:
     """A validated request.
 
     Attributes:
-        tools: parameter schemas by function, None if tool calls are not to be parsed.
+        tools: parameter schemas of what may be called, by function; None if tool calls are not to
+            be parsed.
         tool_form: how calls are written.
+        parallel: the answer may have more than one call.
         created: Unix time in seconds.
     """
 
@@ -157,14 +159,22 @@ class ConversationTask:
     model: str
     tools: Mapping[str, Any] | None
     tool_form: ToolForm
+    parallel: bool
     created: int
 
     def parser(self, generation: Generation) -> OutputParser:
         """A new parser for one choice of the answer."""
-        reasoning = None
+        reasoning, continued = None, self.task.continued
         if self.task.reasoning:
-            reasoning = generation.prompt.text.rstrip().endswith(THINK_START)
-        return OutputParser(reasoning=reasoning, tools=self.tools, form=self.tool_form)
+            reasoning = begins_in_thought(generation.prompt.text, continued=continued)
+        return OutputParser(
+            reasoning=reasoning,
+            tools=self.tools,
+            form=self.tool_form,
+            parallel=self.parallel,
+            continued=continued,
+            enforced=self.task.params.structured_outputs is not None,
+        )
 
 
 def conversation_task(
@@ -188,6 +198,7 @@ def conversation_task(
             arrival=arrival,
             priority=body.priority or 0,
             reasoning=service.config.reasoning_parser != "none",
+            continued=asked.input.continue_final_message,
             trace=trace_context_of(scope),
             names={**asked.names, "structured_outputs": form_field},
             affinity=affinity_of(scope),
@@ -196,8 +207,9 @@ def conversation_task(
         model=service.resolve_model(body.model),
         tools=None
         if choice.mode == "none"
-        else {name: schema or {} for name, schema in schemas.items()},
+        else {name: schemas[name] or {} for name in choice.names},
         tool_form=service.tool_form,
+        parallel=choice.parallel,
         created=created_of(scope),
     )
 
