@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic_core import from_json
 from tool_texts import TOOLS, cuts, told, told_alike
 
 from vlm_serve.server.output_parser import OutputParser
@@ -110,11 +111,35 @@ def test_the_result_does_not_depend_on_how_the_text_is_cut(
         assert parse(cuts(text, seed), **options) == wanted
 
 
-@given(st.lists(st.sampled_from([*"ab <>\n", "<tool_call>", "</tool_call>", "</think>", "<thi"])))
-def test_any_text_is_parsed_alike_in_any_cut(parts: list[str]) -> None:
-    text = "".join(parts)
-    for options in ({}, {"tools": TOOLS}, {"reasoning": True}, {"reasoning": True, "tools": TOOLS}):
-        assert parse(list(text), **options) == parse([text], **options)
+XML_PARTS = ["<tool_call>", "</tool_call>", "<function=stop>", "<function=write_file>"]
+XML_PARTS += ["<function=rm>", "</function>", "<parameter=path>", "<parameter=x>", "</parameter>"]
+XML_PARTS += ["</think>", "<think>", "<thi", "```xml\n", *"a <>`\n"]
+JSON_PARTS = ["<tool_call>", "</tool_call>", '{"name": "stop"', ', "arguments": ', '{"a": "b', '"']
+JSON_PARTS += ["</think>", "<think>", "<thi", "true", *"}{[]\\,:1 \n"]
+
+
+@pytest.mark.parametrize(("form", "parts"), [("qwen3_xml", XML_PARTS), ("hermes", JSON_PARTS)])
+@given(data=st.data())
+def test_any_text_is_told_alike_in_any_cut(form: Any, parts: list[str], data: Any) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=24)))
+    if data.draw(st.booleans()):
+        start = "<function=write_file>\n<parameter=path>" if form == "qwen3_xml" else parts[2]
+        text = f"<tool_call>\n{start}\n{text}"
+    options: dict[str, Any] = {
+        "form": form,
+        "tools": data.draw(st.sampled_from([TOOLS, None])),
+        "reasoning": data.draw(st.sampled_from([None, True, False])),
+        "cut": data.draw(st.booleans()),
+        "parallel": data.draw(st.booleans()),
+        "enforced": data.draw(st.booleans()),
+    }
+    whole = told([text], **options)
+    assert told(list(text), **options) == whole
+    assert told(cuts(text, data.draw(st.integers(0, 99))), **options) == whole
+    for _, arguments in whole["calls"]:
+        from_json(arguments, allow_partial=options["cut"])
+    if options["reasoning"] is None and not options["cut"] and not whole["calls"]:
+        assert whole["content"] == text
 
 
 @given(st.text(alphabet="ab <>\n"))
@@ -205,6 +230,9 @@ def test_where_one_call_is_allowed_there_is_one() -> None:
     assert found == {"reasoning": "", "content": STOP, "calls": STOPPED}
     found = told_alike(f"{STOP}\n{STOP}", reasoning=True, **options)
     assert found == {"reasoning": STOP, "content": "", "calls": STOPPED}
+    both = '<tool_call>{"name": "stop"}{"name": "stop"}</tool_call>'
+    found = told_alike(both, form="hermes", **options)
+    assert found == {"reasoning": "", "content": both, "calls": []}
 
 
 def test_a_repeated_mark_is_no_part_of_the_thought() -> None:

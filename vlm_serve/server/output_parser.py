@@ -204,7 +204,8 @@ class OutputParser:
     def _decide(self, pieces: list[Piece], reading: Reading, text: str) -> None:
         """Goes on behind what has been read."""
         quoted = bool(reading.calls) and self._quoting.quotes(self._lead)
-        called = bool(reading.calls) and not quoted
+        allowed = self._parallel or len(reading.calls) == 1
+        called = bool(reading.calls) and not quoted and allowed
         if called and self._thought:
             self._weighed += reading.calls
             self._weighed_text += self._lead + text
@@ -224,10 +225,9 @@ class OutputParser:
 
     def _call(self, pieces: list[Piece], calls: Iterable[Call]) -> None:
         for call in calls:
-            if self._parallel or not self.num_calls:
-                pieces.append(Piece("tool_name", call.name, self.num_calls))
-                pieces.append(Piece("tool_arguments", call.arguments, self.num_calls))
-                self.num_calls += 1
+            pieces.append(Piece("tool_name", call.name, self.num_calls))
+            pieces.append(Piece("tool_arguments", call.arguments, self.num_calls))
+            self.num_calls += 1
         self._skip_space = True
 
     def _follow(self, pieces: list[Piece], final: bool) -> bool:
