@@ -28,7 +28,7 @@ class DiskStore(DiskFile):
         return str(self._path.parent)
 
     async def open(self) -> list[EntryId]:
-        await asyncio.to_thread(self.read, ())  # waits for whoever works on the file
+        await asyncio.to_thread(self.reopen)  # waits for whoever works on the file
         return self.known()
 
     async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:

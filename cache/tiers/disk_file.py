@@ -19,6 +19,8 @@ FILE_NAME = "vlm-serve-cache.sqlite"
 PAGE_BYTES = 8192
 ROW_BYTES = 512
 """What a row costs beside its content, rounded up."""
+BUSY_SECONDS = 2.0
+"""How long another process may hold the file before that is a failure: requests wait behind it."""
 
 _REFUSED = {
     sqlite3.SQLITE_PERM,
@@ -33,6 +35,8 @@ _REFUSED = {
     sqlite3.SQLITE_TOOBIG,
 }
 """Errors for which the content of the file is not to blame."""
+_NO_ROOM = {sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_FULL, sqlite3.SQLITE_TOOBIG}
+"""Of those the ones that cost what was to be written and nothing else: the file is read as ever."""
 _KINDS = {kind.value for kind in Kind}
 _DELETE = "DELETE FROM entries WHERE kind = ? AND key = ?"
 _SCHEMA = """
@@ -45,8 +49,9 @@ CREATE TABLE IF NOT EXISTS entries (
 class DiskFile:
     """All methods may be called from any thread; `known`, `in` and `use` never wait for the disk.
 
-    A failure of the disk is counted in `errors` and otherwise a miss. A damaged file is replaced by
-    an empty one.
+    A failure of the disk is counted in `errors`. Where there is no room, it costs what was to be
+    written; a damaged file is replaced by an empty one; any other failure raises OSError, until
+    `reopen` has succeeded.
 
     Args:
         folder: where the file is; made if it is missing. Another file's name is never touched.
@@ -67,16 +72,7 @@ class DiskFile:
         self._sizes: dict[EntryId, int] = {}
         self._num_bytes = 0
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self._connection = self._open()
-        except sqlite3.Error as error:
-            if _code(error) in _REFUSED:
-                raise OSError(f"{self._path}: {error}") from error
-            self.errors += 1
-            try:
-                self._start_anew()
-            except sqlite3.Error as again:
-                raise OSError(f"{self._path}: {again}") from again
+        self._start()
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -155,10 +151,18 @@ class DiskFile:
                 self._connection.executescript("PRAGMA incremental_vacuum")
             except sqlite3.Error as error:
                 self._failed(error)
-                return
-            with self._books:
-                self._sizes.clear()
-                self._num_bytes = 0
+                self._replace()  # files can be removed where there is no room to change them
+            self._forget_all()
+
+    def reopen(self) -> None:
+        """Makes sure that the file can be written, and opens it if a failure has closed it."""
+        with self._io:
+            try:
+                self._connection.execute("PRAGMA user_version = 1")
+            except sqlite3.ProgrammingError:
+                self._start()
+            except sqlite3.Error as error:
+                self._failed(error)
 
     def shut(self) -> None:
         """Closes the file; nothing may be asked afterwards."""
@@ -198,28 +202,46 @@ class DiskFile:
         return True
 
     def _failed(self, error: sqlite3.Error) -> None:
-        """Counts a failure; a damaged file is of no further use."""
+        """Counts a failure; raises OSError if there is something else behind it than a lack of room
+        or damage, which replaces the file."""
         self.errors += 1
         with suppress(sqlite3.Error):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-        if _code(error) and _code(error) not in _REFUSED:
-            with suppress(sqlite3.Error):
-                self._connection.close()
-            with suppress(sqlite3.Error, OSError):
-                self._start_anew()
+        code = _code(error)
+        if not code or code in _REFUSED - _NO_ROOM:
+            raise OSError(f"{self._path}: {error}") from error
+        if code not in _NO_ROOM:
+            self._replace()
+
+    def _replace(self) -> None:
+        """Opens an empty file in place of the one that is open; closed if that raises OSError."""
+        self._connection.close()
+        self._start_anew()
+
+    def _start(self) -> None:
+        """Opens the file, or an empty one in place of a damaged one. Raises OSError."""
+        self._forget_all()
+        try:
+            self._connection = self._open()
+        except sqlite3.Error as error:
+            if _code(error) in _REFUSED:
+                raise OSError(f"{self._path}: {error}") from error
+            self.errors += 1
+            self._start_anew()
 
     def _start_anew(self) -> None:
+        self._forget_all()
         for suffix in ("", "-wal", "-shm"):
             self._path.with_name(FILE_NAME + suffix).unlink(missing_ok=True)
-        with self._books:
-            self._sizes.clear()
-            self._num_bytes = 0
-        self._connection = self._open()
+        try:
+            self._connection = self._open()
+        except sqlite3.Error as error:
+            raise OSError(f"{self._path}: {error}") from error
 
     def _open(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
-            self._path, timeout=10, isolation_level=None, check_same_thread=False
+            self._path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
         try:
             self._set_up(connection)
@@ -259,6 +281,11 @@ class DiskFile:
         with self._books:
             for entry_id in victims:
                 self._forget(entry_id)
+
+    def _forget_all(self) -> None:
+        with self._books:
+            self._sizes.clear()
+            self._num_bytes = 0
 
     def _forget(self, entry_id: EntryId) -> None:
         self._num_bytes -= self._sizes.pop(entry_id, 0)

@@ -43,10 +43,12 @@ class LateStore:
                 self._making = asyncio.ensure_future(self._make_in_thread())
                 self._making.add_done_callback(self._has_ended)
             await asyncio.shield(self._making)
+        assert self._made is not None
+        known = await self._made.open()
         if self._outdated:
-            await self._store.clear()
-            self._outdated = False
-        return await self._store.open()
+            await self._made.clear()
+            self._outdated, known = False, ()
+        return known
 
     async def _make_in_thread(self) -> None:
         """In one of its own, for which the process does not wait when it ends: a disk may hang."""
@@ -99,11 +101,16 @@ class LateStore:
         return {}
 
     async def clear(self) -> None:
-        """What lies where it is going to be made is forgotten too: before it is used."""
+        """What lies where it is going to be made, or cannot be removed now, is forgotten too: it is
+        removed before the store is used again."""
         if self._made is None:
             self._outdated = True
-        else:
+            return
+        try:
             await self._made.clear()
+        except BaseException:
+            self._outdated = True
+            raise
 
     async def close(self) -> None:
         with self._lock:
@@ -114,4 +121,6 @@ class LateStore:
     @property
     def _store(self) -> Store:
         assert self._made is not None, "it is not open"
+        if self._outdated:
+            raise OSError("what has been flushed is still there")
         return self._made

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving import wait_for
@@ -224,6 +225,86 @@ def test_a_database_that_another_one_has_locked_is_used_when_it_is_free(
             wait_for(lambda: tiers.asker.is_up(disk))
             assert get(tiers, 1) == entry(1)
     other.close()
+
+
+def test_a_damaged_file_in_a_folder_that_is_gone_is_left_alone_until_it_can_be_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, moved = tmp_path / "folder", tmp_path / "moved"
+    disk = LateStore("disk", str(folder), partial(DiskStore, folder, 1 << 24))
+    with caplog.at_level(logging.INFO), stack(disk) as tiers:
+        for number in range(50):
+            tiers.put(entry(number, size=100_000))  # more than SQLite keeps in memory
+        assert tiers.drain(60)
+        folder.rename(moved)
+        folder.touch()
+        for path in moved.iterdir():
+            if not path.name.endswith("-shm"):
+                with path.open("r+b") as file:
+                    file.write(b"\xff" * path.stat().st_size)
+        assert get(tiers, 0) is None and not tiers.asker.is_up(disk)
+        put(tiers, 60)
+        wait_for(lambda: "tries again" in caplog.text)
+        failed = [each for each in caplog.records if "it is left alone" in each.getMessage()]
+        assert len(failed) == 1 and not any(each.exc_info for each in caplog.records)
+        folder.unlink()
+        moved.rename(folder)
+        wait_for(lambda: tiers.asker.is_up(disk))
+        put(tiers, 61)
+        assert get(tiers, 61) == entry(61) and get(tiers, 0) is None
+
+
+def test_a_file_that_another_one_locks_holds_up_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlm_serve.cache.tiers.disk_file.BUSY_SECONDS", 0.01)
+    disk = late_disk(tmp_path)
+    with stack(disk, rest=0.2) as tiers:
+        put(tiers, 1)
+        other = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        put(tiers, 2)
+        assert not tiers.asker.is_up(disk) and tiers.counts["failed_disk"] == 1
+        for number in range(3, 20):
+            put(tiers, number)
+        assert tiers.counts["failed_disk"] == 1, "it is asked again by nobody"
+        other.close()
+        wait_for(lambda: tiers.asker.is_up(disk))
+        put(tiers, 20)
+        assert get(tiers, 1) == entry(1) and get(tiers, 20) == entry(20)
+
+
+class Refusing(sqlite3.Connection):
+    """Cannot remove everything, as SQLite says it with its result code."""
+
+    code: int | None = None
+
+    def execute(self, sql: str, *given: Any) -> sqlite3.Cursor:
+        if self.code is not None and sql == "DELETE FROM entries":
+            error = sqlite3.OperationalError("injected")
+            error.sqlite_errorcode = self.code
+            raise error
+        return super().execute(sql, *given)
+
+
+@pytest.mark.parametrize("code", ["SQLITE_FULL", "SQLITE_CORRUPT", "SQLITE_BUSY", "SQLITE_IOERR"])
+def test_a_flush_that_the_disk_refuses_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Refusing))
+    disk = late_disk(tmp_path)
+    with stack(disk) as tiers:
+        put(tiers, 1)
+        monkeypatch.setattr(Refusing, "code", getattr(sqlite3, code))
+        tiers.clear().result(60)
+        assert locate(tiers, 1) == [None] and get(tiers, 1) is None
+        monkeypatch.setattr(Refusing, "code", None)
+        wait_for(lambda: tiers.asker.is_up(disk))
+        assert locate(tiers, 1) == [None] and not tiers.holds(entry(1).id)
+        put(tiers, 2)
+        assert get(tiers, 2) == entry(2)
+    with stack(late_disk(tmp_path)) as tiers:
+        assert locate(tiers, 1, 2) == [None, "disk"]
 
 
 def test_what_others_say_is_logged_as_one_short_line() -> None:
