@@ -16,6 +16,8 @@ from step_graphs import Repeating, with_graphs
 from vlm_serve.engine import local_executor
 from vlm_serve.engine.graph_device import Step
 from vlm_serve.engine.sampler import sample
+from vlm_serve.engine.tier_transfer import TensorTransfer
+from vlm_serve.models import Model
 
 
 class QueuedDevice(Repeating):
@@ -33,6 +35,7 @@ class QueuedDevice(Repeating):
         super().__init__()
         self.longest = 0
         self._queue: deque[Step] = deque()
+        self._working = False
         self._forgets_events = forgets_events
 
     def capture(self, step: Step) -> Step:
@@ -49,14 +52,22 @@ class QueuedDevice(Repeating):
 
         def wait() -> None:
             while not done and not self._forgets_events:
-                self._queue.popleft()()
+                self._work()
 
         self._add(copy)
         return wait
 
     def synchronize(self) -> None:
-        while self._queue:
+        """Do all that is queued; not from within that, where the order is kept already."""
+        while self._queue and not self._working:
+            self._work()
+
+    def _work(self) -> None:
+        self._working = True
+        try:
             self._queue.popleft()()
+        finally:
+            self._working = False
 
     def _add(self, work: Step) -> None:
         self._queue.append(work)
@@ -64,8 +75,8 @@ class QueuedDevice(Repeating):
 
 
 def with_queue(monkeypatch: pytest.MonkeyPatch, device: QueuedDevice) -> None:
-    """Has engines run captured steps on this device. Steps of other kinds and all that reads
-    logits wait for it, as their operations would behind it in the same stream."""
+    """Has engines run captured steps on this device. Steps of other kinds, what cache tiers read
+    and write, and all that reads logits wait for it, as they would in the same stream."""
     with_graphs(monkeypatch, lambda: device)
 
     def behind(function: Any) -> Any:
@@ -84,5 +95,11 @@ def with_queue(monkeypatch: pytest.MonkeyPatch, device: QueuedDevice) -> None:
     monkeypatch.setattr(local_executor, "sample", sampling)
     for name in ("logprob_rows", "copy_rows", "copy_kv_rows"):
         monkeypatch.setattr(local_executor, name, behind(getattr(local_executor, name)))
-    executor = local_executor.LocalExecutor
-    monkeypatch.setattr(executor, "poison_freed", behind(executor.poison_freed))
+    methods = {
+        Model: ("forward", "fold", "draft"),
+        TensorTransfer: ("read_kv", "read_state", "write_kv", "write_state"),
+        local_executor.LocalExecutor: ("poison_freed",),
+    }
+    for owner, names in methods.items():
+        for name in names:
+            monkeypatch.setattr(owner, name, behind(getattr(owner, name)))

@@ -9,8 +9,11 @@ from queued_device import QueuedDevice, with_queue
 from step_graphs import SPECS, Repeating
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.step_tables import HostRing, Parts, Shapes, StepTables
+from vlm_serve.engine.tier_transfer import TensorTransfer
 from vlm_serve.kernels.triton_support import interpreted
+from vlm_serve.models import Model
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
@@ -72,6 +75,30 @@ def test_a_buffer_is_filled_again_only_when_its_copy_was_made() -> None:
     assert device.longest > 2, "the host never ran ahead"
     device.synchronize()
     assert seen == [[{first}, {first + 1}, {first + 2}] for first in (10, 20, 30, 40, 50)]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        *((Model, name) for name in ("forward", "fold", "draft")),
+        *(
+            (TensorTransfer, f"{verb}_{what}")
+            for verb in ("read", "write")
+            for what in ("kv", "state")
+        ),
+        (LocalExecutor, "poison_freed"),
+    ],
+)
+def test_what_is_not_captured_waits_for_all_that_is(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, seen = QueuedDevice(), list[int]()
+    with_queue(monkeypatch, device)
+    device.capture(lambda: seen.append(len(seen)))()
+    assert seen == [0], "captured, and queued"
+    with pytest.raises(TypeError):
+        getattr(owner, name)()
+    assert seen == [0, 1]
 
 
 @pytest.mark.parametrize("spec", ["dense", "attention alone"])
