@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import TypeVar
 
+from vlm_serve.cache.tiers.daemon_thread import in_daemon_thread
 from vlm_serve.cache.tiers.disk_file import DiskFile
 from vlm_serve.cache.tiers.entry import EntryId, Sealed
 from vlm_serve.cache.tiers.store import TIME_LIMIT
 
+_T = TypeVar("_T")
+
 
 class DiskStore(DiskFile):
-    """See `Store`. Reading and writing happen in threads of the event loop's executor; `contains`
-    and `touch` go by the books in memory."""
+    """See `Store`. Reading and writing happen in threads that do not keep the process from ending;
+    `contains` and `touch` go by the books in memory."""
 
     name = "disk"
     private = True
@@ -28,7 +32,7 @@ class DiskStore(DiskFile):
         return str(self._path.parent)
 
     async def open(self) -> list[EntryId]:
-        await asyncio.to_thread(self.reopen)  # waits for whoever works on the file
+        await self._in_thread(self.reopen)  # waits for whoever works on the file
         return self.known()
 
     async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
@@ -36,7 +40,7 @@ class DiskStore(DiskFile):
 
     async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Sealed]:
         present = await self.contains(ids)
-        found = await asyncio.to_thread(self.read, [each for each in ids if each in present])
+        found = await self._in_thread(partial(self.read, [each for each in ids if each in present]))
         self.use(found)
         return found
 
@@ -44,14 +48,14 @@ class DiskStore(DiskFile):
         present = await self.contains(entries)
         self.use(present)
         new = {entry_id: each for entry_id, each in entries.items() if entry_id not in present}
-        gone = await asyncio.to_thread(self.write, new) if new else set()
+        gone = await self._in_thread(partial(self.write, new)) if new else set()
         return {entry_id: new.get(entry_id) for entry_id in gone}
 
     async def touch(self, ids: Collection[EntryId]) -> None:
         self.use(ids)
 
     async def delete(self, ids: Collection[EntryId]) -> None:
-        await asyncio.to_thread(self.remove, ids)
+        await self._in_thread(partial(self.remove, ids))
 
     async def doubt(self, ids: Collection[EntryId]) -> None:
         pass
@@ -60,8 +64,11 @@ class DiskStore(DiskFile):
         return {}
 
     async def clear(self) -> None:
-        await asyncio.to_thread(self.remove_all)
+        await self._in_thread(self.remove_all)
 
     async def close(self) -> None:
         """The log is folded into the file."""
-        await asyncio.to_thread(self.shut)
+        await self._in_thread(self.shut)
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        return await in_daemon_thread(self.name, work)

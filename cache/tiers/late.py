@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
 
+from vlm_serve.cache.tiers.daemon_thread import in_daemon_thread
 from vlm_serve.cache.tiers.entry import EntryId, Sealed
 from vlm_serve.cache.tiers.store import TIME_LIMIT, Store
 
@@ -40,7 +40,9 @@ class LateStore:
     async def open(self) -> Collection[EntryId]:
         if self._made is None:
             if self._making is None:  # one that hangs is not joined by another one
-                self._making = asyncio.ensure_future(self._make_in_thread())
+                self._making = asyncio.ensure_future(
+                    in_daemon_thread(f"open-{self.name}", self._make_here)
+                )
                 self._making.add_done_callback(self._has_ended)
             await asyncio.shield(self._making)
         assert self._made is not None
@@ -49,22 +51,6 @@ class LateStore:
             await self._made.clear()
             self._outdated, known = False, ()
         return known
-
-    async def _make_in_thread(self) -> None:
-        """In one of its own, for which the process does not wait when it ends: a disk may hang."""
-        made: Future[None] = Future()
-        made.set_running_or_notify_cancel()
-
-        def work() -> None:
-            try:
-                self._make_here()
-            except BaseException as error:
-                made.set_exception(error)
-            else:
-                made.set_result(None)
-
-        threading.Thread(target=work, name=f"open-{self.name}", daemon=True).start()
-        await asyncio.wrap_future(made)
 
     def _make_here(self) -> None:
         """May come to its end when nobody wants the store any more."""

@@ -36,6 +36,8 @@ _T = TypeVar("_T")
 
 BATCH_BYTES = 32 << 20
 """Entries that one call of a store is given, about."""
+CLOSE_SECONDS = 5.0
+"""How long a store may take to close. Nothing is lost of one that takes longer."""
 QUEUE = "host"
 """The tier of what waits to be filed."""
 
@@ -370,7 +372,8 @@ class TierStack:
         await asyncio.gather(*others, return_exceptions=True)
         for store in self.stores:
             with suppress(Exception):
-                await store.close()
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await store.close()
 
 
 _Sized = TypeVar("_Sized", Entry, Sealed)

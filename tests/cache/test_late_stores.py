@@ -159,18 +159,36 @@ def test_what_is_made_too_late_is_closed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 HANGING = """
+import sys
 import threading
-from tier_entries import ORIGIN
+from pathlib import Path
+from tier_entries import ORIGIN, entry
+from vlm_serve.cache.tiers import stack
+from vlm_serve.cache.tiers.disk import DiskStore
 from vlm_serve.cache.tiers.late import LateStore
-from vlm_serve.cache.tiers.stack import TierStack
+stack.CLOSE_SECONDS = 0.1
+"""
+OPENING = """
 late = LateStore("late", "somewhere", threading.Event().wait)
-TierStack(ORIGIN, [late], open_seconds=0.05).close(1.0)
+stack.TierStack(ORIGIN, [late], open_seconds=0.05).close(1.0)
+"""
+WRITING = """
+begun = threading.Event()
+class Hanging(DiskStore):
+    def _transaction(self, removed, added):
+        begun.set()
+        threading.Event().wait()
+tiers = stack.TierStack(ORIGIN, [Hanging(Path(sys.argv[1]), 1 << 20)])
+tiers.put(entry(1))
+assert begun.wait(60)
+tiers.close(0.1)
 """
 
 
-def test_a_process_ends_though_a_store_hangs() -> None:
-    folder = Path(__file__).parents[1]
-    subprocess.run([sys.executable, "-c", HANGING], cwd=folder, timeout=120, check=True)
+@pytest.mark.parametrize("text", [OPENING, WRITING])
+def test_a_process_ends_though_a_store_hangs(text: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HANGING + text, str(tmp_path)]
+    subprocess.run(command, cwd=Path(__file__).parents[1], timeout=120, check=True)
 
 
 def late_disk(folder: Path) -> LateStore:

@@ -1,0 +1,29 @@
+"""Work that may never come to its end, since a disk may hang: nobody waits for it at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+async def in_daemon_thread(name: str, work: Callable[[], _T]) -> _T:
+    """Return what `work` returns, in a thread of its own, for which the process does not wait when
+    it ends. Whoever waits may be cancelled; the work goes on then."""
+    done: Future[_T] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(done)
