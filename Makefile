@@ -39,7 +39,7 @@ LMMS := $(VENV)/lmms
 
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ifeq ($(origin TORCH_INDEX),undefined)
-CHOOSE_INDEX = index=$$($(BIN)/python vlm_serve/torch_index.py $(CPU_INDEX))
+CHOOSE_INDEX = index=$$($(BIN)/python vlm_serve/torch_index.py "$(CPU_INDEX)")
 OTHERWISE = || echo "vlm-serve: that did not work, so torch comes from where pip looks by itself." >&2
 else
 CHOOSE_INDEX = index="$(TORCH_INDEX)"
@@ -87,7 +87,7 @@ test-install: $(VENV)/installed-dev
 	$(BIN)/python tests/install.py $(ARGS)
 
 test-lmms: $(LMMS)/installed
-	PYTHONPATH=$(CURDIR)/$(LMMS) $(BIN)/python -m pytest -n 0 tests/server/lmms/check_lmms_eval.py $(ARGS)
+	PYTHONPATH="$(CURDIR)/$(LMMS)" $(BIN)/python -m pytest -n 0 tests/server/lmms/check_lmms_eval.py $(ARGS)
 
 test-isa: $(VENV)/installed-dev
 	$(BIN)/python tests/native/isa.py $(ARGS)

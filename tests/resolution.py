@@ -119,7 +119,7 @@ def normalised(name: str) -> str:
 def public_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return an environment's variables without those that configure how packages are installed;
     certificates and proxies stay, without which nobody may be asked."""
-    kept = {"PIP_CERT"}
+    kept = {"PIP_CERT", "PIP_PROXY"}
     ours = re.compile(r"(PIP|UV|PYTHON|VIRTUAL_ENV|CONDA|XDG_CONFIG|TORCH_INDEX)")
     return {
         name: value for name, value in variables.items() if name in kept or not ours.match(name)

@@ -111,6 +111,17 @@ def test_torch_alone_comes_from_the_index_that_was_chosen(
 
 
 @make
+def test_addresses_and_folders_may_hold_what_a_shell_takes_apart(tmp_path: Path) -> None:
+    index, folder = "https://index.test/cpu?a=1&b=two words", tmp_path / "a folder; echo"
+    folder.mkdir()
+    checkout = Checkout(folder, index)
+    process = checkout.start(f"CPU_INDEX={index}", "PYTHON=./python")
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert checkout.log()[2:4] == [f"vlm_serve/torch_index.py {index}", from_index(index)]
+
+
+@make
 def test_an_index_that_breaks_off_leaves_the_public_one(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path, CPU_INDEX, fails="--index-url")
     process = checkout.start()

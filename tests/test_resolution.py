@@ -96,6 +96,7 @@ def test_names_are_compared_as_indexes_do() -> None:
         ("HTTPS_PROXY", True),
         ("SSL_CERT_FILE", True),
         ("PIP_CERT", True),
+        ("PIP_PROXY", True),
         ("PIP_FIND_LINKS", False),
         ("PIP_INDEX_URL", False),
         ("UV_EXTRA_INDEX_URL", False),

@@ -174,6 +174,48 @@ def test_who_does_not_speak_http() -> None:
     assert problem is not None and problem.startswith("cannot be read")
 
 
+@contextmanager
+def recorder(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
+    """The address of a server with one answer for everything, and the requests that it has got."""
+    got = list[bytes]()
+
+    def talk(connection: socket.socket, end: threading.Event) -> None:
+        got.append(connection.recv(1 << 16))
+        connection.sendall(answer)
+
+    with listener(talk) as url:
+        yield url, got
+
+
+def whole(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body
+
+
+@linux
+def test_a_password_is_told_to_the_index_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with recorder(whole(page(wheel(pinned_version())))) as (url, got):
+        chosen, reason = choose(url.replace("//", "//me:pass%20word@"), tmp_path)
+        assert chosen and reason.endswith(f"from {url}")
+        assert b"Authorization: Basic bWU6cGFzcyB3b3Jk\r\n" in got[0]
+        move = f"HTTP/1.1 302 Found\r\nLocation: {url}/torch/\r\nConnection: close\r\n\r\n"
+        with recorder(move.encode()) as (moved, asked):
+            assert choose(moved.replace("//", "//me:secret@"), tmp_path)[0]
+        assert b"Authorization" in asked[0] and b"Authorization" not in got[1]
+    chosen, reason = choose(f"http://me:secret@127.0.0.1:{free_port()}/whl", tmp_path)
+    assert not chosen and "refused" in reason and "secret" not in reason
+
+
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_pips_own_proxy_is_asked(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorder(whole(page(wheel("2.13.0")))) as (url, got):
+        monkeypatch.setenv("PIP_PROXY", url.removesuffix("/whl").replace("http://", scheme))
+        assert find_problem("http://index.test/whl", "2.13.0") is None
+        assert got[0].startswith(b"GET http://index.test/whl/torch/ ")
+
+
 @pytest.mark.parametrize("name", DRIVER_FILES)
 def test_a_driver_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -12,6 +12,7 @@ download and 3.3 GB of disk which nothing uses. Needs nothing but Python's own l
 from __future__ import annotations
 
 import argparse
+import base64
 import http.client
 import os
 import platform
@@ -25,6 +26,7 @@ import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 PATIENCE = 5.0
@@ -60,10 +62,10 @@ def choose(index: str, root: Path) -> tuple[bool, str]:
     driver = find_driver(root)
     if driver is not None:
         return False, f"an NVIDIA driver is here ({driver}), so {ELSEWHERE}: {CUDA}"
-    problem = find_problem(index, pinned_version())
+    problem, name = find_problem(index, pinned_version()), _shown(index)
     if problem is not None:
-        return False, f"no NVIDIA driver is here, but {index} {problem}, so {ELSEWHERE}: {CUDA}"
-    return True, f"no NVIDIA driver is here, so torch is a build for CPUs, from {index}"
+        return False, f"no NVIDIA driver is here, but {name} {problem}, so {ELSEWHERE}: {CUDA}"
+    return True, f"no NVIDIA driver is here, so torch is a build for CPUs, from {name}"
 
 
 def find_driver(root: Path) -> str | None:
@@ -100,11 +102,9 @@ def find_problem(index: str, version: str) -> str | None:
 
 
 def _find_problem(index: str, version: str) -> str | None:
-    # pip trusts the certificates of this variable, and so does who asks on its behalf.
     try:
-        trust = ssl.create_default_context(cafile=os.environ.get("PIP_CERT"))
-        url = f"{index.rstrip('/')}/torch/"
-        with urllib.request.urlopen(url, timeout=2 * PATIENCE, context=trust) as answer:
+        opener = urllib.request.build_opener(*_handlers())
+        with opener.open(_request(f"{index.rstrip('/')}/torch/"), timeout=2 * PATIENCE) as answer:
             page = answer.read(MOST_BYTES).decode(errors="replace")
     except urllib.error.HTTPError as error:
         return f"answers with status {error.code}"
@@ -114,6 +114,36 @@ def _find_problem(index: str, version: str) -> str | None:
         python = ".".join(map(str, sys.version_info[:2]))
         return f"has no torch {version} for Python {python} on {platform.machine()}"
     return None
+
+
+def _handlers() -> list[urllib.request.BaseHandler]:
+    """Return what asks on pip's behalf: with the certificates and the proxy of its variables."""
+    trust = ssl.create_default_context(cafile=os.environ.get("PIP_CERT"))
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=trust)]
+    proxy = os.environ.get("PIP_PROXY")
+    if proxy:
+        handlers.append(urllib.request.ProxyHandler({"http": proxy, "https": proxy}))
+    return handlers
+
+
+def _request(url: str) -> urllib.request.Request:
+    """Ask for a URL with the name and password in it, as pip does; a redirect gets neither."""
+    user, at, _ = urlsplit(url).netloc.rpartition("@")
+    request = urllib.request.Request(_shown(url))
+    if at:
+        name, _, password = user.partition(":")
+        token = base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {token}")
+    return request
+
+
+def _shown(url: str) -> str:
+    """Return a URL without name and password."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return url
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def wheel_pattern(version: str) -> str:
