@@ -7,6 +7,7 @@ write-ahead log, so a process that is killed loses the batch under way and nothi
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 from collections.abc import Collection, Iterable, Mapping
@@ -21,6 +22,8 @@ ROW_BYTES = 512
 """What a row costs beside its content, rounded up."""
 BUSY_SECONDS = 2.0
 """How long another process may hold the file before that is a failure: requests wait behind it."""
+
+_log = logging.getLogger(__name__)
 
 _REFUSED = {
     sqlite3.SQLITE_PERM,
@@ -66,6 +69,7 @@ class DiskFile:
         self.max_bytes = max_bytes
         self.errors = 0
         self.evictions = 0
+        self._told = False
         self._path = folder / FILE_NAME
         self._io = threading.Lock()
         self._books = threading.Lock()
@@ -213,6 +217,9 @@ class DiskFile:
             raise OSError(f"{self._path}: {error}") from error
         if code not in _NO_ROOM:
             self._replace()
+        elif not self._told:
+            self._told = True
+            _log.warning("%s: %s: the cache tier is read, and not written", self._path, error)
 
     def _replace(self) -> None:
         """Opens an empty file in place of the one that is open; closed if that raises OSError."""

@@ -252,7 +252,9 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         DiskStore(tmp_path, 1 << 20)
 
 
-def test_a_full_disk_is_counted_and_costs_the_batch(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_once_and_costs_the_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     disk = DiskStore(tmp_path, 1 << 20)
     tiers = TierStack(ORIGIN, [disk], background=False)
     tiers.put(entry(1))
@@ -260,7 +262,10 @@ def test_a_full_disk_is_counted_and_costs_the_batch(tmp_path: Path) -> None:
     pages = connection.execute("PRAGMA page_count").fetchone()[0]
     connection.execute(f"PRAGMA max_page_count = {pages}").fetchall()
     tiers.put(entry(2, size=50_000))
-    assert disk.errors == 1 and tiers.counts["dropped"] == 1
+    tiers.put(entry(2, size=50_000))
+    assert disk.errors == 2 == tiers.counts["dropped"]
+    (told,) = caplog.messages
+    assert told.endswith("disk is full: the cache tier is read, and not written")
     assert locate(tiers, 1, 2) == ["disk", None] and not tiers.holds(entry(2).id)
     assert get(tiers, 1) is not None
     connection.execute(f"PRAGMA max_page_count = {pages + 100}").fetchall()
