@@ -45,6 +45,9 @@ else
 CHOOSE_INDEX = index="$(TORCH_INDEX)"
 endif
 
+# Of an index that is out of reach pip says in the end that versions contradict each other.
+UNREACHED = || { echo "vlm-serve: that did not work: most likely no index of packages is within reach of pip, see above." >&2; exit 1; }
+
 MODEL ?= demo
 CPP := $(wildcard kernels/native/* vlm_serve/models/native/* tests/native/*.cpp tests/native/*.h)
 
@@ -135,7 +138,7 @@ $(VENV)/created:
 # its own comes torch alone: were pip to look there for everything, it could take any other package from there too.
 $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
 	@echo "Installing what vlm-serve needs into $(VENV), torch among it: a few minutes, once."
-	$(PIP) install --quiet --constraint constraints.txt setuptools
+	@$(PIP) install --quiet --constraint constraints.txt setuptools $(UNREACHED)
 	@$(CHOOSE_INDEX); if [ -n "$$index" ]; then \
 		$(PIP) install --progress-bar on --constraint constraints.txt --no-deps --index-url "$$index" torch $(OTHERWISE); \
 	fi

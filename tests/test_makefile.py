@@ -132,6 +132,16 @@ def test_an_index_that_breaks_off_leaves_the_public_one(tmp_path: Path) -> None:
 
 
 @make
+def test_without_a_network_it_says_what_is_missing(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, CPU_INDEX, fails="setuptools")
+    process = checkout.start()
+    _, said = process.communicate(timeout=120)
+    assert process.returncode
+    assert "no index of packages is within reach of pip" in said
+    assert "setuptools" in checkout.log()[-1], "nothing else is tried"
+
+
+@make
 def test_an_index_that_somebody_named_must_do(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path, fails="--index-url")
     process = checkout.start("TORCH_INDEX=https://own.test/cu128")
