@@ -230,6 +230,22 @@ def test_suffixes_come_before(checkpoint: Path) -> None:
         assert MtpDrafter in kinds and len(kinds) == 2
 
 
+@pytest.mark.usefixtures("compiler")
+def test_a_model_without_state_layers_drafts(tmp_path: Path) -> None:
+    """Its state rows hold hidden states and nothing else."""
+    spec = CheckpointSpec(vision_depth=0, full_attention_interval=1, mtp=True)
+    path, prompt = make_checkpoint(tmp_path, spec), random_ids(50, 3)
+    plain = COMMON | {"speculative": "off", "cache_memory": "64MiB"}
+    with Pipeline(path, EngineConfig(**plain)) as pipe:
+        expected = pipe.generate(prompt, GREEDY).token_ids
+    with poisoned(path) as pipe:
+        made = drafts_of(pipe.engine)
+        for _ in range(2):
+            assert pipe.generate(prompt, GREEDY).token_ids == expected
+        assert len(made) > 10
+        pipe.engine.check()
+
+
 def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, CheckpointSpec(vision_depth=0))
     with pytest.raises(ConfigError, match="mtp_num_hidden_layers") as caught:

@@ -34,9 +34,7 @@ def measure_rows(
         most_tokens: of a slice of drafts.
     """
     most = min(most_sequences * most_tokens, caches.num_blocks * caches.block_size)
-    for kind in ("recurrent", "conv"):
-        if caches.num_rows:
-            caches[kind][:most_sequences].zero_()
+    _clear_rows(caches, most_sequences)
     # The last one is of sequences with one token each.
     apart = min(most_sequences, most_tokens, caches.num_blocks)
     shapes = [*((rows, most_tokens) for rows in sizes(most)), (apart, 1)]
@@ -61,9 +59,7 @@ def measure_plain(
         most_sequences: that run at once.
     """
     most = min(most_sequences, caches.num_blocks)
-    for kind in ("recurrent", "conv"):
-        if caches.num_rows:
-            caches[kind][:most].zero_()
+    _clear_rows(caches, most)
 
     def make(count: int) -> Callable[[], ForwardOutput]:
         batch = _decodes(count, caches)
@@ -83,6 +79,12 @@ def measure_passes(
             lambda count: _pass(model, caches, count),
             on_cpu=caches.device.type == "cpu",
         )
+
+
+def _clear_rows(caches: CacheTensors, count: int) -> None:
+    """Zero what the first state rows hold: of state layers, if there are any, and of others."""
+    for pool in caches.of_unit("row"):
+        pool[:count].zero_()
 
 
 def _points(
