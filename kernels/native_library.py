@@ -11,10 +11,11 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import TypeAlias
 
-from vlm_serve.kernels import native_build, native_layout, native_self_test
+from vlm_serve.kernels import native_build, native_kept, native_layout, native_self_test
 from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.kernels.native_self_test import FLOAT32, Digests
 
@@ -75,7 +76,7 @@ def load() -> ctypes.CDLL:
 def built() -> bool:
     """Whether `load` would find the library instead of building it."""
     try:
-        return native_build.recipe().path().exists()
+        return native_kept.is_kept(native_build.recipe())
     except (BuildError, OSError):
         return False
 
@@ -97,8 +98,9 @@ def foreseen() -> Digests:
         BuildError: there will be no library, as far as that can be known.
     """
     how = native_build.recipe()
-    if how.path().exists():
-        return digests()
+    with suppress(OSError):  # Where nothing can be kept, it is built all the same.
+        if native_kept.is_kept(how):
+            return digests()
     macros = native_build.instructions(how, time.monotonic() + native_build.TIME_LIMIT_S)
     pairs = UNMEASURED if "__AVX512BF16__" in macros else None
     sums = {"__AVX2__", "__ARM_FEATURE_DOTPROD", "__ARM_FEATURE_MATMUL_INT8"} & macros
@@ -143,10 +145,11 @@ def _prepare(name: str) -> Callable[..., int]:
 @cache
 def _load() -> ctypes.CDLL | BuildError:
     try:
-        path = native_build.kept(native_build.recipe())
-        library = ctypes.CDLL(str(path))
+        # The descriptor stays open: the loader knows a library by its name, which this is in.
+        path, descriptor = native_kept.opened(native_build.recipe())
+        library = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
         native_self_test.check(library)
-        native_build.keep_only(path)
+        native_kept.keep_only(path)
         return library
     except BuildError as error:
         return error

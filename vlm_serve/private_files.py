@@ -62,7 +62,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 def _check_folder(path: Path, status: os.stat_result) -> None:
     _check_owner(path, status)
     shared = status.st_mode & OTHERS_WRITE and not status.st_mode & stat.S_ISVTX
-    if shared and not (stat.S_ISREG(status.st_mode) or _group_of_one(status)):
+    if shared and not _group_of_one(status):
         raise SharedPlaceError(f"others may write in {path}")
 
 
@@ -105,35 +105,36 @@ def cache_path() -> Path | None:
     return base / "vlm-serve" if base.is_absolute() else None
 
 
-def make_cache(folder: Path) -> None:
-    """Make a folder of the cache, or make it private if an older version has not.
+def secure_cache(folder: Path) -> None:
+    """Make what exists of a folder of the cache private, as an older version has not.
 
-    One of ours that others could write is emptied: what is in there may be theirs.
+    If others could write in one of ours, what is in there may be theirs: it is emptied.
 
     Args:
-        folder: what `cache_path` returns, or a folder in it.
+        folder: in what `cache_path` returns, or that itself, which is never emptied.
 
     Raises:
         SharedPlaceError: another user could change what is there.
-        OSError: it cannot be made.
+        OSError: it cannot be looked at.
     """
     root = cache_path()
     assert root is not None
-    assert folder == root or root in folder.parents
-    existing = next(each for each in root.parents if each.exists())
-    check_way(existing)
+    check_way(next(each for each in root.parents if each.exists()))
     shared = False
-    for each in reversed([folder, *(one for one in folder.parents if root in (one, *one.parents))]):
-        make_private(each)
-        shared = _close(each) or shared
-        check_way(each)
-    if shared:
-        _empty(folder)
+    for each in reversed((folder, *folder.parents)):
+        if root in (each, *each.parents) and os.path.lexists(each):
+            shared = _close(each) or shared
+            check_way(each)
+            if shared and each == folder != root:
+                _empty(folder)
 
 
 def _close(folder: Path) -> bool:
-    """Keep others out of a folder if it is ours; returns whether they could write in it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Keep others out of a folder if it is ours; returns whether they could write in it. What a
+    link leads to is not known to be a folder of the cache: it stays as it is."""
+    if folder.is_symlink():
+        return False
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         status = os.fstat(descriptor)
         if not is_own(status) or not stat.S_IMODE(status.st_mode) & ~_PRIVATE_FOLDER:
@@ -146,6 +147,8 @@ def _close(folder: Path) -> bool:
 
 
 def _empty(folder: Path) -> None:
+    if folder.is_symlink():
+        raise SharedPlaceError(f"others could have made the link {folder}")
     for each in folder.iterdir():
         if each.is_dir() and not each.is_symlink():
             shutil.rmtree(each)
