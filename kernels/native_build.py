@@ -137,7 +137,7 @@ def build(how: Recipe, target: Path) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             command = (how.compiler, *how.flags, *includes(), "-c")
             jobs = [
-                pool.submit(_run, deadline, *command, str(source), "-o", compiled)
+                pool.submit(_run, deadline, *command, str(source), "-o", compiled, folder=scratch)
                 for source, compiled in zip(sources, objects, strict=True)
             ]
         for job in jobs:
@@ -147,7 +147,8 @@ def build(how: Recipe, target: Path) -> None:
         # those of a libgomp.
         openmp = ("-fopenmp",) if "__clang__" in macros else ()
         sanitizer = SANITIZER_FLAGS if how.sanitized else ()
-        _run(deadline, how.compiler, "-shared", *openmp, *sanitizer, *objects, "-o", str(linked))
+        link = (how.compiler, "-shared", *openmp, *sanitizer, *objects, "-o", str(linked))
+        _run(deadline, *link, folder=scratch)
         seal(linked)
         linked.chmod(0o600)
         linked.replace(target)
@@ -225,8 +226,12 @@ class _CompilerFailed(BuildError):
     """The first line of what the compiler said."""
 
 
-def _run(deadline: float, *command: str) -> str:
+def _run(deadline: float, *command: str, folder: str | None = None) -> str:
     """The output of a compiler's command.
+
+    Args:
+        folder: the current one of the compiler, and that of its own temporary files; None: those of
+            this process.
 
     Raises:
         BuildError: it fails, or is not done by the deadline; then it is killed with all of the
@@ -234,6 +239,8 @@ def _run(deadline: float, *command: str) -> str:
     """
     # Not under the sanitizer's library, which is for the process that tests run in.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    if folder is not None:
+        environment["TMPDIR"] = folder  # What a killed one leaves goes with the folder.
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -242,6 +249,7 @@ def _run(deadline: float, *command: str) -> str:
         text=True,
         errors="replace",
         env=environment,
+        cwd=folder,
         process_group=0,
     ) as process:
         try:

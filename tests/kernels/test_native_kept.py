@@ -322,6 +322,16 @@ def test_a_relative_cache_is_none(
         recipe().path()
 
 
+def test_the_compiler_leaves_the_current_folder_alone(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty entry of the compiler's own variables means that folder too."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cstdint").write_text("#error this is not the standard library's\n")
+    monkeypatch.setenv("CPATH", ":/nowhere")
+    assert load().answer() == 42
+
+
 @pytest.mark.parametrize("entry", ["", ".", "tools"])
 def test_a_compiler_of_the_current_folder_is_not_run(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str
