@@ -26,6 +26,7 @@ def seal(path: Path) -> None:
 def is_sealed(descriptor: int) -> bool:
     """Return whether a file is as `seal` has left it. Raises OSError."""
     with open(os.dup(descriptor), "rb") as file:
+        file.seek(0)
         data = file.read()
     content, end = data[: -_DIGEST_BYTES - len(_MARK)], data[-_DIGEST_BYTES - len(_MARK) :]
     return bool(content) and end == blake3(content).digest() + _MARK
