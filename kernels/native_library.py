@@ -8,6 +8,7 @@ torch computes everything.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -54,6 +55,7 @@ class RanksApartError(RuntimeError):
     """Another rank has left a step that this one is in."""
 
 
+_log = logging.getLogger(__name__)
 _loading = threading.Lock()
 _functions: dict[str, Callable[..., int]] = {}
 
@@ -77,7 +79,10 @@ def built() -> bool:
     """Whether `load` would find the library instead of building it."""
     try:
         return native_kept.is_kept(native_build.recipe())
-    except (BuildError, OSError):
+    except BuildError:
+        return False
+    except OSError as error:  # Another user could have put one there.
+        _log.warning("compiled kernels that were kept are not used: %s", error)
         return False
 
 

@@ -225,6 +225,7 @@ def test_a_cache_that_others_may_write_is_not_used(
         permissions |= 0o002  # The group of a user of that name alone may write.
     path = evil()
     cache.chmod(permissions)
+    assert not built() and "are not used: others may write in" in caplog.text
     assert answered(ran)
     assert "in a temporary folder: others may write in" in caplog.text and str(cache) in caplog.text
     assert mode(cache) == permissions and path.exists()
