@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -152,7 +153,9 @@ def _load() -> ctypes.CDLL | BuildError:
     try:
         # The descriptor stays open: the loader knows a library by its name, which this is in.
         path, descriptor = native_kept.opened(native_build.recipe())
-        library = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+        opened = f"/proc/self/fd/{descriptor}"
+        # Not every system has /proc; nobody else can change what is at the path either.
+        library = ctypes.CDLL(opened if os.path.exists(opened) else str(path))
         native_self_test.check(library)
         native_kept.keep_only(path)
         return library
