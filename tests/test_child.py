@@ -21,6 +21,7 @@ import pytest
 from planted import FOREIGN, LATER, STANDARD, imported, plant
 from process_tree import processes_below
 from server_process import ServerProcess, server_process
+from serving import wait_for
 
 from vlm_serve import child
 
@@ -62,6 +63,8 @@ def folder(tmp_path: Path) -> Path:
 
 def ask(server: ServerProcess) -> None:
     with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as client:
+        # A front listens before its replicas have told it of themselves.
+        wait_for(lambda: client.get("/ready").status_code == 200)
         for body in (structured(), with_picture()):
             answer = client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200, answer.text
