@@ -167,7 +167,7 @@ class Config:
             for name in ("dtype", "torch_dtype"):
                 value = each.raw.get(name)
                 if value is not None:
-                    if value not in _DTYPES:
+                    if not isinstance(value, str) or value not in _DTYPES:
                         raise CheckpointError(f"{name} {value!r} is not supported")
                     return _DTYPES[value]
         return torch.bfloat16

@@ -82,7 +82,7 @@ def _with_sidecar(path: Path) -> Mapping[str, Any]:
 def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
     """The model that the content of a config.json describes; raises as `read_spec`."""
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise CheckpointError(f"model_type {kind!r} is not supported; supported are {known}")
     scheme = QuantScheme.of(raw)
