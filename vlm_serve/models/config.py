@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cached_property
 from importlib.metadata import version
@@ -41,6 +41,7 @@ class Config:
             the table answers for that one alone.
         defaults: of the classes of a family, by the class's name, then by field. A function works a
             value out of the section that lacks it.
+        class_of: returns a class by its name, None if there is none.
         place: what the section's fields begin with in `defaulted`.
         defaulted: the fields that the file left to a class, with the class's name; sections share
             it.
@@ -55,21 +56,20 @@ class Config:
         source: str,
         defaults: Defaults | None = None,
         *,
+        class_of: Callable[[str], Any] = lambda source: None,
         place: str = "",
         defaulted: dict[str, str] | None = None,
     ) -> None:
         self.raw = raw
         self.defaulted = {} if defaulted is None else defaulted
         self._source = source
+        self._class_of = class_of
         self._defaults = {} if defaults is None else defaults
         self._place = place
 
     @cached_property
     def _kind(self) -> Any:
-        # Imported late: it takes half a second, which those need not pay who read no config.
-        import transformers
-
-        return getattr(transformers, self._source, None)
+        return self._class_of(self._source)
 
     @cached_property
     def _parsed(self) -> Any:
@@ -152,7 +152,14 @@ class Config:
         return self._like(value, source or own, f"{self._place}{name}.")
 
     def _like(self, raw: Mapping[str, Any], source: str, place: str) -> Config:
-        return Config(raw, source, self._defaults, place=place, defaulted=self.defaulted)
+        return Config(
+            raw,
+            source,
+            self._defaults,
+            class_of=self._class_of,
+            place=place,
+            defaulted=self.defaulted,
+        )
 
     def inlined(self, *names: str) -> Config:
         """The same, with the fields of the first of these objects that the file has, if any."""

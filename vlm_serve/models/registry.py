@@ -88,7 +88,7 @@ def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
     scheme = QuantScheme.of(raw)
     served = FAMILIES[kind]
     module = importlib.import_module(served.module)
-    config = Config(raw, served.source, getattr(module, "DEFAULTS", {}))
+    config = Config(raw, served.source, getattr(module, "DEFAULTS", {}), class_of=_class_of)
     spec: ModelSpec = module.spec(config)
     if spec.vision is not None and spec.vision.out_hidden_size != spec.hidden_size:
         raise CheckpointError(
@@ -96,3 +96,10 @@ def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
             f"hidden_size {spec.hidden_size}"
         )
     return replace(spec, quantization=scheme, defaulted=config.defaulted)
+
+
+def _class_of(source: str) -> Any:
+    # Imported late: it takes half a second, which those need not pay who read no config.
+    import transformers
+
+    return getattr(transformers, source, None)
