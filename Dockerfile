@@ -34,6 +34,6 @@ WORKDIR /home/vlm
 ENV VLM_SERVE_HOST=0.0.0.0
 EXPOSE 8000
 HEALTHCHECK --start-period=5m --interval=10s \
-    CMD ["/opt/venv/bin/python", "-c", "import urllib.request as web; web.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
+    CMD ["/opt/venv/bin/python", "-Ic", "import urllib.request as web; web.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
 ENTRYPOINT ["/opt/venv/bin/vlm-serve"]
 CMD ["serve", "demo"]

@@ -28,17 +28,17 @@ from vlm_serve.kernels.triton_support import Launch, record_launches
 OUTPUT = Path(__file__).with_name("aot.md")
 Row = tuple[str, str, Usage]
 NOTES = (
-    "Spills. Models run in bfloat16, and no bfloat16 kernel above spills more than one register "
-    "(the tiles in `prefill_tile` were chosen for that), except float8 experts in small batches on "
-    "sm_90 and sm_100, up to three. float32 inputs are the parity mode: on "
-    "NVIDIA each of their products is three products of split operands "
+    "Spills. Models run in bfloat16. Triton 3.7.1 spills more there than 3.9.0, which the "
+    "tiles were chosen with: in prefill attention 16 bytes on sm_90, up to 128 with pages of "
+    "float8 or int8; in the gated-delta scan one register on sm_100, 152 bytes on sm_89 and "
+    "440 on sm_120; in experts of four or eight bits up to 32. float32 inputs are the parity "
+    "mode: on NVIDIA each of their products is three products of split operands "
     "(`Target.dot_precision`), and what does not fit in 255 registers is spilled, most in the "
-    "gated-delta scan on sm_90. Fewer columns and more warps reduced it on sm_80 and removed it "
-    "on sm_100 and gfx942; on sm_90 the best of the others tried (4 warps, 1 stage) would "
-    "still spill 1560 bytes.",
+    "gated-delta rule.",
     "",
-    "Limits. A program has at most 163 KiB of shared memory on sm_80, 227 KiB on sm_90 and sm_100, "
-    "64 KiB on gfx942. gfx942 counts vector and accumulation registers together, of 512.",
+    "Limits. A program has at most 163 KiB of shared memory on sm_80, 227 KiB on sm_90 and "
+    "sm_100, 99 KiB on sm_89 and sm_120, 64 KiB on gfx942; one that takes more is an error "
+    "here. gfx942 counts vector and accumulation registers together, of 512.",
 )
 
 

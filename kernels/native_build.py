@@ -1,4 +1,4 @@
-"""Builds the C++ sources into a library and keeps it in the user's cache.
+"""Builds the C++ sources into a library, for `native_kept` to keep in the user's cache.
 
 As Triton does for its launchers, the sources are compiled where they run, for the processor that
 they run on or the one that VLM_SERVE_NATIVE_ARCH names, once: the library is kept under the digest
@@ -29,6 +29,8 @@ from vlm_serve.kernels.native_processor import (
     processor_identity,
     tile_registers_refused,
 )
+from vlm_serve.kernels.native_seal import seal
+from vlm_serve.private_files import cache_path, make_private
 
 SOURCES = (Path(__file__).parent / "native", Path(__file__).parents[1] / "models" / "native")
 """Ops of single layers, and the compiled forward, which is made of them. No two files have the same
@@ -53,7 +55,9 @@ SANITIZER_FLAGS = (
 )
 WITHOUT_TILES = ("-mno-amx-bf16", "-mno-amx-int8", "-mno-amx-tile")
 TIME_LIMIT_S = 120.0
-KEPT_FOR_S = 7 * 24 * 3600.0
+
+APART = "_VLM_SERVE_KERNELS"
+"""A variable for processes that this one starts: the temporary folder that has the library."""
 
 
 class BuildError(Exception):
@@ -126,37 +130,28 @@ def build(how: Recipe, target: Path) -> None:
     """
     deadline = time.monotonic() + TIME_LIMIT_S * (5 if how.sanitized else 1)
     macros = instructions(how, deadline)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_private(target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         sources = sorted(source for folder in SOURCES for source in folder.glob("*.cpp"))
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             command = (how.compiler, *how.flags, *includes(), "-c")
             jobs = [
-                pool.submit(_run, deadline, *command, str(source), "-o", compiled)
+                pool.submit(_run, deadline, *command, str(source), "-o", compiled, folder=scratch)
                 for source, compiled in zip(sources, objects, strict=True)
             ]
         for job in jobs:
             job.result()
-        linked = str(Path(scratch) / "linked.so")
+        linked = Path(scratch) / "linked.so"
         # GCC's without -fopenmp, which would bring in a second libgomp; Clang's calls are not
         # those of a libgomp.
         openmp = ("-fopenmp",) if "__clang__" in macros else ()
         sanitizer = SANITIZER_FLAGS if how.sanitized else ()
-        _run(deadline, how.compiler, "-shared", *openmp, *sanitizer, *objects, "-o", linked)
-        os.replace(linked, target)
-
-
-def kept(how: Recipe) -> Path:
-    """The library where it is kept, built if it has not been on this machine.
-
-    Raises:
-        BuildError, OSError: as from `Recipe.path` and `build`.
-    """
-    path = how.path()
-    if not path.exists():
-        build(how, path)
-    return path
+        link = (how.compiler, "-shared", *openmp, *sanitizer, *objects, "-o", str(linked))
+        _run(deadline, *link, folder=scratch)
+        seal(linked)
+        linked.chmod(0o600)
+        linked.replace(target)
 
 
 def includes() -> Iterator[str]:
@@ -164,40 +159,30 @@ def includes() -> Iterator[str]:
     return (f"-I{folder}" for folder in SOURCES)
 
 
-def keep_only(current: Path) -> None:
-    """Marks a library as in use, and removes what is left of others from its folder.
-
-    What has been used within `KEPT_FOR_S` stays: a process of another version may be about to load
-    it. (One that has loaded it keeps it, removed or not.)
-    """
-    # A cache that may not be written to is used as it is.
-    with contextlib.suppress(OSError):
-        os.utime(current)
-        for other in current.parent.iterdir():
-            if other == current or time.time() - other.stat().st_mtime < KEPT_FOR_S:
-                continue
-            if other.is_dir():
-                shutil.rmtree(other, ignore_errors=True)
-            else:
-                other.unlink(missing_ok=True)
-
-
 def _compiler() -> str:
     wanted = os.environ.get("CXX")
+    # An entry of PATH that is no absolute path leads into whichever folder is the current one.
+    path = os.pathsep.join(filter(os.path.isabs, os.get_exec_path()))
     for candidate in [wanted] if wanted else ["g++", "c++", "clang++"]:
-        found = shutil.which(candidate)
+        found = shutil.which(candidate, path=path)
         if found:
-            return found
+            return os.path.abspath(found)
     raise BuildError(f"{wanted or 'a C++ compiler'} was not found")
 
 
 def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        root = Path(base) if base else Path.home() / ".cache"
-    except RuntimeError as error:
-        raise BuildError("there is no home directory to keep it in") from error
-    return root / "vlm-serve" / "native"
+    elsewhere, root = apart(), cache_path()
+    if elsewhere is not None:
+        return elsewhere
+    if root is None:
+        raise BuildError("there is no home directory to keep it in")
+    return root / "native"
+
+
+def apart() -> Path | None:
+    """The temporary folder that this process, or the one that has started it, has built into."""
+    named = os.environ.get(APART)
+    return Path(named) if named else None
 
 
 def instructions(how: Recipe, deadline: float) -> set[str]:
@@ -241,8 +226,12 @@ class _CompilerFailed(BuildError):
     """The first line of what the compiler said."""
 
 
-def _run(deadline: float, *command: str) -> str:
+def _run(deadline: float, *command: str, folder: str | None = None) -> str:
     """The output of a compiler's command.
+
+    Args:
+        folder: the current one of the compiler, and that of its own temporary files; None: those of
+            this process.
 
     Raises:
         BuildError: it fails, or is not done by the deadline; then it is killed with all of the
@@ -250,6 +239,8 @@ def _run(deadline: float, *command: str) -> str:
     """
     # Not under the sanitizer's library, which is for the process that tests run in.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    if folder is not None:
+        environment["TMPDIR"] = folder  # What a killed one leaves goes with the folder.
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -258,6 +249,7 @@ def _run(deadline: float, *command: str) -> str:
         text=True,
         errors="replace",
         env=environment,
+        cwd=folder,
         process_group=0,
     ) as process:
         try:

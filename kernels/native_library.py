@@ -8,13 +8,16 @@ torch computes everything.
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import TypeAlias
 
-from vlm_serve.kernels import native_build, native_layout, native_self_test
+from vlm_serve.kernels import native_build, native_kept, native_layout, native_self_test
 from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.kernels.native_self_test import FLOAT32, Digests
 
@@ -53,6 +56,7 @@ class RanksApartError(RuntimeError):
     """Another rank has left a step that this one is in."""
 
 
+_log = logging.getLogger(__name__)
 _loading = threading.Lock()
 _functions: dict[str, Callable[..., int]] = {}
 
@@ -75,8 +79,11 @@ def load() -> ctypes.CDLL:
 def built() -> bool:
     """Whether `load` would find the library instead of building it."""
     try:
-        return native_build.recipe().path().exists()
-    except (BuildError, OSError):
+        return native_kept.is_kept(native_build.recipe())
+    except BuildError:
+        return False
+    except OSError as error:  # Another user could have put one there.
+        _log.warning("compiled kernels that were kept are not used: %s", error)
         return False
 
 
@@ -97,8 +104,9 @@ def foreseen() -> Digests:
         BuildError: there will be no library, as far as that can be known.
     """
     how = native_build.recipe()
-    if how.path().exists():
-        return digests()
+    with suppress(OSError):  # Where nothing can be kept, it is built all the same.
+        if native_kept.is_kept(how):
+            return digests()
     macros = native_build.instructions(how, time.monotonic() + native_build.TIME_LIMIT_S)
     pairs = UNMEASURED if "__AVX512BF16__" in macros else None
     sums = {"__AVX2__", "__ARM_FEATURE_DOTPROD", "__ARM_FEATURE_MATMUL_INT8"} & macros
@@ -143,10 +151,13 @@ def _prepare(name: str) -> Callable[..., int]:
 @cache
 def _load() -> ctypes.CDLL | BuildError:
     try:
-        path = native_build.kept(native_build.recipe())
-        library = ctypes.CDLL(str(path))
+        # The descriptor stays open: the loader knows a library by its name, which this is in.
+        path, descriptor = native_kept.opened(native_build.recipe())
+        opened = f"/proc/self/fd/{descriptor}"
+        # Not every system has /proc; nobody else can change what is at the path either.
+        library = ctypes.CDLL(opened if os.path.exists(opened) else str(path))
         native_self_test.check(library)
-        native_build.keep_only(path)
+        native_kept.keep_only(path)
         return library
     except BuildError as error:
         return error

@@ -64,12 +64,10 @@ def check(library: ctypes.CDLL) -> None:
 def _print_digest() -> None:
     import torch  # noqa: F401  # brings the OpenMP that the library uses
 
-    from vlm_serve.kernels import native_build
+    from vlm_serve.kernels import native_build, native_kept
 
-    how = native_build.recipe()
-    if not how.path().exists():
-        native_build.build(how, how.path())
-    print(f'FLOAT32 = "{run(ctypes.CDLL(str(how.path()))).float32}"')
+    library = ctypes.CDLL(str(native_kept.kept(native_build.recipe())))
+    print(f'FLOAT32 = "{run(library).float32}"')
 
 
 if __name__ == "__main__":

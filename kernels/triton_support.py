@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,10 @@ from typing import Any
 
 import torch
 
+from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.private_files import cache_path, make_private, secure_cache
+from vlm_serve.temporary_folder import TemporaryFolder
 
 Tables = dict[str, torch.Tensor]
 
@@ -69,6 +74,8 @@ class Launch:
     options: dict[str, int]
 
 
+_log = logging.getLogger(__name__)
+
 _target: ContextVar[Target | None] = ContextVar("triton target", default=None)
 _recording: ContextVar[list[Launch] | None] = ContextVar("triton launches", default=None)
 
@@ -91,6 +98,40 @@ def _device_target() -> Target:
 def interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter (decided when Triton is first imported)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+def keep_private() -> None:
+    """Have Triton keep what it compiles, and loads at the next start, where nobody else can change
+    it: in our cache, or for this process alone in a temporary folder. The first engine of a process
+    calls this before anything is launched; processes of other ranks inherit it.
+
+    A user who has named a place (TRITON_CACHE_DIR, TRITON_HOME) has chosen it.
+
+    Raises:
+        ConfigError: there is no such place.
+    """
+    if os.environ.get("TRITON_CACHE_DIR") or os.environ.get("TRITON_HOME"):
+        return
+    root = cache_path()
+    try:
+        if root is None:
+            raise FileNotFoundError("there is no home directory")
+        place = str(root / "triton")
+        secure_cache(root / "triton")
+        make_private(root / "triton")
+    except OSError as error:
+        _log.warning("Triton compiles at every start, into a temporary folder: %s", error)
+        place = _temporary()
+    os.environ["TRITON_CACHE_DIR"] = place
+
+
+def _temporary() -> str:
+    try:
+        folder = TemporaryFolder("vlm-serve-triton-")
+    except OSError as error:
+        raise ConfigError(f"TRITON_CACHE_DIR must name a folder: {error}") from error
+    atexit.register(folder.remove)
+    return folder.path
 
 
 @contextmanager

@@ -7,16 +7,14 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-import vlm_serve
+from vlm_serve import child
 from vlm_serve.errors import MediaError, VlmServeError
 from vlm_serve.preprocess.decode_wire import GoneError, map_array, receive, send
 
@@ -69,20 +67,14 @@ class Nursery:
     def _start(self) -> None:
         self._end()
         self._sock, theirs = socket.socketpair()
-        root = str(Path(vlm_serve.__file__).resolve().parents[1])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         with theirs:
             self._process = subprocess.Popen(
-                # -P: a folder in which the server was started is nothing to import from.
-                [
-                    *(sys.executable, "-P", "-m", "vlm_serve.preprocess.decode_worker"),
-                    str(theirs.fileno()),
-                ],
+                child.command("vlm_serve.preprocess.decode_worker", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)},
+                env=child.environment(**_ENVIRONMENT),
             )
 
     def _end(self) -> None:

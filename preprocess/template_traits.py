@@ -36,19 +36,22 @@ class ContentForms:
     Attributes:
         text: a string.
         parts: a list of parts, however many. If neither is true, it shows the first part alone.
+        alike: a list of one part is written as the string is, if both forms are shown.
     """
 
     text: bool = True
     parts: bool = True
+    alike: bool = True
 
     def fit(self, content: Any) -> Any:
         """Return the content, text or parts, in a form that the template shows. Media stay parts.
 
-        A single text part becomes a string where both forms do: the prompt is then the same.
+        A single text part becomes a string where the prompt is then the same.
         """
         if isinstance(content, str):
             return content if self.text else [_text(content)]
-        if any(part["type"] != "text" for part in content) or (self.parts and len(content) > 1):
+        several = len(content) > 1 or not self.alike
+        if any(part["type"] != "text" for part in content) or (self.parts and several):
             return content
         joined = "\n".join(part["text"] for part in content)
         return joined if self.text else [_text(joined)]
@@ -137,14 +140,17 @@ def _find_forms(
 
     def rendered(content: Any) -> str:
         message = {"role": role, "tool_call_id": _CALL["id"], "content": content}
-        return _rendered(render, [*before, message, *after])
+        # Some templates write content in capitals.
+        return _rendered(render, [*before, message, *after]).lower()
 
     # A key that no template reads is seen only where a part is printed as it is.
     first, second = (_text(word) | {"probe": _WHOLE} for word in (_FIRST, _SECOND))
     text, one, two = rendered(_FIRST), rendered([first]), rendered([first, second])
     shows_parts = 0 <= two.find(_FIRST) < two.find(_SECOND) and _WHOLE not in two
     if _FIRST in text or shows_parts or (_FIRST in one and _WHOLE not in one):
-        return ContentForms(_FIRST in text, shows_parts)
+        shows_text = _FIRST in text
+        alike = text == one or not (shows_text and shows_parts)
+        return ContentForms(shows_text, shows_parts, alike)
     # Nothing of it is shown, or the template refuses all three.
     return ContentForms(parts=loops or bool(text or two))
 

@@ -55,6 +55,12 @@ FIRST_PART = _template(
     "{{ message.content if message.content is string else message.content[0].text }}"
 )
 FIRST_PART_ALONE = _template("{{ message.content[0]['text'] }}")
+LINE_A_PART = _template(
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{{ part.text + '\n' }}{% endfor %}{% endif %}"
+)
+"""Ends every part with a line break, but no string."""
+CAPITALS = _template("{{ message.content | upper }}")
 NONE_BESIDE_CALLS = (
     "{% for message in messages %}" + _OPEN + "{% if message.role == 'assistant' %}"
     "{% if message.content is none %}" + _CALLS + "{% else %}{{ '' + message.content }}{% endif %}"

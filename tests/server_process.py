@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ def server_process(
     log: IO[str] | int = subprocess.DEVNULL,
     folder: Path | None = None,
     command: str = "serve",
+    start: Sequence[str] = COMMAND,
+    cwd: Path | None = None,
 ) -> Iterator[ServerProcess]:
     """Serves until the end, when the process is killed.
 
@@ -48,15 +50,17 @@ def server_process(
         log: where its standard error goes.
         folder: the checkout that serves, if it is not this one.
         command: `serve` or `deploy`.
+        start: what stands before the command.
+        cwd: the folder that it is started in; None: the checkout's, or else this process's own.
     """
     path = {"PYTHONPATH": str(folder)} if folder is not None else {}
     process = subprocess.Popen(
-        [*COMMAND, command, *arguments, "--port", str(port)],
+        [*start, command, *arguments, "--port", str(port)],
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
         env={**os.environ, **path, **(environment or {})},
-        cwd=folder,
+        cwd=cwd or folder,
     )
     try:
         assert process.stdout is not None

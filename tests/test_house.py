@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -92,6 +93,45 @@ def test_one_place_asks_transformers() -> None:
         if any(name.split(".")[0] == "transformers" for name in imported_modules(path))
     ]
     assert users == [Path("vlm_serve/models/registry.py")]
+
+
+PRODUCT = ("vlm_serve", "cache", "kernels", "preprocess")
+STARTING = {
+    Path("kernels/native_build.py"),  # The compiler.
+    Path("vlm_serve/eval/lmms.py"),  # What a user names, by itself a command of `child`.
+}
+"""What starts processes that are not Python's, so without `vlm_serve.child`."""
+
+
+def names_of_starts(path: Path) -> set[str]:
+    """What a module has to start processes of Python with."""
+    found = {
+        name
+        for name in imported_modules(path)
+        if name in ("pty", "concurrent.futures.ProcessPoolExecutor", "torch.multiprocessing")
+        or (name.startswith("multiprocessing") and "connection" not in name)
+    }
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = f"{node.value.id}.{node.attr}"
+            if re.fullmatch(r"sys\.\w*executable|os\.(exec|\w*spawn|system|popen)\w*", name):
+                found.add(name)
+        elif isinstance(node, ast.Constant) and node.value in ("PYTHONPATH", "PYTHONSAFEPATH"):
+            found.add(node.value)
+    return found
+
+
+def test_one_place_says_how_python_is_started() -> None:
+    """A child that was started by hand imports from the folder that the server was started in."""
+    by_hand = {path.relative_to(ROOT) for path in python_files(*PRODUCT) if names_of_starts(path)}
+    assert by_hand == {Path("vlm_serve/child.py")}
+    starting = {
+        path.relative_to(ROOT)
+        for path in python_files(*PRODUCT)
+        if "subprocess" in imported_modules(path)
+        and not {"vlm_serve.child"} & set(imported_modules(path))
+    }
+    assert starting == STARTING
 
 
 @pytest.mark.parametrize(

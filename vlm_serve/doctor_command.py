@@ -14,7 +14,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import decide, name_of
 from vlm_serve.engine.memory import free_host_memory
 from vlm_serve.engine.step_paths import find_backend
-from vlm_serve.kernels import native_build, native_library
+from vlm_serve.kernels import native_build, native_kept
 from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.kernels.native_processor import processor_name
 from vlm_serve.options import format_size
@@ -77,11 +77,14 @@ def _compiler() -> str:
 
 def _kernels() -> str:
     try:
-        path = native_build.recipe().path()
+        how = native_build.recipe()
+        path = how.path()
+        if native_kept.is_kept(how):
+            return f"built, in {path}"
     except BuildError:
         return "there will be none: torch computes"
-    if native_library.built():
-        return f"built, in {path}"
+    except OSError as error:
+        return f"built at every start, in a temporary folder: {error}"
     return f"not built yet: the first start does, into {path.parent}"
 
 

@@ -14,9 +14,17 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from vlm_serve.cache.tiers.disk_place import (
+    APPLICATION_ID,
+    FILE_NAME,
+    SCHEMA,
+    claim,
+    identity,
+    prepare_folder,
+    remove,
+)
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Sealed
 
-FILE_NAME = "vlm-serve-cache.sqlite"
 PAGE_BYTES = 8192
 ROW_BYTES = 512
 """What a row costs beside its content, rounded up."""
@@ -42,11 +50,6 @@ _NO_ROOM = {sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_FULL, sqlite3.SQLITE_TOOBIG}
 """Of those the ones that cost what was to be written and nothing else: the file is read as ever."""
 _KINDS = {kind.value for kind in Kind}
 _DELETE = "DELETE FROM entries WHERE kind = ? AND key = ?"
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS entries (
-    number INTEGER PRIMARY KEY, kind INTEGER NOT NULL, key BLOB NOT NULL, size INTEGER NOT NULL,
-    header BLOB NOT NULL, payload BLOB NOT NULL, UNIQUE (kind, key))
-"""
 
 
 class DiskFile:
@@ -61,7 +64,7 @@ class DiskFile:
         max_bytes: most bytes of entries, counted in whole pages. The write-ahead log comes on top.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or what lies there is not ours to write.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -75,7 +78,7 @@ class DiskFile:
         self._books = threading.Lock()
         self._sizes: dict[EntryId, int] = {}
         self._num_bytes = 0
-        folder.mkdir(parents=True, exist_ok=True)
+        prepare_folder(folder)
         self._start()
 
     def __len__(self) -> int:
@@ -239,20 +242,22 @@ class DiskFile:
 
     def _start_anew(self) -> None:
         self._forget_all()
-        for suffix in ("", "-wal", "-shm"):
-            self._path.with_name(FILE_NAME + suffix).unlink(missing_ok=True)
+        remove(self._path)
         try:
             self._connection = self._open()
         except sqlite3.Error as error:
             raise OSError(f"{self._path}: {error}") from error
 
     def _open(self) -> sqlite3.Connection:
+        claimed = claim(self._path)
         connection = sqlite3.connect(
             self._path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
         try:
             self._set_up(connection)
-        except sqlite3.Error:
+            if identity(self._path) != claimed:
+                raise OSError(f"{self._path} was exchanged while it was opened")
+        except (sqlite3.Error, OSError):
             connection.close()
             raise
         return connection
@@ -261,13 +266,14 @@ class DiskFile:
         for setting in (
             f"page_size = {PAGE_BYTES}",
             "auto_vacuum = INCREMENTAL",
+            f"application_id = {APPLICATION_ID}",
             "journal_mode = WAL",
             # Nothing committed is lost when the process dies; a power cut may cost the last batch.
             "synchronous = NORMAL",
             f"journal_size_limit = {64 << 20}",
         ):
             connection.execute(f"PRAGMA {setting}").fetchall()
-        connection.execute(_SCHEMA)
+        connection.execute(SCHEMA)
         rows = connection.execute("SELECT kind, key, size FROM entries ORDER BY number").fetchall()
         with self._books:
             for kind, key, size in rows:

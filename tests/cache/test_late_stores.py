@@ -20,7 +20,7 @@ from tier_entries import ORIGIN, entry, get, locate
 
 from vlm_serve.cache.tiers.asking import Breaker, line_of
 from vlm_serve.cache.tiers.disk import DiskStore
-from vlm_serve.cache.tiers.disk_file import FILE_NAME
+from vlm_serve.cache.tiers.disk_place import FILE_NAME
 from vlm_serve.cache.tiers.entry import EntryId
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.late import LateStore

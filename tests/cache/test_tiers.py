@@ -17,7 +17,7 @@ import pytest
 from tier_entries import ORIGIN, entry, get, locate, sealed
 
 from vlm_serve.cache.tiers.disk import DiskStore
-from vlm_serve.cache.tiers.disk_file import FILE_NAME
+from vlm_serve.cache.tiers.disk_place import FILE_NAME
 from vlm_serve.cache.tiers.entry import (
     FORMAT_VERSION,
     BadEntryError,

@@ -16,9 +16,12 @@ from typing import IO, Any
 
 import httpx
 import pytest
+from other_user import as_nobody, mode, needs_root
 from process_tree import processes_below, replica_pids
 from server_process import ServerProcess, server_process
 from serving import wait_for
+
+from vlm_serve.deploy.folder import LONGEST, PREFIX
 
 SMALL = ("--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1")
 SECONDS = 120.0
@@ -269,6 +272,38 @@ def test_only_our_port_is_open(server: ServerProcess) -> None:
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             assert fields[9] not in inodes or fields[1].split(":")[0] in loopback, line
+
+
+@pytest.fixture
+def folder(server: ServerProcess) -> Path:
+    """The one for Ray's files, which the front holds open."""
+    opened = [os.readlink(each) for each in Path(f"/proc/{server.process.pid}/fd").iterdir()]
+    (found,) = {path for path in opened if Path(path).name.startswith(PREFIX)}
+    return Path(found)
+
+
+def test_rays_files_have_a_folder_that_others_cannot_enter(folder: Path) -> None:
+    assert mode(folder) == 0o700
+    sockets = [each for each in folder.rglob("*") if each.is_socket()]
+    assert {each.name for each in sockets} >= {"plasma_store", "raylet"}
+    # With a process's number of seven digits, as Linux may have.
+    assert max(len(str(each)) for each in sockets) <= len(str(folder)) + 107 - LONGEST
+    assert len(str(folder)) <= LONGEST
+
+
+@needs_root
+def test_nobody_can_change_rays_files(folder: Path) -> None:
+    ray = folder / "r"
+    (session,) = (each for each in ray.glob("session_2*") if not each.is_symlink())
+    for script, path in (
+        ('ls "$1"', ray),
+        ('touch "$1/planted"', ray),
+        ('touch "$1/logs/planted"', session),
+        ('mv "$1/sockets/plasma_store" "$1/sockets/gone"', session),
+        ('cat "$1"/logs/*.log', session),
+    ):
+        assert as_nobody(script, path).returncode != 0, script
+    assert (session / "sockets" / "plasma_store").exists()
 
 
 def test_a_dead_idle_replica_is_not_missed(client: httpx.Client, server: ServerProcess) -> None:

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from other_user import mode, umask
 
-from vlm_serve.deploy.folder import PREFIX, Folder, remove_left
+import vlm_serve
+from vlm_serve.deploy.folder import LONGEST, PREFIX, Folder, remove_left
 
 OWNER = """
 import os, sys
@@ -71,3 +73,38 @@ def test_only_what_was_left_is_removed(temporary: Path) -> None:
     assert {path.name for path in temporary.iterdir()} == {
         *("vlm-serve-else", f"{PREFIX}file", f"{PREFIX}link", kept.name)
     }
+
+
+def test_nobody_else_can_enter_what_ray_makes_in_it(temporary: Path) -> None:
+    with umask(0):
+        folder = Folder()
+        Path(folder.ray).mkdir()
+        Path(folder.ray).chmod(0o777)  # As Ray does.
+        start = Path(folder.start())
+    assert mode(Path(folder.path)) == 0o700 and Path(folder.ray).parent == Path(folder.path)
+    assert [each.name for each in start.iterdir()] == ["vlm_serve"]
+    folder.remove()
+    assert (Path(vlm_serve.__file__).parent / "__init__.py").exists(), "what a link leads to stays"
+
+
+def test_sockets_have_room_in_its_path(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever TMPDIR says: the path of a socket has a limit."""
+    long = temporary / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = Folder(LONGEST)
+    assert len(folder.path) <= LONGEST and Path(folder.path).parent != long
+    folder.remove()
+
+
+def test_a_folder_that_others_could_exchange_is_not_made(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary.chmod(0o777)
+    folder = Folder()
+    assert Path(folder.path).parent != temporary, "they could rename it"
+    folder.remove()
+    temporary.chmod(0o1777)
+    folder = Folder()
+    assert Path(folder.path).parent == temporary
+    folder.remove()

@@ -20,7 +20,7 @@ from parity_cases import random_ids
 from redis_server import StoreServer, running
 from serving import wait_for
 
-from vlm_serve.cache.tiers.disk_file import FILE_NAME
+from vlm_serve.cache.tiers.disk_place import FILE_NAME
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
@@ -229,7 +229,16 @@ def locked(folder: Path) -> Iterator[Case]:
         other.close()
 
 
-@pytest.mark.parametrize("state", [unmounted, not_writable, no_file, locked])
+def link(folder: Path) -> Iterator[Case]:
+    other, path = folder / "other", folder / "cache" / FILE_NAME
+    other.write_text("")
+    path.parent.mkdir()
+    path.symlink_to(other)
+    yield {"disk_cache_path": str(path.parent)}, path.unlink
+    assert other.read_text() == ""
+
+
+@pytest.mark.parametrize("state", [unmounted, not_writable, no_file, locked, link])
 def test_the_disk_cannot_be_used_yet(
     checkpoint: Path,
     expected: list[int],

@@ -24,6 +24,7 @@ import torch
 
 from vlm_serve.kernels import (
     native_build,
+    native_kept,
     native_layout,
     native_library,
     native_processor,
@@ -126,7 +127,7 @@ def test_what_nobody_used_for_a_week_goes(sources: Path, tmp_path: Path) -> None
     scratch = first.with_name("interrupted")
     scratch.mkdir()
     (scratch / "part.o").touch()
-    week = native_build.KEPT_FOR_S
+    week = native_kept.KEPT_FOR_S
     for path, age in ((first, week - 60), (scratch, week + 60)):
         os.utime(path, (time.time() - age, time.time() - age))
     (sources / "answer.cpp").write_text(answer(43))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vlm_serve.kernels import native_build, native_self_test
+from vlm_serve.kernels import native_build, native_kept, native_self_test
 from vlm_serve.kernels.native_build import BuildError, recipe
 from vlm_serve.kernels.native_library import foreseen, load
 from vlm_serve.kernels.native_self_test import Digests, run
@@ -55,7 +55,7 @@ def test_other_registers_give_the_same_bits(
     load()  # the kept libraries are those of every run of the tests, so that each is built once
     monkeypatch.setenv("VLM_SERVE_NATIVE_ARCH", arch)
     try:
-        path = native_build.kept(recipe())
+        path = native_kept.kept(recipe())
     except BuildError as error:
         pytest.skip(str(error))
     expected = Digests(native_self_test.FLOAT32, None, integer_dots=True)

@@ -21,8 +21,9 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.models import load_model
 from vlm_serve.models.config import Config
 from vlm_serve.models.families import minicpmv, qwen3_5, qwen3_next, qwen3_vl
-from vlm_serve.models.registry import read_spec, spec_of
+from vlm_serve.models.registry import FAMILIES, read_spec, spec_of
 from vlm_serve.models.shape_fields import mismatch
+from vlm_serve.models.vision_windows import WindowVisionSpec
 
 TABLES = {
     source: table
@@ -47,7 +48,7 @@ def transformers_class(name: str) -> Any:
     oracle.prepare_torchvision()
     import transformers
 
-    return getattr(transformers, name)
+    return getattr(transformers, name, None) or pytest.skip(f"this transformers has no {name}")
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ def test_tables_are_what_transformers_has(source: str) -> None:
     made = kind()
     for name, value in TABLES[source].items():
         if callable(value):
-            value = value(Config(json.loads(made.to_json_string()), kind))
+            value = value(Config(json.loads(made.to_json_string()), source))
         if name == "mrope_section":
             module = __import__(
                 kind.__module__.replace("configuration", "modeling"), fromlist=["x"]
@@ -132,6 +133,38 @@ def test_a_field_that_is_left_out_is_what_its_class_has(name: str) -> None:
             part = changed[section] if section else changed
             del part["rope_parameters"][field]
             assert spec_of(changed) == expected, field
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_classes_are_named_as_transformers_names_them(kind: str) -> None:
+    source = FAMILIES[kind].source
+    whole = transformers_class(source)
+    assert whole.model_type == kind
+    for name, section in whole.sub_configs.items():
+        if section.__name__ != "AutoConfig":
+            part = Config({name: {}}, source).section(name)
+            assert part._source == section.__name__
+
+
+def test_what_a_newer_class_would_say_stands_in_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MiniCPM-V 4.7 is read with a transformers that does not know it yet."""
+    spec = SPECS["minicpm on a canvas"]
+    raw = json.loads((make_checkpoint(tmp_path, spec) / "config.json").read_text())
+    raw["vision_config"] = {"model_type": "minicpmv4_7_vision", "num_channels": None}
+    for name in ("downsample_mode", "insert_layer_id", "tie_word_embeddings"):
+        raw.pop(name, None)
+        raw["text_config"].pop(name, None)
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    monkeypatch.delitem(CONFIG_MAPPING._mapping, spec.family, raising=False)
+    for name in ("MiniCPMV4_7Config", "MiniCPMV4_7VisionConfig"):
+        monkeypatch.setattr(transformers, name, None, raising=False)
+    found = spec_of(raw)
+    assert found.vision == WindowVisionSpec(12, 768, 3072, 12, 3, 16, 14, 6, 4, 64)
+    assert not found.tied_embeddings
 
 
 def test_fields_that_were_left_out_are_noted() -> None:

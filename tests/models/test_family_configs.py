@@ -108,6 +108,15 @@ def test_rotation_in_the_newer_form() -> None:
     assert spec_of(made | {"rope_parameters": rotation}).rope.rotary_dim == 16
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_vl", "qwen3_next"])
+def test_what_is_added_for_longer_contexts_is_not_passed_over(kind: str) -> None:
+    """As model cards tell to do it, in a file that transformers has saved."""
+    saved = {"rope_type": "default", "rope_theta": 77.0, "mrope_section": [6, 5, 5]}
+    added = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}
+    with pytest.raises(CheckpointError, match="rope_type 'yarn' is not supported"):
+        spec_of(config(kind, rope_parameters=saved, rope_scaling=added))
+
+
 def test_untied_where_neither_section_says_so() -> None:
     made = config("qwen3_vl_moe")
     del made["tie_word_embeddings"], made["text_config"]["tie_word_embeddings"]
@@ -180,6 +189,9 @@ MINICPM: list[tuple[str | None, str, Any, str]] = [
     (None, "merge_kernel_size", [3, 3], "merge_kernel_size [3, 3] is not supported, only [2, 2]"),
     (None, "drop_vision_last_layer", True, "drop_vision_last_layer True is not supported"),
     (None, "insert_layer_id", 3, "insert_layer_id 3 is none of the 3 vision layers"),
+    (None, "insert_layer_id", "6", "insert_layer_id '6' is none of the 3 vision layers"),
+    (None, "insert_layer_id", True, "insert_layer_id True is none of the 3 vision layers"),
+    (None, "downsample_mode", ["4x"], "downsample_mode ['4x'] is not supported"),
     (None, "insert_layer_id", -1, "insert_layer_id -1 is none of the 3 vision layers"),
     ("vision_config", "window_kernel_size", [4, 4], "window_kernel_size [4, 4] is not supported"),
     ("vision_config", "hidden_act", "gelu", "hidden_act 'gelu' is not supported"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
+from other_user import mode, umask
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models import fingerprint as module
@@ -104,6 +105,40 @@ def test_an_unwritable_memory_does_no_harm(
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocker))
     assert fingerprint(path) == fingerprint(path)
     assert len(hashed) == 4
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022])
+def test_the_memory_is_this_users_alone(path: Path, memory: Path, mask: int) -> None:
+    with umask(mask):
+        fingerprint(path)
+    assert mode(memory) == 0o600 and mode(memory.parent) == 0o700
+
+
+@pytest.mark.parametrize("permissions", [0o666, 0o664, 0o646])
+def test_a_memory_that_others_could_write_is_not_believed(
+    path: Path, memory: Path, hashed: list[str], permissions: int
+) -> None:
+    """They could make one checkpoint pass for another, and its cache entries for that one's."""
+    right = fingerprint(path)
+    content = json.loads(memory.read_text())
+    memory.write_text(json.dumps({key: [*value[:2], "0" * 64] for key, value in content.items()}))
+    memory.chmod(permissions)
+    hashed.clear()
+    assert fingerprint(path) == right and len(hashed) == 2
+    assert mode(memory) == 0o600
+    assert fingerprint(path) == right and len(hashed) == 2
+
+
+def test_nothing_is_remembered_where_others_may_write(
+    path: Path, memory: Path, hashed: list[str]
+) -> None:
+    fingerprint(path)
+    memory.parents[1].chmod(0o777)
+    before = memory.read_bytes()
+    hashed.clear()
+    for _ in range(2):
+        fingerprint(path)
+    assert len(hashed) == 4 and memory.read_bytes() == before
 
 
 def test_no_home_directory(path: Path, monkeypatch: pytest.MonkeyPatch, hashed: list[str]) -> None:

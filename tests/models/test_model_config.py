@@ -143,6 +143,10 @@ def test_defaults_of_sampling_come_with_the_checkpoint(tmp_path: Path) -> None:
         (dense(rope_parameters=ROPE | {"partial_rotary_factor": 0}), "partial_rotary_factor"),
         (dense(rope_parameters=ROPE | {"partial_rotary_factor": 2.0}), "mrope_section"),
         (dense() | {"dtype": "float8"}, "'float8' is not supported"),
+        (dense() | {"dtype": ["float32"]}, "dtype .'float32'. is not supported"),
+        ({"model_type": ["qwen3_5"]}, "model_type .'qwen3_5'. is not supported"),
+        (dense(layer_types=7), "layer_types in config.json must be a list of names, not 7"),
+        (dense(layer_types=["full_attention", 1]), "layer_types in config.json must be a list"),
         (moe(num_experts_per_tok=5), "exceeds 4 experts"),
     ],
 )
@@ -160,6 +164,8 @@ def test_unsupported_configs_are_named(config: dict[str, Any], complaint: str) -
         ({"num_heads": 3}, "multiple of 4"),
         ({"patch_size": 0}, "patch_size in config.json must be a positive integer"),
         ({"rope_parameters": {"rope_type": "axial", "rope_theta": 0}}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "axial", "rope_theta": "x"}}, "rope_theta .* 'x'"),
+        ({"rope_parameters": {"rope_type": "axial", "rope_theta": None}}, "rope_theta .* None"),
     ],
 )
 def test_unsupported_vision_towers_are_named(changes: dict[str, Any], complaint: str) -> None:

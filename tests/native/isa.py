@@ -30,10 +30,10 @@ from vlm_serve.kernels.native_build import (
     BuildError,
     Recipe,
     includes,
-    kept,
     predefined,
     recipe,
 )
+from vlm_serve.kernels.native_kept import kept
 from vlm_serve.kernels.native_library import FUNCTIONS
 from vlm_serve.kernels.native_processor import lacking
 

@@ -80,6 +80,7 @@ def test_forms_of_content_are_found_out(name: str) -> None:
 
 def test_the_syntax_tree_decides_where_probes_are_refused() -> None:
     assert ChatTemplate(chat_templates.ALTERNATES).traits.content["tool"] == BOTH
+    assert ChatTemplate(chat_templates.CAPITALS).traits.content["user"] == TEXT
     refuses = "{{ raise_exception('no') }}"
     assert ChatTemplate(refuses + "{{ messages[0].content }}").traits.content["user"] == TEXT
     for loop in (
@@ -154,6 +155,16 @@ def test_published_templates_render_as_transformers_does(
     for role, content in itertools.product(ROLES, contents):
         assert_equal(made, checkpoint, source, around(role, content))
     assert_equal(made, checkpoint, source, around("assistant", None))
+
+
+def test_a_part_that_is_written_unlike_a_string_stays_one(make: Make, checkpoint: Path) -> None:
+    source = chat_templates.LINE_A_PART
+    made = make(source)
+    contents: list[Any] = ["one", say("one")["content"], say("one", "two")["content"], ""]
+    for role, content in itertools.product(ROLES, contents):
+        assert_equal(made, checkpoint, source, around(role, content))
+    part, text = (make_text(made, [say("x")]), make_text(made, [{"role": "user", "content": "x"}]))
+    assert part == text.replace("x", "x\n")
 
 
 def assert_equal(made: Preprocessor, checkpoint: Path, source: str, messages: Messages) -> None:

@@ -212,3 +212,10 @@ def test_the_template_says_which_form_it_asks_for(template: str, form: Any) -> N
     assert ChatTemplate(template).tool_form == form
     assert form_of("auto", form) == form
     assert [form_of(each, form) for each in ("qwen3_xml", "hermes")] == ["qwen3_xml", "hermes"]
+
+
+def test_half_of_a_pair_of_surrogates_can_be_sent() -> None:
+    text = block('{"name": "stop", "arguments": {"a": "\\ud83d, \\ud83d\\ude00"}}')
+    wanted = [("stop", '{"a": "\ufffd, \U0001f600"}')]
+    assert told_alike(text, tools=TOOLS, form="hermes")["calls"] == wanted
+    assert parse([text[: text.rindex("}")]], cut=True)[1] == wanted

@@ -235,6 +235,13 @@ def test_where_one_call_is_allowed_there_is_one() -> None:
     assert found == {"reasoning": "", "content": both, "calls": []}
 
 
+@pytest.mark.parametrize("behind", ["", "\n", "\n<", "\n</think", "\n</think>", "\n<tool_c"])
+def test_what_the_limit_leaves_of_a_mark_does_not_undo_calls(behind: str) -> None:
+    found = told_alike(f"Hm.\n{CALL}{behind}", reasoning=True, tools=TOOLS, cut=True)
+    assert found["reasoning"] == "Hm." and found["content"] == ""
+    assert len(found["calls"]) == 1
+
+
 def test_a_repeated_mark_is_no_part_of_the_thought() -> None:
     found = told_alike("<think>\nhm\n</think>\n\nhello", reasoning=True)
     assert found == {"reasoning": "hm", "content": "hello", "calls": []}

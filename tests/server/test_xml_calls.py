@@ -148,6 +148,15 @@ CASES: list[tuple[str, list[tuple[str, Any]]]] = [
         [("get_weather", {"city": "A"}), ("get_weather", {"city": "B"})],
     ),
     (block("<function=stop>\n</function>\n<function=stop>\n</function>"), [("stop", {})] * 2),
+    (  # </tool_call> forgotten before text and another call
+        write("a").removesuffix("\n</tool_call>") + "\nAnd:\n" + write("b"),
+        [("write_file", {"path": "x.md", "content": "a"})]
+        + [("write_file", {"path": "x.md", "content": "b"})],
+    ),
+    (
+        write("a").removesuffix("\n</tool_call>") + "\nAnd:\n<function=stop>\n</function>",
+        [("write_file", {"path": "x.md", "content": "a"}), ("stop", {})],
+    ),
     (  # <tool_call> forgotten
         write("a").removeprefix("<tool_call>\n"),
         [("write_file", {"path": "x.md", "content": "a"})],
@@ -170,7 +179,43 @@ CASES: list[tuple[str, list[tuple[str, Any]]]] = [
 @pytest.mark.parametrize(("text", "wanted"), CASES)
 def test_what_models_forget_is_put_right(text: str, wanted: list[tuple[str, Any]]) -> None:
     assert calls(text) == wanted
-    assert told([f"Well.\n\n{text}"], tools=TOOLS)["content"] == "Well."
+    content = "Well." + ("And:" if "And:" in text else "")
+    assert told([f"Well.\n\n{text}"], tools=TOOLS)["content"] == content
+
+
+@pytest.mark.parametrize("text", [write("a"), call("stop")])
+@pytest.mark.parametrize("opened", [True, False])
+def test_text_on_another_line_may_follow_a_call_without_its_last_tag(
+    text: str, opened: bool
+) -> None:
+    text = text.removesuffix("\n</tool_call>")
+    text = text if opened else text.removeprefix("<tool_call>\n")
+    found = told_alike(f"{text}\n\nDone <b>.", tools=TOOLS)
+    assert found["content"] == "Done <b>." and len(found["calls"]) == 1
+    same_line = f"{text} is how."
+    assert told_alike(same_line, tools=TOOLS)["content"] == same_line
+
+
+def test_a_call_without_its_last_tag_that_the_limit_cuts_never_looks_whole() -> None:
+    text = write("a").removesuffix("\n</tool_call>")
+    for behind in ("\nb", "\nb <b> c"):
+        ((_, arguments),) = told_alike(text + behind, cut=True, tools=TOOLS)["calls"]
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(arguments)
+
+
+def test_lines_may_end_as_on_windows() -> None:
+    text = call("write_file", path="x.md", content="a\nb\n").replace("\n", "\r\n")
+    assert calls(text) == [("write_file", {"path": "x.md", "content": "a\r\nb\r\n"})]
+    assert calls(call("get_weather", city="\r", days="3"))[0][1] == {"city": "\r", "days": 3}
+    ((_, cut),) = told([text[: text.index("b")]], cut=True, tools=TOOLS)["calls"]
+    assert from_json(cut, allow_partial=True) == {"path": "x.md"}
+    assert cut.endswith('"a')
+
+
+def test_half_of_a_pair_of_surrogates_can_be_sent() -> None:
+    text = call("get_weather", where='{"a": "\\ud83d, \\ud83d\\ude00"}', city="\\ud83d")
+    assert calls(text)[0][1] == {"where": {"a": "\ufffd, \U0001f600"}, "city": "\\ud83d"}
 
 
 @pytest.mark.parametrize(

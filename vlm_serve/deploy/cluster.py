@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-import vlm_serve
-from vlm_serve.deploy.folder import Folder
+from vlm_serve.child import search_path
+from vlm_serve.deploy.folder import LONGEST, Folder
 from vlm_serve.deploy.loopback import ENVIRONMENT
-from vlm_serve.errors import ConfigError
+from vlm_serve.errors import ConfigError, EngineError
 
 _log = logging.getLogger(__name__)
 
@@ -50,17 +50,22 @@ class Cluster:
                 "deploy needs the extra `ray`: pip install 'vlm-serve[ray]'", param="replicas"
             ) from None
         end_on_signals()
-        self._folder = Folder()
+        try:
+            self._folder = Folder(LONGEST)
+        except OSError as error:
+            raise EngineError(f"Ray has nowhere to keep its sockets: {error}") from None
         adopt_orphans()
         try:
-            ray.init(
-                address="local",
-                num_cpus=self._processors,
-                include_dashboard=False,
-                object_store_memory=self._store_bytes,
-                logging_level=logging.WARNING,
-                _temp_dir=self._folder.path,
-            )
+            # All of Ray's processes import from the folder that this one is in now.
+            with contextlib.chdir(self._folder.start()):
+                ray.init(
+                    address="local",
+                    num_cpus=self._processors,
+                    include_dashboard=False,
+                    object_store_memory=self._store_bytes,
+                    logging_level=logging.WARNING,
+                    _temp_dir=self._folder.ray,
+                )
             serve.start(
                 proxy_location="Disabled",
                 logging_config={"log_level": "WARNING", "enable_access_log": False},
@@ -92,11 +97,9 @@ class Cluster:
 
 def environment() -> dict[str, str]:
     """Of this process and all that it starts, before Ray is imported."""
-    root = str(Path(vlm_serve.__file__).resolve().parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **ENVIRONMENT,
-        "PYTHONPATH": os.pathsep.join(paths),
+        **search_path(),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -2,61 +2,53 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
+import vlm_serve
+from vlm_serve import temporary_folder
+from vlm_serve.temporary_folder import TemporaryFolder
+
 PREFIX = "vlm-serve-ray-"
+_SOCKET_BYTES = 107
+"""The path of a UNIX socket is no longer."""
+_BELOW = "/r/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
+"""Ray's longest: its session is named after the time and the process."""
+LONGEST = _SOCKET_BYTES - len(_BELOW)
 
 
-class Folder:
+class Folder(TemporaryFolder):
     """A new folder for temporary files; whoever makes another one leaves it alone as long as this
     process lives, however it ends.
+
+    Ray lets everybody into the folder that it is given and all below, so that one lies in a folder
+    that nobody else can enter.
+
+    Args:
+        longest: characters that its path may have; None: as many as it wants.
 
     Attributes:
         path: of the folder.
     """
 
-    def __init__(self) -> None:
-        remove_left()
-        self.path, self._lock = _made()
+    def __init__(self, longest: int | None = None) -> None:
+        super().__init__(PREFIX, longest)
 
-    def remove(self) -> None:
-        """May be called more than once."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+    @property
+    def ray(self) -> str:
+        """The folder for Ray, which makes it."""
+        return os.path.join(self.path, "r")
+
+    def start(self) -> str:
+        """Make a folder in which nothing lies but this package, for Ray's processes to start in:
+        they import from the folder that they are started in. Returns its path."""
+        path = Path(self.path, "start")
+        path.mkdir(0o700)
+        package = Path(vlm_serve.__file__).resolve().parent
+        (path / package.name).symlink_to(package)
+        return str(path)
 
 
 def remove_left() -> None:
-    """Removes the folders of this user's processes that have ended without doing so."""
-    for path in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
-        with contextlib.suppress(OSError):  # another user's, or somebody is faster
-            lock = _opened(path)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(lock).st_uid == os.getuid():
-                    shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(lock)
-
-
-def _made() -> tuple[str, int]:
-    """A folder and the descriptor that locks it. Before it is locked it may be taken for one that
-    was left."""
-    while True:
-        path = tempfile.mkdtemp(prefix=PREFIX)
-        with contextlib.suppress(FileNotFoundError):
-            lock = _opened(Path(path))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.path.exists(path):
-                return path, lock
-            os.close(lock)
-
-
-def _opened(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    """Remove the folders of this user's processes that have ended without doing so."""
+    temporary_folder.remove_left(PREFIX)

@@ -90,6 +90,7 @@ def _run(
             config.served_model_name or (model,),
             int(time.time()),
             loopback=True,
+            folder=os.getcwd(),
         )
 
         def start(generation: int) -> DeploymentHandle[Any]:

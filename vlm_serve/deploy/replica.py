@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class ReplicaSetup:
         created: seconds since 1970 at which the deployment began, for lists of models.
         generation: Serve replaces replicas of another one.
         loopback: nothing of it listens on another address.
+        folder: the current one, from which relative paths lead; None: the one that Ray started in.
     """
 
     model: str
@@ -46,6 +48,7 @@ class ReplicaSetup:
     created: int
     generation: int = 0
     loopback: bool = False
+    folder: str | None = None
 
 
 class EngineReplica:
@@ -62,6 +65,8 @@ class EngineReplica:
         from vlm_serve.server.main import leave_alone_what_stays
         from vlm_serve.server.service import Service
 
+        if setup.folder is not None:
+            os.chdir(setup.folder)
         if setup.loopback:
             bind_replica()
         logging.basicConfig(

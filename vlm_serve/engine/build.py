@@ -45,6 +45,7 @@ from vlm_serve.engine.tier_loading import make_tiers
 from vlm_serve.engine.upload_tiers import UploadTiers
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.host_memory import retain_freed_memory
+from vlm_serve.kernels.triton_support import keep_private
 from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
 from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
 from vlm_serve.models.weight_sizes import weight_bytes
@@ -84,6 +85,8 @@ def build(
     mtp = with_mtp(config, spec)
     layout = spec.cache_layout(size, mtp=mtp)
     device = _device(config.device)
+    if device.type != "cpu":
+        keep_private()
     with_graphs = graphs_wanted(config.cuda_graphs, device, size) and not mtp
     backend = find_backend(config, device)
     config = with_drafts(config, device, compiled=backend.compiled)

@@ -80,9 +80,9 @@ class StepTables:
             for tables in parts.values()
             for dtype, shape in tables.values()
         ]
-        ring.reserve(sum(sizes))
         # Read and written inside and outside of inference mode.
         with torch.inference_mode(False):
+            ring.reserve(sum(sizes))
             self._device = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self.fixed = self._carve(self._device)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from vlm_serve import child
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.eval.choices import DECODING, DEFAULT_PARTS, THROUGH
@@ -68,7 +69,7 @@ def _lmms(
     from vlm_serve.eval.lmms import LmmsOptions, compare_lmms
 
     how = LmmsOptions(
-        tuple(shlex.split(options.lmms_eval)) or (sys.executable, "-m", "vlm_serve.eval.lmms_run"),
+        tuple(shlex.split(options.lmms_eval) or child.command("vlm_serve.eval.lmms_run")),
         options.tasks,
         tuple(dict.fromkeys(options.through or THROUGH)),
         options.include_path,

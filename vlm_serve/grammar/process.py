@@ -8,11 +8,11 @@ import os
 import select
 import struct
 import subprocess
-import sys
 import threading
 import time
 from typing import Any
 
+from vlm_serve import child
 from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeError
 from vlm_serve.grammar.worker import MAX_MESSAGE_BYTES, send
 
@@ -88,11 +88,11 @@ class CompileProcess:
         if self._process is not None or self._closed:
             return
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vlm_serve.grammar.worker"],
+            child.command("vlm_serve.grammar.worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=child.environment(OMP_NUM_THREADS="1"),
             start_new_session=True,  # a Ctrl+C is the server's to handle
         )
         self._ready = False

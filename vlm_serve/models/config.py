@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cached_property
 from importlib.metadata import version
@@ -22,6 +22,9 @@ _DTYPES = {
     "float16": torch.float16,
 }
 
+_SECTIONS = {"text_config": "TextConfig", "vision_config": "VisionConfig"}
+"""How transformers' classes of sections end, which begin like that of the whole."""
+
 Defaults = Mapping[str, Mapping[str, Any]]
 
 
@@ -34,10 +37,11 @@ class Config:
 
     Args:
         raw: the content.
-        kind: transformers' configuration class.
-        classes: all of them, by model type.
+        source: the name of transformers' configuration class, which an old version may not have:
+            the table answers for that one alone.
         defaults: of the classes of a family, by the class's name, then by field. A function works a
             value out of the section that lacks it.
+        class_of: returns a class by its name, None if there is none.
         place: what the section's fields begin with in `defaulted`.
         defaulted: the fields that the file left to a class, with the class's name; sections share
             it.
@@ -49,19 +53,23 @@ class Config:
     def __init__(
         self,
         raw: Mapping[str, Any],
-        kind: Any,
-        classes: Mapping[str, Any] | None = None,
+        source: str,
         defaults: Defaults | None = None,
         *,
+        class_of: Callable[[str], Any] = lambda source: None,
         place: str = "",
         defaulted: dict[str, str] | None = None,
     ) -> None:
         self.raw = raw
         self.defaulted = {} if defaulted is None else defaulted
-        self._kind = kind
-        self._classes = {} if classes is None else classes
+        self._source = source
+        self._class_of = class_of
         self._defaults = {} if defaults is None else defaults
         self._place = place
+
+    @cached_property
+    def _kind(self) -> Any:
+        return self._class_of(self._source)
 
     @cached_property
     def _parsed(self) -> Any:
@@ -75,16 +83,15 @@ class Config:
 
         Raises CheckpointError if neither the file nor the family's table has it.
         """
-        pairs = self._kind.attribute_map.items()
+        pairs = getattr(self._kind, "attribute_map", {}).items()
         aliases = [other for pair in pairs if name in pair for other in pair]
         for each in (name, *aliases):
             if self.raw.get(each) is not None:
                 return self.raw[each]
-        source = self._kind.__name__
-        if name not in (known := self._defaults.get(source, {})):
+        if name not in (known := self._defaults.get(self._source, {})):
             raise CheckpointError(f"config.json lacks {name}")
-        self.defaulted[self._place + name] = source
-        if name in self.raw:  # null, which a class may read in a way of its own
+        self.defaulted[self._place + name] = self._source
+        if name in self.raw and self._kind:  # null, which a class may read in a way of its own
             return self.value(name)
         return known[name](self) if callable(known[name]) else known[name]
 
@@ -112,7 +119,9 @@ class Config:
         return value
 
     def value(self, name: str) -> Any:
-        """A field as transformers has it, which an old version of it may not."""
+        """A field as transformers has it; see `given` for a class that it does not have yet."""
+        if self._kind is None:
+            return self.given(name)
         try:
             return getattr(self._parsed, name)
         except AttributeError as error:
@@ -134,18 +143,22 @@ class Config:
             named = f", only {values[0]!r}" if values[0] is not None else ""
             raise CheckpointError(f"{name} {value!r} is not supported{named}")
 
-    def section(self, name: str, kind: str | None = None) -> Config:
-        """A part that is an object of its own; `kind`: its model type, where there are several."""
+    def section(self, name: str, source: str = "") -> Config:
+        """A part that is an object of its own; `source`: its class, if it is not the whole's."""
         value = self.given(name)
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{name} in config.json must be an object")
-        named = self._classes[kind] if kind else self._kind.sub_configs.get(name, self._kind)
-        place = f"{self._place}{name}."
-        return self._like(value, named, place)
+        own = self._source.removesuffix("Config") + _SECTIONS[name]
+        return self._like(value, source or own, f"{self._place}{name}.")
 
-    def _like(self, raw: Mapping[str, Any], kind: Any, place: str) -> Config:
+    def _like(self, raw: Mapping[str, Any], source: str, place: str) -> Config:
         return Config(
-            raw, kind, self._classes, self._defaults, place=place, defaulted=self.defaulted
+            raw,
+            source,
+            self._defaults,
+            class_of=self._class_of,
+            place=place,
+            defaulted=self.defaulted,
         )
 
     def inlined(self, *names: str) -> Config:
@@ -153,7 +166,7 @@ class Config:
         given: Any = next((self.raw[name] for name in names if self.raw.get(name)), {})
         if not isinstance(given, Mapping):
             raise CheckpointError(f"{names[0]} in config.json must be an object")
-        return self._like({**self.raw, **given}, self._kind, self._place)
+        return self._like({**self.raw, **given}, self._source, self._place)
 
     def dtype(self, *sections: Config) -> torch.dtype:
         """Of the weights, which sections may name as well; bfloat16 if nobody does."""
@@ -161,7 +174,7 @@ class Config:
             for name in ("dtype", "torch_dtype"):
                 value = each.raw.get(name)
                 if value is not None:
-                    if value not in _DTYPES:
+                    if not isinstance(value, str) or value not in _DTYPES:
                         raise CheckpointError(f"{name} {value!r} is not supported")
                     return _DTYPES[value]
         return torch.bfloat16

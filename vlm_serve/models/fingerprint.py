@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.files import SIDECAR, weight_files
+from vlm_serve.private_files import cache_path, make_private, open_private, secure_cache
 
 _DOMAIN = b"vlm-serve weights 1"
 _MEMORY_FILE = "fingerprints.json"
@@ -30,7 +31,8 @@ def fingerprint(path: Path | str) -> bytes:
     """32-byte BLAKE3 over config.json, what ModelOpt has beside it, and every weight file.
 
     A file's digest is remembered by path, size and modification time in the user's cache directory
-    (`$XDG_CACHE_HOME/vlm-serve`); where that is unwritable, files are hashed at every start.
+    (`$XDG_CACHE_HOME/vlm-serve`); where that is unwritable, or another user could have written it,
+    files are hashed at every start.
 
     Raises:
         CheckpointError: a file is missing or unreadable.
@@ -73,44 +75,36 @@ def _config_digest(path: Path) -> bytes:
     return digest.digest()
 
 
-def _memory_path() -> Path | None:
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        root = Path(base) if base else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return root / "vlm-serve" / _MEMORY_FILE
-
-
 def _recall() -> dict[str, _Entry]:
-    path = _memory_path()
-    if path is None:
+    folder = cache_path()
+    if folder is None:
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        secure_cache(folder)
+        with open(open_private(folder / _MEMORY_FILE), encoding="utf-8") as file:
+            content = json.load(file)
         return {
             str(key): (int(size), int(mtime), bytes.fromhex(digest).hex())
             for key, (size, mtime, digest) in content.items()
             if len(digest) == 64
         }
     except (OSError, ValueError, TypeError, AttributeError):
-        # Unreadable or damaged: as good as empty, and the next write replaces it.
+        # Unreadable, damaged or another user's: as good as empty, and the next write replaces it.
         return {}
 
 
 def _remember(fresh: dict[str, _Entry]) -> None:
     """Merge into the file and replace it whole, so that a reader never sees half of it."""
-    path = _memory_path()
-    if path is None:
+    folder = cache_path()
+    if folder is None:
         return
     merged = _recall() | fresh
     kept = dict(list(merged.items())[-_MOST_REMEMBERED:])
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, delete=False
-        ) as file:
+        secure_cache(folder)
+        make_private(folder)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as file:
             json.dump(kept, file)
-        os.replace(file.name, path)
+        os.replace(file.name, folder / _MEMORY_FILE)
     except OSError:
         return

@@ -21,6 +21,7 @@ class Served:
 
     Attributes:
         module: its `spec(Config) -> ModelSpec` knows the type; it may have a table of `DEFAULTS`.
+        source: transformers' class of its config.json, if it has one.
         media: what prompts may hold beside text.
         state: whether layers keep a state, so that hits need snapshots.
         experts: whether layers have routed experts.
@@ -29,6 +30,7 @@ class Served:
     """
 
     module: str
+    source: str = ""
     media: tuple[str, ...] = ("image", "video")
     state: bool = True
     experts: bool = False
@@ -42,15 +44,15 @@ _QWEN3_NEXT = "vlm_serve.models.families.qwen3_next"
 _MINICPMV = "vlm_serve.models.families.minicpmv"
 
 FAMILIES = {
-    "qwen3_5": Served(_QWEN3_5),
-    "qwen3_5_moe": Served(_QWEN3_5, experts=True),
-    "qwen3_5_text": Served(_QWEN3_5, media=()),
-    "qwen3_5_moe_text": Served(_QWEN3_5, media=(), experts=True),
-    "qwen3_vl": Served(_QWEN3_VL, state=False),
-    "qwen3_vl_moe": Served(_QWEN3_VL, state=False, experts=True),
-    "qwen3_next": Served(_QWEN3_NEXT, media=(), experts=True),
-    "minicpmv4_6": Served(_MINICPMV),
-    "minicpmv4_7": Served(_MINICPMV),
+    "qwen3_5": Served(_QWEN3_5, "Qwen3_5Config"),
+    "qwen3_5_moe": Served(_QWEN3_5, "Qwen3_5MoeConfig", experts=True),
+    "qwen3_5_text": Served(_QWEN3_5, "Qwen3_5TextConfig", media=()),
+    "qwen3_5_moe_text": Served(_QWEN3_5, "Qwen3_5MoeTextConfig", media=(), experts=True),
+    "qwen3_vl": Served(_QWEN3_VL, "Qwen3VLConfig", state=False),
+    "qwen3_vl_moe": Served(_QWEN3_VL, "Qwen3VLMoeConfig", state=False, experts=True),
+    "qwen3_next": Served(_QWEN3_NEXT, "Qwen3NextConfig", media=(), experts=True),
+    "minicpmv4_6": Served(_MINICPMV, "MiniCPMV4_6Config"),
+    "minicpmv4_7": Served(_MINICPMV, "MiniCPMV4_7Config"),
 }
 """By model type, as config.json has it."""
 
@@ -80,20 +82,13 @@ def _with_sidecar(path: Path) -> Mapping[str, Any]:
 def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
     """The model that the content of a config.json describes; raises as `read_spec`."""
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise CheckpointError(f"model_type {kind!r} is not supported; supported are {known}")
     scheme = QuantScheme.of(raw)
-    # Imported late: it takes half a second, which those need not pay who read no config.
-    from transformers import PretrainedConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    try:
-        named = CONFIG_MAPPING[kind]
-    except KeyError:
-        named = PretrainedConfig
-    module = importlib.import_module(FAMILIES[kind].module)
-    config = Config(raw, named, CONFIG_MAPPING, getattr(module, "DEFAULTS", {}))
+    served = FAMILIES[kind]
+    module = importlib.import_module(served.module)
+    config = Config(raw, served.source, getattr(module, "DEFAULTS", {}), class_of=_class_of)
     spec: ModelSpec = module.spec(config)
     if spec.vision is not None and spec.vision.out_hidden_size != spec.hidden_size:
         raise CheckpointError(
@@ -101,3 +96,10 @@ def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
             f"hidden_size {spec.hidden_size}"
         )
     return replace(spec, quantization=scheme, defaulted=config.defaulted)
+
+
+def _class_of(source: str) -> Any:
+    # Imported late: it takes half a second, which those need not pay who read no config.
+    import transformers
+
+    return getattr(transformers, source, None)

@@ -224,12 +224,16 @@ def begins_in_thought(prompt: str, *, continued: bool) -> bool:
     """True if the answer to a prompt with this text begins inside of a `<think>` block.
 
     Args:
-        continued: the answer goes on with the last message, whose thought may be open.
+        continued: the answer goes on with the last message, whose thought may be open. One begins
+            where the message or its text does; elsewhere `<think>` is a word of the text.
     """
     if not continued:
         return prompt.rstrip().endswith(THINK_START)
-    last = prompt[max(prompt.rfind(_TURN), 0) :]
-    return last.rfind(THINK_START) > last.rfind(THINK_END)
+    turn = prompt.rfind(_TURN)
+    if turn < 0:
+        return prompt.rfind(THINK_START) > prompt.rfind(THINK_END)
+    said = prompt[turn:].partition("\n")[2].rpartition(THINK_END)[2]
+    return said.lstrip().startswith(THINK_START)
 
 
 def _bytes_of(prompt: Prompt) -> int:

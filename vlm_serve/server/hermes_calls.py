@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vlm_serve.server.pieces import THINK_END, TOOL_END, TOOL_START, Call, Reading, Tools
-from vlm_serve.server.tool_values import begins_json, strict_json
+from vlm_serve.server.tool_values import as_json, begins_json, strict_json
 
 _SIGN = re.compile(r"[^\s\d:,.+\-eEtrufalsn]")
 _IN_TEXT = re.compile(r'["\\]')
@@ -217,7 +217,7 @@ def calls_of(value: Any, tools: Tools) -> list[Call]:
     strayed = {*value} - {"name", "type", "id", *_ARGUMENTS, *arguments}
     if isinstance(properties, Mapping) and strayed & {*properties}:
         raise ValueError("an argument beside the arguments")
-    return [Call(name, json.dumps(arguments, ensure_ascii=False))]
+    return [Call(name, as_json(arguments))]
 
 
 def _unpacked(value: Any) -> dict[str, Any]:

@@ -248,7 +248,10 @@ class OutputParser:
         if start and _first(self._buffer[self._looked :], (THINK_END, TOOL_START)) is not None:
             return self._count(pieces, counts=False)
         if final:
-            return self._count(pieces, counts=not (start and self._cut))
+            cut = bool(start) and self._cut
+            if cut and any(each.startswith(start) for each in (THINK_END, *openings)):
+                self._buffer, cut = "", False  # the limit has left no more of what follows
+            return self._count(pieces, counts=not cut)
         self._looked = max(self._looked, len(self._buffer) - len(TOOL_START) + 1)
         return False
 

@@ -32,7 +32,7 @@ def read(text: str, schema: Any, root: Mapping[str, Any] | None = None) -> Any:
         schema: of the parameter.
         root: the schema of all parameters, in which `$ref` is looked up.
     """
-    plain = text.removeprefix("\n").removesuffix("\n")
+    plain = unframed(text)
     leaves = list(_alternatives(schema, root or {}))
     for reading in (plain, *_readings(text)):
         for value_of in (_json_value, _text_value):
@@ -43,6 +43,12 @@ def read(text: str, schema: Any, root: Mapping[str, Any] | None = None) -> Any:
         for value in _json_value(plain, {}):
             return value
     return plain
+
+
+def unframed(text: str) -> str:
+    """Return a value without the form's line breaks on either side of it."""
+    end = "\r\n" if text.startswith("\r\n") else "\n"
+    return text.removeprefix(end).removesuffix(end)
 
 
 def is_no_text(schema: Any, root: Mapping[str, Any]) -> bool:
@@ -191,6 +197,16 @@ def strict_json(text: str, *, lenient: bool = False) -> Any:
         parse_float=_finite,
         object_pairs_hook=_first_members if lenient else None,
     )
+
+
+def as_json(value: Any) -> str:
+    """Return the value as JSON that UTF-8 can say: half of a pair of surrogates is replaced."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def begins_json(text: str) -> bool:

@@ -58,6 +58,7 @@ class XmlReader:
         self._size = 0  # of what has been read
         self._tail = ""  # what has not: it may become a tag
         self._blank = True  # since the last tag there is only white space
+        self._next_line = False  # that begins with a line break
         self._fresh_line = False
         self._behind = 0  # where the last tag ended
         self._state = "start"
@@ -106,7 +107,7 @@ class XmlReader:
         if self._state == "empty" and self._blank:
             return self._whole(rest)
         if self._values is not None:
-            ending = self._values.end(self._blank, cut=cut)
+            ending = self._values.end(self._blank, self._next_line, cut=cut)
             if ending is not None:
                 return self._whole(rest if ending.end == self._behind else ending.end, ending)
             if not cut and self._values.nested and not self._again:
@@ -129,22 +130,26 @@ class XmlReader:
         if not plain:
             return None
         self._size += len(plain)
+        if self._blank:
+            self._next_line |= "\n" in plain[: len(plain) - len(plain.lstrip())]
         self._blank = self._blank and plain.isspace()
         if self._values is not None:
             self._values.passed(plain)
         line = plain.rstrip(" \t")
         self._fresh_line = line.endswith("\n") if line else self._fresh_line
         if not self._blank and self._values is None:
-            return Reading(self._behind or 1)
+            called = self._state == "empty" and self._next_line
+            return self._whole(self._behind) if called else Reading(self._behind or 1)
         return None
 
     def _take(self, found: re.Match[str]) -> Reading | None:
         kind = found.group(1) or found.group(2)
         name = (found.group(3) or "").strip().strip("\"'")
-        tag = Tag(kind, name, self._size, self._size + len(found.group()), self._blank)
+        end = self._size + len(found.group())
+        tag = Tag(kind, name, self._size, end, self._blank, self._next_line)
         fresh, before = self._fresh_line, self._behind
         self._size = self._behind = tag.end
-        self._blank, self._fresh_line = True, False
+        self._blank, self._next_line, self._fresh_line = True, False, False
         if self._values is not None:
             return self._in_values(tag, fresh)
         if kind == "tool_call" and self._state == "start":

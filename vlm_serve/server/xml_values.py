@@ -1,7 +1,8 @@
 """The values of a call's parameters in Qwen3.5's form: which tag ends one, and which is part of it.
 
 `</parameter>` ends a value where another parameter's tag or the end of the call follows, and
-`</function>` ends a call where `</tool_call>`, another call or the end of the answer follows.
+`</function>` ends a call where `</tool_call>`, another call or the end of the answer follows, or
+text on another line if nothing better comes.
 Models forget tags, and values quote them. An end without a forgotten tag is the better one, and one
 that text follows stands only until a better one comes: then the text was the value's.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vlm_serve.server.pieces import Tools
-from vlm_serve.server.tool_values import begins_json, is_no_text, read
+from vlm_serve.server.tool_values import as_json, begins_json, is_no_text, read, unframed
 
 Given = tuple[str, int, int]
 """A parameter's name, and where its value begins and ends."""
@@ -28,6 +29,7 @@ class Tag:
         kind: its word, "/function" for `</function>`.
         name: behind the `=`, "" if there is none.
         blank: there is only white space between the tag before and this one.
+        next_line: what stands between them begins on another line than the tag before.
     """
 
     kind: str
@@ -35,6 +37,7 @@ class Tag:
     start: int
     end: int
     blank: bool
+    next_line: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class ValueReader:
         self._value = _Value(first.name, first.end)
         self._ending: Ending | None = None  # grows with each closing tag that follows at once
         self._earlier: Ending | None = None  # text follows it
+        self._unclosed: Ending | None = None  # so it does, and `</tool_call>` was forgotten
         self._shape = ""  # of what may become a call in the value: its tags so far
         self._inner: list[bool] = []  # open calls in the value: True: with `<tool_call>`
         self._inner_closed = False
@@ -132,9 +136,9 @@ class ValueReader:
             return None
         second = shape == "call" and tag.blank and tag.kind == "function"
         if not tag.blank or (shape == "call" and not second):
-            self._text_follows()
+            self._text_follows(tag.next_line)
         if tag.kind == "function":
-            return self._function(tag, second)
+            return self._function(tag, second, fresh_line)
         if tag.kind == "/think":
             return self._best(self._ending)
         if tag.kind == "parameter":
@@ -142,24 +146,25 @@ class ValueReader:
         elif tag.kind != "tool_call":
             self._close(tag)
         elif self._ending is not None and self._ending.closed == "/parameter":
-            self._text_follows()
+            self._text_follows(tag.next_line)
         return None
 
-    def end(self, blank: bool, *, cut: bool) -> Ending | None:
+    def end(self, blank: bool, next_line: bool, *, cut: bool) -> Ending | None:
         """Where the call ends if nothing more comes; None: it has no end.
 
         Args:
             blank: there is only white space behind the last tag.
+            next_line: what stands behind it begins on another line.
             cut: what is open might have gone on.
         """
         if not blank:
-            self._text_follows()
+            self._text_follows(next_line)
         best = self._best(self._ending)
         if cut or self._inner:
             return best if best is not None and best.regular else None
         if best is None and self._ending is not None and self._has_required(self._ending):
             return self._ending
-        return best
+        return best or self._unclosed
 
     def values(self, ending: Ending) -> list[Given]:
         """All values of the call if it ends there."""
@@ -197,13 +202,15 @@ class ValueReader:
         elif tag.kind == "/tool_call" and closed:
             self._inner.pop()
 
-    def _text_follows(self) -> None:
+    def _text_follows(self, next_line: bool) -> None:
         """Decides on the ending, if there is one, that text follows."""
         ending, self._ending = self._ending, None
         if ending is None:
             return
         if ending.closed == "/tool_call" and self._ends_before_text:
             self._earlier = self._best(ending)
+        elif ending.closed == "/function" and ending.regular and next_line:
+            self._unclosed = self._unclosed or ending
         elif ending.closed == "/parameter" and self._value.parts:
             self._value.parts.pop()  # both tags are the value's
 
@@ -215,10 +222,12 @@ class ValueReader:
             return self._earlier
         return ending
 
-    def _function(self, tag: Tag, second: bool) -> Ending | None:
+    def _function(self, tag: Tag, second: bool, fresh_line: bool) -> Ending | None:
         """Takes what begins another call, behind `<tool_call>` if it is a `second` one."""
         ending, self._ending = self._ending, None
         known = tag.name in self._tools
+        if known and (second or fresh_line) and not (ending or self._earlier):
+            return self._unclosed
         if second:
             self._earlier = best = self._best(ending)
             return best if best is not None and (known or best.regular) else None
@@ -235,7 +244,8 @@ class ValueReader:
                 if any(tag.name == part.name for part in value.parts):
                     value.parts.clear()
                 self._give(ending.value)
-                self._value, self._earlier = _Value(tag.name, tag.end), None
+                self._value = _Value(tag.name, tag.end)
+                self._earlier = self._unclosed = None
         elif known and (fresh_line or value.inline):
             taken = {value.name, *(part.name for part in value.parts)}
             if tag.name not in self._names and tag.name not in taken:
@@ -283,7 +293,7 @@ def unfinished(text: str, given: list[Given], schema: Mapping[str, Any]) -> str:
     members = _members(text, given[:-1], schema)
     name, start, end = given[-1]
     if name not in members:
-        value = text[start:end].removeprefix("\n").removesuffix("\n")
+        value = unframed(text[start:end])
         shown = json.dumps(value, ensure_ascii=False)[:-1]
         if is_no_text(_property(schema, name), schema):
             shown = value.strip() if begins_json(value) else ""
@@ -296,7 +306,7 @@ def _members(text: str, given: Iterable[Given], schema: Mapping[str, Any]) -> di
     for name, start, end in given:
         if name not in members:
             value = read(text[start:end], _property(schema, name), schema)
-            members[name] = f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"
+            members[name] = f"{json.dumps(name)}: {as_json(value)}"
     return members
 
 

@@ -246,6 +246,19 @@ def test_a_form_that_is_enforced_is_what_follows_the_thought(server: RunningServ
         ("<|im_start|>assistant\n<think>\nLet me", " see.\n</think>\n\nRed.", " see.", "Red."),
         ("<|im_start|>assistant\n<think>\nHm\n</think>\n\nThe star", " is red.", None, " is red."),
         ("<|im_start|>assistant\n<think>", " Hm.</think>\n\nRed.", " Hm.", "Red."),
+        ("<|im_start|>assistant\nThe tag <think>", " begins one.", None, " begins one."),
+        (
+            "<|im_start|>assistant\n<think>\n\n</think>\n\nThe tag <think>",
+            " begins one.",
+            None,
+            " begins one.",
+        ),
+        (
+            "<|im_start|>assistant\n<think>\nThe tag <think>",
+            " begins one.</think>Right.",
+            " begins one.",
+            "Right.",
+        ),
         (
             "<|im_start|>assistant\n<think>\n\n</think>\n\n<think>\nLet me",
             " see.</think>Red.",

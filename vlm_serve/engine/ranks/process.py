@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import vlm_serve
+from vlm_serve import child
 from vlm_serve.engine.ranks.wire import GoneError, SilentError, Wire
 from vlm_serve.errors import EngineError
 
@@ -32,19 +29,13 @@ class RankProcess:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         ours, theirs = socket.socketpair()
-        root = str(Path(vlm_serve.__file__).resolve().parents[1])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
             self._process = subprocess.Popen(
-                # -P: a folder in which the server was started is nothing to import from.
-                [
-                    *(sys.executable, "-P", "-m", "vlm_serve.engine.ranks.worker"),
-                    str(theirs.fileno()),
-                ],
+                child.command("vlm_serve.engine.ranks.worker", str(theirs.fileno())),
                 stdin=subprocess.PIPE,  # the rank ends when this closes
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env=child.environment(),
                 start_new_session=True,  # Ctrl-C is for the engine, which ends its ranks in order
             )
         except OSError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from vlm_serve.engine.ranks.wire import GoneError, SilentError
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.kernels.ranks.shared import SharedMemory
 from vlm_serve.models import Model, ModelSpec, load_model
+from vlm_serve.temporary_folder import TemporaryFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +63,19 @@ def load(
     devices = _devices(what.device, size)
     owned = processes is None
     processes = processes or RankProcesses(size - 1)
-    meeting = _meeting(what, config)
     threads = config.threads or max(1, torch.get_num_threads() // size)
-    tasks = [
-        RankTask(rank, size, meeting, what.path, what.arithmetic, device, what.compiled, threads)
-        for rank, device in enumerate(devices)
-    ]
     try:
-        for process, task in zip(processes, tasks[1:], strict=True):
-            process.send("load", task)
-        model = tasks[0].load()
-        processes.receive(START_SECONDS)
+        with _meeting(what, config) as meeting:
+            tasks = [
+                RankTask(
+                    rank, size, meeting, what.path, what.arithmetic, device, what.compiled, threads
+                )
+                for rank, device in enumerate(devices)
+            ]
+            for process, task in zip(processes, tasks[1:], strict=True):
+                process.send("load", task)
+            model = tasks[0].load()
+            processes.receive(START_SECONDS)
     except BaseException as error:
         if owned:
             processes.close()
@@ -80,8 +84,6 @@ def load(
         if isinstance(error, GoneError):
             raise EngineError(f"{error} before it had started") from None
         raise
-    finally:
-        meeting.file.unlink(missing_ok=True)
     return model, processes
 
 
@@ -98,13 +100,26 @@ def _devices(device: torch.device, size: int) -> list[str]:
     return [f"cuda:{rank}" for rank in range(size)]
 
 
-def _meeting(what: Loading, config: EngineConfig) -> Meeting:
-    """Compiled steps of one host meet in shared memory, all else in a process group."""
+@contextmanager
+def _meeting(what: Loading, config: EngineConfig) -> Iterator[Meeting]:
+    """Compiled steps of one host meet in shared memory, all else in a process group. Nobody else
+    can come, and when all ranks are there no place is left."""
     size, limit = config.tensor_parallel_size, config.stall_timeout
-    if not what.compiled:
-        return Meeting(Path(tempfile.mktemp(prefix="vlm-serve-ranks-")), 0, limit)
-    memory = SharedMemory.create(size, slot_bytes(what.spec, config))
-    return Meeting(memory.path, memory.slot_bytes, limit)
+    if what.compiled:
+        memory = SharedMemory.create(size, slot_bytes(what.spec, config))
+        try:
+            yield Meeting(memory.path, memory.slot_bytes, limit)
+        finally:
+            memory.forget()
+        return
+    try:
+        folder = TemporaryFolder("vlm-serve-ranks-")
+    except OSError as error:
+        raise EngineError(f"the ranks have nowhere to meet: {error}") from error
+    try:
+        yield Meeting(Path(folder.path, "store"), 0, limit)
+    finally:
+        folder.remove()
 
 
 def slot_bytes(spec: ModelSpec, config: EngineConfig) -> int:

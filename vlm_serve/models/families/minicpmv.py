@@ -15,6 +15,11 @@ from vlm_serve.preprocess.family import family_of
 
 _MERGES = {"16x": 4, "4x": 2}
 
+_WHOLE: dict[str, Any] = {
+    "downsample_mode": "16x",
+    "insert_layer_id": 6,
+    "tie_word_embeddings": False,
+}
 _VISION: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -26,6 +31,8 @@ _VISION: dict[str, Any] = {
 }
 DEFAULTS: Defaults = {
     **qwen3_5.DEFAULTS,
+    "MiniCPMV4_6Config": _WHOLE,
+    "MiniCPMV4_7Config": _WHOLE,
     "MiniCPMV4_6VisionConfig": _VISION,
     "MiniCPMV4_7VisionConfig": _VISION,
 }
@@ -34,7 +41,7 @@ DEFAULTS: Defaults = {
 
 def spec(config: Config) -> ModelSpec:
     """The model of a config.json."""
-    text = config.section("text_config", "qwen3_5_text")
+    text = config.section("text_config", "Qwen3_5TextConfig")
     text.expect("model_type", "qwen3_5_text")
     family = family_of(config.raw["model_type"])
     rope = shared.rope(text, partial=True, sections=family.positions == "canvas")
@@ -51,8 +58,8 @@ def _vision(outer: Config, text: Config) -> WindowVisionSpec:
     outer.allow("merge_kernel_size", [2, 2])
     outer.allow("merger_times", 1)
     outer.allow("drop_vision_last_layer", False)
-    mode = outer.value("downsample_mode")
-    if mode not in _MERGES:
+    mode, merged = outer.given("downsample_mode"), outer.given("insert_layer_id")
+    if not isinstance(mode, str) or mode not in _MERGES:
         raise CheckpointError(f"downsample_mode {mode!r} is not supported, only '16x' and '4x'")
     sizes = WindowVisionSpec(
         depth=config.size("num_hidden_layers"),
@@ -62,7 +69,7 @@ def _vision(outer: Config, text: Config) -> WindowVisionSpec:
         in_channels=config.size("num_channels"),
         patch_size=config.size("patch_size"),
         side=config.size("image_size") // config.size("patch_size"),
-        merged_layer=int(outer.value("insert_layer_id")),
+        merged_layer=merged,
         merge_size=_MERGES[mode],
         out_hidden_size=text.size("hidden_size"),
     )
@@ -73,8 +80,8 @@ def _vision(outer: Config, text: Config) -> WindowVisionSpec:
         )
     if not sizes.side:
         raise CheckpointError(f"image_size {config.size('image_size')} is less than a patch")
-    if not 0 <= sizes.merged_layer < sizes.depth:
+    if type(merged) is not int or not 0 <= merged < sizes.depth:
         raise CheckpointError(
-            f"insert_layer_id {sizes.merged_layer} is none of the {sizes.depth} vision layers"
+            f"insert_layer_id {merged!r} is none of the {sizes.depth} vision layers"
         )
     return sizes

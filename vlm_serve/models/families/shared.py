@@ -49,7 +49,9 @@ def tied_embeddings(config: Config, text: Config) -> bool:
 def layer_types(text: Config, known: Collection[str]) -> list[str]:
     """The kind of every layer's token mixer."""
     count = text.size("num_hidden_layers")
-    given = list(text.raw.get("layer_types") or ())
+    given = text.raw.get("layer_types") or []
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise CheckpointError(f"layer_types in config.json must be a list of names, not {given!r}")
     if not given:
         interval = text.size("full_attention_interval")
         full = [(index + 1) % interval == 0 for index in range(count)]
@@ -127,9 +129,11 @@ def sparse_layers(text: Config, sparse: Experts) -> list[FeedForward]:
 def rope(text: Config, *, partial: bool, sections: bool) -> Rope:
     """Rotation of a part of each head or of all of it, by positions on three axes or on one."""
     fields = text.inlined("rope_parameters", "rope_scaling")
-    kind = fields.raw.get("rope_type", fields.raw.get("type"))
-    if kind not in ("default", None):
-        raise CheckpointError(f"rope_type {kind!r} is not supported, only 'default'")
+    # What is added by hand for longer contexts stands beside what transformers has saved.
+    for given in (fields, text.inlined("rope_scaling")):
+        kind = given.raw.get("rope_type", given.raw.get("type"))
+        if kind not in ("default", None):
+            raise CheckpointError(f"rope_type {kind!r} is not supported, only 'default'")
     if not partial:
         fields.allow("partial_rotary_factor", 1)
     share = fields.positive("partial_rotary_factor") if partial else 1
@@ -161,9 +165,9 @@ def vision(outer: Config, *, deepstack: bool) -> VisionSpec:
     if not deepstack and config.raw.get("deepstack_visual_indexes"):
         indexes = config.raw["deepstack_visual_indexes"]
         raise CheckpointError(f"deepstack_visual_indexes {indexes!r} is not supported, only []")
-    theta = float(angles["rope_theta"])
-    if not (math.isfinite(theta) and theta > 0):
-        raise CheckpointError(f"the vision rope_theta must be positive, not {theta}")
+    theta = angles["rope_theta"]
+    if not isinstance(theta, int | float) or not (math.isfinite(theta) and theta > 0):
+        raise CheckpointError(f"the vision rope_theta must be positive, not {theta!r}")
     sizes = VisionSpec(
         depth=config.size("depth"),
         hidden_size=config.size("hidden_size"),
@@ -175,7 +179,7 @@ def vision(outer: Config, *, deepstack: bool) -> VisionSpec:
         merge_size=config.size("spatial_merge_size"),
         out_hidden_size=config.size("out_hidden_size"),
         num_positions=config.size("num_position_embeddings"),
-        rope_theta=theta,
+        rope_theta=float(theta),
         deepstack=tuple(config.given("deepstack_visual_indexes")) if deepstack else (),
     )
     if sizes.hidden_size % (4 * sizes.heads):

@@ -1,0 +1,31 @@
+"""Where the ranks of a model find each other when they start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from other_user import mode, umask
+
+import vlm_serve
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.ranks.start import _meeting
+from vlm_serve.models import read_spec
+
+DEMO = Path(vlm_serve.__file__).parent / "demo" / "dense"
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_nobody_else_can_come(compiled: bool) -> None:
+    """The store of a process group would be written by whoever has opened it, and read by all."""
+    what: Any = SimpleNamespace(compiled=compiled, spec=read_spec(DEMO))
+    with umask(0), _meeting(what, EngineConfig(tensor_parallel_size=2)) as meeting:
+        if compiled:
+            assert mode(meeting.file) == 0o600
+        else:
+            assert mode(meeting.file.parent) == 0o700 and not meeting.file.exists()
+            meeting.file.touch()
+    assert not meeting.file.exists()
+    assert compiled or not meeting.file.parent.exists()

@@ -1,0 +1,64 @@
+"""Where Triton keeps what it compiles: it loads that at the next start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from other_user import mode, umask
+
+from vlm_serve.kernels.triton_support import keep_private
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.delenv("TRITON_HOME", raising=False)
+    return tmp_path / "cache"
+
+
+def told() -> Path:
+    """Where Triton itself would keep something now."""
+    knobs = pytest.importorskip("triton.knobs")
+    return Path(str(knobs.cache.dir))
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022])
+def test_it_is_this_users_alone(cache: Path, mask: int) -> None:
+    with umask(mask):
+        keep_private()
+    assert told() == cache / "vlm-serve" / "triton"
+    assert mode(told()) == mode(cache / "vlm-serve") == 0o700
+    keep_private()
+    assert told() == cache / "vlm-serve" / "triton"
+
+
+def test_what_others_could_have_put_there_is_gone(cache: Path) -> None:
+    folder = cache / "vlm-serve" / "triton"
+    folder.mkdir(parents=True)
+    (folder / "launcher.so").touch()
+    folder.chmod(0o777)
+    keep_private()
+    assert told() == folder and mode(folder) == 0o700 and not list(folder.iterdir())
+
+
+def test_a_cache_that_others_may_write_is_not_used(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+    keep_private()
+    assert cache not in told().parents and mode(told()) == 0o700
+    assert "into a temporary folder: others may write in" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "TRITON_HOME"])
+def test_what_a_user_names_is_taken(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, str(tmp_path / "mine"))
+    before = dict(os.environ)
+    keep_private()
+    assert dict(os.environ) == before and not cache.exists()

@@ -1,0 +1,161 @@
+"""Which places are trusted, and how ours are made."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from other_user import NOBODY, mode, needs_root, open_folder, umask
+
+from vlm_serve.private_files import (
+    SharedPlaceError,
+    cache_path,
+    check_way,
+    make_private,
+    open_private,
+    secure_cache,
+)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o077, 0o777])
+def test_what_is_made_is_private_whatever_the_umask(tmp_path: Path, mask: int) -> None:
+    tmp_path.chmod(0o755)
+    with umask(mask):
+        make_private(tmp_path / "one" / "two")
+        make_private(tmp_path / "one" / "two")
+    assert [mode(tmp_path / each) for each in ("one", "one/two")] == [0o700] * 2
+    assert mode(tmp_path) == 0o755
+
+
+def test_what_is_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "folder"):
+        with pytest.raises(OSError, match="file"):
+            make_private(path)
+
+
+def test_the_way_is_followed_through_links(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "to-b").symlink_to("a/./b")
+    (tmp_path / "a" / "up").symlink_to("../to-b/..")
+    (tmp_path / "whole").symlink_to(tmp_path / "a" / "up" / "b")
+    for name in ("to-b", "a/up", "whole", "a/b/../up/b"):
+        check_way(tmp_path / name)
+        (tmp_path / "a").chmod(0o777)
+        with pytest.raises(SharedPlaceError, match=f"others may write in {tmp_path}/a$"):
+            check_way(tmp_path / name)
+        (tmp_path / "a").chmod(0o755)
+
+
+def test_links_that_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(OSError, match="too many links"):
+        check_way(tmp_path / "round")
+    (tmp_path / "broken").symlink_to("nothing")
+    with pytest.raises(FileNotFoundError):
+        check_way(tmp_path / "broken")
+
+
+def test_a_relative_path_leads_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("below").mkdir()
+    check_way(Path("below"))
+    tmp_path.chmod(0o777)
+    with pytest.raises(SharedPlaceError):
+        check_way(Path("below"))
+
+
+@needs_root
+def test_the_owner_of_a_link_could_change_it(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/usr")
+    check_way(tmp_path / "link")
+    os.lchown(tmp_path / "link", NOBODY, NOBODY)
+    with pytest.raises(SharedPlaceError, match="link belongs to another user"):
+        check_way(tmp_path / "link")
+
+
+@needs_root
+def test_a_user_trusts_root_and_itself_and_nobody_else() -> None:
+    with open_folder() as folder:
+        own, roots, others = folder / "own", folder / "roots", folder / "others"
+        for each, owner in ((own, NOBODY), (roots, 0), (others, 1)):
+            each.mkdir(mode=0o755)
+            os.chown(each, owner, owner)
+        os.seteuid(NOBODY)
+        try:
+            check_way(own)
+            check_way(roots)
+            with pytest.raises(SharedPlaceError):
+                check_way(others)
+        finally:
+            os.seteuid(0)
+        with pytest.raises(SharedPlaceError):
+            check_way(own)
+
+
+def test_a_group_of_one_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where everybody has a group of the same name; root's is often that of several people."""
+    status = tmp_path.stat()
+    user = SimpleNamespace(pw_name="ann", pw_gid=status.st_gid)
+    group = SimpleNamespace(gr_name="ann", gr_gid=status.st_gid, gr_mem=[])
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: user)
+    monkeypatch.setattr(grp, "getgrgid", lambda number: group)
+    tmp_path.chmod(0o775)
+    with pytest.raises(SharedPlaceError), monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 0)
+        check_way(tmp_path)
+    if status.st_uid == 0:
+        # As another user would see folders of its own.
+        monkeypatch.setattr("vlm_serve.private_files._check_owner", lambda path, status: None)
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    check_way(tmp_path)
+    group.gr_mem = ["ann"]
+    check_way(tmp_path)
+    group.gr_mem = ["ann", "bob"]
+    with pytest.raises(SharedPlaceError):
+        check_way(tmp_path)
+    group.gr_mem, group.gr_name = [], "staff"
+    with pytest.raises(SharedPlaceError):
+        check_way(tmp_path)
+    group.gr_name = "ann"
+    tmp_path.chmod(0o777)
+    with pytest.raises(SharedPlaceError):
+        check_way(tmp_path)
+
+
+def test_what_is_opened_is_a_file_that_nobody_else_may_write(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("text")
+    path.chmod(0o644)
+    os.close(open_private(path))
+    for permissions in (0o666, 0o664, 0o646):
+        path.chmod(permissions)
+        with pytest.raises(SharedPlaceError, match="others may write"):
+            open_private(path)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OSError, match="link"):
+        open_private(tmp_path / "link")
+    with pytest.raises(SharedPlaceError, match="is not a file"):
+        open_private(tmp_path)
+
+
+def test_the_cache_itself_is_closed_and_never_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other things of this user's may lie in there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    root = cache_path()
+    assert root == tmp_path / "vlm-serve"
+    secure_cache(root)
+    assert not root.exists(), "whoever keeps something there makes it"
+    root.mkdir()
+    (root / "kept").touch()
+    root.chmod(0o777)
+    secure_cache(root)
+    assert mode(root) == 0o700 and (root / "kept").exists()

@@ -1,0 +1,59 @@
+"""Start modules of this package as processes of their own, which leave the current folder alone.
+
+`python -m MODULE` and `python -c` import from the current folder before anything else, and the
+folder that a server is started in may be full of somebody else's files. So a child is started as
+this file, by its path and with `-P`. It finds the package by that path, whether or not it is
+installed, and nothing that lies beside the package of a source tree.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from runpy import run_module
+
+_FOLDER = os.path.dirname(os.path.realpath(__file__))
+_PACKAGE = os.path.basename(_FOLDER)
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """Return what starts a module of this package, with `arguments` behind its name in
+    `sys.argv`."""
+    flags = ["-P"]
+    flags += ["-E"] if sys.flags.ignore_environment else []
+    flags += ["-s"] if sys.flags.no_user_site else []
+    return [sys.executable, *flags, os.path.join(_FOLDER, "child.py"), module, *arguments]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return the variables of a child: those of this process, and `variables`."""
+    return {**os.environ, **search_path(), **variables}
+
+
+def search_path() -> dict[str, str]:
+    """Return the variables that tell a child, and what it starts in turn, where to import from.
+
+    An empty entry of PYTHONPATH, such as a colon at its end leaves, means the current folder: it
+    goes. What a user has named stays, as the folder that the name means here.
+    """
+    entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    path = os.pathsep.join(map(os.path.abspath, entries))
+    return {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
+
+
+def _main() -> None:
+    """Load the package that this file lies in, and run that module of it."""
+    file = os.path.join(_FOLDER, "__init__.py")
+    spec = spec_from_file_location(_PACKAGE, file, submodule_search_locations=[_FOLDER])
+    assert spec is not None
+    assert spec.loader is not None
+    package = module_from_spec(spec)
+    sys.modules[_PACKAGE] = package
+    spec.loader.exec_module(package)
+    del sys.argv[0]
+    run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _main()
