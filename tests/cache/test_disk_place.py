@@ -99,6 +99,28 @@ def test_a_folder_with_other_things_in_it_keeps_its_mode(tmp_path: Path) -> None
         assert mode(folder / "data") == 0o644
 
 
+def test_a_folder_that_was_not_ours_so_far_keeps_its_mode(tmp_path: Path) -> None:
+    """It may be /mnt, or be about to be used by others."""
+    folder = tmp_path / "given"
+    folder.mkdir()
+    for permissions in (0o755, 0o2775, 0o1777):
+        folder.chmod(permissions)
+        path = filled(folder)
+        assert mode(folder) == permissions
+        assert mode(path) == 0o600
+        path.unlink()
+
+
+def test_a_folder_for_everybody_stays_one(tmp_path: Path) -> None:
+    """/tmp, with nothing else in it."""
+    folder = tmp_path / "sticky"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    for _ in range(2):
+        filled(folder)
+        assert mode(folder) == 0o1777
+
+
 @pytest.mark.parametrize(
     ("permissions", "warned"), [(0o755, False), (0o1777, False), (0o777, True)]
 )
