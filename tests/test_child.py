@@ -183,6 +183,45 @@ def test_a_source_tree_is_found_and_nothing_beside_its_package(tree: Path, comma
     assert all(str(tree) in " ".join(line) for line in ours), "another package's children"
 
 
+@pytest.mark.parametrize("option", [("-m", "app"), ("-mapp",), ("-Bm", "app.__main__")])
+def test_a_program_that_uses_the_package_keeps_its_folder(
+    folder: Path, option: tuple[str, ...]
+) -> None:
+    """Python imports the package that it is to run before it says which one that is."""
+    (folder / "app").mkdir()
+    (folder / "app" / "__init__.py").write_text("import vlm_serve\n")
+    (folder / "app" / "__main__.py").write_text("import beside\n")
+    (folder / "beside.py").write_text("import sys; print('beside', sys.argv[1:])\n")
+    done = subprocess.run(
+        [sys.executable, *option, "-m", "vlm_serve.cli"],
+        cwd=folder,
+        env={**os.environ, **UNSET},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "beside ['-m', 'vlm_serve.cli']\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "option", [("-m", "vlm_serve.cli"), ("-mvlm_serve.cli",), ("-Bm", "vlm_serve.cli")]
+)
+def test_the_command_line_leaves_the_current_folder_alone(
+    folder: Path, option: tuple[str, ...]
+) -> None:
+    ran = plant(folder, (*FOREIGN, *LATER))
+    done = subprocess.run(
+        [sys.executable, *option, "models"],
+        cwd=folder,
+        env={**os.environ, **UNSET},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert imported(ran) == []
+
+
 def test_what_a_user_has_put_on_the_path_stays(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

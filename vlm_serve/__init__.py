@@ -50,10 +50,13 @@ def __getattr__(name: str) -> Any:
 def _forget_current_folder() -> None:
     """Undo what `python -m vlm_serve.MODULE` does: it has Python import from the current folder
     before anything else. Python has looked up a few modules of its own there by then, but none of
-    ours, which are found below this package."""
-    begins = sys.argv[:1] == ["-m"]  # Until the module has been found; then it is the file's name.
+    ours, which are found below this package. Another program keeps its path."""
+    if sys.argv[:1] != ["-m"] or sys.flags.safe_path:
+        return  # Until the module has been found; then it is the file's name.
+    option = sys.orig_argv[-len(sys.argv)]  # The module, in a word of its own or behind the `m`.
+    module = option.partition("m")[2] if option.startswith("-") else option
     with contextlib.suppress(FileNotFoundError):  # A folder that was removed.
-        if begins and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
+        if module.partition(".")[0] == __name__ and sys.path[:1] == [os.getcwd()]:
             del sys.path[0]
 
 

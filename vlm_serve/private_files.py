@@ -10,7 +10,6 @@ as nobody's (`_shown_for_root`), what lies in the topmost folder is root's.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import grp
 import os
@@ -150,7 +149,7 @@ def secure_cache(folder: Path) -> None:
     if not os.path.lexists(root):
         return
     shared = False
-    with _alone(root):
+    with alone(root):
         for each in reversed((folder, *folder.parents)):
             if root in (each, *each.parents) and os.path.lexists(each):
                 shared = _close(each) or shared
@@ -164,7 +163,7 @@ def check_usable(folder: Path) -> None:
     If the folder is missing, that goes for the one that it would be made in."""
     there = _nearest(folder)
     if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
-        raise PermissionError(errno.EACCES, "cannot be written", str(there))
+        raise PermissionError(f"{there} cannot be written")
     if not runs(there):
         raise PermissionError(f"{there}: nothing is run from this file system (noexec)")
 
@@ -180,12 +179,17 @@ def _nearest(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
     """Inside the block no other process of ours is in such a block, where folders can be locked.
 
     Whoever can read the folder can lock it as well, and keep it so: nobody waits for long.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = -1
+    with contextlib.suppress(OSError):  # It can perhaps be entered, but not read.
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if descriptor < 0:
+        yield
+        return
     try:
         deadline = time.monotonic() + _LOCK_SECONDS
         while not _locked(descriptor) and time.monotonic() < deadline:

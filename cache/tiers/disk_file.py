@@ -23,6 +23,7 @@ from vlm_serve.cache.tiers.disk_place import (
     remove,
 )
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Sealed
+from vlm_serve.private_files import alone
 
 PAGE_BYTES = 8192
 ROW_BYTES = 512
@@ -70,16 +71,8 @@ class DiskFile:
         self._sizes: dict[EntryId, int] = {}
         self._num_bytes = 0
         prepare_folder(folder)
-        try:
-            self._connection = self._open()
-        except sqlite3.Error as error:
-            if _code(error) in _REFUSED:
-                raise OSError(f"{self._path}: {error}") from error
-            self.errors += 1
-            try:
-                self._start_anew()
-            except sqlite3.Error as again:
-                raise OSError(f"{self._path}: {again}") from again
+        with alone(folder):  # Another server may be about to begin the file anew as well.
+            self._connection = self._opened()
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -209,15 +202,27 @@ class DiskFile:
         if _code(error) and _code(error) not in _REFUSED:
             with suppress(sqlite3.Error):
                 self._connection.close()
-            with suppress(sqlite3.Error, OSError):
-                self._start_anew()
+            with suppress(sqlite3.Error, OSError), alone(self._path.parent):
+                self._connection = self._anew()
 
-    def _start_anew(self) -> None:
+    def _opened(self) -> sqlite3.Connection:
+        try:
+            return self._open()
+        except sqlite3.Error as error:
+            if _code(error) in _REFUSED:
+                raise OSError(f"{self._path}: {error}") from error
+            self.errors += 1
+            try:
+                return self._anew()
+            except sqlite3.Error as again:
+                raise OSError(f"{self._path}: {again}") from again
+
+    def _anew(self) -> sqlite3.Connection:
         remove(self._path)
         with self._books:
             self._sizes.clear()
             self._num_bytes = 0
-        self._connection = self._open()
+        return self._open()
 
     def _open(self) -> sqlite3.Connection:
         claimed = claim(self._path)
