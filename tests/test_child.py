@@ -246,3 +246,16 @@ def test_a_child_has_its_arguments_and_its_variables() -> None:
     line = child.command("vlm_serve.doctor_command", "first", "")
     assert line[0] == sys.executable and line[-3:] == ["vlm_serve.doctor_command", "first", ""]
     assert child.environment(ONE="1")["ONE"] == "1"
+
+
+def test_the_package_may_lie_in_a_folder_of_another_name(tmp_path: Path) -> None:
+    """Where packages are kept by their digest, and linked to."""
+    folder = tmp_path / "1f0c"
+    folder.mkdir()
+    for name in ("__init__.py", "child.py"):
+        shutil.copy(ROOT / "vlm_serve" / name, folder)
+    (folder / "said.py").write_text("print(__name__, __package__)\n")
+    (tmp_path / "vlm_serve").symlink_to(folder)
+    line = [sys.executable, "-P", str(tmp_path / "vlm_serve" / "child.py"), "vlm_serve.said"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.stdout == "__main__ vlm_serve\n", done.stderr

@@ -14,7 +14,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from runpy import run_module
 
 _FOLDER = os.path.dirname(os.path.realpath(__file__))
-_PACKAGE = os.path.basename(_FOLDER)
+_PACKAGE = "vlm_serve"  # A link of this name may lead to a folder of another one.
 
 
 def command(module: str, *arguments: str) -> list[str]:

@@ -158,13 +158,14 @@ def secure_cache(folder: Path) -> None:
                     _empty(folder)
 
 
-def check_usable(folder: Path) -> None:
+def check_usable(folder: Path, *, for_code: bool = True) -> None:
     """Raise OSError if this process cannot make files in a folder, or could not load them as code.
     If the folder is missing, that goes for the one that it would be made in."""
     there = _nearest(folder)
-    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+    effective = os.access in os.supports_effective_ids
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=effective):
         raise PermissionError(f"{there} cannot be written")
-    if not runs(there):
+    if for_code and not runs(there):
         raise PermissionError(f"{there}: nothing is run from this file system (noexec)")
 
 

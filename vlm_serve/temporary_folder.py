@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from vlm_serve.private_files import check_way, runs
+from vlm_serve.private_files import check_usable, check_way
 
 FURTHER = ("/tmp", "/var/tmp", "/dev/shm")
 """Where else they may lie, if not where TMPDIR says."""
@@ -65,11 +65,11 @@ def _root(longest: int | None, for_code: bool) -> str:
             continue
         try:
             check_way(Path(root))
+            check_usable(Path(root), for_code=for_code)
         except OSError as error:
             problem = problem or error
         else:
-            if os.access(root, os.W_OK | os.X_OK) and (not for_code or runs(Path(root))):
-                return root
+            return root
     raise problem or OSError("there is no folder for temporary files with a path that is short")
 
 
