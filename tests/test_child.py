@@ -222,6 +222,47 @@ def test_the_command_line_leaves_the_current_folder_alone(
     assert imported(ran) == []
 
 
+CONSOLE = (
+    "import sys; sys.argv[0] = '/usr/bin/vlm-serve'; from vlm_serve.cli import main; main(); "
+    "print(*sys.path, sep='\\n')"
+)
+
+
+@pytest.mark.parametrize("text", [":{0}", "{0}:", "{0}::", ":"])
+@pytest.mark.parametrize("start", [("-m", "vlm_serve.cli"), ("-P", "-m", "vlm_serve.cli"), ()])
+def test_a_colon_too_many_brings_nothing_of_the_current_folder(
+    folder: Path, text: str, start: tuple[str, ...]
+) -> None:
+    named = folder.parent / "named"
+    named.mkdir()
+    ran = plant(folder, (*FOREIGN, *LATER))
+    done = subprocess.run(
+        [sys.executable, *(start or ("-P", "-c", CONSOLE)), "models"],
+        cwd=folder,
+        env={**os.environ, **UNSET, "PYTHONPATH": text.format(named)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert imported(ran) == []
+    if not start:
+        assert (str(named) in done.stdout.splitlines()) == ("{0}" in text), "it is wanted"
+
+
+def test_a_current_folder_that_is_named_stays(folder: Path) -> None:
+    for text in (f":{folder}", ".:", "::."):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", CONSOLE, "models"],
+            cwd=folder,
+            env={**os.environ, **UNSET, "PYTHONPATH": text},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert str(folder) in done.stdout.splitlines(), done.stderr
+
+
 def test_what_a_user_has_put_on_the_path_stays(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
