@@ -141,9 +141,14 @@ def _opened_apart(how: Recipe, reason: OSError) -> tuple[Path, int]:
         raise BuildError(f"{reason}; {error}") from error
     atexit.register(folder.remove)
     os.environ[APART] = folder.path
-    path = how.path()
-    native_build.build(how, path)
-    return path, _there(path, _found(path))
+    try:
+        path = how.path()
+        native_build.build(how, path)
+        return path, _there(path, _found(path))
+    except BaseException:
+        os.environ[APART] = ""
+        folder.remove()
+        raise
 
 
 def keep_only(current: Path) -> None:

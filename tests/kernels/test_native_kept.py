@@ -412,6 +412,18 @@ def test_a_compiler_of_the_current_folder_is_not_run(
     assert recipe().compiler == str(tmp_path / "g++"), "unless a user names it"
 
 
+def test_a_folder_in_which_nothing_was_built_is_not_left(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (native_build.SOURCES[0] / "answer.cpp").write_text("no program")
+    with pytest.raises(native_build.BuildError):
+        load()
+    assert not list(tmp_path.glob("vlm-serve-*")) and not os.environ[APART]
+
+
 def test_the_doctor_says_that_nothing_can_be_kept(cache: Path) -> None:
     from vlm_serve.doctor_command import examine
 
