@@ -125,7 +125,7 @@ $(LMMS)/installed: tests/server/lmms/requirements.txt
 
 # Who installs while another make does waits for it, where there is flock, and finds it done.
 ifndef LOCKED
-$(VENV)/installed $(VENV)/installed-ray $(VENV)/installed-dev $(LMMS)/installed: pyproject.toml constraints.txt
+$(VENV)/installed $(VENV)/installed-ray $(VENV)/installed-dev $(LMMS)/installed: pyproject.toml constraints.txt $(wildcard setup.py)
 	$(if $(shell command -v flock),flock $(VENV).lock) $(MAKE) --no-print-directory LOCKED=1 $@
 else
 
@@ -136,7 +136,7 @@ $(VENV)/created:
 
 # setuptools comes first, so that the build runs with the pinned one and needs no environment of its own. From an index of
 # its own comes torch alone: were pip to look there for everything, it could take any other package from there too.
-$(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
+$(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt $(wildcard setup.py)
 	@echo "Installing what vlm-serve needs into $(VENV), torch among it: a few minutes, once."
 	@$(PIP) install --quiet --constraint constraints.txt setuptools $(UNREACHED)
 	@$(CHOOSE_INDEX); if [ -n "$$index" ]; then \

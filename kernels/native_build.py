@@ -241,17 +241,21 @@ def _run(deadline: float, *command: str, folder: str | None = None) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     if folder is not None:
         environment["TMPDIR"] = folder  # What a killed one leaves goes with the folder.
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=environment,
-        cwd=folder,
-        process_group=0,
-    ) as process:
+    try:
+        started = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environment,
+            cwd=folder,
+            process_group=0,
+        )
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run: {error.strerror}") from error
+    with started as process:
         try:
             output, said = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
         except BaseException as error:

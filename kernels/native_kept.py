@@ -18,7 +18,15 @@ from pathlib import Path
 from vlm_serve.kernels import native_build
 from vlm_serve.kernels.native_build import APART, BuildError, Recipe, apart
 from vlm_serve.kernels.native_seal import is_sealed
-from vlm_serve.private_files import SharedPlaceError, check_way, open_private, secure_cache
+from vlm_serve.private_files import (
+    SharedPlaceError,
+    cache_path,
+    check_usable,
+    check_way,
+    open_private,
+    runs,
+    secure_cache,
+)
 from vlm_serve.temporary_folder import TemporaryFolder
 
 KEPT_FOR_S = 7 * 24 * 3600.0
@@ -41,28 +49,27 @@ def opened(how: Recipe) -> tuple[Path, int]:
     """Open the library, built if it has not been on this machine or if what is kept is damaged.
 
     Nothing that another user owns or could have written is taken. Where such a place is all there
-    is, the library is built in a temporary folder of this process and of those that it starts.
+    is, or one that nothing can be kept in, the library is built in a temporary folder of this
+    process and of those that it starts.
 
     Returns its path, and a descriptor of what was checked.
 
     Raises:
-        BuildError, OSError: as from `Recipe.path` and `build`.
+        BuildError, OSError: as from `build`.
     """
-    path = how.path()
     try:
+        path = _place(how)
         found = _found(path)
-    except (SharedPlaceError, PermissionError) as error:
+    except OSError as error:
         return _opened_apart(how, error)
     if found is None:
         if os.path.lexists(path):
             _log.warning("%s is damaged or another user's: it is built anew", path)
         try:
             native_build.build(how, path)
+            found = _found(path)
         except OSError as error:
-            if os.path.lexists(path):
-                return _opened_apart(how, error)
-            raise
-        found = _found(path)
+            return _opened_apart(how, error)
     return path, _there(path, found)
 
 
@@ -70,13 +77,18 @@ def is_kept(how: Recipe) -> bool:
     """Return whether `opened` would find the library instead of building it.
 
     Raises:
-        BuildError: there is no home directory.
         OSError: it would be built in a temporary folder, for the reason that the message says.
     """
-    found = _found(how.path())
+    found = _found(_place(how))
     if found is not None:
         os.close(found)
     return found is not None
+
+
+def _place(how: Recipe) -> Path:
+    if apart() is None and cache_path() is None:
+        raise FileNotFoundError("there is no home directory to keep them in")
+    return how.path()
 
 
 def _found(path: Path) -> int | None:
@@ -84,12 +96,22 @@ def _found(path: Path) -> int | None:
 
     Raises:
         SharedPlaceError: another user could change what is in its folder.
-        OSError: it cannot be looked at.
+        OSError: it cannot be looked at, or there is none and nothing can be kept there.
     """
     if apart() is None:
         secure_cache(path.parent)
     else:
         check_way(path.parent)
+    descriptor = _whole(path)
+    if descriptor is not None and not runs(path.parent):
+        os.close(descriptor)
+        descriptor = None
+    if descriptor is None:
+        check_usable(path.parent)
+    return descriptor
+
+
+def _whole(path: Path) -> int | None:
     try:
         descriptor = open_private(path)
     except (FileNotFoundError, SharedPlaceError):
@@ -114,14 +136,19 @@ def _opened_apart(how: Recipe, reason: OSError) -> tuple[Path, int]:
     """The library, built in a temporary folder."""
     _log.warning("compiled kernels are built at every start, in a temporary folder: %s", reason)
     try:
-        folder = TemporaryFolder("vlm-serve-kernels-")
+        folder = TemporaryFolder("vlm-serve-kernels-", for_code=True)
     except OSError as error:
         raise BuildError(f"{reason}; {error}") from error
     atexit.register(folder.remove)
     os.environ[APART] = folder.path
-    path = how.path()
-    native_build.build(how, path)
-    return path, _there(path, _found(path))
+    try:
+        path = how.path()
+        native_build.build(how, path)
+        return path, _there(path, _found(path))
+    except BaseException:
+        os.environ[APART] = ""
+        folder.remove()
+        raise
 
 
 def keep_only(current: Path) -> None:

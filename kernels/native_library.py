@@ -82,8 +82,8 @@ def built() -> bool:
         return native_kept.is_kept(native_build.recipe())
     except BuildError:
         return False
-    except OSError as error:  # Another user could have put one there.
-        _log.warning("compiled kernels that were kept are not used: %s", error)
+    except OSError as error:  # Another user could have put one there, or nothing can be kept.
+        _log.warning("compiled kernels are not used: %s", error)
         return False
 
 

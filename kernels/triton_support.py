@@ -16,7 +16,7 @@ import torch
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
-from vlm_serve.private_files import cache_path, make_private, secure_cache
+from vlm_serve.private_files import cache_path, check_usable, make_private, secure_cache
 from vlm_serve.temporary_folder import TemporaryFolder
 
 Tables = dict[str, torch.Tensor]
@@ -119,6 +119,7 @@ def keep_private() -> None:
         place = str(root / "triton")
         secure_cache(root / "triton")
         make_private(root / "triton")
+        check_usable(root / "triton")
     except OSError as error:
         _log.warning("Triton compiles at every start, into a temporary folder: %s", error)
         place = _temporary()
@@ -127,7 +128,7 @@ def keep_private() -> None:
 
 def _temporary() -> str:
     try:
-        folder = TemporaryFolder("vlm-serve-triton-")
+        folder = TemporaryFolder("vlm-serve-triton-", for_code=True)
     except OSError as error:
         raise ConfigError(f"TRITON_CACHE_DIR must name a folder: {error}") from error
     atexit.register(folder.remove)

@@ -186,6 +186,86 @@ def test_a_source_tree_is_found_and_nothing_beside_its_package(tree: Path, comma
     assert all(str(tree) in " ".join(line) for line in ours), "another package's children"
 
 
+@pytest.mark.parametrize("option", [("-m", "app"), ("-mapp",), ("-Bm", "app.__main__")])
+def test_a_program_that_uses_the_package_keeps_its_folder(
+    folder: Path, option: tuple[str, ...]
+) -> None:
+    """Python imports the package that it is to run before it says which one that is."""
+    (folder / "app").mkdir()
+    (folder / "app" / "__init__.py").write_text("import vlm_serve\n")
+    (folder / "app" / "__main__.py").write_text("import beside\n")
+    (folder / "beside.py").write_text("import sys; print('beside', sys.argv[1:])\n")
+    done = subprocess.run(
+        [sys.executable, *option, "-m", "vlm_serve.cli"],
+        cwd=folder,
+        env={**os.environ, **UNSET},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "beside ['-m', 'vlm_serve.cli']\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "option", [("-m", "vlm_serve.cli"), ("-mvlm_serve.cli",), ("-Bm", "vlm_serve.cli")]
+)
+def test_the_command_line_leaves_the_current_folder_alone(
+    folder: Path, option: tuple[str, ...]
+) -> None:
+    ran = plant(folder, (*FOREIGN, *LATER))
+    done = subprocess.run(
+        [sys.executable, *option, "models"],
+        cwd=folder,
+        env={**os.environ, **UNSET},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert imported(ran) == []
+
+
+CONSOLE = (
+    "import sys; sys.argv[0] = '/usr/bin/vlm-serve'; from vlm_serve.cli import main; main(); "
+    "print(*sys.path, sep='\\n')"
+)
+
+
+@pytest.mark.parametrize("text", [":{0}", "{0}:", "{0}::", ":"])
+@pytest.mark.parametrize("start", [("-m", "vlm_serve.cli"), ("-P", "-m", "vlm_serve.cli"), ()])
+def test_a_colon_too_many_brings_nothing_of_the_current_folder(
+    folder: Path, text: str, start: tuple[str, ...]
+) -> None:
+    named = folder.parent / "named"
+    named.mkdir()
+    ran = plant(folder, (*FOREIGN, *LATER))
+    done = subprocess.run(
+        [sys.executable, *(start or ("-P", "-c", CONSOLE)), "models"],
+        cwd=folder,
+        env={**os.environ, **UNSET, "PYTHONPATH": text.format(named)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert imported(ran) == []
+    if not start:
+        assert (str(named) in done.stdout.splitlines()) == ("{0}" in text), "it is wanted"
+
+
+def test_a_current_folder_that_is_named_stays(folder: Path) -> None:
+    for text in (f":{folder}", ".:", "::."):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", CONSOLE, "models"],
+            cwd=folder,
+            env={**os.environ, **UNSET, "PYTHONPATH": text},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert str(folder) in done.stdout.splitlines(), done.stderr
+
+
 def test_what_a_user_has_put_on_the_path_stays(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,3 +290,16 @@ def test_a_child_has_its_arguments_and_its_variables() -> None:
     line = child.command("vlm_serve.doctor_command", "first", "")
     assert line[0] == sys.executable and line[-3:] == ["vlm_serve.doctor_command", "first", ""]
     assert child.environment(ONE="1")["ONE"] == "1"
+
+
+def test_the_package_may_lie_in_a_folder_of_another_name(tmp_path: Path) -> None:
+    """Where packages are kept by their digest, and linked to."""
+    folder = tmp_path / "1f0c"
+    folder.mkdir()
+    for name in ("__init__.py", "child.py"):
+        shutil.copy(ROOT / "vlm_serve" / name, folder)
+    (folder / "said.py").write_text("print(__name__, __package__)\n")
+    (tmp_path / "vlm_serve").symlink_to(folder)
+    line = [sys.executable, "-P", str(tmp_path / "vlm_serve" / "child.py"), "vlm_serve.said"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.stdout == "__main__ vlm_serve\n", done.stderr

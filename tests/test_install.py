@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from dockerfile import ROOT
@@ -26,6 +28,40 @@ def test_what_git_tracks_is_copied_with_its_links(tmp_path: Path) -> None:
     assert (checkout / "Makefile").read_bytes() == (ROOT / "Makefile").read_bytes()
     assert (checkout / "vlm_serve" / "kernels").is_symlink()
     assert not (checkout / ".venv").exists()
+
+
+def test_an_editable_installation_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    """Setuptools would have Python look into a folder whose name it makes up."""
+    checkout, here, site = copied(tmp_path / "checkout"), tmp_path / "here", tmp_path / "site"
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", build, str(wheels)],
+        cwd=checkout,
+        capture_output=True,
+        check=True,
+    )
+    with ZipFile(next(wheels.iterdir())) as wheel:
+        wheel.extractall(site)
+    made_up = "__editable__.vlm_serve-0.1.0.finder.__path_hook__"
+    (here / made_up / "vlm_serve").mkdir(parents=True)
+    (here / made_up / "vlm_serve" / "__init__.py").write_text("raise SystemExit('planted')\n")
+    program = (
+        "import os, site, sys\n"
+        "site.addsitedir(sys.argv[1])\n"
+        "import vlm_serve.cli, vlm_serve.kernels.native_processor\n"
+        "print(vlm_serve.__file__, *(each for each in sys.path if not os.path.isabs(each)))\n"
+    )
+    for folder in (tmp_path, here):
+        done = subprocess.run(
+            [sys.executable, "-S", "-P", "-c", program, str(site)],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stdout == f"{checkout / 'vlm_serve' / '__init__.py'}\n", done.stderr
 
 
 def test_the_stand_in_is_an_index_that_the_makefile_takes(tmp_path: Path) -> None:

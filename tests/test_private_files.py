@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import grp
 import os
 import pwd
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -159,3 +164,102 @@ def test_the_cache_itself_is_closed_and_never_emptied(
     root.chmod(0o777)
     secure_cache(root)
     assert mode(root) == 0o700 and (root / "kept").exists()
+
+
+def test_a_folder_of_ours_is_emptied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas start at once: what one has put there since is not another user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    root = cache_path()
+    assert root is not None
+    folder = root / "native"
+    for _ in range(20):
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in (root, folder):
+            each.chmod(0o777)
+        for number in range(100):
+            (folder / f"old-{number}").mkdir()
+            (folder / f"old-{number}" / "file").touch()
+        meet = Barrier(4)
+
+        def start(number: int, meet: Barrier = meet) -> list[str]:
+            meet.wait()
+            secure_cache(folder)
+            (folder / f"new-{number}").touch(exist_ok=False)
+            return [each.name for each in folder.glob("old-*")]
+
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(start, range(4))) == [[]] * 4
+        assert {each.name for each in folder.iterdir()} == {f"new-{number}" for number in range(4)}
+        for each in folder.iterdir():
+            each.unlink()
+
+
+def test_nobody_keeps_a_server_from_starting_by_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can read a folder can lock it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    root = cache_path()
+    assert root is not None
+    root.mkdir(mode=0o755)
+    held = os.open(root, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    secure_cache(root)
+    assert mode(root) == 0o700
+    os.close(held)
+
+
+NAMESPACE = """
+import ctypes, os, sys
+from pathlib import Path
+from vlm_serve.private_files import SharedPlaceError, check_way
+from vlm_serve.temporary_folder import TemporaryFolder
+others = Path(sys.argv[1])
+libc = ctypes.CDLL(None)
+told, tells = os.pipe()
+asks, asked = os.pipe()
+child = os.fork()
+if child:
+    os.read(told, 1)
+    for name, text in ("setgroups", "deny"), ("uid_map", "UID"), ("gid_map", "UID"):
+        Path(f"/proc/{child}/{name}").write_text(text.replace("UID", f"{sys.argv[2]} 1000 1"))
+    os.write(asked, b".")
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+os.setresgid(1000, 1000, 1000)
+os.setresuid(1000, 1000, 1000)
+if libc.unshare(0x10000000):
+    os.write(tells, b".")
+    os._exit(77)
+os.write(tells, b".")
+os.read(asks, 1)
+assert os.geteuid() == int(sys.argv[2])
+assert Path("/").stat().st_uid == 65534
+folder = TemporaryFolder("vlm-serve-test-")
+print(folder.path)
+folder.remove()
+try:
+    check_way(others)
+except SharedPlaceError as error:
+    assert "belongs to another user" in str(error)
+    os._exit(0)
+os._exit(1)
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("inside", [1000, 0])
+def test_root_is_known_where_it_has_no_number(inside: int) -> None:
+    """In a container that a user has started, root's files are shown as nobody's."""
+    with open_folder() as folder:
+        os.chown(folder, 1, 1)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", NAMESPACE, str(folder), str(inside)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "TMPDIR": "/tmp"},
+            check=False,
+        )
+    if done.returncode == 77:
+        pytest.skip("user namespaces are not allowed here")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("/tmp/vlm-serve-test-")

@@ -5,11 +5,10 @@ The names below are imported on first use, so that `import vlm_serve` costs noth
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from vlm_serve.child import forget_current_folder
 
 if TYPE_CHECKING:
     from vlm_serve.config import EngineConfig
@@ -47,14 +46,4 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_HOME[name]), name)
 
 
-def _forget_current_folder() -> None:
-    """Undo what `python -m vlm_serve.MODULE` does: it has Python import from the current folder
-    before anything else. Python has looked up a few modules of its own there by then, but none of
-    ours, which are found below this package."""
-    begins = sys.argv[:1] == ["-m"]  # Until the module has been found; then it is the file's name.
-    with contextlib.suppress(FileNotFoundError):  # A folder that was removed.
-        if begins and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
-            del sys.path[0]
-
-
-_forget_current_folder()
+forget_current_folder()

@@ -8,13 +8,12 @@ installed, and nothing that lies beside the package of a source tree.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from runpy import run_module
 
 _FOLDER = os.path.dirname(os.path.realpath(__file__))
-_PACKAGE = os.path.basename(_FOLDER)
+_PACKAGE = "vlm_serve"  # A link of this name may lead to a folder of another one.
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -42,8 +41,38 @@ def search_path() -> dict[str, str]:
     return {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
 
 
+def forget_current_folder() -> None:
+    """Have the command line import nothing from the current folder, unless it is told to.
+
+    `python -m` has Python look there before anything else, and so has an empty entry of PYTHONPATH,
+    such as a colon too many leaves. Python has looked up a few modules of its own there by then,
+    but none of ours, which are found below this package. Another program keeps its path.
+    """
+    begins = sys.argv[:1] == ["-m"]  # Until the module has been found; then it is the file's name.
+    if not (_runs_module() if begins else os.path.basename("".join(sys.argv[:1])) == "vlm-serve"):
+        return
+    named = "" if sys.flags.ignore_environment else os.environ.get("PYTHONPATH", "")
+    entries = named.split(os.pathsep) if named else []
+    with contextlib.suppress(FileNotFoundError, ValueError):  # A folder that was removed.
+        here = os.getcwd()
+        if begins and not sys.flags.safe_path and sys.path[:1] == [here]:
+            del sys.path[0]
+        if "" in entries and here not in map(os.path.abspath, filter(None, entries)):
+            sys.path.remove(here)
+
+
+def _runs_module() -> bool:
+    """Return whether the module that `python -m` is to run is one of this package."""
+    option = sys.orig_argv[-len(sys.argv)]  # A word of its own, or it stands behind the `m`.
+    module = option.partition("m")[2] if option.startswith("-") else option
+    return module.partition(".")[0] == _PACKAGE
+
+
 def _main() -> None:
     """Load the package that this file lies in, and run that module of it."""
+    from importlib.util import module_from_spec, spec_from_file_location
+    from runpy import run_module
+
     file = os.path.join(_FOLDER, "__init__.py")
     spec = spec_from_file_location(_PACKAGE, file, submodule_search_locations=[_FOLDER])
     assert spec is not None

@@ -78,14 +78,14 @@ def _compiler() -> str:
 def _kernels() -> str:
     try:
         how = native_build.recipe()
-        path = how.path()
-        if native_kept.is_kept(how):
-            return f"built, in {path}"
+        kept, path = native_kept.is_kept(how), how.path()
     except BuildError:
         return "there will be none: torch computes"
     except OSError as error:
         return f"built at every start, in a temporary folder: {error}"
-    return f"not built yet: the first start does, into {path.parent}"
+    return (
+        f"built, in {path}" if kept else f"not built yet: the first start does, into {path.parent}"
+    )
 
 
 def _gpu() -> str:

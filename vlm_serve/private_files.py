@@ -3,22 +3,28 @@
 What is executed (compiled kernels) or believed (entries of a cache) must not come from another
 user. A place is trusted if it and every folder on the way to it, links resolved, belongs to this
 user or to root and nobody else may write there. A sticky folder such as /tmp may be written by all:
-in there only the owner of a file can put another in its place.
+in there only the owner of a file can put another in its place. Where the system shows root's files
+as nobody's (`_shown_for_root`), what lies in the topmost folder is root's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import grp
 import os
 import pwd
 import shutil
 import stat
+import time
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _PRIVATE_FOLDER, _PRIVATE_FILE = 0o700, 0o600
 _MOST_LINKS = 40
+_LOCK_SECONDS = 0.5
 
 
 class SharedPlaceError(OSError):
@@ -55,8 +61,28 @@ def is_own(status: os.stat_result) -> bool:
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
-    if status.st_uid not in (0, os.geteuid()):
-        raise SharedPlaceError(f"{path} belongs to another user")
+    if status.st_uid in (0, os.geteuid()):
+        return
+    # Only root has put anything there. Further down it could be any other user who is shown so.
+    if path.parent == path.parent.parent and status.st_uid == _shown_for_root():
+        return
+    raise SharedPlaceError(f"{path} belongs to another user")
+
+
+@cache
+def _shown_for_root() -> int | None:
+    """The user that files of root are shown to belong to, as of everybody else who has no number in
+    this process's user namespace (of a container that a user has started); None if root has one."""
+    try:
+        ranges = [
+            [int(number) for number in line.split()]
+            for line in Path("/proc/self/uid_map").read_text().splitlines()
+        ]
+        if any(outside == 0 for _, outside, _ in ranges):
+            return None
+        return int(Path("/proc/sys/kernel/overflowuid").read_text()) if ranges else None
+    except (OSError, ValueError):  # A system without namespaces.
+        return None
 
 
 def _check_folder(path: Path, status: os.stat_result) -> None:
@@ -119,14 +145,69 @@ def secure_cache(folder: Path) -> None:
     """
     root = cache_path()
     assert root is not None
-    check_way(next(each for each in root.parents if each.exists()))
+    check_way(_nearest(root.parent))
+    if not os.path.lexists(root):
+        return
     shared = False
-    for each in reversed((folder, *folder.parents)):
-        if root in (each, *each.parents) and os.path.lexists(each):
-            shared = _close(each) or shared
-            check_way(each)
-            if shared and each == folder != root:
-                _empty(folder)
+    with alone(root):
+        for each in reversed((folder, *folder.parents)):
+            if root in (each, *each.parents) and os.path.lexists(each):
+                shared = _close(each) or shared
+                check_way(each)
+                if shared and each == folder != root:
+                    _empty(folder)
+
+
+def check_usable(folder: Path, *, for_code: bool = True) -> None:
+    """Raise OSError if this process cannot make files in a folder, or could not load them as code.
+    If the folder is missing, that goes for the one that it would be made in."""
+    there = _nearest(folder)
+    effective = os.access in os.supports_effective_ids
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=effective):
+        raise PermissionError(f"{there} cannot be written")
+    if for_code and not runs(there):
+        raise PermissionError(f"{there}: nothing is run from this file system (noexec)")
+
+
+def runs(folder: Path) -> bool:
+    """Return whether the system runs what lies on the folder's file system. Raises OSError."""
+    return not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
+
+
+def _nearest(path: Path) -> Path:
+    """Return the path, or the first folder on the way up that is there."""
+    return next(each for each in (path, *path.parents) if os.path.lexists(each))
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Inside the block no other process of ours is in such a block, where folders can be locked.
+
+    Whoever can read the folder can lock it as well, and keep it so: nobody waits for long.
+    """
+    descriptor = -1
+    with contextlib.suppress(OSError):  # It can perhaps be entered, but not read.
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if descriptor < 0:
+        yield
+        return
+    try:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _locked(descriptor) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # A file system without locks.
+        pass
+    return True
 
 
 def _close(folder: Path) -> bool:
@@ -150,10 +231,11 @@ def _empty(folder: Path) -> None:
     if folder.is_symlink():
         raise SharedPlaceError(f"others could have made the link {folder}")
     for each in folder.iterdir():
-        if each.is_dir() and not each.is_symlink():
-            shutil.rmtree(each)
-        else:
-            each.unlink()
+        with contextlib.suppress(FileNotFoundError):  # Somebody is faster, where nothing is locked.
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each)
+            else:
+                each.unlink()
 
 
 def open_private(path: Path) -> int:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from vlm_serve.private_files import check_way
+from vlm_serve.private_files import check_usable, check_way
 
 FURTHER = ("/tmp", "/var/tmp", "/dev/shm")
 """Where else they may lie, if not where TMPDIR says."""
@@ -22,6 +22,7 @@ class TemporaryFolder:
     Args:
         prefix: of its name.
         longest: characters that its path may have; None: as many as it wants.
+        for_code: whether what lies there is loaded as code, which not every file system allows.
 
     Attributes:
         path: of the folder.
@@ -29,8 +30,8 @@ class TemporaryFolder:
     Raises OSError if there is no place for it that nobody else can change.
     """
 
-    def __init__(self, prefix: str, longest: int | None = None) -> None:
-        root = _root(None if longest is None else longest - len(prefix) - 10)
+    def __init__(self, prefix: str, longest: int | None = None, *, for_code: bool = False) -> None:
+        root = _root(None if longest is None else longest - len(prefix) - 10, for_code)
         for each in {root, tempfile.gettempdir()}:
             remove_left(prefix, each)
         self.path, self._lock = _made(prefix, root)
@@ -56,7 +57,7 @@ def remove_left(prefix: str, root: str | None = None) -> None:
                 os.close(lock)
 
 
-def _root(longest: int | None) -> str:
+def _root(longest: int | None, for_code: bool) -> str:
     """Return the first folder that is short enough, can be written, and is trusted."""
     problem: OSError | None = None
     for root in dict.fromkeys([tempfile.gettempdir(), *FURTHER]):
@@ -64,11 +65,11 @@ def _root(longest: int | None) -> str:
             continue
         try:
             check_way(Path(root))
+            check_usable(Path(root), for_code=for_code)
         except OSError as error:
             problem = problem or error
         else:
-            if os.access(root, os.W_OK | os.X_OK):
-                return root
+            return root
     raise problem or OSError("there is no folder for temporary files with a path that is short")
 
 

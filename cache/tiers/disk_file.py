@@ -24,6 +24,7 @@ from vlm_serve.cache.tiers.disk_place import (
     remove,
 )
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Sealed
+from vlm_serve.private_files import alone
 
 PAGE_BYTES = 8192
 ROW_BYTES = 512
@@ -227,18 +228,21 @@ class DiskFile:
     def _replace(self) -> None:
         """Opens an empty file in place of the one that is open; closed if that raises OSError."""
         self._connection.close()
-        self._start_anew()
+        with alone(self._path.parent):
+            self._start_anew()
 
     def _start(self) -> None:
         """Opens the file, or an empty one in place of a damaged one. Raises OSError."""
         self._forget_all()
-        try:
-            self._connection = self._open()
-        except sqlite3.Error as error:
-            if _code(error) in _REFUSED:
-                raise OSError(f"{self._path}: {error}") from error
-            self.errors += 1
-            self._start_anew()
+        # Another server may be about to begin the file anew as well.
+        with alone(self._path.parent):
+            try:
+                self._connection = self._open()
+            except sqlite3.Error as error:
+                if _code(error) in _REFUSED:
+                    raise OSError(f"{self._path}: {error}") from error
+                self.errors += 1
+                self._start_anew()
 
     def _start_anew(self) -> None:
         self._forget_all()

@@ -43,22 +43,28 @@ _log = logging.getLogger(__name__)
 def prepare_folder(folder: Path) -> None:
     """Make the folder if it is missing, for this user alone.
 
-    One that exists is made so too if it is this user's and holds nothing else. Otherwise it keeps
-    its mode: then others may have business there. Raises OSError.
+    One that exists is made so too if it is this user's, and holds our files and nothing else, as an
+    older version has left it. Otherwise it keeps its mode: then others may have business there, as
+    in a sticky folder, such as /tmp, in any case. Raises OSError.
     """
     if not folder.exists():
         make_private(folder)
         return
     status = folder.stat()
-    names = {FILE_NAME + suffix for suffix in SUFFIXES}
     open_to_others = status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    if open_to_others and is_own(status) and set(os.listdir(folder)) <= names:
+    for_all = status.st_mode & stat.S_ISVTX
+    if open_to_others and not for_all and is_own(status) and _holds_ours_alone(folder):
         with suppress(OSError):  # A file system without modes.
             folder.chmod(0o700)
     try:
         check_way(folder)
     except SharedPlaceError as error:
         _log.warning("disk_cache_path: %s, so others could remove or exchange the cache", error)
+
+
+def _holds_ours_alone(folder: Path) -> bool:
+    names = set(os.listdir(folder))
+    return FILE_NAME in names and names <= {FILE_NAME + suffix for suffix in SUFFIXES}
 
 
 def claim(path: Path) -> tuple[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -97,6 +99,28 @@ def test_a_folder_with_other_things_in_it_keeps_its_mode(tmp_path: Path) -> None
         assert mode(filled(folder)) == 0o600
         assert mode(folder) == permissions
         assert mode(folder / "data") == 0o644
+
+
+def test_a_folder_that_was_not_ours_so_far_keeps_its_mode(tmp_path: Path) -> None:
+    """It may be /mnt, or be about to be used by others."""
+    folder = tmp_path / "given"
+    folder.mkdir()
+    for permissions in (0o755, 0o2775, 0o1777):
+        folder.chmod(permissions)
+        path = filled(folder)
+        assert mode(folder) == permissions
+        assert mode(path) == 0o600
+        path.unlink()
+
+
+def test_a_folder_for_everybody_stays_one(tmp_path: Path) -> None:
+    """/tmp, with nothing else in it."""
+    folder = tmp_path / "sticky"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    for _ in range(2):
+        filled(folder)
+        assert mode(folder) == 0o1777
 
 
 @pytest.mark.parametrize(
@@ -255,3 +279,59 @@ def sqlite_error(code: int) -> sqlite3.Error:
     error = sqlite3.DatabaseError("damaged")
     error.sqlite_errorcode = code
     return error
+
+
+STARTS = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+from tier_entries import entry
+from vlm_serve.cache.tiers.disk import DiskStore
+from vlm_serve.cache.tiers.entry import Sealed
+for number, line in enumerate(sys.stdin):
+    try:
+        store = DiskStore(Path(line.strip()), 1 << 20)
+        left = store.write({entry(number).id: Sealed(b"header", b"payload")})
+        print("left" if left else "written", store.errors, flush=True)
+        sys.stdin.readline()
+        store.shut()
+    except OSError as error:
+        print(error, flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_servers_that_start_at_once_share_a_file(tmp_path: Path) -> None:
+    """Also if each of them finds one that is to be begun anew."""
+    servers = [
+        subprocess.Popen(
+            [sys.executable, "-c", STARTS, "-", *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    for number in range(12):
+        folder = tmp_path / str(number)
+        if number % 3 == 1:
+            folder.mkdir()
+            (folder / FILE_NAME).write_bytes(b"no database" * 1000)
+        elif number % 3 == 2:
+            filled(folder).chmod(0o666)
+            folder.chmod(0o777)
+        said = []
+        for line in (f"{folder}\n", "\n"):
+            for server in servers:
+                assert server.stdin is not None
+                server.stdin.write(line)
+                server.stdin.flush()
+            if line.strip():
+                said = [server.stdout.readline() for server in servers if server.stdout]
+        errors = sum(int(line.split()[-1]) for line in said if line.startswith("written"))
+        assert [line.split()[0] for line in said] == ["written"] * 4, (number, said)
+        assert errors <= 1, "one of them has found the damage"
+    for server in servers:
+        server.communicate()
+        assert server.returncode == 0

@@ -10,7 +10,9 @@ import logging
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -323,6 +325,66 @@ def test_a_relative_cache_is_none(
         recipe().path()
 
 
+@pytest.fixture(params=["no home", "a file", "a link to nowhere", "not ours to write"])
+def unkept(request: pytest.FixtureRequest, cache: Path) -> Iterator[None]:
+    """Nothing can be kept here, for one reason or another."""
+    patch = request.getfixturevalue("monkeypatch")
+    if request.param == "no home":  # As in a container whose user has no entry in passwd.
+        patch.setenv("XDG_CACHE_HOME", "")
+        patch.setenv("HOME", "nowhere")
+        yield
+    elif request.param == "a file":
+        cache.touch()
+        yield
+    elif request.param == "a link to nowhere":  # The disk that it is on is not mounted.
+        cache.symlink_to("nothing")
+        yield
+    else:  # A volume of root's, and a server that runs as somebody else.
+        if os.geteuid():
+            pytest.skip("becoming another user takes root")
+        with open_folder() as folder:
+            shutil.copytree(native_build.SOURCES[0], folder / "sources")
+            patch.setattr(native_build, "SOURCES", (folder / "sources",))
+            patch.setenv("XDG_CACHE_HOME", str(folder))
+            os.seteuid(NOBODY)
+            try:
+                yield
+            finally:
+                os.seteuid(0)
+
+
+def test_kernels_are_compiled_where_nothing_can_be_kept(
+    unkept: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch would give other bits, at every start."""
+    from vlm_serve.doctor_command import examine
+
+    assert examine()["kernels"].startswith("built at every start, in a temporary folder: ")
+    assert not built()
+    assert load().answer() == 42
+    assert "in a temporary folder" in caplog.text and mode(apart()) == 0o700
+
+
+@needs_root
+def test_a_file_system_that_nothing_is_run_from_keeps_no_kernels(
+    cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.mkdir()
+    temporary = cache.parent / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with ExitStack() as stack:
+        for folder in (cache, temporary):
+            mount = ["mount", "-t", "tmpfs", "-o", "noexec,mode=0755", "none", str(folder)]
+            if subprocess.run(mount, check=False, capture_output=True).returncode:
+                pytest.skip("mounting is not allowed here")
+            stack.callback(subprocess.run, ["umount", str(folder)], check=True)
+        assert not built()
+        assert load().answer() == 42
+        assert f"{cache}: nothing is run from this file system (noexec)" in caplog.text
+        assert temporary not in apart().parents
+
+
 def test_the_compiler_leaves_the_current_folder_alone(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +410,18 @@ def test_a_compiler_of_the_current_folder_is_not_run(
     assert not (tmp_path / "ran").exists()
     monkeypatch.setenv("CXX", "./g++")
     assert recipe().compiler == str(tmp_path / "g++"), "unless a user names it"
+
+
+def test_a_folder_in_which_nothing_was_built_is_not_left(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (native_build.SOURCES[0] / "answer.cpp").write_text("no program")
+    with pytest.raises(native_build.BuildError):
+        load()
+    assert not list(tmp_path.glob("vlm-serve-*")) and not os.environ[APART]
 
 
 def test_the_doctor_says_that_nothing_can_be_kept(cache: Path) -> None:

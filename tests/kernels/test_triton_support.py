@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from other_user import mode, umask
+from other_user import NOBODY, mode, needs_root, open_folder, umask
 
 from vlm_serve.kernels.triton_support import keep_private
 
@@ -52,6 +52,23 @@ def test_a_cache_that_others_may_write_is_not_used(
     keep_private()
     assert cache not in told().parents and mode(told()) == 0o700
     assert "into a temporary folder: others may write in" in caplog.text
+
+
+@needs_root
+def test_a_cache_that_cannot_be_written_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel that is missing there would end a request."""
+    with open_folder() as folder:
+        (folder / "vlm-serve" / "triton").mkdir(parents=True)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+        os.seteuid(NOBODY)
+        try:
+            keep_private()
+        finally:
+            os.seteuid(0)
+        assert folder not in told().parents
+    assert "vlm-serve/triton cannot be written" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "TRITON_HOME"])

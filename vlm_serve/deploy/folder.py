@@ -45,7 +45,7 @@ class Folder(TemporaryFolder):
         path = Path(self.path, "start")
         path.mkdir(0o700)
         package = Path(vlm_serve.__file__).resolve().parent
-        (path / package.name).symlink_to(package)
+        (path / vlm_serve.__name__).symlink_to(package)
         return str(path)
 
 

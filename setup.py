@@ -1,0 +1,20 @@
+"""What pyproject.toml cannot say of an editable installation."""
+
+from setuptools import setup
+from setuptools.command.editable_wheel import editable_wheel
+
+
+class EditableWheel(editable_wheel):
+    """Name the package alone: all that is below it is found there.
+
+    For packages without an __init__.py setuptools would put the name of a folder that does not
+    exist on Python's path. It would lead from the current one: a checkpoint with such a folder in
+    it could bring another vlm_serve.
+    """
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.distribution.packages = ["vlm_serve"]
+
+
+setup(cmdclass={"editable_wheel": EditableWheel})
