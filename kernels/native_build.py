@@ -10,6 +10,7 @@ own, with a pool of its own.)
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import shutil
@@ -58,6 +59,9 @@ TIME_LIMIT_S = 120.0
 
 APART = "_VLM_SERVE_KERNELS"
 """A variable for processes that this one starts: the temporary folder that has the library."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
@@ -128,6 +132,7 @@ def build(how: Recipe, target: Path) -> None:
             the code would have.
         OSError: there is no room for the result.
     """
+    _log.info("compiling kernels for this processor: half a minute on two idle cores, once")
     deadline = time.monotonic() + TIME_LIMIT_S * (5 if how.sanitized else 1)
     macros = instructions(how, deadline)
     make_private(target.parent)
