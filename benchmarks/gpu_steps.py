@@ -1,4 +1,4 @@
-"""Whether captured steps are right on the GPU at hand while the host runs ahead of it.
+"""Check that captured steps are right on the GPU at hand while the host runs ahead of it.
 
     python benchmarks/gpu_steps.py [--rounds 3] [--device cpu]
 

@@ -59,8 +59,8 @@ class Target:
 
     @property
     def roomy(self) -> bool:
-        """Whether products take operands from shared memory, of which there is much: Hopper's and
-        data-centre Blackwell's. An A100 has 163 KiB, but takes operands from registers."""
+        """Tell whether products take operands from shared memory, of which there is much: Hopper's
+        and data-centre Blackwell's. An A100 has 163 KiB, but takes operands from registers."""
         return self.shared_memory >= 200 << 10
 
 

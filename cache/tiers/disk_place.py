@@ -115,8 +115,8 @@ def remove(path: Path) -> None:
 
 
 def _made_here(folder: Path) -> tuple[int, bool]:
-    """Whose a file is that this process makes there, and whether files have modes: network file
-    systems may give them to somebody else, and others have neither."""
+    """Return whose a file is that this process makes there, and whether files have modes: network
+    file systems may give them to somebody else, and others have neither."""
     with suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
         status = os.fstat(file.fileno())
         return status.st_uid, not status.st_mode & OTHERS_WRITE
