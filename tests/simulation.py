@@ -21,7 +21,7 @@ from simulated_client import Client, cold_answer
 from simulated_drafts import Guesser
 from simulated_prompts import Prompts
 from symbolic import END_OF_TURN, VOCABULARY, InjectedFailure, SymbolicExecutor
-from symbolic_tiers import SymbolicTiers
+from symbolic_tiers import SymbolicTiers, silence
 from tree_follower import Follower
 
 from vlm_serve.cache.config import CacheConfig
@@ -142,6 +142,7 @@ class Simulation:
         self._failure_rate = rng.choice([0.0, 0.01, 0.1])
         self._prompts = Prompts(rng, self.block_size, self.max_model_len)
 
+    @silence()
     def run(self, steps: int) -> Counter[str]:
         """Runs that many scheduler steps, then drains; returns what happened how often."""
         for step in range(steps):

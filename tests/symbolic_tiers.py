@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from symbolic import InjectedFailure, SymbolicExecutor
@@ -104,14 +105,23 @@ class SymbolicTransfer:
             raise InjectedFailure
 
 
-class SymbolicTiers:
-    """One or two host tiers of random size for most seeds. Reading takes a random number of steps.
+@contextmanager
+def silence() -> Iterator[None]:
+    """Keep the tiers from logging inside the block: injected failures are no news."""
+    log = logging.getLogger("vlm_serve.cache.tiers")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
-    Injected failures are no news: the tiers' log is silent from then on.
-    """
+
+class SymbolicTiers:
+    """One or two host tiers of random size for most seeds. Reading takes a random number of
+    steps."""
 
     def __init__(self, seed: int, cache: PrefixCache) -> None:
-        logging.getLogger("vlm_serve.cache.tiers").setLevel(logging.CRITICAL)
         self._rng = rng = random.Random(f"tiers {seed}")
         error_rate = rng.choice([0.0, 0.01, 0.1])
         sizes = rng.choice([(), (), (3_000,), (3_000, 30_000), (1_000_000,)])
