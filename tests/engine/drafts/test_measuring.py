@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -13,7 +12,12 @@ from vlm_serve.engine.drafts import measuring
 from vlm_serve.engine.drafts.measuring import ascending, measure_plain, measure_rows, sizes
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
-from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
+
+
+def without_pools() -> CacheTensors:
+    """Return room for 20 blocks of a model that keeps nothing."""
+    return CacheLayout.of([]).allocate(20, 0, 16, {})
 
 
 def test_sizes_that_are_measured() -> None:
@@ -52,11 +56,10 @@ def test_what_a_sequence_more_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_step", step)
     monkeypatch.setattr(measuring, "_seconds", lambda run, on_cpu: run)
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    caches = SimpleNamespace(num_blocks=20, block_size=16, num_rows=0, device=torch.device("cpu"))
     for sequences in (2, 8):
         points, sequence = measure_rows(
             cast(Model, None),
-            cast(CacheTensors, caches),
+            without_pools(),
             most_sequences=sequences,
             most_tokens=4,
         )
@@ -72,8 +75,7 @@ def test_steps_without_drafts_are_those_that_decode(monkeypatch: pytest.MonkeyPa
         seen.append(batch)
         return ForwardOutput(torch.zeros(len(batch.logit_rows), 4))
 
-    caches = SimpleNamespace(num_blocks=20, block_size=16, num_rows=0, device=torch.device("cpu"))
-    points = measure_plain(forward, cast(CacheTensors, caches), most_sequences=4)
+    points = measure_plain(forward, without_pools(), most_sequences=4)
     assert [count for count, _ in points] == [1, 2, 3, 4]
     largest = max(seen, key=lambda batch: len(batch.token_ids))
     assert largest.decode is not None and largest.prefill is None and largest.verify is None
