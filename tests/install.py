@@ -77,10 +77,19 @@ def copied(target: Path) -> Path:
 
 
 def stranger(variables: Mapping[str, str], home: Path) -> dict[str, str]:
-    """Return an environment without this machine's configuration; nothing that is downloaded is
-    kept, in the home folder neither."""
+    """Return an environment without this machine's configuration and without the Makefile's own
+    variables; nothing that is downloaded is kept, in the home folder neither.
+
+    `make test-install ARGS=...` exports ARGS to this script: without this, the `make serve` that it
+    starts would pass them on to the server.
+    """
     ours = re.compile(r"(VLM_SERVE|XDG_|HF_|MAKE|MFLAGS)")
-    kept = {name: value for name, value in variables.items() if not ours.match(name)}
+    names = set(re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    kept = {
+        name: value
+        for name, value in variables.items()
+        if not ours.match(name) and name not in names
+    }
     own = {"HOME": str(home), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
     return public_environment(kept) | own
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import sys
@@ -91,6 +92,23 @@ def test_nothing_of_this_machine_is_left_but_the_way_out(tmp_path: Path) -> None
     assert {name: found[name] for name in ("PATH", "SSL_CERT_FILE", "PIP_CERT")} == {
         name: mine[name] for name in ("PATH", "SSL_CERT_FILE", "PIP_CERT")
     }
+
+
+def test_what_make_is_given_stays_with_it(tmp_path: Path) -> None:
+    """Variables of make's command line are exported to what it starts."""
+    given = ["ARGS=--wheels /opt", "PORT=1", "HOST=h", "MODEL=m", "TORCH_INDEX=i", "CPU_INDEX=c"]
+    makefile = tmp_path / "Makefile"
+    makefile.write_text(
+        f"all:\n\t@{sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'\n"
+    )
+    made = subprocess.run(
+        ["make", "--no-print-directory", *given], cwd=tmp_path, capture_output=True, check=True
+    )
+    exported: dict[str, str] = json.loads(made.stdout)
+    assert exported["ARGS"] == "--wheels /opt"
+    found = stranger(exported, tmp_path)
+    assert not {each.split("=")[0] for each in given} & found.keys()
+    assert found["PATH"] == exported["PATH"]
 
 
 def test_a_small_environment_for_cpus_will_do(
