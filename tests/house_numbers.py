@@ -1,0 +1,218 @@
+"""Counts what a reader of this house meets: lines of code, first words and sentences of its prose.
+
+    .venv/bin/python tests/house_numbers.py [FOLDER ...]
+
+Prints one row a folder (by default the product's, tests, benchmarks and examples), then the
+documents' sentences. `--first` lists the first words of docstrings that are not known verbs,
+`--long` the sentences above `LONGEST` words, each with its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PRODUCT = ("vlm_serve", "cache", "kernels", "preprocess")
+OTHERS = ("tests", "benchmarks", "examples")
+LINKS = ("cache", "kernels", "preprocess")
+LONGEST = 45
+"""The most words that a sentence may have."""
+BANNED = frozenset({"What", "Of", "That", "So", "Whose", "Whether", "Raises"})
+"""First words that make a docstring a clause without its main verb."""
+RELATIVE = frozenset({"that", "which", "who", "whom", "whose", "what"})
+VERBS = frozenset((Path(__file__).parent / "data" / "imperatives.txt").read_text().split())
+"""Imperatives that docstrings begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Docstring:
+    """One docstring and its place.
+
+    Attributes:
+        path: the file.
+        line: of its owner, from 1.
+        of_function: its owner is a function or method that is no property.
+        text: with the indentation taken off.
+    """
+
+    path: Path
+    line: int
+    of_function: bool
+    text: str
+
+    @property
+    def first_word(self) -> str:
+        """The first word, without what is not a letter."""
+        words = self.text.split(maxsplit=1)
+        return re.sub(r"\W", "", words[0]) if words else ""
+
+    @property
+    def place(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
+
+
+@dataclass
+class Numbers:
+    """Counts of one folder."""
+
+    files: int = 0
+    lines: int = 0
+    code_lines: int = 0
+    docstrings: list[Docstring] = field(default_factory=list)
+
+    @property
+    def verbs_share(self) -> float:
+        """Share of functions' docstrings that begin with a verb, 0 to 1."""
+        counted = [each for each in self.docstrings if each.of_function]
+        return sum(map(begins_with_a_verb, counted)) / max(1, len(counted))
+
+    @property
+    def relative_words(self) -> float:
+        """Relative words per sentence of all docstrings."""
+        found = [sentence for each in self.docstrings for sentence in sentences(each.text)]
+        words = sum(word.lower() in RELATIVE for each in found for word in each.split())
+        return words / max(1, len(found))
+
+    @property
+    def mean_sentence(self) -> float:
+        """Words per sentence of all docstrings."""
+        found = [sentence for each in self.docstrings for sentence in sentences(each.text)]
+        return sum(len(each.split()) for each in found) / max(1, len(found))
+
+
+def begins_with_a_verb(docstring: Docstring) -> bool:
+    """Tell whether a docstring's first word is a known imperative."""
+    return docstring.first_word.lower() in VERBS
+
+
+def python_files(folder: Path) -> Iterator[Path]:
+    """Yield the source files below a folder; links are not followed, so each appears once."""
+    for path in sorted(folder.rglob("*.py")):
+        if not any(ROOT / "vlm_serve" / link in path.parents for link in LINKS):
+            yield path
+
+
+def docstrings_of(path: Path) -> list[Docstring]:
+    """Read the docstrings of a file's module, classes and functions."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text is not None:
+                function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                of_function = function and not is_property(node)
+                found.append(Docstring(path, getattr(node, "lineno", 1), of_function, text))
+    return found
+
+
+def is_property(node: ast.AST) -> bool:
+    """Tell whether a function is read as an attribute."""
+    names = {ast.unparse(each) for each in getattr(node, "decorator_list", [])}
+    return bool(names & {"property", "cached_property", "functools.cached_property"})
+
+
+def code_lines(path: Path) -> int:
+    """Count lines that hold a token which is neither a comment nor a docstring."""
+    text = path.read_text(encoding="utf-8")
+    ignored = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    lines: set[int] = set()
+    fresh = True  # At the start of a statement, where a string alone documents something.
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    for token, after in zip(tokens, tokens[1:], strict=False):
+        if token.type in ignored or token.type == tokenize.ENDMARKER:
+            fresh = fresh or token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+            continue
+        documents = fresh and token.type == tokenize.STRING and after.type == tokenize.NEWLINE
+        if not documents:
+            lines.update(range(token.start[0], token.end[0] + 1))
+        fresh = False
+    return len(lines)
+
+
+def sentences(text: str) -> list[str]:
+    """Split prose into sentences; what is indented, in tables, lists of names or code is left out
+    where it is no sentence."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^(\||#|!|<|    |\s*(Args|Attributes|Raises|Returns|Yields):).*$", "\n", text, flags=re.M
+    )
+    text = re.sub(r"^(\s*([-*]|\d+\.)|\s+`?\w+`?:) ", "\n\n", text, flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    text = re.sub(r"`[^`]*`", "name", text)
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        joined = " ".join(paragraph.split())
+        found += [
+            each for each in re.split(r"(?<=[.!?])\s+(?=[\"'(\[*A-Za-z0-9])", joined) if each
+        ]
+    return found
+
+
+def numbers_of(folder: Path) -> Numbers:
+    """Count a folder."""
+    numbers = Numbers()
+    for path in python_files(folder):
+        numbers.files += 1
+        numbers.lines += path.read_text(encoding="utf-8").count("\n")
+        numbers.code_lines += code_lines(path)
+        numbers.docstrings += docstrings_of(path)
+    return numbers
+
+
+def documents() -> list[Path]:
+    """Return the documents that a reader opens; what has changed is a list, not prose."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folders", nargs="*", default=[*PRODUCT, *OTHERS])
+    parser.add_argument("--first", action="store_true")
+    parser.add_argument("--long", action="store_true")
+    options = parser.parse_args()
+    print(f"{'folder':24}{'files':>6}{'lines':>8}{'code':>8}{'docstrings':>11}{'verbs':>7}", end="")
+    print(f"{'relative':>9}{'words':>7}")
+    for name in options.folders:
+        numbers = numbers_of(ROOT / name)
+        print(f"{name:24}{numbers.files:6}{numbers.lines:8}{numbers.code_lines:8}", end="")
+        print(f"{len(numbers.docstrings):11}{numbers.verbs_share:7.0%}", end="")
+        print(f"{numbers.relative_words:9.2f}{numbers.mean_sentence:7.1f}")
+        if options.first:
+            show_first_words(numbers)
+        if options.long:
+            for each in numbers.docstrings:
+                show_long(each.place, each.text)
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        found = sentences(text)
+        mean = sum(len(each.split()) for each in found) / max(1, len(found))
+        print(f"{path.relative_to(ROOT)!s:24}{text.count(chr(10)):14}{'':34}{mean:7.1f}")
+        if options.long:
+            show_long(str(path.relative_to(ROOT)), text)
+
+
+def show_first_words(numbers: Numbers) -> None:
+    """Print functions' first words that are no known verb, most frequent first, with a place."""
+    odd = [each for each in numbers.docstrings if each.of_function and not begins_with_a_verb(each)]
+    places = {each.first_word: each.place for each in odd}
+    for word, count in Counter(each.first_word for each in odd).most_common():
+        print(f"    {count:4} {word:20} {places[word]}")
+
+
+def show_long(place: str, text: str) -> None:
+    """Print the sentences of a text that are longer than `LONGEST`."""
+    for each in sentences(text):
+        if len(each.split()) > LONGEST:
+            print(f"    {place}: {len(each.split())} words: {each[:90]} ...")
+
+
+if __name__ == "__main__":
+    main()
