@@ -1,19 +1,20 @@
-"""Affinity keys: which requests begin alike, from raw bytes alone (docs/architecture.md#events).
+"""Affinity keys: digests of how requests begin (docs/architecture.md#events).
 
-A key covers a prefix of what a request says: salt, model, tools, then turn by turn its texts and
-the bytes of its uploads as they are. Nothing is decoded, tokenised or fetched, and every byte is
-hashed once. Requests with a common key have a common prefix; that they have one does not say that
-anything is cached of it.
+A key covers a prefix of a request's content. First come the salt, the model and the tools, then the
+texts and the raw upload bytes of each turn. Nothing is decoded, tokenised or fetched, and every
+byte is hashed once. Requests with a common key have a common prefix. A common prefix does not imply
+that any of it is cached.
 
-What is promised of equal prefixes:
+Guarantees for equal prefixes:
 
-- A conversation that goes on has the keys of what it began as: the first few, and all of its last
-  ones until some turns have come behind them; further back fewer of them stay.
-- One conversation has the same keys in the forms of /v1/chat/completions, /v1/responses and
-  /v1/messages if its texts, uploads, tools and options are the same. Two things are not known here:
-  what `previous_response_id` stands for (its turns count as another beginning), and templates.
-- Cuts lie at the ends of turns and media and inside of long texts, there an eighth of all text
-  before them apart: other questions about one long text share nearly all of its keys.
+- A longer conversation keeps the keys of its beginning. The first few keys always stay. The last
+  ones stay until several more turns follow; further back they are thinned out.
+- A conversation has the same keys in the forms of /v1/chat/completions, /v1/responses and
+  /v1/messages if its texts, uploads, tools and options are the same. Two things are unknown here:
+  templates, and the turns behind `previous_response_id`. Those count as a different beginning.
+- Cuts lie at the ends of turns and media. Inside a long text, the distance to the next cut is an
+  eighth of all text before it. Different questions about one long text thus share nearly all of its
+  keys.
 """
 
 from __future__ import annotations
@@ -41,27 +42,28 @@ from vlm_serve.preprocess.keys import tagged
 _log = logging.getLogger(__name__)
 
 AffinityKey: TypeAlias = bytes
-"""16 bytes: a digest of 8, then where its prefix ends (`place_of`)."""
+"""16 bytes: a digest of 8, then the end of the key's prefix (`place_of`)."""
 
 KEY_BYTES = 16
 MAX_KEYS = 64
 
 BYTES_PER_TOKEN = 4
-"""Of text, as a guess."""
+"""An estimate for text."""
 BYTES_PER_IMAGE_TOKEN = 270
-"""Of a data: URL, as a guess: JPEG of two bits a pixel, a token for 32 x 32 of them."""
+"""An estimate for a data: URL: JPEG at two bits a pixel, one token for 32 x 32 pixels."""
 MIN_IMAGE_TOKENS, MAX_IMAGE_TOKENS = 64, 4096
 URL_TOKENS = {"image": 1024, "video": 4096}
-"""As a guess for media that are not in the request, and for all videos."""
+"""Estimates for media outside of the request, and for all videos."""
 
 _DOMAIN = b"vlm-serve affinity 1"
 _DIGEST_BYTES = 8
 _PLACE = struct.Struct("<IHH")
 _UNIT = 64
 _FIRST_CUT, _CUT_SHARE = 1024, 8
-# Kept of many cuts: the first ones, the last ones, and of those between the more the later.
+# Thinning: the first and the last cuts are kept; in between, later cuts are kept more densely.
 _FIRST_KEPT, _LAST_KEPT = 8, 8
-# Ends a text. It never occurs in UTF-8, so texts need no length in front and may share beginnings.
+# Terminates a text. UTF-8 never contains this byte, so texts need no length prefix and can share
+# their beginnings.
 _END_OF_TEXT = b"\xff"
 
 
@@ -69,9 +71,9 @@ class Place(NamedTuple):
     """Where a key's prefix ends.
 
     Attributes:
-        text_bytes: before it, in UTF-8; of token ids four each.
-        media: before it.
-        media_units: their tokens as a guess, in units of 64.
+        text_bytes: text before this place, in UTF-8 bytes; a token id counts as four.
+        media: number of media before this place.
+        media_units: the estimated tokens of these media, in units of 64.
     """
 
     text_bytes: int
@@ -80,17 +82,18 @@ class Place(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """About how many tokens that is."""
+        """Estimated number of tokens in the prefix."""
         return -(-self.text_bytes // BYTES_PER_TOKEN) + self.media_units * _UNIT
 
 
 @dataclass(frozen=True, slots=True)
 class AffinityDigest:
-    """What one server says it holds.
+    """Prefixes reported by a server as held.
 
     Attributes:
         version: grows with every change.
-        entries: (affinity key, tokens held of that prefix), the newest used first.
+        entries: pairs of an affinity key and the tokens held of its prefix, most recently used
+            first.
     """
 
     version: int = 0
@@ -98,19 +101,19 @@ class AffinityDigest:
 
 
 def place_of(key: AffinityKey) -> Place:
-    """Where the prefix of a key ends. Raises struct.error for what is no key."""
+    """Return where a key's prefix ends. Raises struct.error if the key is malformed."""
     return Place(*_PLACE.unpack(key[_DIGEST_BYTES:]))
 
 
 def affinity_keys_of_body(
     api: str, body: Mapping[str, Any], *, salt: str, model: str
 ) -> tuple[AffinityKey, ...]:
-    """The keys of a parsed request body, longest prefix first.
+    """Return the keys of a parsed request body, longest prefix first.
 
-    Never raises: a malformed body has the keys of what comes before the fault, perhaps none.
+    Never raises: a malformed body has the keys of the content before the fault, perhaps none.
 
     Args:
-        api: "chat", "completions", "responses", "messages" or "generate"; of any other: no keys.
+        api: "chat", "completions", "responses", "messages" or "generate"; any other has no keys.
         salt: the tenant's; the same content under another salt has other keys.
         model: the name of the model that answers, whatever the client called it.
     """
@@ -123,7 +126,7 @@ def affinity_keys_of_body(
 
 
 def affinity_keys(said: Said, *, salt: str, model: str) -> tuple[AffinityKey, ...]:
-    """The keys of a prompt, longest prefix first, at most MAX_KEYS. Never raises."""
+    """Return the keys of a prompt, longest prefix first, at most MAX_KEYS. Never raises."""
     chain = _Chain(salt, model)
     try:
         chain.add_front(said.front)
@@ -137,7 +140,7 @@ def affinity_keys(said: Said, *, salt: str, model: str) -> tuple[AffinityKey, ..
 
 
 class _Chain:
-    """Hashes a prompt from its beginning, and takes a digest at every cut."""
+    """Hashes a prompt from its beginning and takes a digest at every cut."""
 
     def __init__(self, salt: str, model: str) -> None:
         fields = (tagged("domain", _DOMAIN), tagged("salt", salt), tagged("model", model))
@@ -151,7 +154,7 @@ class _Chain:
 
     def keys(self) -> tuple[AffinityKey, ...]:
         last = len(self._cuts) - 1
-        kept = [key for index, key in enumerate(self._cuts) if _stays(index, last - index)]
+        kept = [key for index, key in enumerate(self._cuts) if _is_kept(index, last - index)]
         if len(kept) > MAX_KEYS:
             kept = kept[:_FIRST_KEPT] + kept[_FIRST_KEPT - MAX_KEYS :]
         return tuple(reversed(kept))
@@ -227,7 +230,7 @@ class _Chain:
         self._cut()
 
     def _count(self, num_bytes: int) -> None:
-        """So much more text; moves the next cut beyond it."""
+        """Count more text and move the next cut beyond it."""
         self._text_bytes += num_bytes
         while self._next_cut <= self._text_bytes:
             self._next_cut += max(_FIRST_CUT, self._next_cut // _CUT_SHARE)
@@ -242,7 +245,7 @@ class _Chain:
 
 
 def _units(medium: Medium, num_bytes: int) -> int:
-    """About how many tokens a medium is, in units."""
+    """Estimate the tokens of a medium, in units."""
     tokens = URL_TOKENS[medium.kind]
     if medium.kind == "image" and medium.source[0].startswith("data:"):
         guess = num_bytes // BYTES_PER_IMAGE_TOKEN
@@ -250,10 +253,12 @@ def _units(medium: Medium, num_bytes: int) -> int:
     return tokens // _UNIT
 
 
-def _stays(index: int, age: int) -> bool:
-    """Whether a cut is kept that has so many before it and so many behind it: of those that have 8
-    to 16 behind them every second, of those with 16 to 32 every fourth, and so on. What has gone
-    does not come back when more follows."""
+def _is_kept(index: int, age: int) -> bool:
+    """Return True if a cut is kept, given the number of cuts before it and after it (its age).
+
+    Every second cut is kept at an age of 8 to 15, every fourth at 16 to 31, and so on. A cut
+    dropped once stays dropped as the prompt grows.
+    """
     if index < _FIRST_KEPT or age < _LAST_KEPT:
         return True
     return index % (1 << (age.bit_length() - 3)) == 0

@@ -1,6 +1,6 @@
-"""What a request body of any API says, turn by turn, as far as affinity keys need it.
+"""Reads a request body of any API turn by turn, as far as affinity keys need it.
 
-Nothing is checked that the keys do not need. Whatever cannot be read raises, and ends the keys.
+Checks nothing else. Unreadable content raises, and the keys end there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_ARGUMENTS_CHARACTERS = 1 << 20
-"""Of a tool call's JSON text; a longer one is taken as it is."""
+"""Limit on a tool call's JSON text; a longer one is not parsed but hashed as it is."""
 
 _ROLES = {"developer": "system"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -24,10 +24,10 @@ _MEDIA = {
     "video_url": "video",
     "input_video": "video",
 }
-# Of a medium: its sources, and what changes nothing.
+# Keys of a medium that are not options: its sources, and fields without effect on the prompt.
 _NO_OPTIONS = frozenset({*_MEDIA, "type", "url", "cache_control", "uuid", "format"})
 _OPTIONS = ("media_io_kwargs", "mm_processor_kwargs", "chat_template_kwargs")
-# A switch that templates read at the end of a prompt: what comes before is the same either way.
+# Templates read this switch at the end of a prompt: everything before is the same either way.
 _AT_THE_END = "enable_thinking"
 
 
@@ -38,7 +38,7 @@ class Medium:
     Attributes:
         kind: "image" or "video".
         source: a URL, data: URLs included, in pieces.
-        options: of this medium alone.
+        options: the options of this medium alone, as JSON.
     """
 
     kind: str
@@ -56,14 +56,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Thoughts before an answer."""
+    """The reasoning before an answer."""
 
     text: str
 
 
 Part = str | Medium | Call | Reasoning
 Turn = tuple[str, list[Part]]
-"""A role, and what was said in it, in order."""
+"""A role and its content, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class Said:
     """A request's prompt.
 
     Attributes:
-        turns: of a conversation, read as they are asked for: a bad one raises.
-        tokens: ids that are the whole prompt, None for a conversation or a text.
-        front: what stands before all turns or changes all of them, by name.
+        turns: the turns of a conversation, read lazily: a malformed one raises when it is reached.
+        tokens: the ids of a prompt given as token ids; None for a conversation or a text.
+        front: fields that come before all turns or change all of them, by name.
     """
 
     turns: Iterable[Turn]
@@ -82,9 +82,12 @@ class Said:
 
 
 def read_body(api: str, body: Mapping[str, Any]) -> Said:
-    """The prompt of a parsed body: "chat", "completions", "responses", "messages", "generate".
+    """Read the prompt of a parsed request body.
 
-    Raises KeyError, TypeError or ValueError for what is none.
+    Args:
+        api: "chat", "completions", "responses", "messages" or "generate".
+
+    Raises KeyError, TypeError or ValueError if it is malformed.
     """
     if api in ("completions", "generate"):
         return _plain(body["prompt" if api == "completions" else "token_ids"])
@@ -101,7 +104,7 @@ def read_body(api: str, body: Mapping[str, Any]) -> Said:
 
 
 def _plain(prompt: Any) -> Said:
-    """Of several prompts the first."""
+    """Read a prompt of text or token ids; take the first of several."""
     if isinstance(prompt, list) and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -114,7 +117,7 @@ def _json(value: Any, *, sort: bool = False) -> str:
 
 
 def _given(options: Any) -> Any:
-    """Options with a value, but those that show at a prompt's end only."""
+    """Drop options without a value and those read only at a prompt's end."""
     if not isinstance(options, dict):
         return options
     return {
@@ -123,7 +126,7 @@ def _given(options: Any) -> Any:
 
 
 def _tool(tool: Mapping[str, Any]) -> list[Any]:
-    """A function in no API's form."""
+    """Return a tool's name, description and parameters, independent of the API's form."""
     function = tool.get("function", tool)
     parameters = function.get("parameters", function.get("input_schema"))
     return [function["name"], function.get("description"), parameters or {}]
@@ -182,7 +185,7 @@ def _call(function: Mapping[str, Any]) -> Call:
 
 
 def _responses(body: Mapping[str, Any]) -> Iterator[Turn]:
-    """Items of one answer (reasoning, text, calls) are one turn."""
+    """Yield the turns of a Responses body; one answer's reasoning, text and calls make one turn."""
     if body.get("instructions"):
         yield "system", [body["instructions"]]
     given = body["input"]
@@ -211,7 +214,7 @@ def _responses(body: Mapping[str, Any]) -> Iterator[Turn]:
 
 
 class _Answer:
-    """Gathers an earlier answer's items."""
+    """Gathers the items of an earlier answer."""
 
     def __init__(self) -> None:
         self.reasoning: Reasoning | None = None
@@ -219,7 +222,7 @@ class _Answer:
         self.calls: list[Call] = []
 
     def take(self) -> Iterator[Turn]:
-        """The turn, if there is one; nothing is left of it."""
+        """Yield the gathered turn, if there is one, and start over."""
         if self.reasoning or self.text is not None or self.calls:
             texts = [part for part in (self.reasoning, self.text) if part]
             yield "assistant", [*texts, *self.calls]
@@ -236,7 +239,7 @@ def _joined(content: Any) -> str:
 
 
 def _messages(body: Mapping[str, Any]) -> Iterator[Turn]:
-    """Each result of a tool is a turn of its own."""
+    """Yield the turns of a Messages body; each tool result is a turn of its own."""
     if body.get("system"):
         yield "system", _blocks(body["system"])
     for message in body["messages"]:

@@ -1,5 +1,7 @@
-"""Positions on a canvas: the slices of a picture lie side by side, and the whole picture, which is
-much smaller, is stretched over all of them."""
+"""Positions on a canvas: the slices of a picture lie side by side, under the whole picture.
+
+The whole picture is much smaller and is stretched over all of its slices.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class _Picture:
 
     @property
     def start(self) -> int:
-        """Of the marker before it."""
+        """Index of the marker before the picture."""
         return self.whole.start - 1
 
     @property
@@ -44,11 +46,12 @@ def canvas_positions(
     layouts: Sequence[Slices | None],
     markers: Collection[int],
 ) -> tuple[torch.Tensor, int]:
-    """Positions of every token on the three axes, and how far a generated token's index is off.
+    """Compute the positions of every token on the three axes, and the offset of generated tokens.
 
-    Follows transformers' `MiniCPMV4_7Model.get_rope_index`. Text is counted on all axes alike. A
-    picture takes one step in time and the longer side of its canvas in counting; markers around its
-    parts lie at their corners, and so do markers and line breaks right behind it at its origin.
+    Follows transformers' `MiniCPMV4_7Model.get_rope_index`. Text counts up on all axes alike. A
+    picture takes one step in time and advances the count by the longer side of its canvas. Markers
+    around its parts lie at their corners. Markers and line breaks right after a picture lie at its
+    origin.
 
     Args:
         layouts: how the pictures of each medium are cut.
@@ -85,7 +88,7 @@ def _pictures(spans: Sequence[MediaSpan], layouts: Sequence[Slices | None]) -> I
 
 
 def _place(positions: torch.Tensor, picture: _Picture, origin: int) -> None:
-    """Fills in the positions from the marker before a picture to their end."""
+    """Fill in the positions of a picture, from the marker before it to the end."""
     (height, width), whole = picture.canvas, picture.whole
     positions[:, picture.start :] = origin
     positions[1:, picture.start] = max(origin - 1, 0)
@@ -115,7 +118,7 @@ def _spread(
     corner: tuple[int, int],
     size: tuple[int, int],
 ) -> None:
-    """Lays a span's tokens over an area of the canvas."""
+    """Spread a span's tokens over an area of the canvas."""
     rows, columns = _tokens(span)
     block = positions[:, span.start : span.end].view(3, rows, columns)
     down, right = (

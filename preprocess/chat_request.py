@@ -1,4 +1,4 @@
-"""One conversation and how it is to be rendered, all as plain data."""
+"""A conversation and its rendering options, as plain data."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MAX_TEMPLATE_KWARGS = 64
 class ChatRequest:
     """Messages, tools and template variables of a request.
 
-    Raises InvalidRequestError if tools or variables are malformed, flags exclude each other or the
-    template takes no such messages.
+    Raises InvalidRequestError if tools or variables are malformed, flags are mutually exclusive, or
+    the template does not accept these messages.
 
     Attributes:
         messages: the conversation's, fitted to the template.
         media: see `Conversation`.
-        tools: function definitions, None for none.
+        tools: function definitions; None if there are none.
         kwargs: further variables of the template.
     """
 
@@ -38,7 +38,7 @@ class ChatRequest:
     ) -> None:
         if continue_final_message and add_generation_prompt:
             raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message and add_generation_prompt are mutually exclusive",
                 param="continue_final_message",
             )
         if continue_final_message and conversation.messages[-1]["content"] is None:
@@ -50,35 +50,35 @@ class ChatRequest:
         self.kwargs = plain_data({} if kwargs is None else kwargs, "chat_template_kwargs")
         if not isinstance(self.kwargs, dict) or len(self.kwargs) > _MAX_TEMPLATE_KWARGS:
             raise InvalidRequestError(
-                f"chat_template_kwargs must be an object of at most {_MAX_TEMPLATE_KWARGS} names",
+                f"chat_template_kwargs must be an object of at most {_MAX_TEMPLATE_KWARGS} keys",
                 param="chat_template_kwargs",
             )
         self._add_generation_prompt = add_generation_prompt
         self._continues = continue_final_message
 
     def tools_text(self) -> str:
-        """About what a template says of the tools."""
+        """Return the tools as JSON, about as long as their rendering."""
         return json.dumps(self.tools, ensure_ascii=False) if self.tools else ""
 
     def render(self, typed: TypedText) -> str:
-        """The prompt's text, user text hidden in `typed`'s way."""
+        """Render the prompt's text, with user text hidden by `typed`."""
         if not self._continues:
             return self._render(typed, typed.hide(self.messages), self._add_generation_prompt)
         messages = typed.hide(self.messages)
-        # The blank shows whether the template trims the end of a message; then so must we.
+        # A lost blank reveals a template that trims the end of a message; then trim here too.
         mark = typed.mark + " "
         _append_to_last(messages[-1], mark)
         text = self._render(typed, messages, False)
         at = text.rfind(typed.mark)
         if at < 0:
             raise InvalidRequestError(
-                "the chat template does not show the message to continue",
+                "the chat template does not render the message to continue",
                 param="continue_final_message",
             )
         return text[:at] if text[at : at + 2] == mark else text[:at].rstrip()
 
     def render_next_turn(self, typed: TypedText) -> str:
-        """What the text may become once there is an answer and the user asks again."""
+        """Render a possible next prompt: the conversation with an answer and one more user turn."""
         answered = self.messages[-1]["role"] == "assistant"
         roles = ("user",) if answered else ("assistant", "user")
         turns = [self._template.traits.fit_turn(role, "a") for role in roles]
@@ -100,7 +100,7 @@ class ChatRequest:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidRequestError(
-                "the messages hold a lone surrogate", param="messages"
+                "the messages contain a lone surrogate", param="messages"
             ) from None
         return text
 

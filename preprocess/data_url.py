@@ -1,5 +1,8 @@
-"""Bytes of a data: URL, decoded piece by piece: whatever it holds, it takes little more memory than
-the bytes themselves, and the interpreter is free for others between two pieces."""
+"""Decodes data: URLs piece by piece.
+
+Peak memory stays close to the size of the decoded bytes, and other threads can run between two
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,9 @@ for _value, _characters in enumerate((*"0123456789", "aA", "bB", "cC", "dD", "eE
 def read_data_url(
     url: str, max_bytes: int, param: str | None = None, stop: Stop | None = None
 ) -> bytes:
-    """The bytes that a data: URL stands for. Base64 may be of either alphabet, broken into lines,
-    percent-encoded and without its padding.
+    """Decode the bytes of a data: URL.
+
+    Base64 may use either alphabet, contain line breaks, be percent-encoded and lack its padding.
 
     Raises InvalidRequestError for a malformed URL, MediaError for more than `max_bytes`.
     """
@@ -54,7 +58,7 @@ def read_data_url(
 
 
 def _plain_pieces(text: str) -> Iterator[bytes]:
-    """The text without its percent-encoding. Raises binascii.Error, UnicodeEncodeError."""
+    """Yield the text with percent-encoding resolved. Raises binascii.Error, UnicodeEncodeError."""
     start = 0
     while start < len(text):
         end = start + _PIECE
@@ -82,7 +86,7 @@ def _unescaped(text: bytes) -> bytes:
 
 
 def _decoded(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """What pieces of base64 stand for. Raises binascii.Error."""
+    """Decode pieces of base64. Raises binascii.Error."""
     rest = b""
     for piece in pieces:
         rest += piece.translate(_FROM_URL_ALPHABET, _BLANKS)

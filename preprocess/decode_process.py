@@ -1,4 +1,4 @@
-"""A decoding process seen from its owner: started, asked, ended at a deadline."""
+"""A decoding process as its owner sees it, and the fork server that starts it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from vlm_serve.preprocess.decode_wire import GoneError, map_array, receive, send
 
 _START_SECONDS = 120.0
 _END_SECONDS = 5.0
-# One thread each: FFmpeg's own are enough, and every further one takes address space.
+# Math libraries get one thread: FFmpeg's own suffice, and each further one takes address space.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",
-    # Pictures go back to the system when they are done, at any time.
+    # Allocations of picture size are mapped, so freeing them returns the memory to the system.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
 }
 
 
-class Nursery:
-    """The process that all decoding processes are forked from: it has imported what they need, so
-    that one is there within milliseconds, and most of their memory is its own.
+class ForkServer:
+    """The process from which all decoding processes are forked.
 
-    It is started when it is first needed, and again if it has died. Thread-safe.
+    It has already imported everything they need. A fork is ready within milliseconds and shares
+    most of its memory with the fork server.
+
+    It is started on first use, and again if it has died. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -43,9 +45,9 @@ class Nursery:
         self._sock: socket.socket | None = None
 
     def fork(self, niceness: int) -> socket.socket:
-        """Has a process started; the owner's end of the connection to it.
+        """Start a process and return the owner's end of the connection to it.
 
-        Raises VlmServeError if there is none to be had.
+        Raises VlmServeError if the fork server cannot be started.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -60,7 +62,7 @@ class Nursery:
         return ours
 
     def close(self) -> None:
-        """Ends it; those that it has forked end with their owner."""
+        """End the fork server; processes forked from it end with their owner."""
         with self._lock:
             self._end()
 
@@ -87,56 +89,56 @@ class Nursery:
 
 
 class DecodeProcess:
-    """One process, one task at a time. It starts while its owner goes on.
+    """A decoding process that handles one task at a time. It starts in the background.
 
     Attributes:
-        awaiting: it has been asked for something that has not come: not fit for another task.
-        pid: its number once it is ready, 0 before.
+        awaiting: a reply is outstanding, so the process cannot take another task.
+        pid: its process id once it is ready, 0 before.
 
     Raises VlmServeError if it does not start.
     """
 
-    def __init__(self, nursery: Nursery, niceness: int) -> None:
+    def __init__(self, fork_server: ForkServer, niceness: int) -> None:
         self.awaiting = False
         self.pid = 0
         self._lock = threading.Lock()
-        self._life = -1
-        self._sock = nursery.fork(niceness)
+        self._lifeline = -1
+        self._sock = fork_server.fork(niceness)
         self._deadline = time.monotonic() + _START_SECONDS
 
     def wait_until_ready(self) -> None:
-        """Returns once it can be asked. Raises VlmServeError if it does not start."""
+        """Wait until the process accepts tasks. Raises VlmServeError if it does not start."""
         if self.pid:
             return
         try:
-            message, life = receive(self._sock, self._deadline)
+            message, lifeline = receive(self._sock, self._deadline)
         except (GoneError, TimeoutError):
             raise VlmServeError("the media decoder did not start") from None
         with self._lock:
-            self._life, self.pid = life, int(message["pid"])
+            self._lifeline, self.pid = lifeline, int(message["pid"])
 
     @property
     def alive(self) -> bool:
         return not self._ended(0)
 
     def kill(self) -> None:
-        """Ends it, from any thread; who waits for it sees GoneError."""
+        """End the process, from any thread; a thread waiting for it gets GoneError."""
         with self._lock:
-            if self._life >= 0:
-                os.close(self._life)  # see `decode_worker`
+            if self._lifeline >= 0:
+                os.close(self._lifeline)  # which ends the worker, see `decode_worker`
             elif not self.pid:
                 with contextlib.suppress(OSError):
                     self._sock.shutdown(socket.SHUT_RDWR)
-            self._life = -1
+            self._lifeline = -1
 
     def close(self) -> None:
-        """Ends it and frees what belongs to it."""
+        """End the process and free its resources."""
         self.kill()
         self._ended(_END_SECONDS)
         self._sock.close()
 
     def _ended(self, seconds: float) -> bool:
-        """Whether it has ended, or does within that time: then nobody has its end any more."""
+        """Return True if the process ends within this time; its socket then hangs up."""
         if self._sock.fileno() < 0:
             return True
         poll = select.poll()
@@ -144,18 +146,18 @@ class DecodeProcess:
         return any(event & select.POLLHUP for _, event in poll.poll(1000 * seconds))
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends what has no answer. Raises GoneError."""
+        """Send a message without a reply. Raises GoneError."""
         send(self._sock, message)
 
     def ask(self, message: dict[str, Any], descriptor: int | None = None) -> None:
-        """Sends what `receive` will find the answer to. Raises GoneError."""
+        """Send a request; `receive` returns its reply. Raises GoneError."""
         self.awaiting = True
         send(self._sock, message, descriptor)
 
     def receive(self, deadline: float) -> tuple[dict[str, Any], int]:
-        """An answer and the descriptor that came with it, -1 if none did.
+        """Return a reply and its descriptor, -1 if it carries none.
 
-        Raises MediaError if that is what the decoding came to; GoneError; TimeoutError.
+        Raises MediaError if decoding failed; GoneError; TimeoutError.
         """
         message, descriptor = receive(self._sock, deadline)
         self.awaiting = False
@@ -164,7 +166,7 @@ class DecodeProcess:
         return message, descriptor
 
     def receive_pixels(self, deadline: float) -> npt.NDArray[np.uint8] | None:
-        """uint8 `[height, width, 3]`; None of an image that is more work than the task allowed.
+        """Return uint8 `[height, width, 3]`, or None for an image over the task's work limit.
 
         Raises as `receive` does.
         """
@@ -175,7 +177,7 @@ class DecodeProcess:
 
 
 def take_array(descriptor: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """The array behind a descriptor, which is closed. Raises as `map_array` does."""
+    """Map the array behind a descriptor and close the descriptor. Raises as `map_array` does."""
     try:
         return map_array(descriptor, shape, dtype)
     finally:

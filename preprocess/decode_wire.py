@@ -1,5 +1,8 @@
-"""What a decoding process and its owner say to each other: small JSON messages over a socket, and
-pixels in memory that both can see, whose descriptor travels with a message."""
+"""The protocol between a decoding process and its owner.
+
+Small JSON messages travel over a socket. Pixels lie in shared memory; a message carries its
+descriptor.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class GoneError(Exception):
 
 
 def send(sock: socket.socket, message: dict[str, Any], descriptor: int | None = None) -> None:
-    """Sends a message, with a descriptor if there is one. Raises GoneError."""
+    """Send a message, with a descriptor if there is one. Raises GoneError."""
     body = json.dumps(message).encode()
     try:
         if descriptor is None:
@@ -39,12 +42,12 @@ def send(sock: socket.socket, message: dict[str, Any], descriptor: int | None = 
 
 
 def receive(sock: socket.socket, deadline: float | None = None) -> tuple[dict[str, Any], int]:
-    """A message and the descriptor that came with it, -1 if none did; the caller closes it.
+    """Receive a message and its descriptor, -1 if it carries none; the caller closes it.
 
     Args:
-        deadline: of `time.monotonic`.
+        deadline: a time of `time.monotonic`.
 
-    Raises GoneError, also at what is no message, TimeoutError at the deadline.
+    Raises GoneError, also for a malformed message; TimeoutError at the deadline.
     """
     descriptors: list[int] = []
     try:
@@ -87,12 +90,13 @@ def _wait_until(sock: socket.socket, deadline: float | None) -> None:
 
 
 class SharedArray:
-    """An array in memory that another process can map. Leaving the `with` closes the descriptor;
-    the memory lives as long as arrays on it.
+    """An array in memory that another process can map.
+
+    Leaving the `with` closes the descriptor. The memory lives as long as arrays on it.
 
     Attributes:
-        array: of the shape and type that were asked for.
-        descriptor: names the memory; send it.
+        array: an array of the requested shape and type.
+        descriptor: names the memory; send it to the other process.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
@@ -112,7 +116,7 @@ class SharedArray:
 
 
 def share(data: bytes) -> SharedArray:
-    """A copy of bytes that another process can map."""
+    """Copy bytes into memory that another process can map."""
     shared = SharedArray((len(data),), np.uint8)
     shared.array[:] = np.frombuffer(data, np.uint8)
     return shared
@@ -133,14 +137,14 @@ def _new_memory(size: int) -> int:
 
 
 def map_array(descriptor: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """The array behind a descriptor that came with a message.
+    """Map the array behind a received descriptor.
 
-    Raises GoneError if there is less memory behind it than the shape says, MemoryError if it cannot
-    be mapped.
+    Raises GoneError if the memory is smaller than the shape requires, MemoryError if it cannot be
+    mapped.
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     if hasattr(fcntl, "F_ADD_SEALS"):
-        # Reading memory that its maker has cut off since would kill this process.
+        # If the sender shrank the memory later, reading it would kill this process.
         with contextlib.suppress(OSError):
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     if os.fstat(descriptor).st_size < size:

@@ -1,11 +1,13 @@
-"""Decodes media in processes of their own, so that what takes too long or too much memory, or
-crashes a decoder, can be ended without harm. Imports Pillow and PyAV but not torch.
+"""Decodes media in separate processes. Imports Pillow and PyAV but not torch.
+
+A decode that takes too long or too much memory, or crashes a decoder, can be ended without harm.
 
     python -m vlm_serve.preprocess.decode_worker SOCKET
 
-SOCKET is the number of an inherited socket (`decode_wire`). Over it come the sockets of workers,
-which are forked; no other thread runs here. A worker gives its owner one end of a pipe whose other
-end it never reads: it ends as soon as that is closed, whatever it is computing.
+SOCKET is the number of an inherited socket (`decode_wire`). This process is the fork server. It
+receives the sockets of workers over SOCKET and forks a worker for each; no other thread runs here.
+A worker sends its owner one end of a pipe and never reads the other end. As soon as the owner
+closes its end, a signal ends the worker, whatever it is computing.
 """
 
 from __future__ import annotations
@@ -39,27 +41,27 @@ from vlm_serve.preprocess.media_video import EncodedVideo
 
 
 def main() -> None:
-    """Forks a worker for every socket that comes, until the owner is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl+C is the owner's to handle
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that have ended leave nothing behind
+    """Fork a worker for every received socket, until the owner is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl+C
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers leave no zombies
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     PIL.Image.init()
     gc.collect()
-    gc.freeze()  # a collection would copy what all of them share
+    gc.freeze()  # a collection would write to pages shared by all workers and copy them
     sock = socket.socket(fileno=int(sys.argv[1]))
     while True:
         try:
-            order, descriptor = receive(sock)
+            request, descriptor = receive(sock)
         except GoneError:
             return
         with socket.socket(fileno=descriptor) as theirs, contextlib.suppress(OSError):
             if os.fork() == 0:
                 sock.close()
-                _work(theirs, order["niceness"])
+                _work(theirs, request["niceness"])
 
 
 def _work(sock: socket.socket, niceness: int) -> NoReturn:
-    """Serves one task after the other until the owner has enough."""
+    """Serve one task after another until the owner closes the connection."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _end_with_owner(sock)
@@ -67,7 +69,7 @@ def _work(sock: socket.socket, niceness: int) -> NoReturn:
         own_bytes = _address_space()
         while True:
             task, descriptor = receive(sock)
-            if "kind" in task:  # else it is about a video that has failed meanwhile
+            if "kind" in task:  # otherwise it belongs to a video that has failed meanwhile
                 _serve(sock, task, descriptor, own_bytes)
     except GoneError:
         pass
@@ -87,7 +89,7 @@ def _end_with_owner(sock: socket.socket) -> None:
 def _address_space() -> int:
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    except OSError:  # not Linux: then there is no limit of memory, only of time
+    except OSError:  # not Linux: time is limited but memory is not
         return resource.RLIM_INFINITY
     return pages * resource.getpagesize()
 
@@ -103,7 +105,7 @@ def _limit_memory(own_bytes: int, task_bytes: int) -> None:
 def _serve(sock: socket.socket, task: dict[str, Any], descriptor: int, own_bytes: int) -> None:
     limits = MediaLimits(**task["limits"])
     size = task["size"]
-    # The file is mapped once and, if it is an image, copied for Pillow.
+    # The file is mapped once; an image is also copied for Pillow.
     _limit_memory(own_bytes, task["max_bytes"] + 2 * size)
     try:
         with _closing(descriptor):
@@ -162,15 +164,15 @@ def _shared(shape: tuple[int, ...], dtype: Any = np.uint8) -> SharedArray:
 
 
 def _serve_video(sock: socket.socket, data: Any, limits: MediaLimits, fps: float | None) -> None:
-    """Says the times of all frames, then gives one of those asked for per message."""
+    """Send the times of all frames, then one selected frame per "next" message."""
     video = EncodedVideo(data.data, fps, limits)
     with _shared((len(video.times),), np.float64) as times:
         times.array[:] = video.times
         send(sock, {"fps": video.fps, "count": len(video.times)}, times.descriptor)
-    order, _ = receive(sock)
-    if "indices" not in order:
+    request, _ = receive(sock)
+    if "indices" not in request:
         return
-    for pixels in video.frames(order["indices"]):
+    for pixels in video.frames(request["indices"]):
         with _shared(pixels.shape) as shared:
             shared.array[:] = pixels
             if "next" not in receive(sock)[0]:

@@ -1,9 +1,9 @@
-"""Processes that decode media: light ones for small pictures, heavy ones for all else.
+"""Processes that decode media: light ones for small pictures, heavy ones for everything else.
 
-A decode ends at its deadline, when it takes too much memory, or when its client leaves: then its
-process ends, and another one is forked when it is needed. Heavy ones run at a low priority, few at
-a time and one task each, so that neither their work nor what they held is in anybody's way. Light
-ones are kept.
+A decode ends at its deadline, when it takes too much memory, or when its client leaves. Its process
+ends with it, and another one is forked when needed. Heavy processes run at low priority, few at a
+time and for one task each. So neither their work nor their memory gets in the way of other
+requests. Light processes are reused.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
-from vlm_serve.preprocess.decode_places import Places
-from vlm_serve.preprocess.decode_process import DecodeProcess, Nursery, take_array
+from vlm_serve.preprocess.decode_process import DecodeProcess, ForkServer, take_array
+from vlm_serve.preprocess.decode_slots import DecodeSlots
 from vlm_serve.preprocess.decode_wire import GoneError, share
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_image import Pixels
@@ -29,45 +29,46 @@ from vlm_serve.preprocess.stopping import Stop
 
 LIGHT_FILE_BYTES = 2 << 20
 LIGHT_WORK = 1 << 22
-"""Pixels, counted once per pass over them, up to which an image is light; more is known from its
-header."""
+"""An image is light up to this many pixels, counted once per pass over them. The header gives the
+number."""
 LIGHT_DECODE_BYTES = 256 << 20
-"""Memory for a light image, several times what one takes; one that needs more is heavy."""
+"""Memory limit for a light image, several times the usual need; an image that needs more is
+heavy."""
 PROCESS_BYTES = 64 << 20
-"""What a process has before it decodes anything: Python, NumPy, Pillow and FFmpeg. Most of it is
-shared by all."""
+"""Memory of a process before it decodes anything: Python, NumPy, Pillow and FFmpeg. Most of it is
+shared by all of them."""
 HEAVY_NICENESS = 10
-# A video's process knows its deadline itself and says so; this much later it is ended.
+# A video's process reports a passed deadline itself; after this grace period it is killed.
 _GRACE_SECONDS = 10.0
 
 
-def default_places() -> tuple[int, int]:
-    """Most light and most heavy processes where nobody says."""
+def default_slots() -> tuple[int, int]:
+    """Return the default numbers of light and of heavy processes."""
     processors = os.cpu_count() or 1
     return min(max(2, processors), 4), min(max(2, processors), 3)
 
 
 class Decoders:
-    """Decodes encoded images and videos in processes, which are started when they are needed.
+    """Decodes encoded images and videos in processes started on demand.
 
     Args:
-        light, heavy: most processes of either kind; None: as in `default_places`.
+        light, heavy: maximum number of processes of either kind; None: as in `default_slots`.
 
-    Thread-safe. One that is not closed ends its processes when it is collected.
+    Thread-safe. An unclosed instance ends its processes when it is garbage-collected.
     """
 
     def __init__(self, light: int | None = None, heavy: int | None = None) -> None:
-        places = default_places()
-        self.light, self.heavy = Places(light or places[0]), Places(heavy or places[1])
+        slots = default_slots()
+        self.light, self.heavy = DecodeSlots(light or slots[0]), DecodeSlots(heavy or slots[1])
         self._lock = threading.Lock()
         self._closed = False
         self._idle: list[DecodeProcess] = []
         self._all: set[DecodeProcess] = set()
-        self._nursery = Nursery()
-        self._end = weakref.finalize(self, _close_all, self._all, self._nursery)
+        self._fork_server = ForkServer()
+        self._end = weakref.finalize(self, _close_all, self._all, self._fork_server)
 
     def close(self) -> None:
-        """Ends all processes; what is being decoded fails."""
+        """End all processes; running decodes fail."""
         with self._lock:
             self._closed = True
             running = self._all.difference(self._idle)
@@ -79,7 +80,7 @@ class Decoders:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that run."""
+        """Ids of the running processes."""
         with self._lock:
             return [process.pid for process in self._all if process.pid and process.alive]
 
@@ -87,8 +88,9 @@ class Decoders:
     def image(
         self, data: bytes, limits: MediaLimits, param: str | None, stop: Stop
     ) -> Iterator[Pixels]:
-        """Pixels of an encoded image, as `media_image.decode_image` gives them. What is done with
-        them inside the block counts as part of the decoding: no other picture takes its place.
+        """Yield the pixels of an encoded image, as `media_image.decode_image` returns them.
+
+        The block counts as part of the decoding: the slot stays occupied until it ends.
 
         Raises MediaError, StoppedError; VlmServeError if no process can be started.
         """
@@ -111,7 +113,7 @@ class Decoders:
         param: str | None,
         stop: Stop,
     ) -> Iterator[DecodedVideo]:
-        """An encoded video, as `media_video.EncodedVideo` reads it; good inside the block.
+        """Yield an encoded video, as `media_video.EncodedVideo` reads it; valid inside the block.
 
         Raises as `image` does.
         """
@@ -130,8 +132,9 @@ class Decoders:
     def _process(
         self, heavy: bool, num_bytes: int, param: str | None, stop: Stop
     ) -> Iterator[DecodeProcess]:
-        """A process for one task. Whatever way a task ends, the next one finds a sound one."""
-        with (self.heavy if heavy else self.light).taken(num_bytes, stop):
+        """Yield a process for one task. However a task ends, the next one gets a working
+        process."""
+        with (self.heavy if heavy else self.light).acquire(num_bytes, stop):
             with stop.timed("place"):
                 process = self._start(heavy)
             sound = False
@@ -164,7 +167,7 @@ class Decoders:
             if process.alive:
                 return process
             self._drop(process)
-        process = DecodeProcess(self._nursery, HEAVY_NICENESS if heavy else 0)
+        process = DecodeProcess(self._fork_server, HEAVY_NICENESS if heavy else 0)
         with self._lock:
             self._all.add(process)
         try:
@@ -185,7 +188,7 @@ class Decoders:
 
 
 class DecodedVideo:
-    """A `Video` whose frames another process decodes, one ahead of the one that is looked at."""
+    """A `Video` whose frames are decoded by another process, one frame ahead of the consumer."""
 
     def __init__(self, process: DecodeProcess, limits: MediaLimits) -> None:
         self._process, self._limits = process, limits
@@ -196,7 +199,7 @@ class DecodedVideo:
         self._open = True
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
-        """See `Video.frames`; may be asked for once. Raises MediaError."""
+        """See `Video.frames`; may be called once. Raises MediaError."""
         assert self._open
         self._process.send({"indices": list(indices)})
         deadline = self._deadline()
@@ -211,7 +214,7 @@ class DecodedVideo:
         self._open = False
 
     def end(self) -> None:
-        """Frees the process for the next task."""
+        """Free the process for the next task."""
         if self._open and not self._process.awaiting:
             self._process.send({"stop": True})
 
@@ -228,7 +231,7 @@ class DecodedVideo:
 def _decoded(
     process: DecodeProcess, data: bytes, limits: MediaLimits, heavy: bool
 ) -> Pixels | None:
-    """None if it is more work, or takes more memory, than a light process is there for."""
+    """Decode an image; return None if it exceeds the work or memory limit of a light process."""
     task = _task("image", data, limits) | {"max_work": None}
     if not heavy:
         task |= {"max_work": LIGHT_WORK, "max_bytes": LIGHT_DECODE_BYTES}
@@ -254,7 +257,7 @@ def _too_slow(kind: str, seconds: float) -> MediaError:
     return MediaError(f"decoding the {kind} takes longer than {seconds:g} seconds")
 
 
-def _close_all(processes: set[DecodeProcess], nursery: Nursery) -> None:
+def _close_all(processes: set[DecodeProcess], fork_server: ForkServer) -> None:
     while processes:
         processes.pop().close()
-    nursery.close()
+    fork_server.close()

@@ -1,7 +1,7 @@
-"""What turns a file's bytes into pixels besides options and processors: names what can change them.
+"""Names everything that turns a file's bytes into pixels, besides options and processors.
 
-It belongs into the key of what is remembered of uploads, and nowhere else: a content hash is made
-from the pixels themselves, so servers with different decoders still share what follows from them.
+This name is part of the key of upload records, and of nothing else. A content hash is made from the
+pixels themselves, so servers with different decoders still share cached entries.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _LIMITS = (
     "max_video_frames",
     "max_video_seconds",
 )
-"""What is over these has no pixels: a server must not learn from one with other limits."""
+"""Media beyond these limits are refused, so a server must not reuse records made under other
+limits."""
 
 
 def decoding_path(limits: MediaLimits) -> bytes:
-    """32 bytes that name the decoders, the resize and the limits."""
+    """Return 32 bytes that name the decoders, the resize and the limits."""
     fields = [tagged("domain", _DOMAIN)]
     fields += [tagged(name, version) for name, version in sorted(libraries().items())]
     fields += [tagged(name, str(getattr(limits, name))) for name in _LIMITS]
@@ -39,8 +40,10 @@ def decoding_path(limits: MediaLimits) -> bytes:
 
 @cache
 def libraries() -> dict[str, str]:
-    """Versions of all that decodes and resizes. Loads FFmpeg, which is otherwise needed in the
-    decoders' processes alone."""
+    """Return the versions of everything that decodes and resizes.
+
+    Loads FFmpeg, which otherwise only the decoding processes load.
+    """
     av = import_module("av")
     codecs = {name: features.version_codec(name) for name in features.codecs}
     modules = {name: features.version_module(name) for name in ("webp", "avif")}
@@ -51,7 +54,7 @@ def libraries() -> dict[str, str]:
     found |= {f"FFmpeg {name}": str(version) for name, version in av.library_versions.items()}
     found["PyAV"] = str(av.__version__)
     found["Pillow"] = PIL.__version__
-    # The resize is torch's, and not the same on every processor.
+    # torch does the resize, and its result differs between processors.
     found["torch"] = torch.__version__
     found["torch CPU capability"] = torch.backends.cpu.get_cpu_capability()
     found["machine"] = platform.machine()

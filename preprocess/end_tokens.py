@@ -1,4 +1,4 @@
-"""Collects the tokens that end an answer from all files of a checkpoint that name some."""
+"""Collects the tokens that end an answer, from all files of a checkpoint that name any."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Known = Callable[[int], bool]
 
 
 def special_names(*configs: Mapping[str, Any]) -> dict[str, str]:
-    """Return what "eos_token" and the like stand for, as chat templates see them.
+    """Return the contents of "eos_token" and the like, as chat templates see them.
 
     Args:
-        configs: contents of tokenizer_config.json and special_tokens_map.json; the first that has a
-            name counts. A token is text or an object with its `content`.
+        configs: contents of tokenizer_config.json and special_tokens_map.json; the first with a
+            given name wins. A token is text or an object with its `content`.
     """
     names: dict[str, str] = {}
     for name, value in ((name, value) for config in configs for name, value in config.items()):
@@ -37,15 +37,16 @@ def find_ends(
 ) -> frozenset[int]:
     """Return the ids that end an answer: the tokenizer's own, and those of every config.
 
-    A checkpoint without generation_config.json may name in config.json only what ends a document;
-    its tokenizer then names what ends a turn.
+    A checkpoint without generation_config.json may name in config.json only the end of a document.
+    Its tokenizer then names the end of a turn.
 
     Args:
-        eos_token: the tokenizer's, "" if it names none: then the family's `end_of_turn` ends too.
+        eos_token: the tokenizer's; "" if it names none: then the family's `end_of_turn` ends too.
         generation, config: contents of generation_config.json and config.json.
-        id_of, known: an id of a token; whether an id has one.
+        id_of: returns the id of a token.
+        known: returns True if a token has the id.
 
-    Raises CheckpointError for an id that no token has, where no other file says more.
+    Raises CheckpointError for an unassigned id in the first file that names any.
     """
     own = id_of(eos_token)
     if own is None:
@@ -60,7 +61,9 @@ def find_ends(
             if _is_token(token_id, known):
                 found.add(token_id)
             elif value is not None and value is decisive:
-                raise CheckpointError(f"eos_token_id {token_id!r} is no token of this checkpoint")
+                raise CheckpointError(
+                    f"eos_token_id {token_id!r} is not a token of this checkpoint"
+                )
     return frozenset(found)
 
 

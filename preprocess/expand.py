@@ -1,4 +1,4 @@
-"""From rendered text and media to token ids, media spans and M-RoPE positions."""
+"""Turns rendered text and media into token ids, media spans and M-RoPE positions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlm_serve.preprocess.typed_text import TypedText
 
 @dataclass(frozen=True, slots=True)
 class VisionTokens:
-    """Ids of the tokens that stand for media and around them."""
+    """Ids of media placeholders and of the tokens around them."""
 
     image_pad: int
     video_pad: int
@@ -27,14 +27,14 @@ class VisionTokens:
     vision_end: int
 
     def modality(self, token_id: int) -> Modality | None:
-        """What a placeholder stands for, None for any other token."""
+        """Return the modality of a placeholder, None for any other token."""
         if token_id == self.image_pad:
             return "image"
         return "video" if token_id == self.video_pad else None
 
 
 class HasRecord(Protocol):
-    """A medium whose record is known; `LoadedMedia` is one."""
+    """A medium with a known record, such as `LoadedMedia`."""
 
     @property
     def record(self) -> MediaRecord: ...
@@ -42,14 +42,14 @@ class HasRecord(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of rendered text: one special token, or text between two of them (hidden form)."""
+    """A piece of rendered text in hidden form: a special token, or the text between two of them."""
 
     text: str
     is_special: bool
 
 
 def split_pieces(text: str, pattern: re.Pattern[str]) -> Iterator[Piece]:
-    """Cuts a rendered prompt, user text still hidden, at the template's special tokens."""
+    """Split a rendered prompt at the template's special tokens; user text is still hidden."""
     at = 0
     for match in pattern.finditer(text):
         if match.start() > at:
@@ -67,7 +67,8 @@ class Expansion:
     Attributes:
         token_ids, spans, media_ends, message_ends: as in `Prompt`.
         piece_starts: number of tokens before each piece.
-        modalities, layouts: of every medium so far that is seen in slices, and how it is cut.
+        modalities, layouts: modality and slice layout of every medium so far; filled for families
+            with slices.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -83,12 +84,12 @@ class Expander:
     """Expands the placeholders of rendered prompts, as transformers' `Qwen3VLProcessor` does.
 
     Args:
-        tokenizer: of the checkpoint.
-        vision: the checkpoint's vision tokens, None for a text-only one.
+        tokenizer: the checkpoint's.
+        vision: the checkpoint's vision tokens; None for a text-only one.
     """
 
     joins_text: frozenset[Modality] = frozenset({"video"})
-    """Text in front of these media runs into their first timestamp and is read with it."""
+    """Media whose first timestamp is tokenised together with the text before it."""
 
     def __init__(self, tokenizer: Tokenizer, vision: VisionTokens | None) -> None:
         self._tokenizer = tokenizer
@@ -101,9 +102,9 @@ class Expander:
     def expand(
         self, pieces: Sequence[Piece], typed: TypedText, media: Sequence[HasRecord]
     ) -> Expansion:
-        """Tokens of a prompt.
+        """Expand a prompt's placeholders and tokenise its text.
 
-        Raises InvalidRequestError if the template did not place exactly these media in this order.
+        Raises InvalidRequestError unless the template placed exactly these media in this order.
         """
         out, text, item = Expansion(), "", 0
         for piece in pieces:
@@ -162,7 +163,8 @@ class Expander:
         )
 
     def _identity(self, record: MediaRecord, patch: int) -> bytes:
-        """All that a span's tokens and their positions depend on, besides its size."""
+        """Return the hash of all that determines a span's tokens and positions, besides its
+        size."""
         return record.hashes[patch]
 
     def _add_image(self, out: Expansion, record: MediaRecord, item: int) -> None:
@@ -180,7 +182,7 @@ class Expander:
 
 def _misplaced() -> InvalidRequestError:
     return InvalidRequestError(
-        "the chat template does not place the images and videos as the messages do",
+        "the chat template does not place the images and videos in the order of the messages",
         param="messages",
     )
 
@@ -192,11 +194,11 @@ def shared_tokens(
     expansion: Expansion,
     other: Sequence[Piece],
 ) -> int:
-    """How many leading tokens of a prompt a second rendering has as well.
+    """Count the leading tokens that a prompt shares with a second rendering.
 
     Args:
         pieces, expansion: the prompt.
-        other: pieces of the second rendering, of the same media.
+        other: pieces of the second rendering, with the same media.
     """
     same = 0
     while same < min(len(pieces), len(other)) and pieces[same] == other[same]:
@@ -206,7 +208,7 @@ def shared_tokens(
     start = expansion.piece_starts[same]
     if same == len(other) or pieces[same].is_special or other[same].is_special:
         return start
-    # `start` counts no token of a text piece: those are added with the special token behind it.
+    # `start` precedes the text piece's tokens: they are added with the special token after it.
     mine, theirs = (
         tokenizer.encode_plain(typed.restore(piece.text)) for piece in (pieces[same], other[same])
     )
@@ -217,16 +219,16 @@ def shared_tokens(
 
 
 def mrope_positions(length: int, spans: Sequence[MediaSpan]) -> tuple[torch.Tensor, int]:
-    """Positions of every token on the three axes, and how far a generated token's index is off.
+    """Compute the positions of every token on the three axes, and the offset of generated tokens.
 
-    Follows transformers' `Qwen3_5Model.get_rope_index` for a prompt whose videos are split at
-    their temporal patches.
+    Follows transformers' `Qwen3_5Model.get_rope_index` for a prompt whose videos are split at their
+    temporal patches.
 
     Returns:
         int64 `[3, length]`, and the highest position plus one minus the length.
     """
-    # With NumPy: each of torch's operations lets the interpreter's lock go, and on a busy server
-    # it takes a thread longer to get that back than to do all of this.
+    # NumPy instead of torch: every torch operation releases the GIL, and on a busy server
+    # reacquiring it takes longer than this whole function.
     positions = np.empty((3, length), dtype=np.int64)
     at, position = 0, 0
     for span in spans:
@@ -239,7 +241,7 @@ def mrope_positions(length: int, spans: Sequence[MediaSpan]) -> tuple[torch.Tens
         positions[2, span.start : span.end].reshape(rows, columns)[:] = np.arange(
             position, position + columns
         )
-        # As the reference has it: whole sides first, then merged.
+        # As in the reference: take the longer side first, then divide by the merge size.
         position += max(span.grid[1], span.grid[2]) // span.merge_size
         at = span.end
     positions[:, at:] = np.arange(position, position + length - at)

@@ -1,6 +1,8 @@
-"""Placeholders of pictures that are seen in slices, as transformers' `MiniCPMV4_6Processor` and
-`MiniCPMV4_7Processor` expand them: `<image>` and the whole picture, then each of its slices, a line
-break behind every row of them but the last."""
+"""Expands the placeholders of pictures seen in slices.
+
+Follows transformers' `MiniCPMV4_6Processor` and `MiniCPMV4_7Processor`: `<image>` and the whole
+picture, then each of its slices, with a line break after every row of slices but the last.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ _DOMAIN = b"vlm-serve picture on a canvas 1"
 
 @dataclass(frozen=True, slots=True)
 class SliceTokens:
-    """Ids of the tokens around slices and around pictures' numbers. `line` is the token that may
-    stand for a line break on a canvas."""
+    """Ids of the tokens around slices and around picture numbers.
+
+    `line` is the token of a line break on a canvas, if the checkpoint names one.
+    """
 
     slice_start: int
     slice_end: int
@@ -34,14 +38,17 @@ class SliceTokens:
 
 
 def find_slice_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> SliceTokens:
-    """Raises CheckpointError if there is no such special token, or config.json has another one."""
+    """Find the slice tokens of a checkpoint.
+
+    Raises CheckpointError if one is not a special token, or config.json gives a different id.
+    """
     family = tokenizer.family
 
     def find(name: str, usual: str | None) -> int:
         token = tokenizer.special_names.get(f"{name}_token", usual)
         token_id = None if token is None else tokenizer.special_tokens.get(token)
         if token_id is None:
-            raise CheckpointError(f"{token!r} of the checkpoint is no special token")
+            raise CheckpointError(f"{token!r} of the checkpoint is not a special token")
         given = config.get(f"{name}_id")
         if given not in (None, token_id):
             raise CheckpointError(f"{name}_id {given!r} in config.json is not {token!r}")
@@ -60,12 +67,12 @@ def find_slice_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> SliceT
 
 
 class SliceExpander(Expander):
-    """An `Expander` of pictures with slices.
+    """An `Expander` for pictures with slices.
 
     Args:
-        tokenizer: of the checkpoint.
-        vision, slices: its tokens.
-        numbered: whether pictures have their numbers before them, as far as the family has any.
+        tokenizer: the checkpoint's.
+        vision, slices: the checkpoint's tokens.
+        numbered: put numbers before pictures, for the media that the family numbers.
     """
 
     joins_text = frozenset()
@@ -129,7 +136,11 @@ class SliceExpander(Expander):
         out.token_ids.append(around[1])
 
     def _identity(self, record: MediaRecord, patch: int) -> bytes:
-        """On a canvas, where a picture's tokens lie follows from its slices, which come later."""
+        """Return the content hash; on a canvas, hash the slice layout of a whole picture with it.
+
+        Its tokens' positions follow from the layout, but the slices themselves come later in the
+        prompt.
+        """
         slices, known = record.slices, record.hashes[patch]
         if not self._on_canvas or slices is None or patch % (1 + slices.count):
             return known

@@ -1,4 +1,4 @@
-"""What the tokenizer and the chat template of a model family agree on."""
+"""Conventions shared by the tokenizer and the chat template of a model family."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Fixed facts about prompts of a family.
+    """Fixed facts about the prompts of a family.
 
     Attributes:
-        split: the pattern at which transformers has texts of this family split into words, whatever
-            tokenizer.json says; None: as the file has it.
-        end_of_turn: the token behind every message.
-        image_pad, video_pad: the tokens that stand for media, where the config names none.
-        vision_start, vision_end: around them, likewise.
+        split: the regular expression with which transformers splits texts of this family into
+            words, whatever tokenizer.json says; None: use the file's.
+        end_of_turn: the token after every message.
+        image_pad, video_pad: the placeholder tokens, where the config names none.
+        vision_start, vision_end: the tokens around them, likewise.
         timestamp: the text before a video's temporal patch, formatted with its seconds.
-        slice_start, slice_end: around placeholders of a slice, where pictures are cut into slices:
-            None where they are not.
-        id_start, id_end: around a picture's number, likewise.
-        numbered: the media that have such numbers before them.
-        positions: how tokens lie: "mrope": a span as a grid of its own; "count": one after the
-            other, media too; "canvas": a picture's slices side by side, under the whole picture.
+        slice_start, slice_end: the tokens around a slice's placeholders; None for families without
+            slices.
+        id_start, id_end: the tokens around a picture's number, likewise.
+        numbered: the media with such numbers before them.
+        positions: "mrope": a span is a grid of its own; "count": all tokens count up one by one,
+            media too; "canvas": a picture's slices lie side by side, under the whole picture.
     """
 
     split: str | None = None
@@ -83,10 +83,10 @@ _FAMILIES = {
     "minicpmv4_6": MINICPMV4_6,
     "minicpmv4_7": MINICPMV4_7,
 }
-"""By what model types begin with."""
+"""By prefix of the model type."""
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a model that nobody has given one."""
+    """Return the default family for a model type."""
     known = (family for name, family in _FAMILIES.items() if model_type.startswith(name))
     return next(known, CHATML)

@@ -1,8 +1,8 @@
-"""Bytes of a medium named by a URL: data:, http(s):// and file://.
+"""Fetches the bytes of a medium from a data:, http(s):// or file:// URL.
 
-A server fetches what strangers name, so every hop is checked before it is dialled (`dial.py`), what
-is read is bounded in bytes and time, and files come only from below one folder. Messages never tell
-addresses or paths of the server.
+A server fetches URLs named by strangers. So every hop is checked before the connection
+(`http_get.py`), every read is bounded in bytes and time, and files come only from below one folder.
+Error messages never reveal addresses or paths of the server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError, OverloadedError
 from vlm_serve.preprocess.data_url import read_data_url
-from vlm_serve.preprocess.dial import Deadline, parse_target, request
+from vlm_serve.preprocess.http_get import Deadline, parse_target, request
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.stopping import Stop
 
@@ -30,16 +30,16 @@ _FIRST_BYTES = 1 << 18
 _MAX_URL = 1 << 13
 
 Hold = Callable[[int], None]
-"""Is told how many bytes more will be held; waits, or raises, where they are too many."""
+"""Reserves memory for this many more bytes; waits or raises if there is not enough."""
 Holding = Callable[[Stop], AbstractContextManager[Hold]]
-"""Makes what counts the bytes of one medium, until the block's end."""
+"""Opens the accounting of one medium's bytes, until the block's end."""
 
 
 class FetchBudget:
-    """Counts what is being fetched, by all requests together. Thread-safe.
+    """A limit on the bytes being fetched by all requests together. Thread-safe.
 
     Args:
-        max_bytes: what may be held at once.
+        max_bytes: limit on the bytes held at once.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -49,8 +49,10 @@ class FetchBudget:
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[Hold]:
-        """Yields what counts bytes, which raises OverloadedError where they are too many; what it
-        has counted is free again after the block."""
+        """Yield a function that reserves bytes; free them all at the end of the block.
+
+        The function raises OverloadedError if the budget is exceeded.
+        """
         mine = 0
 
         def hold(size: int) -> None:
@@ -58,7 +60,7 @@ class FetchBudget:
             with self._lock:
                 if self._held + size > self._max_bytes:
                     raise OverloadedError(
-                        f"media of over {self._max_bytes} bytes are being fetched already",
+                        f"the media being fetched at once are limited to {self._max_bytes} bytes",
                         code="fetch_budget",
                     )
                 self._held += size
@@ -80,12 +82,12 @@ def fetch(
     stop: Stop | None = None,
     hold: Hold | None = None,
 ) -> bytes:
-    """The bytes that a URL stands for.
+    """Return the bytes of a URL.
 
     Args:
-        stop: closes the connection when the bytes are not wanted any more.
-        hold: is told of all bytes that come over the network before they are read, of more than
-            come where their number is not known; what it raises ends the fetch.
+        stop: closes the connection once the bytes are no longer wanted.
+        hold: reserves the bytes of a network transfer before they are read; where the size is
+            unknown, it reserves more than arrive. An error raised by it ends the fetch.
 
     Raises InvalidRequestError for a malformed or unsupported URL, MediaFetchError if it cannot be
     fetched, MediaError if there are more than `max_bytes`, StoppedError.
@@ -139,7 +141,7 @@ def _next_url(url: str, location: str, param: str | None) -> str:
     except ValueError:
         joined = ""
     if not location or len(joined) > _MAX_URL:
-        raise MediaFetchError("the server redirects to no valid URL", param=param)
+        raise MediaFetchError("the server redirected to an invalid URL", param=param)
     return joined
 
 
@@ -189,7 +191,7 @@ def _read_file_url(url: str, max_bytes: int, root: Path | None, param: str | Non
         raise InvalidRequestError("the file:// URL is malformed", param=param) from None
     if parts.netloc not in ("", "localhost") or not path.is_absolute():
         raise InvalidRequestError("a file:// URL must name an absolute path", param=param)
-    # One message for all cases: what exists outside the folder is not the client's business.
+    # One message for all cases: clients must not learn which files exist outside of the folder.
     refused = MediaFetchError("there is no such file below the allowed folder", param=param)
     try:
         allowed = root.resolve(strict=True)
@@ -204,15 +206,15 @@ def _read_file_url(url: str, max_bytes: int, root: Path | None, param: str | Non
 
 
 def read_file(path: Path, max_bytes: int, *, below: Path | None = None, param: str | None) -> bytes:
-    """Bytes of a regular file.
+    """Return the bytes of a regular file.
 
     Args:
-        path: the file; without `below`, links are followed.
-        below: a folder that the opened file must lie in, all links resolved.
+        path: the file; links are followed unless `below` is given.
+        below: a folder that must contain the opened file, with all links resolved.
 
     Raises OSError if there is no such regular file, MediaError if it is over `max_bytes`.
     """
-    # Not blocking: opening a FIFO would otherwise wait for its writer.
+    # O_NONBLOCK: opening a FIFO would otherwise wait for its writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if below else 0)
     descriptor = os.open(path, flags)
     with os.fdopen(descriptor, "rb") as file:
@@ -230,7 +232,10 @@ def read_file(path: Path, max_bytes: int, *, below: Path | None = None, param: s
 
 
 def _opened_path(descriptor: int, path: Path) -> Path:
-    """Where the opened file is: a folder on the way may have become a link since the check."""
+    """Return the real path of an opened file.
+
+    A parent folder may have become a link since the check.
+    """
     try:
         return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
     except OSError:  # no /proc on this system

@@ -1,4 +1,4 @@
-"""Content hashes: what the model sees of a medium, named (docs/architecture.md#identity)."""
+"""Content hashes: name the pixels that the model sees (docs/architecture.md#identity)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _DOMAIN = b"vlm-serve content 1"
 
 
 def content_hash(modality: Modality, pixels: torch.Tensor, grid: tuple[int, int, int]) -> bytes:
-    """32-byte BLAKE3 of an image or of one temporal patch of a video.
+    """Return the 32-byte BLAKE3 of an image or of one temporal patch of a video.
 
     Args:
-        modality: an image and a video frame of equal pixels are different media.
+        modality: part of the hash: an image and a video frame of equal pixels are different media.
         pixels: post-resize uint8, `[3, height, width]` or `[frames, 3, height, width]`, contiguous.
         grid: (1, h, w) in patches.
     """
@@ -28,6 +28,6 @@ def content_hash(modality: Modality, pixels: torch.Tensor, grid: tuple[int, int,
         tagged("grid", ",".join(map(str, grid))),
     )
     hasher = blake3(b"".join(fields))
-    # Last and of a length that the shape says, so it needs no prefix and no copy.
+    # The pixels come last and the shape gives their length: no prefix and no copy is needed.
     hasher.update(pixels.numpy().reshape(-1).data)
     return hasher.digest()

@@ -1,7 +1,7 @@
 """Identity of prefixes: cut points, block keys and tail keys (docs/architecture.md#identity).
 
-Keys depend on nothing but their inputs: the same prompt has the same keys in every process and on
-every machine. All integers are little-endian and of fixed width.
+Keys depend only on their inputs: the same prompt has the same keys in every process and on every
+machine. All integers are little-endian and of fixed width.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MODALITY_TAGS = {"image": 1, "video": 2}
 
 
 class SpanIdentity(Protocol):
-    """What a key takes from a media span; `MediaSpan` is one."""
+    """The properties of a media span that enter keys; `MediaSpan` implements it."""
 
     @property
     def start(self) -> int: ...
@@ -39,12 +39,12 @@ class SpanIdentity(Protocol):
     def content_hash(self) -> bytes: ...
     @property
     def patch(self) -> int:
-        """Which temporal patch of its video it is; says nothing of identity."""
+        """Index of the temporal patch in its video; not part of the identity."""
         ...
 
 
 def tagged(name: str, value: bytes | str | int) -> bytes:
-    """One field of a hash input: its name and value, each with its length in front."""
+    """Encode one field of a hash input: its name and value, each prefixed with its length."""
     if isinstance(value, int):
         value = str(value)
     raw = value.encode() if isinstance(value, str) else value
@@ -54,19 +54,21 @@ def tagged(name: str, value: bytes | str | int) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class RootFields:
-    """Everything besides the tokens and media that the cached tensors depend on.
+    """Everything that cached tensors depend on besides tokens and media.
 
     Attributes:
         weights_fingerprint: BLAKE3 over the content of the weights; never over names or shapes.
-        weight_dtype, compute_dtype, kv_dtype, state_dtype, conv_dtype, vision_dtype: of weights and
-            activations, of keys and values, recurrent matrices and convolution tails in the cache,
-            and of the vision tower: names such as "float32".
+        weight_dtype, compute_dtype: types of weights and of activations, such as "float32".
+        kv_dtype, state_dtype, conv_dtype: types of keys and values, recurrent matrices and
+            convolution tails in the cache.
+        vision_dtype: type of the vision tower.
         block_size: tokens per block.
         chunk_size: tokens per gated-delta chunk.
-        processor_fingerprint: of the media processors and their configs; `Preprocessor` knows it.
+        processor_fingerprint: names the media processors and their configs; `Preprocessor` fills it
+            in.
         adapter: name and content of a weight adapter, "" for none.
         cache_salt: the tenant's salt, "" for the common pool.
-        numerics: names the arithmetic; equal names stand for equal bits.
+        numerics: names the arithmetic; equal names guarantee equal bits.
     """
 
     weights_fingerprint: bytes
@@ -84,18 +86,20 @@ class RootFields:
     numerics: str = ""
 
     def key(self) -> bytes:
-        """The 32-byte root key of all prompts with these fields."""
+        """Return the 32-byte root key of all prompts with these fields."""
         parts = [tagged("domain", _ROOT_DOMAIN)]
         parts += [tagged(field.name, getattr(self, field.name)) for field in fields(self)]
         return blake3(b"".join(parts)).digest()
 
 
 def embedding_key(root: bytes, content_hash: bytes, merge_size: int) -> bytes:
-    """Key of a span's vision embeddings: the same at every position of every prompt of a root.
+    """Return the key of a span's vision embeddings.
+
+    It is the same at every position of every prompt of a root.
 
     Args:
-        merge_size: patches per side that become one token: the same pixels can become more tokens
-            or fewer.
+        merge_size: patches per side that become one token; the same pixels can become more or fewer
+            tokens.
     """
     fields = (
         tagged("domain", _EMBEDDING_DOMAIN),
@@ -110,21 +114,21 @@ class PromptKeys:
     """Cut points and chained BLAKE3 keys of a token sequence that may still grow.
 
     Args:
-        root: 32-byte key of everything the tokens do not say (`RootFields.key`).
+        root: 32-byte key of everything outside of the tokens (`RootFields.key`).
         token_ids: the sequence, placeholders expanded; each below 2**32.
         block_size: tokens per block.
         spans: media spans, sorted by start and disjoint.
-        end_of_turn_ids: tokens after which there is a cut point.
+        end_of_turn_ids: tokens followed by a cut point.
 
     Attributes:
         block_size: tokens per block.
         block_keys: one 32-byte key per full block.
         cuts: all cut points (multiples of the block size, span ends, positions after an end-of-turn
             token) in ascending order, 0 excluded, up to the current length.
-        tails: cut point -> 32-byte key, for the cut points that are no multiple of the block size.
+        tails: cut point -> 32-byte key, for cut points inside a block.
         span_bounds: (start, end) of every media span.
         span_kinds, span_hashes: modality and content hash of every media span.
-        span_continues: whether a span goes on with the video of the span before it.
+        span_continues: True if a span continues the video of the span before it.
     """
 
     __slots__ = (
@@ -223,7 +227,7 @@ class PromptKeys:
     def _spans_within(
         self, spans: Sequence[SpanIdentity], start: int, end: int
     ) -> Sequence[SpanIdentity]:
-        """The spans that share a token with `[start, end)`."""
+        """Return the spans that overlap `[start, end)`."""
         return spans[bisect_right(self._span_ends, start) : bisect_left(self._span_starts, end)]
 
     def _key(self, block: int, packed: bytes, bound: bytes) -> bytes:
@@ -231,13 +235,13 @@ class PromptKeys:
         return blake3(parent + _COUNT.pack(len(packed) // 4) + packed + bound).digest()
 
     def __len__(self) -> int:
-        """Number of tokens covered."""
+        """Return the number of tokens covered."""
         return self._length
 
     def fork(self, root: bytes | None = None) -> PromptKeys:
-        """An independent copy that can be extended (the prompt's own stays as it is).
+        """Return an independent copy to extend; the original stays as it is.
 
-        With another `root` it shares no embedding with the prompt; its block keys stay.
+        A copy with another `root` shares no embedding with the prompt, but keeps its block keys.
         """
         copy = object.__new__(PromptKeys)
         for name in PromptKeys.__slots__:
@@ -250,11 +254,11 @@ class PromptKeys:
         return copy
 
     def packed(self, start: int, end: int) -> bytes:
-        """The ids of tokens `[start, end)`, four little-endian bytes each."""
+        """Return the ids of tokens `[start, end)`, four little-endian bytes each."""
         return bytes(self._packed[start * 4 : end * 4])
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Appends text tokens (what a request generates)."""
+        """Append text tokens, such as generated ones."""
         for token in token_ids:
             packed = _COUNT.pack(token)
             self._packed += packed
@@ -280,11 +284,11 @@ class PromptKeys:
         return self.span_bounds[index]
 
     def inside_span(self, position: int) -> bool:
-        """True if `start < position < end` for a media span."""
+        """Return True if `start < position < end` for a media span."""
         return self._span_around(position) is not None
 
     def last_cut(self, limit: int) -> int:
-        """The deepest cut point <= limit that lies strictly inside no span, else 0."""
+        """Return the deepest cut point <= limit that is not strictly inside a span, else 0."""
         while True:
             index = bisect_right(self.cuts, limit)
             if index == 0:
@@ -297,7 +301,7 @@ class PromptKeys:
 
 
 def _pack_spans(spans: Sequence[SpanIdentity], at: int) -> bytes:
-    """Spans as seen from the block that starts at token `at`."""
+    """Pack spans relative to the block that starts at token `at`."""
     packed = []
     for span in spans:
         assert len(span.content_hash) == KEY_BYTES
@@ -307,7 +311,7 @@ def _pack_spans(spans: Sequence[SpanIdentity], at: int) -> bytes:
 
 
 def _overlaps(spans: Sequence[SpanIdentity], block_size: int) -> dict[int, bytes]:
-    """Block index -> packed spans that share a token with it, in order."""
+    """Map each block index to the packed spans that overlap the block, in order."""
     overlaps: dict[int, bytes] = {}
     for span in spans:
         for block in range(span.start // block_size, (span.end - 1) // block_size + 1):

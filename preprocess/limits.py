@@ -1,4 +1,4 @@
-"""What a request may ask of the media path. Every bound is checked before the work it bounds."""
+"""Limits of the media path. Every limit is checked before the work it bounds."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from pathlib import Path
 from vlm_serve.errors import MediaError
 
 DEFAULT_FPS = 24.0
-"""Frames a second where nothing says, as transformers assumes."""
+"""Frame rate where none is known, as transformers assumes."""
 
 _PILLOW_ERROR_PIXELS = 178_956_970
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaLimits:
-    """Bounds set by whoever runs the engine.
+    """Limits set by the operator of the engine.
 
     Attributes:
-        max_images, max_videos: per prompt; None means no bound.
-        max_image_bytes, max_video_bytes: of one encoded medium.
+        max_images, max_videos: media per prompt; None: unlimited.
+        max_image_bytes, max_video_bytes: size of one encoded medium.
         max_image_pixels: width times height, read from the header.
         max_image_scans: passes over its pixels that a progressive JPEG may make.
         max_video_pixels: width times height of one frame.
         max_video_frames: frames in the file or array, sampled or not.
         max_video_seconds: length of a video.
         max_image_decode_seconds, max_decode_seconds: wall time for decoding one image or video.
-        max_decode_bytes: memory that decoding one medium may take, its own bytes not counted.
+        max_decode_bytes: memory for decoding one medium, its own bytes not counted.
         max_fetch_seconds: wall time for fetching one URL, redirects included.
-        max_fetched_bytes: of all media that are being fetched or, after that, decoded.
+        max_fetched_bytes: total size of all media from the start of fetching to the end of
+            decoding.
         max_redirects: hops after the first.
-        allowed_local_media_path: file:// URLs below it may be read; None: none may.
+        allowed_local_media_path: folder below which file:// URLs may be read; None: nowhere.
         allowed_media_domains: hosts that may be fetched from; empty: every host.
         allow_private_networks: also fetch from addresses that are not global.
     """
@@ -55,7 +56,7 @@ class MediaLimits:
     allow_private_networks: bool = False
 
     def __post_init__(self) -> None:
-        # Pillow refuses such images itself.
+        # Pillow itself refuses larger images.
         assert 0 < self.max_image_pixels <= _PILLOW_ERROR_PIXELS
 
 
@@ -66,7 +67,7 @@ def check_video(
     limits: MediaLimits,
     param: str | None,
 ) -> None:
-    """Raises MediaError if a video has too many frames or pixels, or is too long."""
+    """Check a video's frames, length and pixels. Raises MediaError if one exceeds its limit."""
     if num_frames > limits.max_video_frames:
         raise MediaError(f"the video is over {limits.max_video_frames} frames", param=param)
     if num_frames / fps > limits.max_video_seconds:

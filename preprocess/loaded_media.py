@@ -1,4 +1,4 @@
-"""A medium of a prompt: what is known of it, and its pixels once they are needed."""
+"""A medium of a prompt: its record, and its pixels once they are needed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vlm_serve.preprocess.stopping import Stop
 
 
 class LoadedMedia:
-    """A `MediaItem`: its record, and its pixels once they are needed.
+    """A `MediaItem` with a record and lazily decoded pixels.
 
     Args:
         record: grid, hashes and times.
-        config: of the processor that made it.
-        processed: with the pixels; None while they are only known by their hashes.
-        reload: makes them, if they are only known so; raises MediaError.
-        waited: seconds that somebody beyond this process was asked for the record.
+        config: settings of the processor that made it.
+        processed: the record with its pixels; None if only the record is known.
+        reload: decodes the pixels, if only the record is known; raises MediaError.
+        waited: seconds spent on looking up the record outside of this process.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LoadedMedia:
         self._get_processed(stop)
 
     def corrected(self) -> LoadedMedia:
-        """What decoding has given, where that is not what was recorded; else itself."""
+        """Return a medium with the decoded content if it differs from the record, else this one."""
         with self._lock:
             other = self._other
         if other is None:

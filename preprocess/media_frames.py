@@ -1,4 +1,4 @@
-"""Videos as numbered frames, and those that come as arrays."""
+"""The interface of videos as numbered frames, and videos given as arrays."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
 
 
 class Video(Protocol):
-    """Frames that can be asked for by number."""
+    """A video with random access to its frames."""
 
     fps: float
-    """Average frames a second."""
+    """Average frames per second."""
 
     times: Sequence[float]
-    """Seconds of every frame from the first one, ascending."""
+    """Seconds of every frame since the first one, ascending."""
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
-        """uint8 `[height, width, 3]` of each index; ascending, repetitions allowed."""
+        """Yield uint8 `[height, width, 3]` for each index; ascending, repetitions allowed."""
         ...
 
 
 class ArrayVideo:
-    """Frames that are already decoded.
+    """A video of already decoded frames.
 
     Args:
-        frames: uint8 `[T, height, width, 3]`, or a sequence of PIL images or of
-            `[height, width, 3]` arrays of one size.
-        fps: frames a second; None: 24, as transformers assumes.
-        limits: bounds on frames, pixels and length.
+        frames: uint8 `[T, height, width, 3]`, or a sequence of PIL images or of `[height, width,
+            3]` arrays of one size.
+        fps: frames per second; None: 24, as transformers assumes.
+        limits: limits on frames, pixels and length.
         param: the request field to name in errors.
 
-    Raises MediaError if the frames are not as above, there are none, or a limit is exceeded.
+    Raises MediaError if the frames are of another form, there are none, or a limit is exceeded.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ArrayVideo:
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
         for index in indices:
-            # torch takes neither read-only arrays nor negative strides.
+            # torch accepts neither read-only arrays nor negative strides.
             yield np.array(self._frames[index], order="C")
 
 

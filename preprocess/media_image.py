@@ -1,12 +1,13 @@
-"""Encoded images and PIL images to upright 8-bit RGB.
+"""Converts encoded images and PIL images to upright 8-bit RGB.
 
-Transparency is composed over white as transformers does (`image_transforms.convert_to_rgb`), with
-the same Pillow calls, hence the same bits. Three things transformers leaves alone are settled here:
-EXIF orientation is always applied, 16-bit samples keep their upper byte instead of clipping, and a
-transparent colour of a PNG file means its samples at the file's own depth.
+Transparency is composed over white with the same Pillow calls as in transformers
+(`image_transforms.convert_to_rgb`), hence with the same bits. Three things left open by
+transformers are defined here. EXIF orientation is always applied. 16-bit samples keep their upper
+byte instead of clipping. A transparent colour of a PNG file refers to samples at the file's own
+depth.
 
-Pictures are converted strip by strip, straight into the array that is returned: beside it and what
-Pillow decoded there is never another picture of full size.
+Pictures are converted strip by strip into the returned array. Besides it and Pillow's decoded
+image, no other full-size copy exists.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from vlm_serve.preprocess.limits import MediaLimits
 
 Pixels = npt.NDArray[np.uint8]
 NewPixels = Callable[[tuple[int, int, int]], Pixels]
-"""Makes the array of a shape that a picture is written to."""
+"""Allocates the output array of a given shape."""
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 _WHITE = (255, 255, 255, 255)
 _16_BIT = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
 _STRIP_PIXELS = 1 << 20
-# What Pillow keeps of a pixel; 4 bytes in all other modes.
+# Bytes that Pillow uses per pixel; 4 in all other modes.
 _MODE_BYTES = {"1": 1, "L": 1, "P": 1} | dict.fromkeys(_16_BIT - {"I"}, 2)
-# A lazily opened image must not be loaded by two threads at once.
+# Two threads must not load a lazily opened image at the same time.
 _load_lock = threading.Lock()
 
 
 class MediaMemoryError(MediaError):
-    """Decoding takes more memory than it may."""
+    """Decoding exceeds its memory limit."""
 
 
 def _empty(shape: tuple[int, int, int]) -> Pixels:
@@ -51,12 +52,12 @@ def _empty(shape: tuple[int, int, int]) -> Pixels:
 
 @dataclass(frozen=True, slots=True)
 class OpenedImage:
-    """An encoded image of which only the header has been read.
+    """An encoded image with only its header read.
 
     Attributes:
-        image: what Pillow made of it.
-        low: the same file opened to give the lower bytes of 16-bit colours, where those matter.
-        work: pixels times the passes that decoding makes over them.
+        image: the image as Pillow opened it.
+        low: the same file, opened to give the lower bytes of 16-bit colours; None if not needed.
+        work: pixels times the passes of the decoder over them.
     """
 
     image: PIL.Image.Image
@@ -65,23 +66,23 @@ class OpenedImage:
 
 
 def decode_image(data: bytes, limits: MediaLimits, param: str | None = None) -> Pixels:
-    """Pixels of an encoded image (the first frame of an animated one).
+    """Decode an encoded image (the first frame of an animated one).
 
     Args:
         data: the file's bytes; formats are those in `FORMATS`.
-        limits: bytes, pixels, passes and memory allowed; all are known before decoding.
+        limits: limits on bytes, pixels, passes and memory; all are checked before decoding.
         param: the request field to name in errors.
 
     Returns:
         uint8 `[height, width, 3]`.
 
-    Raises MediaError for anything that is not such an image, whole and within the limits.
+    Raises MediaError unless it is such an image, complete and within the limits.
     """
     return decode_opened(open_image(data, limits, param), limits, param)
 
 
 def open_image(data: bytes, limits: MediaLimits, param: str | None = None) -> OpenedImage:
-    """Reads an image's header and checks it. Arguments and errors as for `decode_image`."""
+    """Read and check an image's header. Arguments and errors as for `decode_image`."""
     if not data:
         raise MediaError("the image is empty", param=param)
     if len(data) > limits.max_image_bytes:
@@ -95,16 +96,16 @@ def open_image(data: bytes, limits: MediaLimits, param: str | None = None) -> Op
         raise _too_many_pixels(limits, param) from None
     except MemoryError:
         raise _too_much_memory(limits, param) from None
-    except Exception:  # Pillow's plugins raise whatever a broken header leads them to
+    except Exception:  # Pillow's plugins raise errors of any kind on a broken header
         raise MediaError("the image is damaged", param=param) from None
     _check_size(image, limits, param)
     scans = count_scans(data, limits.max_image_scans)
     if scans > limits.max_image_scans:
         raise MediaError(f"the image has over {limits.max_image_scans} scans", param=param)
-    low = _settle_transparency(image, data)
+    low = _normalise_transparency(image, data)
     pixels = image.width * image.height
     held = _MODE_BYTES.get(image.mode, 4) * (1 if low is None else 2) + 3
-    if scans > 1:  # all coefficients are kept between the scans
+    if scans > 1:  # the decoder keeps all coefficients between scans
         held += 2 * len(image.getbands())
     if pixels * held > limits.max_decode_bytes:
         raise _too_much_memory(limits, param)
@@ -114,13 +115,13 @@ def open_image(data: bytes, limits: MediaLimits, param: str | None = None) -> Op
 def decode_opened(
     opened: OpenedImage, limits: MediaLimits, param: str | None = None, new: NewPixels = _empty
 ) -> Pixels:
-    """Pixels of an opened image, which is closed. `new` makes the array that they are put into."""
+    """Decode an opened image into an array from `new`, and close the image."""
     with opened.image as image:
         return _decode(image, opened.low, limits, param, new)
 
 
 def image_to_rgb(image: PIL.Image.Image, limits: MediaLimits, param: str | None = None) -> Pixels:
-    """Pixels of a PIL image of any mode, which stays as it is.
+    """Convert a PIL image of any mode, which stays unchanged.
 
     Returns:
         uint8 `[height, width, 3]`.
@@ -145,7 +146,7 @@ def _load(image: PIL.Image.Image, limits: MediaLimits, param: str | None) -> Non
         image.load()
     except MemoryError:
         raise _too_much_memory(limits, param) from None
-    except Exception:  # Pillow's plugins raise whatever broken data leads them to
+    except Exception:  # Pillow's plugins raise errors of any kind on broken data
         raise MediaError("the image is truncated or damaged", param=param) from None
 
 
@@ -163,15 +164,17 @@ def _decode(
         raise MediaError("floating-point images are not supported", param=param)
     try:
         orientation = _orientation(image)
-        lies = orientation in _LYING
-        pixels = new((image.width, image.height, 3) if lies else (image.height, image.width, 3))
-        view = _AS_STORED.get(orientation, _as_it_is)(pixels)
+        transposed = orientation in _TRANSPOSED
+        pixels = new(
+            (image.width, image.height, 3) if transposed else (image.height, image.width, 3)
+        )
+        view = _AS_STORED.get(orientation, _unchanged)(pixels)
         for box in _strips(image.size):
             view[box[1] : box[3]] = _to_rgb(image.crop(box), low and low.crop(box))
         return pixels
     except MemoryError:
         raise _too_much_memory(limits, param) from None
-    except Exception:  # see above
+    except Exception:  # as in `_load`
         raise MediaError("the image is truncated or damaged", param=param) from None
 
 
@@ -191,11 +194,11 @@ def _too_much_memory(limits: MediaLimits, param: str | None) -> MediaMemoryError
     return MediaMemoryError(f"the image takes over {most} MiB to decode", param=param)
 
 
-def _as_it_is(pixels: Any) -> Any:
+def _unchanged(pixels: Any) -> Any:
     return pixels
 
 
-# From an upright picture to how one of that EXIF orientation is stored.
+# Map an upright picture to its stored layout, by EXIF orientation.
 _AS_STORED: dict[int, Callable[[Any], Any]] = {
     2: lambda pixels: pixels[:, ::-1],
     3: lambda pixels: pixels[::-1, ::-1],
@@ -205,21 +208,21 @@ _AS_STORED: dict[int, Callable[[Any], Any]] = {
     7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
     8: lambda pixels: np.rot90(pixels, 3),
 }
-_LYING = frozenset({5, 6, 7, 8})
+_TRANSPOSED = frozenset({5, 6, 7, 8})
 
 
 def _orientation(image: PIL.Image.Image) -> int:
     try:
         found = image.getexif().get(PIL.ExifTags.Base.Orientation, 1)
-    except Exception:  # broken EXIF says nothing about the pixels
+    except Exception:  # broken EXIF does not make the pixels invalid
         return 1
     return found if isinstance(found, int) else 1
 
 
-def _settle_transparency(image: PIL.Image.Image, data: bytes) -> PIL.Image.Image | None:
-    """Brings a PNG file's transparent colour to the depth at which Pillow gives its samples.
+def _normalise_transparency(image: PIL.Image.Image, data: bytes) -> PIL.Image.Image | None:
+    """Scale a PNG file's transparent colour to the depth of Pillow's samples.
 
-    Of 16-bit colours Pillow gives the upper bytes alone: then the lower ones are returned.
+    Pillow drops the lower bytes of 16-bit colours: for those, return an image that reads them.
     """
     if not isinstance(image, PngImageFile) or image.info.get("transparency") is None:
         return None

@@ -1,4 +1,4 @@
-"""Loads the media of a prompt: fetched, looked up in the raw index, decoded where need be."""
+"""Loads the media of a prompt: fetches them, looks them up in the raw index, decodes on demand."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ class MediaLoader:
     """Turns the media parts of a request into items. Thread-safe.
 
     Args:
-        images, videos: the checkpoint's processors; None where the checkpoint takes no such media.
-        limits: bounds on what is fetched and decoded.
-        raw_index: where records of earlier uploads are kept.
-        decoders: decode what comes as a file.
+        images, videos: the checkpoint's processors; None for media it does not support.
+        limits: limits on fetching and decoding.
+        raw_index: keeps records of earlier uploads.
+        decoders: decode media that come as files.
 
     Attributes:
-        also_holding: counts what is fetched too, beside the loader's own budget; None: nobody does.
-        fingerprint: of the processors.
-        counts: "decoded" media; those of which everything was known, by where: "index" or "tiers";
-            and those that were "unconfirmed" when they were decoded after all.
+        shared_budget: a second budget for fetched bytes, besides the loader's own; None: there is
+            none.
+        fingerprint: names the processors.
+        counts: number of media "decoded"; of media found by record, in the "index" or in the
+            "tiers"; and of "unconfirmed" ones, whose record proved wrong when they were decoded.
     """
 
     def __init__(
@@ -70,15 +71,15 @@ class MediaLoader:
         self.counts = Counter[str]()
         self._counting = threading.Lock()
         self._budget = FetchBudget(limits.max_fetched_bytes)
-        self.also_holding: Holding | None = None
-        # Pictures and arrays of Python callers are converted here, not many at a time.
+        self.shared_budget: Holding | None = None
+        # Pictures and arrays of Python callers are converted in this process, a few at a time.
         self._converting = threading.BoundedSemaphore(_CONVERSIONS)
         self.fingerprint = fingerprint(
             *(each.config if each else None for each in (images, videos))
         )
 
     def keep_records(self, records: UploadRecords) -> None:
-        """Has what is known of files kept there too, from now on."""
+        """Keep records of files in `records` too, from now on."""
         self._path = decoding_path(self._limits)
         self._records = records
 
@@ -86,7 +87,7 @@ class MediaLoader:
         return self._images if part.modality == "image" else self._videos
 
     def check_count(self, parts: list[MediaPart]) -> None:
-        """Raises InvalidRequestError if a prompt has more media, or others, than it may."""
+        """Check the number and kinds of a prompt's media. Raises InvalidRequestError."""
         for modality, config, limit in (
             ("image", self._images, self._limits.max_images),
             ("video", self._videos, self._limits.max_videos),
@@ -98,23 +99,25 @@ class MediaLoader:
                 )
             if limit is not None and len(found) > limit:
                 raise InvalidRequestError(
-                    f"a prompt may hold {limit} {modality}s, this one has {len(found)}",
+                    f"a prompt may have at most {limit} {modality}s, this one has {len(found)}",
                     param=found[limit].param,
                 )
 
     def check_options(self, parts: Iterable[MediaPart]) -> None:
-        """Raises InvalidRequestError for an option that is out of bounds. Parts of a kind that the
-        model does not take are passed over."""
+        """Check the options of media parts; skip media that the model does not support.
+
+        Raises InvalidRequestError for an option out of bounds.
+        """
         for part in parts:
             processor = self._processor(part)
             if processor is not None:
                 processor.options(part)
 
     def load(self, part: MediaPart, cache_salt: str, stop: Stop) -> LoadedMedia:
-        """The item of one part. Only what the raw index does not know is decoded.
+        """Load the item of one part; decode it only if its record is unknown.
 
-        Raises MediaFetchError, MediaError or InvalidRequestError; OverloadedError while too much is
-        being fetched; StoppedError.
+        Raises MediaFetchError, MediaError or InvalidRequestError; OverloadedError if the fetch
+        budget is exhausted; StoppedError.
         """
         stop.check()
         with self._holding(stop) as hold:
@@ -124,8 +127,8 @@ class MediaLoader:
     def _holding(self, stop: Stop) -> Iterator[Hold]:
         with self._budget.holding() as own, contextlib.ExitStack() as stack:
             counters = [own]
-            if self.also_holding is not None:
-                counters.append(stack.enter_context(self.also_holding(stop)))
+            if self.shared_budget is not None:
+                counters.append(stack.enter_context(self.shared_budget(stop)))
 
             def hold(size: int) -> None:
                 for count in counters:
@@ -144,18 +147,17 @@ class MediaLoader:
             options=options_key(options),
             fingerprint=self.fingerprint,
         )
-        # The text of a data: URL says as much as its bytes, and base64 is slower than hashing.
+        # A data: URL's text identifies its bytes, and hashing it is faster than decoding base64.
         url_key = key_of(part.source) if _is_data_url(part.source) else None
         known = self._raw_index.get(url_key) if url_key is not None else None
         if known is not None and url_key is not None:
             self._count("index")
             read = partial(self._read_source, part)
-            keys = (url_key,)
-            return self._recall(known, _Upload(part, options, processor, key_of, keys, read))
+            return self._recall(known, _Upload(part, options, processor, key_of, (url_key,), read))
         source = self._read_source(part, stop, hold)
         key = key_of(source) if isinstance(source, bytes) or _is_contiguous(source) else None
-        known_as = tuple(each for each in (key, url_key) if each is not None)
-        upload = _Upload(part, options, processor, key_of, known_as, lambda _: source)
+        keys = tuple(each for each in (key, url_key) if each is not None)
+        upload = _Upload(part, options, processor, key_of, keys, lambda _: source)
         began = time.monotonic()
         known = self._look_up(key, source)
         waited = time.monotonic() - began
@@ -166,13 +168,15 @@ class MediaLoader:
             item = LoadedMedia(done.record, processor.config, done, waited=waited)
             if key is not None and isinstance(source, bytes) and self._records is not None:
                 self._records.put(upload_key(key, self._path), done.record)
-        for each in known_as:
+        for each in keys:
             self._raw_index.put(each, item.record)
         return item
 
     def _look_up(self, key: bytes | None, source: Any) -> MediaRecord | None:
-        """What is known of an upload. Only bytes are asked for elsewhere: whoever has an array may
-        have changed it since its key was made."""
+        """Look up the record of an upload in the raw index and, for bytes, in the tiers.
+
+        Arrays are not looked up in the tiers: a caller may have changed one since its key was made.
+        """
         known = self._raw_index.get(key) if key is not None else None
         if known is not None:
             self._count("index")
@@ -183,7 +187,7 @@ class MediaLoader:
         return known
 
     def _recall(self, known: MediaRecord, upload: _Upload, waited: float = 0.0) -> LoadedMedia:
-        """An item that is known by its record alone."""
+        """Return an item known by its record alone; it is decoded when its pixels are needed."""
 
         def process(stop: Stop) -> Processed:
             source = upload.read(stop)
@@ -195,8 +199,10 @@ class MediaLoader:
         return LoadedMedia(known, upload.processor.config, None, process, waited)
 
     def _correct(self, upload: _Upload, source: Any, record: MediaRecord) -> None:
-        """What was recorded of an upload is wrong. Of an array that has changed meanwhile nothing
-        is known now."""
+        """Replace the wrong record of an upload, or drop it if the source is an array.
+
+        An array may have changed since its keys were made.
+        """
         self._count("unconfirmed")
         for key in upload.keys:
             self._raw_index.remove(key)
@@ -261,12 +267,12 @@ class MediaLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Upload:
-    """One medium as a client has given it.
+    """A medium as given by the client.
 
     Attributes:
-        options: effective ones.
-        key_of: the key of what it is, bytes or an array.
-        keys: under which it is in the raw index; none for pictures of Python callers.
+        options: the effective ones.
+        key_of: returns the key of the content, given bytes or an array.
+        keys: its keys in the raw index; none for pictures of Python callers.
         read: gets the bytes or the array.
     """
 
@@ -279,7 +285,7 @@ class _Upload:
 
 
 def is_remote(part: MediaPart) -> bool:
-    """True if loading the part waits for another machine."""
+    """Return True if loading the part waits for another machine."""
     return isinstance(part.source, str) and part.source[:5].lower().startswith("http")
 
 
@@ -300,7 +306,7 @@ def _image_pixels(source: Any, limits: MediaLimits, param: str) -> Pixels:
         try:
             source = PIL.Image.fromarray(source)
         except (TypeError, ValueError):
-            raise MediaError("the array is no picture", param=param) from None
+            raise MediaError("the array is not a valid image", param=param) from None
     if isinstance(source, PIL.Image.Image):
         return image_to_rgb(source, limits, param)
     raise MediaError("an image must be a PIL image, an array, bytes, a path or a URL", param=param)

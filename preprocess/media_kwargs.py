@@ -1,8 +1,8 @@
-"""Options for all media of a request, in the two fields that vLLM has for them.
+"""Options for all media of a request, in vLLM's two fields.
 
-`media_io_kwargs` says how files are read, by modality; `mm_processor_kwargs` says what the
-checkpoint's processor is to do. Both are read into the options that a part may have itself, which
-come first. What cannot be done is refused by name.
+`media_io_kwargs` controls how files are read, by modality; `mm_processor_kwargs` controls the
+checkpoint's processor. Both map to the per-part options, and a part's own options take precedence.
+An option that cannot be honoured is refused by name.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from vlm_serve.preprocess.prompt import Modality
 
 _MODALITIES: tuple[Modality, ...] = ("image", "video")
 _IO, _PROCESSOR = "media_io_kwargs", "mm_processor_kwargs"
-# Keys of the processor's arguments that are for one modality.
+# Nested processor arguments that apply to one modality.
 _NESTED: dict[str, Modality] = {"images_kwargs": "image", "videos_kwargs": "video"}
 _EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
-# Pictures are always read so: other values would be other pixels than the model was trained on.
+# The only values accepted: others would give pixels unlike those the model was trained on.
 _FIXED_IMAGE_IO = {"image_mode": "RGB", "rgba_background_color": [255, 255, 255]}
 
 ONE_OF_EACH = tuple(MediaPart(modality, None, {}, modality) for modality in _MODALITIES)
-"""Parts to check options on that a request gives without having such media."""
+"""Dummy parts: they check a request's options even if it has no such media."""
 
 
 class MediaDefaults:
-    """What a request says about all its media.
+    """A request's options for all its media.
 
     Args:
         media_io_kwargs: `{"video": {"num_frames": n, "fps": f}, "image": {...}}`; n = -1 takes
-            every frame, or every one that f gives.
+            every frame, or every one sampled at f.
         mm_processor_kwargs: `fps`, `num_frames`, `max_frames`, `do_sample_frames` of videos;
             `min_pixels`, `max_pixels`, `size`, `max_slice_nums`, `downsample_mode` of images and
             videos alike; any of them also below `images_kwargs` or `videos_kwargs`, for one of the
-            two. Which of them there are is the model's affair.
+            two. The model determines which of them it accepts.
 
-    Raises InvalidRequestError for anything else, by name.
+    Raises InvalidRequestError for any other option, by name.
     """
 
     def __init__(self, media_io_kwargs: Any, mm_processor_kwargs: Any) -> None:
@@ -48,7 +48,7 @@ class MediaDefaults:
         self._read_processor(_object(mm_processor_kwargs, _PROCESSOR), _PROCESSOR, _MODALITIES)
 
     def apply(self, parts: Iterable[MediaPart]) -> list[MediaPart]:
-        """The parts with these options where they have none of their own."""
+        """Return the parts with these options filled in; a part's own options take precedence."""
         return [
             replace(
                 part,
@@ -69,7 +69,7 @@ class MediaDefaults:
                     continue
                 if modality == "video" and name in ("num_frames", "fps"):
                     option = "sample_fps" if name == "fps" else name
-                    if name == "fps" and value == -1:  # as in vLLM: no rate is asked for
+                    if name == "fps" and value == -1:  # as in vLLM: no rate is requested
                         continue
                     self._set("video", option, value, place)
                 elif modality == "video" or _FIXED_IMAGE_IO.get(name, ...) != _plain(value):
@@ -106,7 +106,7 @@ class MediaDefaults:
 
     def _read_sampling(self, name: str, value: Any, place: str) -> None:
         if name == "do_sample_frames":
-            # What the first field gives are the frames then; without it nothing says which.
+            # False takes the frames sampled by media_io_kwargs; without it, none are defined.
             sampled = any(named.startswith(_IO) for named in self._named["video"].values())
             if value is not True and (value is not False or not sampled):
                 raise InvalidRequestError(
@@ -120,7 +120,7 @@ class MediaDefaults:
     def _set(self, modality: Modality, name: str, value: Any, place: str) -> None:
         if name in self._options[modality]:
             before = self._named[modality][name]
-            raise InvalidRequestError(f"{place} says again what {before} says", param=place)
+            raise InvalidRequestError(f"{place} sets the same option as {before}", param=place)
         self._options[modality][name] = value
         self._named[modality][name] = place
 

@@ -1,4 +1,4 @@
-"""Per-part options of images and videos, checked against what the checkpoint allows."""
+"""Per-part options of images and videos, checked against the checkpoint's limits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _VIDEO_OPTIONS = (
     "sampling",
 )
 _MAX_FPS = 1000.0
-# A grid frame gets this share of a video's pixel budget unless the request names another cap.
+# The default cap of a grid frame is a video's pixel budget divided by this.
 _GRID_FRAMES = 192
 
 
@@ -45,17 +45,18 @@ class ImageOptions:
 
 @dataclass(frozen=True, slots=True)
 class VideoOptions:
-    """How one video is sampled.
+    """Sampling of one video.
 
     Attributes:
-        fps: frames a second of the source where the request says so, else None.
+        fps: frame rate of the source if the request gives it, else None.
         sampling: "uniform" spreads frames over the whole length, as the checkpoint's processor
-            does; "fps_grid" takes the first frame at or after k / sample_fps seconds and sizes it
-            by `max_frame_pixels` alone, so that a longer recording keeps a shorter one's frames.
+            does. "fps_grid" takes the first frame at or after k / sample_fps seconds and sizes it
+            by `max_frame_pixels` alone, so a longer recording keeps the frames of a shorter one.
         sample_fps: frames taken per second of video; None: the config's `num_frames` decides.
-        num_frames: frames taken, fewer if there are not so many or `sample_fps` gives fewer; -1:
-            every frame that `sample_fps` gives, or every one there is; None: see `sample_fps`.
-        max_frames: most frames taken; on the grid, and of every frame there is, most allowed.
+        num_frames: maximum number of frames, further limited by the video's length and
+            `sample_fps`; -1: every frame at `sample_fps`, or all frames; None: see `sample_fps`.
+        max_frames: maximum number of frames. Uniform sampling at a rate is capped there; a grid or
+            an explicit number of frames beyond it is an error.
         max_frame_pixels: area of a frame on the grid; 0 for uniform sampling.
         min_pixels, max_pixels: bounds on the area of all frames together.
     """
@@ -71,12 +72,12 @@ class VideoOptions:
 
 
 def options_key(options: DataclassInstance) -> bytes:
-    """All effective options as bytes, for the raw index."""
+    """Encode all effective options as bytes, for the raw index."""
     return json.dumps([type(options).__name__, dataclasses.asdict(options)]).encode()
 
 
 def image_options(part: MediaPart, config: PixelConfig) -> ImageOptions:
-    """Raises InvalidRequestError that names the option at fault."""
+    """Read an image's options. Raises InvalidRequestError, naming the option at fault."""
     check_known(part, _IMAGE_OPTIONS)
     smallest = config.factor**2
     high = integer(part, "max_pixels", smallest, config.max_pixels, config.max_pixels)
@@ -88,7 +89,7 @@ def image_options(part: MediaPart, config: PixelConfig) -> ImageOptions:
 
 
 def video_options(part: MediaPart, config: VideoConfig) -> VideoOptions:
-    """Raises InvalidRequestError that names the option at fault."""
+    """Read a video's options. Raises InvalidRequestError, naming the option at fault."""
     check_known(part, _VIDEO_OPTIONS)
     sampling = sampling_of(part)
     on_grid = sampling == "fps_grid"
@@ -119,13 +120,13 @@ def video_options(part: MediaPart, config: VideoConfig) -> VideoOptions:
 
 
 def check_known(part: MediaPart, known: Collection[str]) -> None:
-    """Raises InvalidRequestError for an option that this model's media do not have."""
+    """Check that the model supports all options of a part. Raises InvalidRequestError."""
     for name in sorted(part.options.keys() - set(known)):
-        raise invalid(part, name, f"is no option of {part.modality}s of this model")
+        raise invalid(part, name, f"is not an option for {part.modality}s of this model")
 
 
 def detail_of(part: MediaPart) -> str:
-    """How closely an image is to be seen. Raises InvalidRequestError."""
+    """Read the level of detail of an image. Raises InvalidRequestError."""
     detail = part.options.get("detail", "auto")
     if detail not in ("auto", "high", "low"):
         raise invalid(part, "detail", "must be auto, low or high")
@@ -133,7 +134,7 @@ def detail_of(part: MediaPart) -> str:
 
 
 def sampling_of(part: MediaPart) -> Sampling:
-    """How a video is sampled. Raises InvalidRequestError."""
+    """Read the sampling method of a video. Raises InvalidRequestError."""
     sampling = part.options.get("sampling", "uniform")
     if sampling not in ("uniform", "fps_grid"):
         raise invalid(part, "sampling", "must be uniform or fps_grid")
@@ -141,7 +142,7 @@ def sampling_of(part: MediaPart) -> Sampling:
 
 
 def frame_count(part: MediaPart, most: int) -> int | None:
-    """`num_frames`, at most so many; -1 for all. Raises InvalidRequestError."""
+    """Read `num_frames`, from 1 to `most`, or -1 for all. Raises InvalidRequestError."""
     value = part.options.get("num_frames")
     if value is None or (type(value) is int and value == -1):
         return value
@@ -149,7 +150,7 @@ def frame_count(part: MediaPart, most: int) -> int | None:
 
 
 def invalid(part: MediaPart, name: str, message: str) -> InvalidRequestError:
-    """An error that names the option where the request has it: in the part or for all parts."""
+    """Make an error that names the option where the request sets it: in the part or for all."""
     named = part.named.get(name, part.param)
     if named == part.param:
         return InvalidRequestError(f"{named}: {name} {message}", param=f"{named}.{name}")
@@ -157,7 +158,7 @@ def invalid(part: MediaPart, name: str, message: str) -> InvalidRequestError:
 
 
 def integer(part: MediaPart, name: str, low: int, high: int, default: int) -> int:
-    """An option within bounds. Raises InvalidRequestError."""
+    """Read an integer option within bounds. Raises InvalidRequestError."""
     value: Any = part.options.get(name, default)
     if type(value) is not int or not low <= value <= high:
         raise invalid(part, name, f"must be a whole number from {low} to {high}")
@@ -165,7 +166,7 @@ def integer(part: MediaPart, name: str, low: int, high: int, default: int) -> in
 
 
 def number(part: MediaPart, name: str) -> float | None:
-    """An option that is a number above 0. Raises InvalidRequestError."""
+    """Read a numeric option above 0. Raises InvalidRequestError."""
     value: Any = part.options.get(name)
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""From decoded pixels to what the vision tower sees: sampled, resized, hashed."""
+"""Turns decoded pixels into the vision tower's input: samples, resizes and hashes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vlm_serve.preprocess.sizes import (
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """How the pictures of a medium are cut: rows, columns, and (h, w) in patches of each slice."""
+    """How a medium's pictures are cut: rows, columns, and (h, w) of each slice in patches."""
 
     rows: int
     columns: int
@@ -35,21 +35,22 @@ class Slices:
 
     @property
     def count(self) -> int:
-        """Slices of a picture."""
+        """Slices per picture."""
         return self.rows * self.columns
 
 
 @dataclass(frozen=True, slots=True)
 class MediaRecord:
-    """All that a prompt needs to know of a medium besides its pixels.
+    """Everything a prompt needs of a medium besides its pixels.
 
     Attributes:
-        modality: what it is.
-        grid: (t, h, w) in patches, of the whole pictures where there are slices too.
+        modality: "image" or "video".
+        grid: (t, h, w) in patches; of the whole pictures if there are slices too.
         hashes: content hash of every span: temporal patches, or pictures with their slices.
-        times: seconds of every temporal patch, where those are told the model; empty for an image.
-        merge_size: patches per side that one token stands for.
-        slices: of every picture, None for no slices.
+        times: seconds of every temporal patch, if the prompt includes timestamps; empty for an
+            image.
+        merge_size: patches per side that form one token.
+        slices: layout of every picture, None for no slices.
     """
 
     modality: Modality
@@ -60,7 +61,7 @@ class MediaRecord:
     slices: Slices | None = None
 
     def span(self, patch: int) -> tuple[int, int, int]:
-        """(frame, h, w): the picture that a span belongs to, and the span's own patches."""
+        """Return (frame, h, w): the picture of a span, and the span's own size in patches."""
         if self.slices is None:
             return patch, *self.grid[1:]
         frame, part = divmod(patch, 1 + self.slices.count)
@@ -73,7 +74,7 @@ class Processed:
 
     Attributes:
         pixels: uint8 `[frames, 3, height, width]`.
-        details: uint8 `[frames, slices, 3, height, width]` of those that are cut into slices.
+        details: uint8 `[frames, slices, 3, height, width]` of pictures cut into slices, else None.
     """
 
     record: MediaRecord
@@ -81,8 +82,10 @@ class Processed:
     details: torch.Tensor | None = None
 
     def frames(self, patch: int, patch_size: int) -> torch.Tensor:
-        """uint8 `[1 or patch_size, 3, height, width]` of a span; of a video's temporal patch the
-        last frame fills it up."""
+        """Return uint8 `[1 or patch_size, 3, height, width]` of a span.
+
+        The last frame is repeated to fill a temporal patch of a video.
+        """
         if self.details is not None:
             frame, part = divmod(patch, 1 + self.details.shape[1])
             if part:
@@ -94,14 +97,14 @@ class Processed:
 
 
 def channels_first(pixels: Pixels) -> torch.Tensor:
-    """A view of `[height, width, 3]` as `[3, height, width]`."""
+    """View `[height, width, 3]` as `[3, height, width]`."""
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def process_image(
     pixels: Pixels, options: ImageOptions, config: PixelConfig, param: str | None = None
 ) -> Processed:
-    """One image.
+    """Process one image.
 
     Args:
         pixels: uint8 `[height, width, 3]`.
@@ -124,7 +127,7 @@ def process_image(
 def process_video(
     video: Video, options: VideoOptions, config: VideoConfig, param: str | None = None
 ) -> Processed:
-    """One video; each frame is resized as it is decoded, so few are held in full size.
+    """Process one video; resize each frame as it is decoded, so that few are held at full size.
 
     Raises MediaError if it is damaged, too long for the grid, or one side is over 200 times the
     other.
@@ -149,8 +152,8 @@ def process_video(
         content_hash("video", patch_frames(resized, patch, patch_size), (1, rows, columns))
         for patch in range(num_patches)
     )
-    grid, told = (num_patches, rows, columns), tuple(patch_times(times, patch_size))
-    record = MediaRecord("video", grid, hashes, told, config.merge_size)
+    grid, seconds = (num_patches, rows, columns), tuple(patch_times(times, patch_size))
+    record = MediaRecord("video", grid, hashes, seconds, config.merge_size)
     return Processed(record, resized)
 
 
@@ -166,8 +169,7 @@ def grid_frames(
     indices = grid_indices(times, sample_fps, max_frames)
     if len(indices) > max_frames:
         raise MediaError(
-            f"the video has over {max_frames} frames at {sample_fps:g} a second; a lower "
-            "sample_fps takes fewer",
+            f"the video has over {max_frames} frames at {sample_fps:g} a second; lower sample_fps",
             param=param,
         )
     return indices
@@ -181,15 +183,17 @@ def counted_indices(
     max_frames: int,
     param: str | None,
 ) -> Sequence[int]:
-    """So many frames, -1 for all, but no more than `sample_fps` gives, over the whole length.
-    Raises MediaError for more frames than are allowed."""
+    """Return `wanted` evenly spaced frames, -1 for all, but no more than `sample_fps` gives.
+
+    Raises MediaError for more frames than are allowed.
+    """
     count = total if wanted < 0 else min(wanted, total)
     if sample_fps is not None:
         count = min(count, max(1, int(total / fps * sample_fps)))
     if count > max_frames:
         raise MediaError(
-            f"{count} frames of the video are over the {max_frames} that are allowed; num_frames "
-            "or a lower fps takes fewer",
+            f"{count} frames of the video are over the limit of {max_frames}; set num_frames or a "
+            "lower fps",
             param=param,
         )
     return spread_indices(total, count)
@@ -235,7 +239,7 @@ def _frame_size(
         )
         if num_frames * size[0] * size[1] > options.max_pixels:
             raise MediaError(
-                f"{num_frames} frames of {size[1]}x{size[0]} pixels are over a video's budget of "
+                f"{num_frames} frames of {size[1]}x{size[0]} pixels exceed a video's budget of "
                 f"{options.max_pixels} pixels; lower sample_fps or max_frame_pixels",
                 param=param,
             )
@@ -272,7 +276,7 @@ def _resize_all(
 
 
 def patch_frames(pixels: torch.Tensor, patch: int, patch_size: int) -> torch.Tensor:
-    """`[patch_size, 3, height, width]` of one temporal patch; the last frame fills it up."""
+    """Return `[patch_size, 3, height, width]` of one temporal patch, padded with its last frame."""
     frames = pixels[patch * patch_size : (patch + 1) * patch_size]
     missing = patch_size - len(frames)
     if missing:

@@ -1,4 +1,4 @@
-"""The media processors of a checkpoint: which settings, options and arithmetic go together."""
+"""The media processors of a checkpoint: combine settings, options and arithmetic."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from vlm_serve.preprocess.slice_process import process_sliced_image, process_sli
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """Of images or of videos. Its two functions take its config, and raise InvalidRequestError.
+    """A processor of images or of videos.
+
+    Both of its functions take its config and raise InvalidRequestError.
 
     Attributes:
         config: its settings.
-        read_options: what is effective of a part's options.
-        run: a decoded medium, with these, to a record and pixels.
+        read_options: returns the effective options of a part.
+        run: turns a decoded medium and its options into a record and pixels.
     """
 
     config: PictureConfig
@@ -43,11 +45,11 @@ class Processor:
 def find_processors(
     directory: Path | str, config: dict[str, Any], family: Family
 ) -> tuple[Processor | None, Processor | None]:
-    """Those of images and of videos, None for one that the checkpoint does not have.
+    """Return the processors of images and of videos, None for one the checkpoint does not have.
 
     Args:
         config: config.json.
-        family: of the model.
+        family: the model's.
 
     Raises CheckpointError for settings that are not supported or do not fit the model.
     """
@@ -55,12 +57,16 @@ def find_processors(
     videos: PictureConfig | None
     if family.slice_start is None:
         images, videos = image_config(directory), video_config(directory)
-        of_images = Processor(images, image_options, process_image) if images else None
-        of_videos = Processor(videos, video_options, process_video) if videos else None
+        image_processor = Processor(images, image_options, process_image) if images else None
+        video_processor = Processor(videos, video_options, process_video) if videos else None
     else:
         images, videos = slice_image_config(directory), slice_video_config(directory)
         check_modes(config, images, videos)
-        of_images = Processor(images, slice_image_options, process_sliced_image) if images else None
-        of_videos = Processor(videos, slice_video_options, process_sliced_video) if videos else None
+        image_processor = (
+            Processor(images, slice_image_options, process_sliced_image) if images else None
+        )
+        video_processor = (
+            Processor(videos, slice_video_options, process_sliced_video) if videos else None
+        )
     check_fit(config["vision_config"], images, videos)
-    return of_images, of_videos
+    return image_processor, video_processor

@@ -1,4 +1,4 @@
-"""Which tokens stand for media and around them, and who expands placeholders with them."""
+"""Finds the tokens of media and the expander of their placeholders."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from vlm_serve.preprocess.tokenizer import Tokenizer
 
 
 def find_vision_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> VisionTokens:
-    """Of config.json, or else those of the family. Raises CheckpointError for one that is none."""
+    """Return the vision tokens in config.json, by default the family's.
+
+    Raises CheckpointError if one is not a special token.
+    """
     family = tokenizer.family
 
     def find(name: str, token: str) -> int:
         given = config.get(name)
         token_id = tokenizer.token_to_id(token) if given is None else given
         if not isinstance(token_id, int) or not tokenizer.is_special(token_id):
-            raise CheckpointError(f"{name} of the checkpoint is no special token")
+            raise CheckpointError(f"{name} of the checkpoint is not a special token")
         return token_id
 
     around = ("vision_start_token_id", "vision_end_token_id")
@@ -41,9 +44,9 @@ def find_expander(
     vision: VisionTokens,
     *processors: Processor | None,
 ) -> Expander:
-    """Who expands the placeholders of a model with these processors.
+    """Return the expander of placeholders for a model with these processors.
 
-    Raises CheckpointError for processors that disagree, or a token that there is not.
+    Raises CheckpointError if the processors disagree or a token is missing.
     """
     configs = [each.config for each in processors if each is not None]
     if len({each.merge_size for each in configs}) > 1:

@@ -1,7 +1,7 @@
-"""Video files in memory as numbered frames, through PyAV.
+"""Reads video files in memory as numbered frames, through PyAV.
 
-A file is read twice: once without decoding, which gives every frame's time and the key frames, and
-once decoding only what the wanted frames need. Frame i is the i-th in presentation order.
+A file is read twice. The first pass decodes nothing and finds the frame times and the key frames.
+The second decodes only what the wanted frames need. Frame i is the i-th in presentation order.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.limits import DEFAULT_FPS, MediaLimits, check_video
 from vlm_serve.preprocess.media_image import Pixels
 
-# Playlists, SDP and concat scripts open files and ports that the client names; no container
-# below does, and with no protocol at all nothing could be opened anyway.
+# Playlists, SDP and concat scripts open files and ports named by the client, so they are not
+# allowed. Without protocols, nothing could be opened anyway.
 _OPEN_OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts",
     "protocol_whitelist": "",
 }
-# Codecs in which a frame marked as non-reference is needed by no other frame at all. (In HEVC it
-# may still be needed by higher temporal layers.)
+# In these codecs no other frame needs a non-reference frame, so it can be skipped. (In HEVC, higher
+# temporal layers may still need it.)
 _SKIP_SAFE = frozenset({"h264", "mpeg4", "mpeg2video", "mpeg1video"})
-# Skipping fewer packets than this is not worth draining the decoder.
+# A skip drains the decoder first; below this many packets it does not pay.
 _MIN_GAP = 12
 
 
 class _Reader:
-    """Bytes as a file, without a copy of them."""
+    """A file object over bytes, without a copy."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._at = data, 0
@@ -57,11 +57,11 @@ class EncodedVideo:
 
     Args:
         data: bytes of an MP4/MOV, Matroska/WebM, AVI or MPEG-TS file.
-        fps: replaces the file's own average rate; times then follow from it.
-        limits: bounds on bytes, frames, pixels, length and decoding time.
+        fps: replaces the file's own average rate and determines the frame times.
+        limits: limits on bytes, frames, pixels, length and decoding time.
         param: the request field to name in errors.
 
-    Raises MediaError if there is no such video in the bytes or a limit is exceeded.
+    Raises MediaError if the bytes are not such a video or a limit is exceeded.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class EncodedVideo:
             if not shown:
                 raise MediaError("the video has no frames", param=self._param)
             known = [pts for pts in shown if pts is not None]
-            # Without distinct times frames can only be counted as they come out of the decoder.
+            # Without distinct times, frames can only be counted in the decoder's output.
             self._by_time = len(known) == len(shown) == len(set(known))
             self._shown = sorted(known)
             self._skip_safe = stream.codec_context.name in _SKIP_SAFE
@@ -139,7 +139,7 @@ class EncodedVideo:
             )
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
-        """See `Video.frames`. Raises MediaError where the file turns out to be damaged."""
+        """See `Video.frames`. Raises MediaError if the file proves to be damaged."""
         assert list(indices) == sorted(indices)
         self._deadline = time.monotonic() + self._limits.max_decode_seconds
         decoded = self._decode_by_time if self._by_time else self._decode_by_count
@@ -183,8 +183,10 @@ class EncodedVideo:
                     return
 
     def _segments(self, wanted: list[int]) -> list[tuple[int, int]]:
-        """Ranges of packets, in decoding order, that the wanted times need: each starts at a key
-        frame that comes before its first wanted frame in both orders."""
+        """Return the packet ranges, in decoding order, needed for the wanted times.
+
+        Each range starts at a key frame that precedes its first wanted frame in both orders.
+        """
         packet_of = {pts: number for number, pts in enumerate(self._pts)}
         keys = [number for number, key in enumerate(self._keys) if key]
         segments: list[tuple[int, int]] = []
@@ -220,7 +222,7 @@ class EncodedVideo:
                 context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
             yield from context.decode(packet)
             if number + 1 == end:
-                # What the decoder still holds comes out before the packets in between are left out.
+                # Drain the decoder before skipping the packets up to the next segment.
                 yield from context.decode(None)
                 context.flush_buffers()
                 at += 1
@@ -233,5 +235,5 @@ class EncodedVideo:
                 f"the video is over {self._limits.max_video_pixels} pixels", param=self._param
             )
         pixels = frame.to_ndarray(format="rgb24")
-        # The display matrix turns counter-clockwise, as rot90 does.
+        # The display matrix rotates counter-clockwise, as rot90 does.
         return np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / 90) % 4))

@@ -1,4 +1,4 @@
-"""Checks chat messages and turns them into what templates read, media set aside in order."""
+"""Checks chat messages and converts them into template input; collects their media in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prompt import Modality
 from vlm_serve.preprocess.typed_text import plain_data
 
-# "developer" is OpenAI's newer name of the system role; templates know only the old one.
+# "developer" is OpenAI's newer name for the system role; templates know only the old one.
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -43,10 +43,10 @@ _OPTIONS: dict[Modality, frozenset[str]] = {
         }
     ),
 }
-# What clients send that has nothing to say here: cache marks of other services, ids that are no
-# identity here, and the type of a file, which is read from the file.
-_IDLE = frozenset({"cache_control", "uuid", "format"})
-# Options of transformers' processors that would change what the model was trained to see.
+# Accepted and ignored: other services' cache hints, ids (content hashes identify media), and file
+# types (the file itself gives its type).
+_IGNORED = frozenset({"cache_control", "uuid", "format"})
+# Rejected: processor options of transformers that would give pixels unlike the training data.
 _REFUSED = frozenset(
     {
         "do_convert_rgb",
@@ -70,21 +70,21 @@ _REFUSED = frozenset(
     }
 )
 MAX_ARGUMENTS_CHARACTERS = 1 << 20
-"""Of one tool call that comes as JSON text."""
+"""Limit on the JSON text of one tool call's arguments."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """One image or video as the request names it.
+    """One image or video as given in the request.
 
     Attributes:
-        modality: what it is.
+        modality: "image" or "video".
         source: a URL or path (str), a `pathlib.Path`, bytes, a PIL image, or uint8 frames.
-        options: the per-part options that were given, still unchecked.
-        param: where it stands in the request, for errors.
-        named: where those options stand that the part does not have itself.
-        url_only: the part is of OpenAI's form, in which only a URL is a source.
+        options: the part's options, still unchecked.
+        param: its place in the request, for errors.
+        named: places in the request of options set for all media, by option name.
+        url_only: the part has OpenAI's form, and only a URL is a valid source.
     """
 
     modality: Modality
@@ -99,26 +99,26 @@ class MediaPart:
 class Conversation:
     """Messages as plain data for the template, and their media in order of appearance.
 
-    Every API's form of a conversation is read into this one.
+    The conversation forms of all APIs are read into this one.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     media: list[MediaPart] = field(default_factory=list)
 
     def add(self, message: Any, param: str) -> None:
-        """Checks a message in OpenAI's form and appends it.
+        """Check a message in OpenAI's form and append it.
 
         Args:
-            param: where it stands in the request, for errors.
+            param: its place in the request, for errors.
 
-        Raises InvalidRequestError that names the part and field at fault.
+        Raises InvalidRequestError, naming the part and field at fault.
         """
         if not isinstance(message, Mapping):
             raise InvalidRequestError(f"{param} must be an object", param=param)
         self.messages.append(_read_message(message, param, self))
 
     def add_turn(self, role: Any, content: Any, param: str, **others: str) -> None:
-        """Appends a message whose content is text or parts as `part` and `medium` return them.
+        """Append a message whose content is text or a list of parts from `part` and `medium`.
 
         Raises InvalidRequestError for an unknown role.
         """
@@ -127,7 +127,7 @@ class Conversation:
     def add_answer(
         self, texts: Sequence[str], reasoning: str | None, calls: list[dict[str, Any]]
     ) -> None:
-        """Appends an earlier answer; the calls are as `read_tool_call` returns them."""
+        """Append an earlier answer, with its calls as `read_tool_call` returns them."""
         parts = [{"type": "text", "text": text} for text in texts]
         content = parts if len(parts) > 1 else parts[0]["text"] if parts else None
         message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -138,20 +138,20 @@ class Conversation:
         self.messages.append(message)
 
     def part(self, part: Any, param: str) -> dict[str, Any]:
-        """A part in OpenAI's form as templates read it; a medium is set aside. Raises as `add`."""
+        """Convert a part in OpenAI's form for templates; a medium is collected. Raises as `add`."""
         return _read_part(part, param, self)
 
     def medium(self, medium: MediaPart) -> dict[str, Any]:
-        """Sets a medium aside; returns the part that stands for it."""
+        """Collect a medium and return the part that represents it."""
         self.media.append(medium)
-        # Templates look for the type or for a key of that name; none looks at the value.
+        # Templates check the type or a key of that name, never the value.
         return {"type": medium.modality, medium.modality: medium.modality}
 
 
 def read_messages(messages: Any) -> Conversation:
-    """Checks messages in OpenAI's form (Python parts `image` and `video` included).
+    """Check messages in OpenAI's form (Python parts `image` and `video` included).
 
-    Raises InvalidRequestError that names the message, part and field at fault.
+    Raises InvalidRequestError, naming the message, part and field at fault.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequestError("messages must be a list", param="messages")
@@ -192,7 +192,7 @@ def _read_message(
 def _read_role(role: Any, param: str) -> str:
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidRequestError(
-            f"{param}.role must be one of {', '.join(_ROLES)}, not {_shown(role)}",
+            f"{param}.role must be one of {', '.join(_ROLES)}, not {_short_repr(role)}",
             param=f"{param}.role",
         )
     return _ROLES[role]
@@ -218,7 +218,7 @@ def _read_part(part: Any, param: str, conversation: Conversation) -> dict[str, A
     if not isinstance(kind, str) or kind not in _MEDIA_PARTS:
         known = ", ".join(sorted({"text", *_MEDIA_PARTS}))
         raise InvalidRequestError(
-            f"{param}.type must be one of {known}, not {_shown(kind)}", param=f"{param}.type"
+            f"{param}.type must be one of {known}, not {_short_repr(kind)}", param=f"{param}.type"
         )
     return conversation.medium(_read_media(part, kind, param))
 
@@ -239,11 +239,11 @@ def _read_media(part: Mapping[str, Any], kind: str, param: str) -> MediaPart:
         )
     if source is None:
         raise InvalidRequestError(f"{param}.{name} is missing", param=f"{param}.{name}")
-    known = _OPTIONS[modality] | _IDLE | {"type", kind, f"{modality}_url", modality, "url"}
+    known = _OPTIONS[modality] | _IGNORED | {"type", kind, f"{modality}_url", modality, "url"}
     given = {key: value for key, value in options.items() if value is not None}
     for key in given.keys() - known:
         raise InvalidRequestError(
-            f"{param}.{_shown(key)} is no option of {modality}s: those are "
+            f"{param}.{_short_repr(key)} is not an option for {modality}s: the options are "
             + ", ".join(sorted(_OPTIONS[modality])),
             param=param,
         )
@@ -258,11 +258,11 @@ def _read_tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
 
 
 def read_tool_call(call: Any, param: str) -> dict[str, Any]:
-    """A call as templates read it: OpenAI sends arguments as JSON text, they want the object.
+    """Convert a tool call for templates: parse OpenAI's JSON text of arguments into an object.
 
     Args:
-        call: a function's name and arguments, or an object that has them as `function`.
-        param: where it stands in the request, for errors.
+        call: a function's name and arguments, or an object with them in `function`.
+        param: its place in the request, for errors.
 
     Raises InvalidRequestError.
     """
@@ -272,7 +272,7 @@ def read_tool_call(call: Any, param: str) -> dict[str, Any]:
     place = f"{param}.function.arguments" if "function" in call else f"{param}.arguments"
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        if len(arguments) > MAX_ARGUMENTS_CHARACTERS:  # parsing it would hold everyone up
+        if len(arguments) > MAX_ARGUMENTS_CHARACTERS:  # parsing it would block all requests
             raise InvalidRequestError(
                 f"{place} must have at most {MAX_ARGUMENTS_CHARACTERS} characters", param=place
             )
@@ -289,9 +289,9 @@ def read_tool_call(call: Any, param: str) -> dict[str, Any]:
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Checks tool definitions; None and an empty list mean no tools.
+    """Check tool definitions; None and an empty list mean no tools.
 
-    Raises InvalidRequestError that names the tool at fault.
+    Raises InvalidRequestError, naming the tool at fault.
     """
     if tools is None:
         return None
@@ -308,7 +308,7 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
     return read or None
 
 
-def _shown(value: Any) -> str:
-    """A client's value in an error message, short."""
-    shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
-    return shown if len(shown) <= 40 else shown[:37] + "..."
+def _short_repr(value: Any) -> str:
+    """Format a client's value for an error message, shortened."""
+    text = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+    return text if len(text) <= 40 else text[:37] + "..."

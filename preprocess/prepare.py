@@ -1,6 +1,6 @@
-"""Messages in, `Prompt` out: the one entry point of this package.
+"""Prepares a `Prompt` from messages: the one entry point of this package.
 
-Nothing here depends on what has been prepared before: the raw index saves work and changes nothing.
+Results do not depend on earlier calls: the raw index saves work but changes nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from vlm_serve.preprocess.expand import (
 from vlm_serve.preprocess.family import Family, family_of
 from vlm_serve.preprocess.fetch import Holding
 from vlm_serve.preprocess.keys import PromptKeys, RootFields
+from vlm_serve.preprocess.limiter import ConcurrencyLimiter
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.media_items import MediaLoader, is_remote
@@ -45,26 +46,25 @@ from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.template import ChatTemplate, find_chat_template
 from vlm_serve.preprocess.template_traits import TemplateTraits
 from vlm_serve.preprocess.tokenizer import Tokenizer, read_json
-from vlm_serve.preprocess.turns import Turns
 from vlm_serve.preprocess.typed_text import TypedText
 from vlm_serve.preprocess.upload_records import UploadRecords
 
 _SALT = re.compile(r"[A-Za-z0-9._:=+/@-]{0,128}")
 _THREADS = 64
-# Of one request at a time: enough for all decoding processes, and for machines that answer slowly.
+# Per request: enough to keep all decoding processes busy, and to overlap slow downloads.
 _DECODED_AT_ONCE = 8
 _FETCHED_AT_ONCE = 16
 DEFAULT_RAW_INDEX_BYTES = 16 << 20
 
 
 def _vision_config(directory: Path | str) -> dict[str, Any] | None:
-    """The model's config if it has a vision tower, else None."""
+    """Return the model's config if it has a vision tower, else None."""
     config = read_json(Path(directory) / "config.json")
     return config if config.get("vision_config") else None
 
 
 def processor_fingerprint(directory: Path | str) -> bytes:
-    """32 bytes that name the checkpoint's media processors and their settings."""
+    """Return 32 bytes that name the checkpoint's media processors and their settings."""
     config = _vision_config(directory)
     if config is None:
         return fingerprint(None, None)
@@ -79,10 +79,10 @@ class Preprocessor:
     Args:
         directory: the checkpoint.
         block_size: tokens per KV block.
-        root_key: what identifies the cached tensors; the processors' fingerprint and the salt of
-            each prompt are filled in. Or a function from a salt to a 32-byte root key.
-        family: of the model; None: the one that its config.json names.
-        limits: bounds on media.
+        root_key: fields of the root key; the processors' fingerprint and the salt of each prompt
+            are filled in. Alternatively, a function from a salt to a 32-byte root key.
+        family: the model's; None: the one named by its config.json.
+        limits: limits on media.
         raw_index_bytes: memory for recognising repeated uploads; 0 turns that off.
         max_tokens: see `Tokenizer`.
 
@@ -123,49 +123,49 @@ class Preprocessor:
             images, videos, limits or MediaLimits(), self.raw_index, self._decoders
         )
         self._vocab_size = max(self.tokenizer.vocab_size, _vocab_size(directory))
-        # Both kinds of threads wait most of the time: one for other machines, which may be slow for
-        # as long as they like, the other for the decoders.
+        # Both pools mostly wait: one for remote hosts of any slowness, the other for the decoders.
+        # Separate pools keep slow hosts from blocking decodes.
         self._fetching = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-fetch")
         self._decoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-media")
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """The names that the chat template reads: others change nothing."""
+        """The names that the chat template reads; others have no effect."""
         return self._template.variables
 
     @property
     def template_traits(self) -> TemplateTraits:
-        """Tell what the chat template takes."""
+        """The inputs that the chat template accepts."""
         return self._template.traits
 
     @property
     def tool_form(self) -> Literal["qwen3_xml", "hermes"]:
-        """How the chat template asks for tool calls."""
+        """The form in which the chat template expects tool calls."""
         return self._template.tool_form
 
     def count_fetched(self, holding: Holding | None) -> None:
-        """Has what media threads fetch counted by somebody else too, beside the own limit."""
-        self._loader.also_holding = holding
+        """Count fetched bytes against a second budget too; None: against the own limit only."""
+        self._loader.shared_budget = holding
 
     def keep_records(self, records: UploadRecords) -> None:
-        """Has what is known of uploaded files kept there too, beyond this process."""
+        """Keep records of uploaded files in `records` too, beyond this process."""
         self._loader.keep_records(records)
 
     @property
     def media_counts(self) -> Counter[str]:
-        """See `MediaLoader.counts`; a copy."""
+        """A copy of `MediaLoader.counts`."""
         return self._loader.counts.copy()
 
     def close(self) -> None:
-        """Ends the media's threads and processes. Nothing can be prepared any more."""
+        """End the media threads and processes. Afterwards nothing can be prepared."""
         self._decoders.close()
         for pool in (self._fetching, self._decoding):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def root_key(self, cache_salt: str = "") -> bytes:
-        """The root key of a tenant's prompts.
+        """Return the root key of a tenant's prompts.
 
-        Raises InvalidRequestError for a salt that is too long or holds odd characters.
+        Raises InvalidRequestError for a salt that is too long or has unsupported characters.
         """
         if not isinstance(cache_salt, str) or not _SALT.fullmatch(cache_salt):
             raise InvalidRequestError(
@@ -181,7 +181,7 @@ class Preprocessor:
         return self._root_key(cache_salt)
 
     def prepare_tokens(self, token_ids: Sequence[int], *, cache_salt: str = "") -> Prompt:
-        """A prompt of raw token ids: all of them are text, placeholders too.
+        """Prepare a prompt of raw token ids; all of them count as text, placeholders too.
 
         Raises InvalidRequestError if there are none or one is out of the vocabulary.
         """
@@ -229,24 +229,24 @@ class Preprocessor:
         cache_salt: str = "",
         stop: Stop | None = None,
     ) -> Prompt:
-        """The prompt of a conversation.
+        """Prepare the prompt of a conversation.
 
         Args:
-            messages: OpenAI's form; Python callers may also use `{"type": "image", "image": X}`
-                and `{"type": "video", "video": X, "fps": f}` with X a PIL image, uint8 frames, a
-                path, a URL or bytes. A server must not pass such parts on from its clients.
-                Or what `read_messages` has made of them.
+            messages: OpenAI's form; Python callers may also use `{"type": "image", "image": X}` and
+                `{"type": "video", "video": X, "fps": f}` with X a PIL image, uint8 frames, a path,
+                a URL or bytes. A server must not pass such parts on from its clients.
+                Alternatively, the result of `read_messages`.
             tools: function definitions for the template.
             add_generation_prompt: end with the beginning of an assistant's turn.
             continue_final_message: leave the last message open for the model to continue.
             chat_template_kwargs: further variables of the template, such as enable_thinking.
             media_io_kwargs, mm_processor_kwargs: options of all media, as vLLM names them (see
-                `MediaDefaults`); those of a part come first.
+                `MediaDefaults`); a part's own options take precedence.
             cache_salt: tenants with different salts share no cache entry.
-            stop: whoever sets it ends the preparation, which then raises StoppedError.
+            stop: setting it ends the preparation, which then raises StoppedError.
 
-        Raises InvalidRequestError (and its kinds MediaError and MediaFetchError) with the field at
-        fault in `param`.
+        Raises InvalidRequestError (and its subclasses MediaError and MediaFetchError) with the
+        field at fault in `param`.
         """
         rendering = self.begin(
             messages,
@@ -278,8 +278,9 @@ class Preprocessor:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
     ) -> Rendering:
-        """The first of the three steps of `prepare`, for callers who do not want to wait while
-        media are loaded: everything that can be done without them. Arguments and errors as there.
+        """Run the first of the three steps of `prepare`: everything possible without the media.
+
+        For callers that do not block while media are loaded. Arguments and errors as in `prepare`.
         """
         root = self.root_key(cache_salt)
         conversation = messages if isinstance(messages, Conversation) else read_messages(messages)
@@ -309,25 +310,26 @@ class Preprocessor:
         return Rendering(root, cache_salt, request, media, typed, text, pieces)
 
     def start_loading(self, rendering: Rendering, stop: Stop) -> list[Future[LoadedMedia]]:
-        """The second step: begins to load the media, on threads that mostly wait, a few at a time.
-        Whoever leaves sets the stop, which ends the loading wherever it is. The futures raise as
-        `prepare` does.
+        """Run the second step: start loading the media, a few at a time.
+
+        The threads mostly wait. Setting the stop ends the loading at any point. The futures raise
+        as `prepare` does.
         """
         remote = [is_remote(part) for part in rendering.media]
-        works = [
+        tasks = [
             partial(self._loader.load, part, rendering.cache_salt, stop) for part in rendering.media
         ]
         found: dict[bool, Iterator[Future[LoadedMedia]]] = {}
-        for fetched, executor, most in (
+        for fetched, executor, limit in (
             (True, self._fetching, _FETCHED_AT_ONCE),
             (False, self._decoding, _DECODED_AT_ONCE),
         ):
-            mine = [work for work, each in zip(works, remote, strict=True) if each is fetched]
-            found[fetched] = iter(Turns(executor, mine, most).futures)
+            mine = [task for task, each in zip(tasks, remote, strict=True) if each is fetched]
+            found[fetched] = iter(ConcurrencyLimiter(executor, mine, limit).futures)
         return [next(found[each]) for each in remote]
 
     def finish(self, rendering: Rendering, media: Sequence[LoadedMedia]) -> Prompt:
-        """The third step: the prompt, given the media that the rendering names, in order.
+        """Run the third step: make the prompt from the rendering and its media, in order.
 
         Raises InvalidRequestError.
         """
@@ -346,7 +348,7 @@ class Preprocessor:
             message_ends=tuple(expansion.message_ends),
             system_end=rendering.system_end(expansion),
             stable_end=self._stable_end(rendering, expansion),
-            # They are asked about at the same time.
+            # The lookups run at the same time.
             waited=max((item.waited for item in media), default=0.0),
             text=rendering.typed.restore(rendering.text),
             corrected=None
@@ -360,7 +362,7 @@ class Preprocessor:
     def _stable_end(self, rendering: Rendering, expansion: Expansion) -> int:
         try:
             text = rendering.request.render_next_turn(rendering.typed)
-        except InvalidRequestError:  # a template may not take such a turn: then nothing is known
+        except InvalidRequestError:  # the template may refuse such a turn: then the end is unknown
             return 0
         other = tuple(split_pieces(text, self.tokenizer.special_pattern))
         return shared_tokens(self.tokenizer, rendering.typed, rendering.pieces, expansion, other)

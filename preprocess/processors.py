@@ -1,4 +1,4 @@
-"""Resize, normalise and cut into patches, driven by the checkpoint's processor configs.
+"""Resizes, normalises and cuts into patches, driven by the checkpoint's processor configs.
 
 The arithmetic is that of transformers' torchvision-backed `Qwen2VLImageProcessor` and
 `Qwen3VLVideoProcessor`: antialiased interpolation of uint8, then rescale and normalise in one step.
@@ -27,10 +27,10 @@ _MODES = {_BILINEAR: "bilinear", _BICUBIC: "bicubic"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureConfig:
-    """What all processors have in common: from pixels of the right size to patches.
+    """Settings common to all processors: from pixels of the right size to patches.
 
     Attributes:
-        merge_size: patches per side of the squares in which patches are put in order.
+        merge_size: patches per side of the squares that determine the patch order.
         resample: Pillow's number of the interpolation.
         mean, std: per channel, of samples scaled to 0 … 1.
     """
@@ -47,13 +47,13 @@ class PictureConfig:
     std: tuple[float, ...]
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """(h, w) in patches of a resized picture."""
+        """Return the (h, w) of a resized picture in patches."""
         return height // self.patch_size, width // self.patch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelConfig(PictureConfig):
-    """Of pictures that are seen whole. Defaults are transformers'.
+    """Settings for pictures that are seen whole. Defaults are transformers'.
 
     Attributes:
         min_pixels, max_pixels: area of an image, or of all frames of a video together.
@@ -64,25 +64,25 @@ class PixelConfig(PictureConfig):
 
     @property
     def factor(self) -> int:
-        """Sides are multiples of this many pixels."""
+        """Both sides are multiples of this many pixels."""
         return self.patch_size * self.merge_size
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Placeholder tokens of one resized picture."""
+        """Return the number of placeholder tokens of one resized picture."""
         rows, columns = self.grid(height, width)
         return rows * columns // self.merge_size**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoConfig(PixelConfig):
-    """Of a video processor.
+    """Settings of a video processor.
 
     Attributes:
         sample_fps: frames taken per second of video; None: `num_frames` decides.
         num_frames: frames taken of any video; None: `sample_fps` decides.
-        min_frames, max_frames: bounds of what `sample_fps` gives.
+        min_frames, max_frames: bounds on the number of frames sampled at `sample_fps`.
         do_sample_frames: False takes every frame.
-        cap_pixels_per_frame: whether a frame's share of `max_pixels` is capped.
+        cap_pixels_per_frame: cap a frame's share of `max_pixels`.
         max_video_tokens: that cap, in tokens.
     """
 
@@ -101,14 +101,14 @@ _HALF = (0.5, 0.5, 0.5)
 
 
 def image_fields(directory: Path | str) -> dict[str, Any]:
-    """What the checkpoint's files say of its image processor; {} if it has none."""
+    """Return the image processor's fields in the checkpoint's files; {} if it has none."""
     directory = Path(directory)
     raw = read_json(directory / "processor_config.json").get("image_processor")
     return raw or read_json(directory / "preprocessor_config.json")
 
 
 def video_fields(directory: Path | str) -> dict[str, Any]:
-    """What the checkpoint's files say of its video processor; {} if it has none."""
+    """Return the video processor's fields in the checkpoint's files; {} if it has none."""
     directory = Path(directory)
     raw = read_json(directory / "processor_config.json").get("video_processor")
     for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
@@ -117,7 +117,7 @@ def video_fields(directory: Path | str) -> dict[str, Any]:
 
 
 def image_config(directory: Path | str) -> PixelConfig | None:
-    """Config of the image processor, None if the checkpoint has none.
+    """Return the config of the image processor, None if the checkpoint has none.
 
     Raises CheckpointError for settings that are not supported.
     """
@@ -129,7 +129,7 @@ def image_config(directory: Path | str) -> PixelConfig | None:
 
 
 def video_config(directory: Path | str) -> VideoConfig | None:
-    """Config of the video processor, None if the checkpoint has none.
+    """Return the config of the video processor, None if the checkpoint has none.
 
     Raises CheckpointError for settings that are not supported.
     """
@@ -156,7 +156,7 @@ def video_config(directory: Path | str) -> VideoConfig | None:
 def shared_fields(
     raw: Mapping[str, Any], *, patch_size: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> dict[str, Any]:
-    """The fields of `PictureConfig`, with these values for what the file does not say."""
+    """Return the fields of `PictureConfig`, with defaults for fields missing in the file."""
     resample = int(raw.get("resample", _BICUBIC))
     if resample not in _MODES:
         raise CheckpointError(f"resample {resample} of the processor config is not supported")
@@ -175,7 +175,7 @@ def shared_fields(
 
 
 def size_field(raw: Mapping[str, Any], name: str, default: int) -> int:
-    """A positive whole number. Raises CheckpointError."""
+    """Read a positive integer. Raises CheckpointError."""
     value = raw.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(
@@ -185,7 +185,7 @@ def size_field(raw: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _bounds(raw: Mapping[str, Any], low: int, high: int) -> dict[str, Any]:
-    """Bounds on the area: in `size`, under either pair of names, or beside it."""
+    """Read the bounds on the area: from `size`, under either pair of names, or from beside it."""
     size = raw.get("size") or {}
     size = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")} | size
     bounds = {}
@@ -196,7 +196,7 @@ def _bounds(raw: Mapping[str, Any], low: int, high: int) -> dict[str, Any]:
 
 
 def check_fit(vision: Mapping[str, Any], *configs: PictureConfig | None) -> None:
-    """Raises CheckpointError if a processor cuts other patches than the vision tower takes.
+    """Check that the processors cut the same patches as the vision tower. Raises CheckpointError.
 
     Args:
         vision: `vision_config` of config.json.
@@ -216,7 +216,7 @@ def check_fit(vision: Mapping[str, Any], *configs: PictureConfig | None) -> None
 
 
 def fingerprint(*configs: PictureConfig | None) -> bytes:
-    """32 bytes that change with anything in the configs or in how they are applied."""
+    """Return 32 bytes that change with the configs and with the arithmetic that applies them."""
     fields = [tagged("domain", b"vlm-serve processors"), tagged("version", _VERSION)]
     for config in configs:
         values = dataclasses.asdict(config) if config is not None else None
@@ -225,10 +225,10 @@ def fingerprint(*configs: PictureConfig | None) -> bytes:
 
 
 def resize(pixels: torch.Tensor, size: tuple[int, int], config: PictureConfig) -> torch.Tensor:
-    """Resized uint8 `[3, height, width]`, contiguous.
+    """Resize uint8 `[3, h, w]` to contiguous `[3, height, width]`.
 
     Args:
-        pixels: uint8 `[3, h, w]`; channels-last strides are the fast ones and give the same bits.
+        pixels: uint8 `[3, h, w]`; channels-last strides are faster and give the same bits.
         size: (height, width).
     """
     assert pixels.dtype == torch.uint8
@@ -237,7 +237,7 @@ def resize(pixels: torch.Tensor, size: tuple[int, int], config: PictureConfig) -
     mode = _MODES[config.resample]
     batch = pixels.unsqueeze(0)
     if mode == "bilinear" and "AVX" not in torch.backends.cpu.get_cpu_capability():
-        # torch's own uint8 path rounds between its two passes there; torchvision avoids it too.
+        # Without AVX, torch's uint8 path rounds between its two passes; torchvision avoids it too.
         smooth = torch.nn.functional.interpolate(batch.float(), size, mode=mode, antialias=True)
         return smooth.round_().clamp_(0, 255).to(torch.uint8).squeeze(0).contiguous()
     resized = torch.nn.functional.interpolate(batch, size, mode=mode, antialias=True)
@@ -245,7 +245,7 @@ def resize(pixels: torch.Tensor, size: tuple[int, int], config: PictureConfig) -
 
 
 def normalise(pixels: torch.Tensor, config: PictureConfig) -> torch.Tensor:
-    """float32 of the same shape, `[..., 3, height, width]`, rescaled and normalised in one step."""
+    """Rescale and normalise `[..., 3, height, width]` to float32 of the same shape in one step."""
     if not config.do_normalize:
         return pixels * config.rescale_factor if config.do_rescale else pixels.float()
     scale = 1.0 / config.rescale_factor if config.do_rescale else 1.0
@@ -255,7 +255,7 @@ def normalise(pixels: torch.Tensor, config: PictureConfig) -> torch.Tensor:
 
 
 def patchify(frames: torch.Tensor, config: PictureConfig) -> torch.Tensor:
-    """Patches of one temporal patch, in the order in which they are merged.
+    """Cut one temporal patch into patches, in merge order.
 
     Args:
         frames: `[temporal_patch_size, channels, height, width]`.

@@ -1,4 +1,4 @@
-"""What `prepare` returns: frozen data that every later stage reads and none changes."""
+"""The result of `prepare`: frozen data that later stages only read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Modality = Literal["image", "video"]
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """A run of placeholder tokens `[start, end)`, for what the vision tower sees at once: an image,
-    one temporal patch of a video, one slice.
+    """A run of placeholder tokens `[start, end)` for one input of the vision tower.
 
-    Markers and timestamps around the run are text and belong to no span.
+    This is an image, one temporal patch of a video, or one slice. Markers and timestamps around the
+    run are text and belong to no span.
     """
 
     start: int
@@ -33,15 +33,17 @@ class MediaSpan:
     item: int
     """Index into `Prompt.media`."""
     patch: int
-    """Which of its item's spans it is: temporal patches, or whole pictures with their slices; 0
-    for an image that is one span."""
+    """Index of the span in its item: a temporal patch, or a whole picture or slice; 0 for an image
+    without slices."""
     merge_size: int
-    """Patches per side that one token stands for."""
+    """Patches per side that form one token."""
 
 
 class UnconfirmedError(MediaError):
-    """What was recorded of an upload is not what decoding it gives. `Prompt.corrected` goes by what
-    it gives."""
+    """The record of an upload does not match its decoded content.
+
+    `Prompt.corrected` prepares the prompt again from the decoded content.
+    """
 
 
 class MediaItem(Protocol):
@@ -49,43 +51,46 @@ class MediaItem(Protocol):
 
     modality: Modality
     grid: tuple[int, int, int]
-    """(t, h, w) in patches; of whole pictures where there are slices as well."""
+    """(t, h, w) in patches; of the whole pictures if there are slices as well."""
     decoded: bool
     """True if this request had to decode the medium (False: known from the raw index)."""
 
     @property
     def num_bytes(self) -> int:
-        """Of its pixels, decoded or not."""
+        """Bytes of its pixels, decoded or not."""
         ...
 
     @property
     def ready(self) -> bool:
-        """True if `patches` needs no decoding any more."""
+        """True if `patches` needs no more decoding."""
         ...
 
     def load(self, stop: Stop) -> None:
-        """Decodes what is missing; slow, but ends with the stop. Raises what `patches` raises:
-        UnconfirmedError if the medium does not have the recorded content."""
+        """Decode what is missing; slow, but ends when the stop is set.
+
+        Raises as `patches` does: UnconfirmedError if the medium does not have the recorded content.
+        """
         ...
 
     def patches(self, patch: int) -> torch.Tensor:
-        """Normalised pixels of span `patch`: float32
-        `[h * w, channels * temporal_patch_size * patch_size**2]`, in the order that the model's
-        vision tower takes.
-        Deterministic, thread-safe. Raises MediaError if a lazily decoded medium does not have the
-        recorded content hash."""
+        """Return the normalised pixels of span `patch`.
+
+        They are float32 `[h * w, channels * temporal_patch_size * patch_size**2]`, in the order of
+        the model's vision tower. Deterministic, thread-safe. Raises MediaError if a lazily decoded
+        medium does not have the recorded content hash.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenised prompt with everything that identity, matching and M-RoPE need."""
+    """A tokenised prompt with everything needed for identity, matching and M-RoPE."""
 
     token_ids: tuple[int, ...]
     positions: torch.Tensor
     """int64 `[3, len]`: temporal, height and width position of every token."""
     rope_delta: int
-    """Position of a generated token with index i is `i + rope_delta` on all three axes."""
+    """The position of a generated token at index i is `i + rope_delta` on all three axes."""
     keys: PromptKeys
     """Block keys, tail keys and cut points (docs/architecture.md#identity)."""
     spans: tuple[MediaSpan, ...] = ()
@@ -98,14 +103,14 @@ class Prompt:
     system_end: int = 0
     """Position after the end-of-turn token of a leading system message, else 0."""
     stable_end: int = 0
-    """Length of the prefix that the next turn's rendering shares with this one; 0: unknown."""
+    """Length of the prefix shared with the next turn's rendering; 0: unknown."""
     waited: float = field(default=0.0, compare=False)
-    """Seconds that its preparation has waited for what others know of its uploads."""
+    """Seconds spent waiting for lookups of its uploads outside of this process."""
     text: str = field(default="", repr=False)
     """The rendered template before expansion; for logs and debugging."""
     corrected: Callable[[], Prompt] | None = field(default=None, repr=False, compare=False)
-    """After an UnconfirmedError: prepares the prompt again, with what decoding has given. None if
-    nothing in it is known from records alone."""
+    """Prepares the prompt again after an UnconfirmedError, from the decoded content. None if no
+    medium is known by its record alone."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

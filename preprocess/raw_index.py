@@ -1,7 +1,7 @@
-"""Remembers what raw bytes turned into, so that a repeated upload is neither decoded nor resized.
+"""Remembers the outcome of raw bytes, so that a repeated upload is neither decoded nor resized.
 
-The key is everything that decides the outcome: the tenant's salt, the bytes, the modality, every
-effective option and the processors' fingerprint (docs/architecture.md#identity).
+The key covers everything that decides the outcome: the tenant's salt, the bytes, the modality,
+every effective option and the processors' fingerprint (docs/architecture.md#identity).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vlm_serve.preprocess.keys import tagged
 from vlm_serve.preprocess.media_process import MediaRecord
 
 _DOMAIN = b"vlm-serve raw media 1"
-# What Python keeps of an entry besides its hashes and times, and per hash: measured, rounded up.
+# Memory of an entry without its hashes and times, and per hash: measured, rounded up.
 _ENTRY_BYTES = 512
 _HASH_BYTES = 128
 
@@ -30,12 +30,12 @@ def raw_key(
     options: bytes,
     fingerprint: bytes,
 ) -> bytes:
-    """32-byte key of an upload.
+    """Return the 32-byte key of an upload.
 
     Args:
         data: a file's bytes, the ASCII text of a data: URL, or C-contiguous uint8 frames.
         options: all effective options (`options_key`).
-        fingerprint: of the processors.
+        fingerprint: names the processors.
     """
     if isinstance(data, np.ndarray):
         shape, raw = ",".join(map(str, data.shape)), data.reshape(-1).data
@@ -57,10 +57,10 @@ def raw_key(
 
 
 class RawIndex:
-    """Records by raw key, the least recently used dropped first. Thread-safe.
+    """Records by raw key, evicted in LRU order. Thread-safe.
 
     Args:
-        max_bytes: bound on the memory of all entries; 0 stores nothing.
+        max_bytes: limit on the memory of all entries; 0 stores nothing.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -75,11 +75,11 @@ class RawIndex:
 
     @staticmethod
     def cost(record: MediaRecord) -> int:
-        """Bytes that an entry counts for."""
+        """Return the bytes that an entry counts for."""
         return _ENTRY_BYTES + _HASH_BYTES * len(record.hashes)
 
     def get(self, key: bytes) -> MediaRecord | None:
-        """The record of a key, which becomes the most recently used."""
+        """Return the record of a key and mark it as most recently used; None if there is none."""
         with self._lock:
             record = self._entries.get(key)
             if record is not None:
@@ -87,7 +87,7 @@ class RawIndex:
             return record
 
     def put(self, key: bytes, record: MediaRecord) -> None:
-        """Stores a record; one that is larger than the index is left out."""
+        """Store a record, unless it is larger than the whole index."""
         cost = self.cost(record)
         with self._lock:
             self._remove(key)
@@ -99,12 +99,12 @@ class RawIndex:
             self.num_bytes += cost
 
     def remove(self, key: bytes) -> None:
-        """Forgets a record, if it is there."""
+        """Remove a record, if present."""
         with self._lock:
             self._remove(key)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Remove all records."""
         with self._lock:
             self._entries.clear()
             self.num_bytes = 0

@@ -1,4 +1,4 @@
-"""A prompt whose media are not there yet."""
+"""A rendered prompt whose media are not loaded yet."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ class Rendering:
     """A conversation that has been read, checked and rendered; its media are yet to be loaded.
 
     Attributes:
-        root: of the prompt's keys.
-        media: what is to be loaded, in order.
-        request, typed, text, pieces: the conversation, what was typed in it by users, the
-            template's text with that hidden, and that text cut at special tokens.
+        root: root of the prompt's keys.
+        media: the media to load, in order.
+        request: the conversation.
+        typed: the special tokens typed by users.
+        text: the template's text, with those hidden.
+        pieces: that text, split at the template's special tokens.
     """
 
     root: bytes
@@ -32,7 +34,7 @@ class Rendering:
     pieces: tuple[Piece, ...]
 
     def system_end(self, expansion: Expansion) -> int:
-        """After the first message, if the text begins with a system message, else 0."""
+        """Return the position after a leading system message, 0 if there is none."""
         first_text = next((piece.text for piece in self.pieces if not piece.is_special), "")
         if first_text.lstrip().startswith("system") and expansion.message_ends:
             return expansion.message_ends[0]
@@ -40,7 +42,7 @@ class Rendering:
 
 
 def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the messages' contents say, as `read_messages` returns them."""
+    """Return the texts in the messages' contents; messages as `read_messages` returns them."""
     found = []
     for message in messages:
         content = message.get("content")

@@ -1,4 +1,4 @@
-"""How large pictures are made and which frames of a video are taken.
+"""Sizes of resized pictures, and the frames sampled from a video.
 
 Both follow transformers' `Qwen2VLImageProcessor.resize` / `smart_resize` and
 `Qwen3VLVideoProcessor.resize` / `sample_frames`, number for number.
@@ -17,7 +17,7 @@ MAX_ASPECT_RATIO = 200
 
 
 def check_ratio(height: float, width: float, param: str | None) -> None:
-    """Raises MediaError if one side is over 200 times the other."""
+    """Check the aspect ratio. Raises MediaError if one side is over 200 times the other."""
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
         raise MediaError(
@@ -34,7 +34,7 @@ def image_size(
     max_pixels: int,
     param: str | None = None,
 ) -> tuple[int, int]:
-    """(height, width) after the resize: multiples of `factor` with an area within the bounds.
+    """Return (height, width) after the resize: multiples of `factor`, the area within bounds.
 
     Raises MediaError if one side is over 200 times the other.
     """
@@ -53,11 +53,11 @@ def video_size(
     max_pixels: int,
     param: str | None = None,
 ) -> tuple[int, int]:
-    """(height, width) of every frame; the bounds are on the area of all frames together.
+    """Return (height, width) of every frame; the bounds are on the area of all frames together.
 
     Raises MediaError if one side is over 200 times the other.
     """
-    # transformers refuses a single frame. It is repeated to fill its temporal patch here.
+    # transformers refuses a single frame. Here it is repeated to fill its temporal patch.
     num_frames = max(num_frames, temporal_factor)
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
@@ -93,7 +93,10 @@ def _fit(
 def capped_budget(
     num_frames: int, *, min_pixels: int, max_pixels: int, max_frame_pixels: int
 ) -> int:
-    """Area of all frames together once each frame's share is capped (`cap_pixels_per_frame`)."""
+    """Return the area of all frames together, with each frame's share capped.
+
+    This is `cap_pixels_per_frame` of the config.
+    """
     share = min(max_frame_pixels, max_pixels // num_frames)
     return max(share, int(min_pixels * 1.05)) * num_frames
 
@@ -101,22 +104,22 @@ def capped_budget(
 def uniform_indices(
     total: int, fps: float, *, sample_fps: float, min_frames: int, max_frames: int
 ) -> list[int]:
-    """Frames spread evenly over a whole video of `total` frames at `fps` frames a second."""
+    """Return frames spread evenly over a video of `total` frames at `fps` frames per second."""
     wanted = int(total / fps * sample_fps)
     return spread_indices(total, min(max(wanted, min_frames), max_frames, total))
 
 
 def spread_indices(total: int, num_frames: int) -> list[int]:
-    """`num_frames` frame numbers from the first to the last, evenly spaced."""
+    """Return `num_frames` frame numbers from the first to the last, evenly spaced."""
     indices: list[int] = np.linspace(0, total - 1, num_frames).round().astype(int).tolist()
     return indices
 
 
 def grid_indices(times: Sequence[float], sample_fps: float, max_frames: int) -> list[int]:
-    """Frame k is the first at or after k / sample_fps seconds, for every k that has one.
+    """Return the first frame at or after k / sample_fps seconds, for every k that has one.
 
-    Which frame that is depends on nothing that comes later, so a longer recording keeps the frames
-    of a shorter one. At most `max_frames + 1` are returned: one more than allowed shows the excess.
+    The choice of a frame does not depend on later frames, so a longer recording keeps the frames of
+    a shorter one. At most `max_frames + 1` are returned: the extra one reveals an excess.
 
     Args:
         times: seconds from the first frame, ascending.
@@ -124,7 +127,7 @@ def grid_indices(times: Sequence[float], sample_fps: float, max_frames: int) -> 
     indices: list[int] = []
     frame = 0
     while len(indices) <= max_frames:
-        # A time that was computed may fall short of its grid point by a rounding error.
+        # Rounding errors may put a computed time just before its grid point.
         wanted = len(indices) / sample_fps - 1e-6
         while frame < len(times) and times[frame] < wanted:
             frame += 1
@@ -135,7 +138,7 @@ def grid_indices(times: Sequence[float], sample_fps: float, max_frames: int) -> 
 
 
 def patch_times(times: Sequence[float], temporal_patch_size: int) -> list[float]:
-    """Seconds of every temporal patch: the mean of its first and its last frame.
+    """Return the seconds of every temporal patch: the mean of its first and last frames' times.
 
     The last frame is repeated to fill the last patch.
     """

@@ -1,4 +1,4 @@
-"""Processors that cut large pictures into slices: the settings of MiniCPM-V's."""
+"""Settings of MiniCPM-V's processors, which cut large pictures into slices."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _HALF = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceConfig(PictureConfig):
-    """Of pictures that are seen whole and small, then in slices. Patches come row by row.
+    """Settings for pictures seen whole and small, then in slices. Patches come row by row.
 
     Attributes:
-        max_slices: most slices of a picture; 1: none.
-        side: pictures and slices are made about as large as a square of this side, in pixels.
-        downsample: patches per side that become one token, unless a request says otherwise.
-        numbered: whether each picture has its number before it.
+        max_slices: maximum number of slices of a picture; 1: none.
+        side: pictures and slices are resized to about the area of a square of this side, in pixels.
+        downsample: patches per side that become one token, unless the request overrides it.
+        numbered: put a number before each picture.
     """
 
     max_slices: int
@@ -41,10 +41,10 @@ class SliceConfig(PictureConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceVideoConfig(SliceConfig):
-    """Of videos, whose frames are pictures like others.
+    """Settings for videos, whose frames are treated like pictures.
 
     Attributes:
-        max_frames: most frames of a video.
+        max_frames: maximum number of frames of a video.
         do_sample_frames: False takes every frame.
     """
 
@@ -53,7 +53,7 @@ class SliceVideoConfig(SliceConfig):
 
 
 def slice_image_config(directory: Path | str) -> SliceConfig | None:
-    """Config of the image processor, None if the checkpoint has none.
+    """Return the config of the image processor, None if the checkpoint has none.
 
     Raises CheckpointError for settings that are not supported.
     """
@@ -62,7 +62,7 @@ def slice_image_config(directory: Path | str) -> SliceConfig | None:
 
 
 def slice_video_config(directory: Path | str) -> SliceVideoConfig | None:
-    """Config of the video processor, None if the checkpoint has none.
+    """Return the config of the video processor, None if the checkpoint has none.
 
     Raises CheckpointError for settings that are not supported.
     """
@@ -87,7 +87,7 @@ def _slice_fields(raw: Mapping[str, Any], directory: Path | str) -> dict[str, An
         raise _unsupported("downsample_mode", mode, *MERGES)
     sliced = bool(raw.get("slice_mode", True))
     return shared | {
-        # A frame is a patch of its own, and the tower sorts patches itself.
+        # Each frame is its own temporal patch, and the tower reorders patches itself.
         "temporal_patch_size": 1,
         "merge_size": 1,
         "max_slices": size_field(raw, "max_slice_nums", 9) if sliced else 1,
@@ -98,14 +98,14 @@ def _slice_fields(raw: Mapping[str, Any], directory: Path | str) -> dict[str, An
 
 
 def _numbered(directory: Path) -> bool:
-    """As the processor says, or else its image processor."""
+    """Read `use_image_id` of the processor, or else of its image processor; true by default."""
     outer = read_json(directory / "processor_config.json").get("use_image_id")
     inner = image_fields(directory).get("use_image_id", True)
     return bool(inner if outer is None else outer)
 
 
 def check_modes(config: Mapping[str, Any], *processors: SliceConfig | None) -> None:
-    """Raises CheckpointError if a processor counts other tokens than the model makes.
+    """Check that the processors count as many tokens as the model makes. Raises CheckpointError.
 
     Args:
         config: config.json.

@@ -1,4 +1,4 @@
-"""Per-part options of media that are seen in slices, checked against what the checkpoint allows."""
+"""Per-part options of media seen in slices, checked against the checkpoint's limits."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _VIDEO_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class SliceOptions:
-    """How one image is seen.
+    """How one image is sliced.
 
     Attributes:
-        max_slices: most slices; 1: none.
+        max_slices: maximum number of slices; 1: none.
         merge_size: patches per side that become one token.
     """
 
@@ -44,7 +44,7 @@ class SliceOptions:
 
 @dataclass(frozen=True, slots=True)
 class SliceVideoOptions(SliceOptions):
-    """How one video is sampled and its frames are seen. Attributes as of `VideoOptions`."""
+    """How one video is sampled and its frames are sliced. Attributes as of `VideoOptions`."""
 
     fps: float | None
     sampling: Sampling
@@ -54,14 +54,14 @@ class SliceVideoOptions(SliceOptions):
 
 
 def slice_image_options(part: MediaPart, config: SliceConfig) -> SliceOptions:
-    """Raises InvalidRequestError that names the option at fault."""
+    """Read an image's options. Raises InvalidRequestError, naming the option at fault."""
     check_known(part, _IMAGE_OPTIONS)
     low = detail_of(part) == "low"
     return SliceOptions(1 if low else _max_slices(part, config), _merge_size(part, config))
 
 
 def slice_video_options(part: MediaPart, config: SliceVideoConfig) -> SliceVideoOptions:
-    """Raises InvalidRequestError that names the option at fault."""
+    """Read a video's options. Raises InvalidRequestError, naming the option at fault."""
     check_known(part, _VIDEO_OPTIONS)
     sampling, num_frames = sampling_of(part), frame_count(part, config.max_frames)
     sample_fps = number(part, "sample_fps")

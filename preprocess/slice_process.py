@@ -1,7 +1,7 @@
-"""From decoded pixels to a whole picture and its slices: sampled, resized, cut, hashed.
+"""Turns decoded pixels into a whole picture and its slices: samples, resizes, cuts and hashes.
 
-The spans of an image, and of every frame of a video, are the whole picture made small, then its
-slices row by row. All frames of a video are cut alike.
+The spans of an image, and of every frame of a video, are the reduced whole picture, then its slices
+row by row. All frames of a video are cut alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vlm_serve.preprocess.slice_sizes import second_indices, slice_grid, slice_s
 def process_sliced_image(
     pixels: Pixels, options: SliceOptions, config: SliceConfig, param: str | None = None
 ) -> Processed:
-    """One image.
+    """Process one image.
 
     Args:
         pixels: uint8 `[height, width, 3]`.
@@ -46,7 +46,7 @@ def process_sliced_image(
 def process_sliced_video(
     video: Video, options: SliceVideoOptions, config: SliceVideoConfig, param: str | None = None
 ) -> Processed:
-    """One video; each frame is resized as it is decoded, so few are held in full size.
+    """Process one video; resize each frame as it is decoded, so that few are held at full size.
 
     Raises MediaError if it is damaged, too long for the grid, or one side is over 200 times the
     other.
@@ -80,7 +80,7 @@ def _process(
     config: SliceConfig,
     param: str | None,
 ) -> Processed:
-    """The first picture says how large all are made."""
+    """Process pictures; the first one determines the size of all."""
     pictures = iter(pictures)
     first = next(pictures)
     height, width = first.shape[:2]
@@ -118,7 +118,7 @@ def _hashes(
 
 
 def _cut(picture: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """`[3, height, width]` to `[rows * columns, 3, height / rows, width / columns]`."""
+    """Cut `[3, height, width]` into `[rows * columns, 3, height / rows, width / columns]`."""
     channels, height, width = picture.shape
     height, width = height // rows, width // columns
     cut = picture.view(channels, rows, height, columns, width).permute(1, 3, 0, 2, 4)

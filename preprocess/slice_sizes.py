@@ -1,4 +1,4 @@
-"""How large pictures that are seen in slices are made, and which frames of a video are taken.
+"""Sizes of pictures seen in slices, and the frames sampled from a video.
 
 Both follow transformers' `MiniCPMV4_6ImageProcessor` and `MiniCPMV4_6VideoProcessor`, number for
 number.
@@ -11,12 +11,15 @@ import math
 import numpy as np
 
 _FINE_SECONDS = 0.1
-"""Of a video too long for its frames, they are chosen among those so far apart."""
+"""Spacing of the candidate frames in a video too long for its maximum number of frames."""
 
 
 def slice_grid(height: int, width: int, *, max_slices: int, side: int) -> tuple[int, int] | None:
-    """(rows, columns) of slices: about as many as squares of that side have the picture's area, in
-    the shape that is most like it. None for a picture that is seen whole."""
+    """Return (rows, columns) of slices, None for a picture that is seen whole.
+
+    There are about as many slices as squares of that side fit into the picture's area, in the
+    layout closest to its shape.
+    """
     multiple = min(math.ceil(height * width / side**2), max_slices)
     if multiple <= 1:
         return None
@@ -36,8 +39,11 @@ def slice_grid(height: int, width: int, *, max_slices: int, side: int) -> tuple[
 def whole_size(
     height: float, width: float, *, side: int, factor: int, enlarge: bool
 ) -> tuple[int, int]:
-    """(height, width) of a picture that is made about as large as a square of that side, if it is
-    larger or may be enlarged: multiples of `factor`."""
+    """Return (height, width) of a resized picture, as multiples of `factor`.
+
+    A picture larger than a square of that side is reduced to about its area. A smaller one is
+    enlarged to it if `enlarge` is set.
+    """
     if enlarge or height * width > side * side:
         ratio = width / height
         height = int(side / math.sqrt(ratio))
@@ -48,7 +54,7 @@ def whole_size(
 def slice_size(
     height: int, width: int, grid: tuple[int, int], *, side: int, factor: int
 ) -> tuple[int, int]:
-    """(height, width) of each of the slices into which a picture is cut."""
+    """Return (height, width) of each slice of a picture."""
     rows, columns = grid
     return whole_size(
         _round(height, rows) / rows,
@@ -64,8 +70,10 @@ def _round(length: float, divisor: int) -> int:
 
 
 def second_indices(total: int, fps: float, *, sample_fps: float, max_frames: int) -> list[int]:
-    """Frames at every `1 / sample_fps` seconds of a video of `total` frames; if those are more than
-    `max_frames`, so many spread over the whole length."""
+    """Return a frame for every `1 / sample_fps` seconds of a video of `total` frames.
+
+    If those are more than `max_frames`, spread `max_frames` over the whole length.
+    """
     duration = total / fps
     if duration * sample_fps <= max_frames:
         count = math.ceil(duration * sample_fps)

@@ -1,4 +1,4 @@
-"""Ends work whose client has left, whatever it waits for, and says what the work has waited for."""
+"""Cancels a request's work wherever it waits, and measures the time of its stages."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from vlm_serve.errors import InvalidRequestError
 
 
 class StoppedError(InvalidRequestError):
-    """Nobody waits for the work any more."""
+    """The work was cancelled: its result is no longer wanted."""
 
 
 class Stop:
-    """Says once that some work is not wanted any more. Thread-safe.
+    """A one-shot cancellation signal for some work. Thread-safe.
 
-    Whoever waits inside the work says how to wake it (`calling`); whoever computes asks now and
+    Blocking code inside the work registers how to wake it (`calling`). Computing code polls now and
     then (`check`).
 
     Attributes:
-        is_set: it has been said.
-        seconds: what the stages of the work have taken, by name, waiting included. Those of several
-            media add up.
+        is_set: the work has been cancelled.
+        seconds: time taken by each stage of the work, waiting included, by name. Several media add
+            up.
     """
 
     def __init__(self) -> None:
@@ -34,20 +34,20 @@ class Stop:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def set(self) -> None:
-        """Ends the work: everything registered is called, from this thread."""
+        """Cancel the work: call everything registered, from this thread."""
         with self._lock:
             self.is_set = True
             for wake in self._wake:
                 wake()
 
     def check(self) -> None:
-        """Raises StoppedError if the work is not wanted any more."""
+        """Raise StoppedError if the work has been cancelled."""
         if self.is_set:
-            raise StoppedError("the request was given up")
+            raise StoppedError("the request was cancelled")
 
     @contextlib.contextmanager
     def calling(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Has `wake` called if the stop comes inside the block (or came before), never after it.
+        """Call `wake` if the stop is set inside the block or was set before it, never after it.
 
         `wake` must not block, raise or use this object.
         """
@@ -63,7 +63,7 @@ class Stop:
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Counts the time of the block, whatever way it ends."""
+        """Add the time of the block to a stage, however the block ends."""
         start = time.monotonic()
         try:
             yield

@@ -1,7 +1,8 @@
-"""The checkpoint's chat template: jinja2 in a sandbox, with bounds on time and output.
+"""The checkpoint's chat template: jinja2 in a sandbox, with limits on time and output.
 
-The environment has what transformers gives templates (`apply_chat_template`), so a template renders
-alike in both. Templates see plain JSON data only: the caller has rebuilt messages and tools.
+The environment offers what transformers offers to templates (`apply_chat_template`), so a template
+renders alike in both. Templates see plain JSON data only: the caller has rebuilt messages and
+tools.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _RESERVED = frozenset(
 
 
 class _TooSlow(Exception):
-    """Rendering ran past its deadline. Not a TemplateError: no template can swallow it."""
+    """Rendering passed its deadline. Not a TemplateError, so no template can swallow it."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant said; here it prints its body and no more."""
+    """`{% generation %}` marks an assistant's text; this extension just prints the body."""
 
     tags = {"generation"}
 
@@ -50,7 +51,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Looks at the clock whenever a template reads an attribute or an item or calls something."""
+    """Checks the deadline whenever a template reads an attribute or an item or calls something."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -85,7 +86,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _SafeNamespace(jinja2.utils.Namespace):
-    """A namespace without underscore names, which would reach into the object itself."""
+    """A namespace without underscore names, which would give access to the object's internals."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         for name in (values := dict(*args, **kwargs)):
@@ -109,7 +110,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without jinja's escapes for HTML, in transformers' signature."""
+    """Dump JSON without jinja's HTML escapes, with transformers' signature."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -128,10 +129,10 @@ def _strftime_now(format: str) -> str:
 
 
 def find_chat_template(directory: Path | str) -> str:
-    """Source of the checkpoint's default chat template, "" if it has none.
+    """Return the source of the checkpoint's default chat template, "" if it has none.
 
-    Looked up as transformers does: chat_template.jinja, chat_template.json, tokenizer_config.json.
-    Raises CheckpointError if a file is there but unreadable.
+    Looks in transformers' order: chat_template.jinja, chat_template.json, tokenizer_config.json.
+    Raises CheckpointError if a file exists but is unreadable.
     """
     directory = Path(directory)
     try:
@@ -153,12 +154,12 @@ class ChatTemplate:
     """A compiled chat template. Thread-safe.
 
     Args:
-        source: jinja2 source; "" for a checkpoint without a template, which can render nothing.
+        source: jinja2 source; "" for a checkpoint without a template: then nothing can be rendered.
         special_names: "eos_token" and the like, visible to the template.
-        max_output_characters, max_seconds: bounds of one rendering.
+        max_output_characters, max_seconds: limits of one rendering.
 
     Attributes:
-        variables: the names that the template reads and does not set.
+        variables: the names that the template reads but does not set.
 
     Raises CheckpointError if the source does not compile.
     """
@@ -185,17 +186,20 @@ class ChatTemplate:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """Tell what it can take, found out with probes when it is first asked for."""
+        """The inputs that the template accepts, probed on first access."""
         return find_traits(self.render, self._tree) if self.source else TemplateTraits()
 
     @property
     def tool_form(self) -> Literal["qwen3_xml", "hermes"]:
-        """How it asks for tool calls: as tags for every parameter, or as JSON."""
+        """The form of tool calls that the template expects: tags for every parameter, or JSON."""
         tags = "<tool_call>" not in self.source or "<function=" in self.source
         return "qwen3_xml" if tags else "hermes"
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Raises InvalidRequestError for names that would replace what is not the client's."""
+        """Check the names of further variables.
+
+        Raises InvalidRequestError for names reserved for the server or the template's environment.
+        """
         taken = _RESERVED | self._environment.globals.keys() | self._special_names.keys()
         for name in kwargs:
             if name in taken or not name.isidentifier():
@@ -212,9 +216,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text.
+        """Render the prompt text.
 
-        Raises InvalidRequestError if the template refuses the messages or a bound is exceeded.
+        Raises InvalidRequestError if the template refuses the messages or a limit is exceeded.
         """
         if not self.source:
             raise InvalidRequestError("this model has no chat template", param="messages")

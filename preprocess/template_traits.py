@@ -1,7 +1,7 @@
-"""Finds out once what a chat template can take as a message's content, and fits messages to it.
+"""Probes which forms of message content a chat template accepts, and fits messages to it.
 
-Templates differ: some want text, some want a list of parts, some differ by role. One that gets what
-it does not expect prints nothing, prints Python's notation or fails, so each is asked with probes.
+Templates differ: some want text, some want a list of parts, some differ by role. On an unexpected
+form they print nothing, print Python's notation or fail, so each template is probed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str]
 Message = dict[str, Any]
 NoContent = Literal["absent", "text", "none"]
 
-# Words that no template has.
+# Words that occur in no template.
 _FIRST, _SECOND, _WHOLE, _NAME = "probefirst", "probesecond", "probewhole", "probename"
-# Nine letters and digits: some templates take no other ids.
+# Nine letters and digits: some templates accept no other ids.
 _CALL: Message = {
     "id": "probe0001",
     "type": "function",
@@ -31,12 +31,12 @@ _CALL: Message = {
 
 @dataclass(frozen=True, slots=True)
 class ContentForms:
-    """Names the forms of a message's content that a template shows whole.
+    """The forms of a message's content that a template renders completely.
 
     Attributes:
         text: a string.
-        parts: a list of parts, however many. If neither is true, it shows the first part alone.
-        alike: a list of one part is written as the string is, if both forms are shown.
+        parts: a list of parts, however many. If neither is true, only the first part is rendered.
+        alike: a list of one part renders like the string; only meaningful if both forms work.
     """
 
     text: bool = True
@@ -44,9 +44,9 @@ class ContentForms:
     alike: bool = True
 
     def fit(self, content: Any) -> Any:
-        """Return the content, text or parts, in a form that the template shows. Media stay parts.
+        """Return the content, text or parts, in a form that the template renders. Media stay parts.
 
-        A single text part becomes a string where the prompt is then the same.
+        A single text part becomes a string if the prompt stays the same.
         """
         if isinstance(content, str):
             return content if self.text else [_text(content)]
@@ -59,11 +59,11 @@ class ContentForms:
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """Describes what a template takes.
+    """The inputs that a template accepts.
 
     Attributes:
         content: the forms of content by role.
-        no_content: how an answer without content is written, such as one that only calls tools:
+        no_content: how to write an answer without content, such as one with only tool calls:
             without the key, with empty text, or with None.
     """
 
@@ -71,15 +71,16 @@ class TemplateTraits:
     no_content: NoContent = "text"
 
     def fit(self, conversation: Conversation) -> list[Message]:
-        """Return the conversation's messages as the template takes them.
+        """Return the conversation's messages in the template's forms.
 
-        Raises InvalidRequestError that names a medium in a message that takes only text.
+        Raises InvalidRequestError, naming the medium, for media in a message that accepts only
+        text.
         """
         media = iter(conversation.media)
         return [self._fit(message, media) for message in conversation.messages]
 
     def fit_turn(self, role: str, text: str) -> Message:
-        """Return a message of text as the template takes it."""
+        """Return a text message in the template's form."""
         return {"role": role, "content": self._forms(role).fit(text)}
 
     def _forms(self, role: str) -> ContentForms:
@@ -110,10 +111,10 @@ def _without_content(message: Message, how: NoContent, forms: ContentForms) -> M
 
 
 def find_traits(render: Render, tree: jinja2.nodes.Template) -> TemplateTraits:
-    """Find out what a template takes.
+    """Probe the inputs that a template accepts.
 
     Args:
-        render: renders messages; raises InvalidRequestError where the template refuses them.
+        render: renders messages; raises InvalidRequestError if the template refuses them.
         tree: its syntax tree, which decides for roles whose probes the template refuses.
     """
     loops = _loops_over_content(tree)
@@ -136,14 +137,14 @@ def find_traits(render: Render, tree: jinja2.nodes.Template) -> TemplateTraits:
 def _find_forms(
     render: Render, loops: bool, role: str, before: list[Message], after: list[Message]
 ) -> ContentForms:
-    """Find the forms that a role's message may have between others."""
+    """Find the content forms that work for a role's message between others."""
 
     def rendered(content: Any) -> str:
         message = {"role": role, "tool_call_id": _CALL["id"], "content": content}
         # Some templates write content in capitals.
         return _rendered(render, [*before, message, *after]).lower()
 
-    # A key that no template reads is seen only where a part is printed as it is.
+    # No template reads the key "probe": it shows up only if a part is printed as a Python object.
     first, second = (_text(word) | {"probe": _WHOLE} for word in (_FIRST, _SECOND))
     text, one, two = rendered(_FIRST), rendered([first]), rendered([first, second])
     shows_parts = 0 <= two.find(_FIRST) < two.find(_SECOND) and _WHOLE not in two
@@ -151,12 +152,12 @@ def _find_forms(
         shows_text = _FIRST in text
         alike = text == one or not (shows_text and shows_parts)
         return ContentForms(shows_text, shows_parts, alike)
-    # Nothing of it is shown, or the template refuses all three.
+    # The content is not rendered, or the template refuses all three forms.
     return ContentForms(parts=loops or bool(text or two))
 
 
 def _find_no_content(render: Render, question: Message, forms: ContentForms) -> NoContent:
-    """Find the way to write an answer without content so that its calls are shown."""
+    """Find the way to write an answer without content that still renders its calls."""
     ways: tuple[NoContent, ...] = ("absent", "text", "none")
     for way in ways:
         answer = _without_content({"role": "assistant"}, way, forms)
@@ -168,7 +169,7 @@ def _find_no_content(render: Render, question: Message, forms: ContentForms) -> 
 
 
 def _rendered(render: Render, messages: list[Message]) -> str:
-    """Return the text, "" if the template refuses the messages."""
+    """Return the rendered text, "" if the template refuses the messages."""
     try:
         return render(messages)
     except InvalidRequestError:
@@ -176,7 +177,10 @@ def _rendered(render: Render, messages: list[Message]) -> str:
 
 
 def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
-    """Tell whether a loop runs over a message's content, whatever variables it is handed on in."""
+    """Return True if the template loops over a message's content, directly or indirectly.
+
+    Variables and macro arguments are followed.
+    """
     names: set[str] = set()
 
     def is_content(node: jinja2.nodes.Node | None) -> bool:

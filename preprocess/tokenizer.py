@@ -1,7 +1,7 @@
-"""Text to token ids and back with the `tokenizers` library alone.
+"""Converts text to token ids and back with the `tokenizers` library alone.
 
-transformers' tokenizers are not imported: they cost seconds of start-up, and all they add is the
-normaliser and the split pattern of the family, which are put in place here too.
+transformers' tokenizers are not imported: they cost seconds of start-up. All they add is the
+family's normaliser and split pattern, which are set up here too.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from vlm_serve.errors import CheckpointError, ContextLengthError
 from vlm_serve.preprocess.end_tokens import find_ends, special_names
 from vlm_serve.preprocess.family import Family, family_of
 
-# Longer texts are counted in pieces of this size before they are encoded as a whole.
+# Long texts are counted in pieces of this size before they are encoded as a whole.
 _PIECE_CHARACTERS = 1 << 14
-# Composing characters (NFC) leaves at least a third of a text's bytes.
+# Composing characters (NFC) shrinks a text to no less than a third of its bytes.
 _NORMALISED = 3
-# Cutting a word in two makes it a few tokens more; a text is refused only well beyond the limit.
+# Counting in pieces splits words and adds a few tokens, so refuse only well beyond the limit.
 _MARGIN = 1.25
-MAX_KEPT_WORDS = 1000
+MAX_CACHED_WORDS = 1000
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of the checkpoint; {} if there is no such file.
+    """Return the object in a JSON file of the checkpoint; {} if there is no such file.
 
     Raises CheckpointError if the file is not a JSON object.
     """
@@ -51,17 +51,17 @@ class Tokenizer:
     Args:
         directory: holds tokenizer.json and, if there are any, tokenizer_config.json,
             special_tokens_map.json and generation_config.json.
-        family: the model's; None: the one that its config.json names.
-        max_tokens: the context; `encode` and `check_length` refuse texts that are far beyond it
-            without encoding all of them.
+        family: the model's; None: the one named by its config.json.
+        max_tokens: the context length; `encode` and `check_length` refuse far longer texts without
+            encoding all of them.
 
     Attributes:
         family: as given or found.
         vocab_size: number of ids, added tokens included.
-        special_tokens: content -> id of the special tokens, those that text never stands for.
+        special_tokens: content -> id of the special tokens; plain text never encodes to them.
         special_pattern: matches every special token, the longest first.
         eos_ids: ids that end a generation, see `find_ends`.
-        end_of_turn_ids: ids after which there is a cut point.
+        end_of_turn_ids: ids followed by a cut point.
         special_names: "eos_token" and the like -> content, as chat templates see them.
 
     Raises CheckpointError if the files are missing or unusable.
@@ -85,7 +85,7 @@ class Tokenizer:
         for token in special.values():
             if token.single_word or token.lstrip or token.rstrip:
                 raise CheckpointError(
-                    f"special token {token.content!r} depends on the text beside it: not supported"
+                    f"special token {token.content!r} is not supported: it depends on adjacent text"
                 )
         self.special_tokens: dict[str, int] = {t.content: i for i, t in special.items()}
         self._special_ids = frozenset(special)
@@ -106,7 +106,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text in which special tokens have their meaning; none is added.
+        """Encode text in which special tokens keep their meaning; add no tokens.
 
         Raises ContextLengthError for a text far beyond the context.
         """
@@ -121,11 +121,13 @@ class Tokenizer:
         return ids + self.encode_plain(text[at:])
 
     def check_length(self, texts: Iterable[str], param: str = "messages") -> None:
-        """Raises ContextLengthError if the texts have far more tokens than the context. That takes
-        no longer than encoding about as many as fit, or no time if their size alone shows it.
+        """Raise ContextLengthError if the texts have far more tokens than the context.
+
+        Takes no longer than encoding about as many tokens as fit, or no time if the size alone
+        decides.
 
         Args:
-            param: the request's field that the texts come from.
+            param: the request's field that holds the texts.
         """
         limit = self._limit
         if limit is None:
@@ -145,7 +147,7 @@ class Tokenizer:
 
     @property
     def _limit(self) -> int | None:
-        """Tokens that are far more than the context, None for no bound."""
+        """Tokens far beyond the context; None for no limit."""
         return None if self._max_tokens is None else int(self._max_tokens * _MARGIN) + 256
 
     def _too_long(self, limit: int, param: str) -> ContextLengthError:
@@ -157,7 +159,7 @@ class Tokenizer:
         )
 
     def _check_specials(self, text: str) -> None:
-        """Raises ContextLengthError if the special tokens alone are far more than the context."""
+        """Raise ContextLengthError if the special tokens alone are far beyond the context."""
         limit = self._limit
         if limit is None or len(text) <= limit:
             return
@@ -175,24 +177,24 @@ class Tokenizer:
         )
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of text in which special tokens are characters like any others."""
+        """Encode text in which special tokens are characters like any others."""
         if not text:
             return []
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids; bytes that are no UTF-8 become U+FFFD."""
+        """Decode ids into text; invalid UTF-8 becomes U+FFFD."""
         if skip_special_tokens:
             token_ids = [i for i in token_ids if i not in self._special_ids]
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; b"" for an id that no token has.
+        """Return the bytes of a token; b"" for an unassigned id.
 
-        The text of several byte-level tokens is the UTF-8 decoding of their joined bytes, so a
-        stream decodes exactly with an incremental decoder and waits for one character at most.
+        The text of several byte-level tokens is the UTF-8 decoding of their joined bytes. So an
+        incremental decoder decodes a stream exactly, and holds back one character at most.
         """
         found = self._known_bytes.get(token_id)
         if found is None:
@@ -215,8 +217,10 @@ class Tokenizer:
 
     @cached_property
     def _byte_of_character(self) -> dict[str, int]:
-        """Inverse of the byte-level alphabet: printable bytes stand for themselves, the others
-        take the characters from U+0100 on, in order."""
+        """Inverse of the byte-level alphabet.
+
+        Printable bytes map to themselves, the others to the characters from U+0100 on, in order.
+        """
         own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
         others = [byte for byte in range(256) if byte not in own]
         return {chr(byte): byte for byte in own} | {
@@ -224,17 +228,17 @@ class Tokenizer:
         }
 
     def token_to_id(self, token: str) -> int | None:
-        """Id of a token, None if there is none."""
+        """Return the id of a token, None if there is none."""
         found: int | None = self._backend.token_to_id(token)
         return found
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it, None if the id is not in use."""
+        """Return the token as the vocabulary spells it, None if the id is not in use."""
         found: str | None = self._backend.id_to_token(token_id)
         return found
 
     def is_special(self, token_id: int) -> bool:
-        """True for a control token, which `decode` leaves out."""
+        """Return True for a control token, which `decode` leaves out."""
         return token_id in self._special_ids
 
 
@@ -246,21 +250,21 @@ def _load_backend(
         raise CheckpointError("the checkpoint has no tokenizer.json")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises no narrower type
         raise CheckpointError(f"tokenizer.json of the checkpoint is unusable: {error}") from None
     if split is not None:
         _split_by(backend, split, add_prefix_space=bool(config.get("add_prefix_space")))
-    # A kept word takes up to 8 KiB, so that as many as it keeps by itself, 10 000, are 70 MiB of
-    # whatever strangers have sent; with fewer, texts are encoded as fast.
+    # A cached word takes up to 8 KiB, so the default of 10 000 would hold 70 MiB of client data. A
+    # smaller cache encodes as fast.
     if hasattr(backend.model, "_resize_cache"):
-        backend.model._resize_cache(MAX_KEPT_WORDS)
+        backend.model._resize_cache(MAX_CACHED_WORDS)
     known = backend.get_added_tokens_decoder()
     entries = config.get("added_tokens_decoder") or {}
     missing = [entry for token_id, entry in sorted(entries.items()) if int(token_id) not in known]
     backend.add_tokens([tokenizers.AddedToken(**_added_token_fields(entry)) for entry in missing])
     backend.no_padding()
     backend.no_truncation()
-    # Special tokens are split off before this backend sees a text, so what it sees is plain.
+    # Special tokens are split off before the backend sees a text: encode their spelling as text.
     backend.encode_special_tokens = True
     return backend
 

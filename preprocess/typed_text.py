@@ -1,8 +1,8 @@
-"""Keeps special tokens that a user typed apart from those that the chat template writes.
+"""Separates special tokens typed by a user from those written by the chat template.
 
-Before rendering, every special token inside user text is replaced by one private-use character that
-occurs nowhere in the request. The rendered text is then cut at real special tokens, and the
-characters are put back into the plain pieces, which the tokenizer reads as text.
+Before rendering, every special token inside user text is replaced by one private-use character
+absent from the request. The rendered text is then cut at real special tokens. The plain pieces get
+their original characters back, and the tokenizer reads them as text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_DEPTH = 64
 
 
 def plain_data(value: Any, param: str, depth: int = MAX_DEPTH) -> Any:
-    """A fresh copy made of dict, list, str, int, float, bool and None alone.
+    """Return a fresh copy made of dict, list, str, int, float, bool and None alone.
 
     Raises InvalidRequestError for anything else, and for data nested deeper than `MAX_DEPTH`.
     """
@@ -29,7 +29,7 @@ def plain_data(value: Any, param: str, depth: int = MAX_DEPTH) -> Any:
         return value
     if isinstance(value, Mapping):
         if any(not isinstance(key, str) for key in value):
-            raise InvalidRequestError(f"{param} has a key that is no text", param=param)
+            raise InvalidRequestError(f"{param} has a key that is not a string", param=param)
         return {str(key): plain_data(item, param, depth - 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain_data(item, param, depth - 1) for item in value]
@@ -49,7 +49,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 class TypedText:
-    """The stand-ins of one request.
+    """Substitutes for the special tokens that users typed in one request.
 
     Args:
         data: all plain data of the request that reaches the template.
@@ -65,20 +65,21 @@ class TypedText:
         try:
             self.mark = next(free)
             self._break = next(free)
-            self._stand_ins = {token: next(free) for token in special_tokens}
+            self._substitutes = {token: next(free) for token in special_tokens}
         except StopIteration:
             raise InvalidRequestError("the text uses every private-use character") from None
-        self._originals = {character: token for token, character in self._stand_ins.items()}
+        self._originals = {character: token for token, character in self._substitutes.items()}
         self._originals[self._break] = ""
         self._hidden = re.compile("[" + "".join(self._originals) + "]")
-        # Tokens could be put together from pieces: a text that ends with the beginning of one, or
-        # starts with the end of one, gets a break there, inside any white space a template trims.
+        # Adjacent texts could form a special token together. So a text that ends with the beginning
+        # of one, or starts with the end of one, gets a break there, inside any trimmable white
+        # space.
         sizes = [(token, size) for token in special_tokens for size in range(1, len(token))]
         self._beginnings = tuple({token[:size] for token, size in sizes})
         self._ends = tuple({token[size:] for token, size in sizes})
 
     def hide(self, value: Any) -> Any:
-        """The same plain data with special tokens replaced, in keys as well."""
+        """Return the same plain data with special tokens replaced, in keys as well."""
         if isinstance(value, str):
             return self._hide_text(value)
         if isinstance(value, dict):
@@ -88,7 +89,7 @@ class TypedText:
         return value
 
     def _hide_text(self, text: str) -> str:
-        text = self._pattern.sub(lambda match: self._stand_ins[match.group()], text)
+        text = self._pattern.sub(lambda match: self._substitutes[match.group()], text)
         if (stripped := text.rstrip()).endswith(self._beginnings):
             text = stripped + self._break + text[len(stripped) :]
         if (stripped := text.lstrip()).startswith(self._ends):
@@ -96,5 +97,5 @@ class TypedText:
         return text
 
     def restore(self, text: str) -> str:
-        """What the user typed, from a piece of rendered text."""
+        """Return the user's original text for a piece of rendered text."""
         return self._hidden.sub(lambda match: self._originals[match.group()], text)

@@ -1,7 +1,7 @@
-"""What is known of uploads, kept by somebody outside of this package: as plain bytes.
+"""Records of uploads as plain bytes, kept outside of this package.
 
-A record is a fixed header, then the content hashes, then the times. Nothing in it is believed
-before it has been measured: lengths follow from the header and must agree with the bytes.
+A record is a fixed header, then the content hashes, then the times. Nothing in it is trusted
+without a check: lengths follow from the header and must agree with the bytes.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ _HEAD = struct.Struct("<BBHIIIHHIII")
 """version, modality, merge size, grid (t, h, w), slices (rows, columns, h, w), number of times"""
 _MODALITIES: tuple[Modality, ...] = ("image", "video")
 _MOST_PATCHES = 1 << 24
-"""Of a whole medium: far more than a prompt can hold."""
+"""Limit for a whole medium: far more than a prompt can hold."""
 
 
 class UploadRecords(Protocol):
     """Keeps records beyond this process. Any thread may call; nothing raises."""
 
     def get(self, key: bytes) -> MediaRecord | None:
-        """The record of a 32-byte key, if there is one; may block for a bounded time."""
+        """Return the record of a 32-byte key, if there is one; may block for a bounded time."""
         ...
 
     def put(self, key: bytes, record: MediaRecord) -> None:
-        """Keeps a record that decoding has just made; does not wait."""
+        """Keep a record just made by decoding, without waiting."""
         ...
 
     def replace(self, key: bytes, record: MediaRecord) -> None:
-        """Decoding has made this record, and not the one that `get` has given; does not wait."""
+        """Replace a record from `get` that decoding has disproved, without waiting."""
         ...
 
 
 def upload_key(raw: bytes, path: bytes) -> bytes:
-    """32-byte key of a record.
+    """Return the 32-byte key of a record.
 
     Args:
-        raw: of the upload (`raw_key`).
+        raw: the upload's key (`raw_key`).
         path: names the decoders (`decoding_path`).
     """
     fields = (tagged("domain", _DOMAIN), tagged("raw", raw), tagged("path", path))
@@ -53,7 +53,7 @@ def upload_key(raw: bytes, path: bytes) -> bytes:
 
 
 def pack_record(record: MediaRecord) -> bytes:
-    """A record as bytes."""
+    """Encode a record as bytes."""
     slices = record.slices
     cut = (slices.rows, slices.columns, *slices.grid) if slices is not None else (0, 0, 0, 0)
     head = _HEAD.pack(
@@ -69,7 +69,7 @@ def pack_record(record: MediaRecord) -> bytes:
 
 
 def unpack_record(data: bytes) -> MediaRecord | None:
-    """The reverse; None for bytes that are no record of a medium that could be."""
+    """Decode a record; return None for bytes that are not a plausible record."""
     if len(data) < _HEAD.size:
         return None
     version, kind, merge, t, h, w, rows, columns, slice_h, slice_w, num_times = _HEAD.unpack_from(
@@ -80,7 +80,7 @@ def unpack_record(data: bytes) -> MediaRecord | None:
     modality, grid, slices = _MODALITIES[kind], (t, h, w), None
     if rows or columns or slice_h or slice_w:
         slices = Slices(rows, columns, (slice_h, slice_w))
-    if not _can_be(modality, grid, merge, slices, num_times):
+    if not _is_plausible(modality, grid, merge, slices, num_times):
         return None
     num_hashes = t * (1 + (slices.count if slices is not None else 0))
     end = _HEAD.size + KEY_BYTES * num_hashes
@@ -93,7 +93,7 @@ def unpack_record(data: bytes) -> MediaRecord | None:
     return MediaRecord(modality, grid, tuple(hashes), times, merge, slices)
 
 
-def _can_be(
+def _is_plausible(
     modality: Modality,
     grid: tuple[int, int, int],
     merge: int,

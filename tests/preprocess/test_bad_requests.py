@@ -158,7 +158,7 @@ def test_bad_media_options_name_the_option(
 def test_unknown_keys_of_a_media_part_are_refused(
     preprocessor: Preprocessor, part: dict[str, Any]
 ) -> None:
-    with pytest.raises(InvalidRequestError, match="is no option of (image|video)s") as caught:
+    with pytest.raises(InvalidRequestError, match="is not an option for (image|video)s") as caught:
         preprocessor.prepare([say("a", part)])
     assert caught.value.param == "messages[0].content[1]"
     assert len(caught.value.message) < 300

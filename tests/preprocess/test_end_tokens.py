@@ -120,7 +120,7 @@ def test_a_token_added_by_the_config_ends_an_answer(
 def test_an_end_that_nothing_else_backs_up_is_refused(
     checkpoint: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
-    with pytest.raises(CheckpointError, match=r"eos_token_id .* is no token of this checkpoint"):
+    with pytest.raises(CheckpointError, match=r"eos_token_id .* is not a token of this checkpoint"):
         Tokenizer(layout(checkpoint, tmp_path / "c", **fields))
 
 

@@ -210,7 +210,7 @@ def test_frames_that_a_request_counts(sliced: Preprocessor) -> None:
         ({"max_slice_nums": 0}, r"image: max_slice_nums must be a whole number from 1 to"),
         ({"max_slice_nums": 10}, r"max_slice_nums must be a whole number from 1 to"),
         ({"downsample_mode": "8x"}, r"downsample_mode must be 16x or 4x"),
-        ({"max_pixels": 1000}, r"max_pixels is no option of images of this model"),
+        ({"max_pixels": 1000}, r"max_pixels is not an option for images of this model"),
     ],
 )
 def test_bad_options_are_named(
@@ -222,7 +222,9 @@ def test_bad_options_are_named(
 
 
 def test_options_of_slices_are_none_elsewhere(preprocessor: Preprocessor, cat: Image.Image) -> None:
-    with pytest.raises(InvalidRequestError, match="max_slice_nums is no option of images of this"):
+    with pytest.raises(
+        InvalidRequestError, match="max_slice_nums is not an option for images of this"
+    ):
         preprocessor.prepare([say(picture(cat, max_slice_nums=3), "?")])
 
 
@@ -244,7 +246,7 @@ def test_options_of_slices_are_none_elsewhere(preprocessor: Preprocessor, cat: I
         ),
         ("video_preprocessor_config.json", {"stack_frames": 3}, "stack_frames 3 of the processor"),
         ("config.json", {"downsample_mode": "4x"}, "but in config.json it is '4x'"),
-        ("config.json", {"image_token_id": 5}, "image_token_id of the checkpoint is no special"),
+        ("config.json", {"image_token_id": 5}, "image_token_id of the checkpoint is not a special"),
         (
             "tokenizer_config.json",
             {"slice_start_token": "<cut>"},

@@ -156,7 +156,7 @@ def test_what_all_fetches_hold_is_bounded(checkpoint: Path, photographs: Path) -
         slow, first = fetch_one(body[:1000])
         wait_until(lambda: preprocessor._loader._budget._held == len(body))
         peer, second = fetch_one(body)
-        with peer, pytest.raises(OverloadedError, match="are being fetched already"):
+        with peer, pytest.raises(OverloadedError, match="being fetched at once are limited to"):
             second.result(timeout=20)
         with slow:
             slow.sendall(body[1000:])

@@ -168,7 +168,7 @@ def test_ends_that_no_model_can_reach_are_refused(
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "c")
     (tmp_path / "c" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    with pytest.raises(CheckpointError, match=r"eos_token_id .* is no token of this checkpoint"):
+    with pytest.raises(CheckpointError, match=r"eos_token_id .* is not a token of this checkpoint"):
         Tokenizer(tmp_path / "c")
 
 

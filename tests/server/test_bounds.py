@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vlm_serve.preprocess.decoders import default_places
+from vlm_serve.preprocess.decoders import default_slots
 from vlm_serve.server.bounds import parts, total
 from vlm_serve.server.config import ServerConfig
 
@@ -58,7 +58,7 @@ def test_a_longer_context_makes_larger_prompts() -> None:
 
 def test_the_document_has_the_numbers_of_the_code() -> None:
     found, config = sizes(), ServerConfig()
-    light, heavy = default_places()
+    light, heavy = default_slots()
     (each_light, each_heavy) = told(
         r"([\d ]+) MiB for each light decoding process and ([\d ]+) MiB for each heavy one"
     )

@@ -9,7 +9,7 @@ from vlm_serve.preprocess.decoders import (
     LIGHT_DECODE_BYTES,
     LIGHT_FILE_BYTES,
     PROCESS_BYTES,
-    default_places,
+    default_slots,
 )
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.server.config import ServerConfig
@@ -39,7 +39,7 @@ def parts(config: ServerConfig, max_model_len: int) -> Iterator[tuple[str, int]]
     yield "prompts that are being made", prompts
     # A decoder has a medium's bytes in shared memory of its own.
     yield "the decoders' copies of media", media.max_fetched_bytes
-    light, heavy = default_places()
+    light, heavy = default_slots()
     yield "light decoders", light * (LIGHT_DECODE_BYTES + 2 * LIGHT_FILE_BYTES + PROCESS_BYTES)
     each = media.max_decode_bytes + 2 * media.max_image_bytes + PROCESS_BYTES
     yield "heavy decoders", heavy * each

@@ -1,4 +1,4 @@
-"""Who may decode now: so many at a time, and in which order the others come."""
+"""Slots for decoding: a bound on concurrent decodes, and the order of those that wait."""
 
 from __future__ import annotations
 
@@ -10,42 +10,43 @@ from collections.abc import Iterator
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.preprocess.stopping import Stop
 
-# Who waits is served in the order of arrival, as if a file of so many bytes came a second later.
+# Waiting decodes are served by arrival time plus a penalty: one second for this many bytes of file.
 _BYTES_PER_SECOND = 1 << 20
 
 
-class Places:
-    """So many places for decoding. Thread-safe.
+class DecodeSlots:
+    """A fixed number of slots for decoding. Thread-safe.
 
     Args:
-        most: of them.
+        count: number of slots.
 
     Attributes:
-        busy, waiting: how many have one, and how many wait for one.
+        busy: slots in use.
+        waiting: callers waiting for a slot.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._changed = threading.Condition()
-        self._turns: list[tuple[float, object]] = []
+        self._queue: list[tuple[float, object]] = []
         self._closed = False
         self.busy = 0
 
     @property
     def waiting(self) -> int:
-        return len(self._turns)
+        return len(self._queue)
 
     def close(self) -> None:
-        """Who waits is told that the engine is closed. Returns when no place is taken any more."""
+        """Fail all waiters with EngineClosedError and wait until no slot is in use."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self.busy)
 
     @contextlib.contextmanager
-    def taken(self, num_bytes: int, stop: Stop) -> Iterator[None]:
-        """A place for the block. Raises StoppedError, EngineClosedError."""
-        self._take(num_bytes, stop)
+    def acquire(self, num_bytes: int, stop: Stop) -> Iterator[None]:
+        """Hold a slot for the block. Raises StoppedError, EngineClosedError."""
+        self._acquire(num_bytes, stop)
         try:
             yield
         finally:
@@ -53,19 +54,19 @@ class Places:
                 self.busy -= 1
                 self._changed.notify_all()
 
-    def _take(self, num_bytes: int, stop: Stop) -> None:
-        mine = (time.monotonic() + num_bytes / _BYTES_PER_SECOND, object())
+    def _acquire(self, num_bytes: int, stop: Stop) -> None:
+        ticket = (time.monotonic() + num_bytes / _BYTES_PER_SECOND, object())
 
         def is_next() -> bool:
-            first = min(self._turns, key=lambda turn: turn[0])
-            return stop.is_set or self._closed or (self.busy < self._most and first is mine)
+            first = min(self._queue, key=lambda each: each[0])
+            return stop.is_set or self._closed or (self.busy < self._count and first is ticket)
 
         def wake() -> None:
             with self._changed:
                 self._changed.notify_all()
 
         with stop.timed("place"), stop.calling(wake), self._changed:
-            self._turns.append(mine)
+            self._queue.append(ticket)
             try:
                 self._changed.wait_for(is_next)
                 stop.check()
@@ -73,5 +74,5 @@ class Places:
                     raise EngineClosedError("the engine is closed")
                 self.busy += 1
             finally:
-                self._turns.remove(mine)
+                self._queue.remove(ticket)
                 self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Pieces of work that take turns on an executor."""
+"""Tasks of one request on a shared executor, a few at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
-from vlm_serve.preprocess.turns import Turns
+from vlm_serve.preprocess.limiter import ConcurrencyLimiter
 
 
 class Gate:
@@ -32,8 +32,8 @@ class Gate:
 def test_a_request_with_much_work_leaves_threads_to_others() -> None:
     gate = Gate()
     with ThreadPoolExecutor(4) as executor:
-        many = Turns(executor, [gate.work] * 100, most=3)
-        (other,) = Turns(executor, [lambda: "done"], most=3).futures
+        many = ConcurrencyLimiter(executor, [gate.work] * 100, limit=3)
+        (other,) = ConcurrencyLimiter(executor, [lambda: "done"], limit=3).futures
         assert other.result(timeout=30) == "done"
         assert not any(each.done() for each in many.futures)
         gate.open.set()
@@ -44,7 +44,7 @@ def test_a_request_with_much_work_leaves_threads_to_others() -> None:
 def test_results_and_errors_are_those_of_the_pieces_in_order() -> None:
     with ThreadPoolExecutor(2) as executor:
         works = [lambda n=n: 6 // (n - 2) for n in range(4)]
-        futures = Turns(executor, works, most=2).futures
+        futures = ConcurrencyLimiter(executor, works, limit=2).futures
         assert [futures[n].result(timeout=30) for n in (0, 1, 3)] == [-3, -6, 6]
         with pytest.raises(ZeroDivisionError):
             futures[2].result(timeout=30)
@@ -58,7 +58,7 @@ def test_what_is_cancelled_before_its_turn_is_never_begun() -> None:
             lambda: begun.append(1),
             lambda: begun.append(2),
         ]
-        futures = Turns(executor, works, most=1).futures
+        futures = ConcurrencyLimiter(executor, works, limit=1).futures
         assert futures[1].cancel()
         gate.open.set()
         futures[2].result(timeout=30)
@@ -70,7 +70,7 @@ def test_an_executor_that_ends_cancels_what_is_left(most: int) -> None:
     """Some pieces run, some wait in the executor, others have not come to it yet."""
     gate = Gate()
     executor = ThreadPoolExecutor(1)
-    futures = Turns(executor, [gate.work] * 10, most).futures
+    futures = ConcurrencyLimiter(executor, [gate.work] * 10, most).futures
     executor.shutdown(wait=False, cancel_futures=True)
     gate.open.set()
     assert futures[0].result(timeout=30) == 1
@@ -81,4 +81,4 @@ def test_an_executor_that_ends_cancels_what_is_left(most: int) -> None:
 
 def test_no_work() -> None:
     with ThreadPoolExecutor(1) as executor:
-        assert Turns(executor, [], most=2).futures == []
+        assert ConcurrencyLimiter(executor, [], limit=2).futures == []

@@ -1,7 +1,7 @@
-"""One HTTP request to an address that has been checked.
+"""One HTTP GET to an address that has been checked.
 
-The URL is parsed once and the parts are used for the check and for the request alike; the host is
-resolved once, every address it has must be allowed, and one of those addresses is dialled.
+The URL is parsed once, and both the check and the request use the parsed parts. The host is
+resolved once, all of its addresses must be allowed, and the connection goes to one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vlm_serve.preprocess.stopping import Stop
 
 _PRINTABLE = re.compile(r"[!-~]+")
 _CONNECT_SECONDS = 5.0
-# How an IPv4 host looks from a network that speaks IPv6 alone.
+# Prefix of IPv4 hosts as seen from an IPv6-only network.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -33,13 +33,13 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment of `time.monotonic`."""
+    """A point in time of `time.monotonic`."""
 
     at: float
 
     @property
     def left(self) -> float:
-        """Seconds left; never 0 or less, which sockets would read as "do not wait"."""
+        """Seconds left, always above 0: sockets would take 0 for "do not wait"."""
         return max(self.at - time.monotonic(), 1e-3)
 
     @property
@@ -49,7 +49,7 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where one hop of a URL leads."""
+    """Host, port and path of one hop."""
 
     host: str
     port: int
@@ -63,14 +63,14 @@ class Target:
 
 
 def parse_target(url: str, limits: MediaLimits, param: str | None = None) -> Target:
-    """Parts of an http(s) URL.
+    """Parse an http(s) URL.
 
     Raises InvalidRequestError if it is malformed, carries credentials or names a host that is not
     allowed.
     """
     malformed = InvalidRequestError("the URL is malformed", param=param)
     try:
-        # Everything but a fragment and non-ASCII characters goes to the server as it came.
+        # The URL is sent unchanged, except that the fragment is dropped and non-ASCII is quoted.
         url = urllib.parse.quote(url.partition("#")[0], safe="!$%&'()*+,-./:;=?@[]_~")
         parts = urllib.parse.urlsplit(url)
         host, port = urllib.parse.unquote(parts.hostname or ""), parts.port
@@ -93,7 +93,7 @@ def parse_target(url: str, limits: MediaLimits, param: str | None = None) -> Tar
 
 
 def is_public(address: Address) -> bool:
-    """True for an address of the public internet that embeds no other kind of address."""
+    """Return True for a public internet address that embeds no other kind of address."""
     if isinstance(address, ipaddress.IPv6Address):
         if address in _NAT64:
             return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
@@ -108,11 +108,11 @@ def is_public(address: Address) -> bool:
 
 
 def _resolve(target: Target, deadline: Deadline, stop: Stop) -> list[tuple[int, tuple[str, int]]]:
-    """(family, socket address) of every address of the host, within the deadline."""
+    """Return (family, socket address) for every address of the host, within the deadline."""
     answers: queue.SimpleQueue[list[tuple[int, tuple[str, int]]]] = queue.SimpleQueue()
 
     def look_up() -> None:
-        # getaddrinfo knows no timeout; a thread that is left behind ends with the resolver's own.
+        # getaddrinfo takes no timeout; an abandoned thread ends at the resolver's own timeout.
         try:
             found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
             answers.put([(int(entry[0]), (str(entry[4][0]), target.port)) for entry in found])
@@ -133,7 +133,7 @@ def _connect(
     addresses = _resolve(target, deadline, stop)
     stop.check()
     if not addresses:
-        raise MediaFetchError("the URL's host has no address", param=param)
+        raise MediaFetchError("the URL's host cannot be resolved", param=param)
     if not limits.allow_private_networks:
         for _, (address, _) in addresses:
             if not is_public(ipaddress.ip_address(address.partition("%")[0])):
@@ -158,20 +158,20 @@ def request(
     param: str | None = None,
     stop: Stop | None = None,
 ) -> Iterator[http.client.HTTPResponse]:
-    """The response to a GET, its body still unread.
+    """Send a GET and yield the response, its body still unread.
 
-    Raises MediaFetchError if the host may not be dialled; OSError or HTTPException if the dialogue
-    fails, the deadline passes or the stop comes, whoever is slow and at whatever point.
+    Raises MediaFetchError if the host is not allowed; OSError or HTTPException if the exchange
+    fails, the deadline passes or the stop is set, at any point.
     """
     stop = stop or Stop()
     sock = _connect(target, limits, deadline, param, stop)
 
     def cut_off() -> None:
         with contextlib.suppress(OSError):
-            # Not SSLSocket's own method, which would turn the reading thread to plain text.
+            # SSLSocket's own method would make the reading thread continue in plain text.
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
-    # A peer may send a byte now and then for ever, each in time. This ends it.
+    # A peer that trickles bytes never hits the socket timeout; this timer cuts it off.
     watch = threading.Timer(deadline.left, cut_off)
     watch.daemon = True
     watch.start()
@@ -181,7 +181,7 @@ def request(
         sock.settimeout(deadline.left)
         if target.secure:
             context = ssl.create_default_context()
-            # The handshake waits until the watch can reach the new socket.
+            # The handshake starts only once `sock` is the new socket, so that `cut_off` reaches it.
             sock = context.wrap_socket(
                 sock, server_hostname=target.host, do_handshake_on_connect=False
             )
