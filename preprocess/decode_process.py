@@ -138,7 +138,10 @@ class DecodeProcess:
         self._sock.close()
 
     def _ended(self, seconds: float) -> bool:
-        """Return True if the process ends within this time; its socket then hangs up."""
+        """Return True if the process has ended or ends within this time.
+
+        Its socket hangs up when it ends.
+        """
         if self._sock.fileno() < 0:
             return True
         poll = select.poll()

@@ -132,8 +132,10 @@ class Decoders:
     def _process(
         self, heavy: bool, num_bytes: int, param: str | None, stop: Stop
     ) -> Iterator[DecodeProcess]:
-        """Yield a process for one task. However a task ends, the next one gets a working
-        process."""
+        """Yield a process for one task.
+
+        However a task ends, the next one gets a working process.
+        """
         with (self.heavy if heavy else self.light).acquire(num_bytes, stop):
             with stop.timed("place"):
                 process = self._start(heavy)

@@ -163,8 +163,7 @@ class Expander:
         )
 
     def _identity(self, record: MediaRecord, patch: int) -> bytes:
-        """Return the hash of all that determines a span's tokens and positions, besides its
-        size."""
+        """Return the hash that, with a span's size, determines its tokens and positions."""
         return record.hashes[patch]
 
     def _add_image(self, out: Expansion, record: MediaRecord, item: int) -> None:

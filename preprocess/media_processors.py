@@ -1,4 +1,4 @@
-"""The media processors of a checkpoint: combine settings, options and arithmetic."""
+"""Combines the settings, options and arithmetic of a checkpoint's media processors."""
 
 from __future__ import annotations
 
