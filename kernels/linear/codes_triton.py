@@ -75,14 +75,9 @@ def grouped_product(
     x,
     x_rows,
     real,
-    codes,
-    scales,
-    zeros,
-    factors,
+    weight,
     columns,
     inside,
-    code_stride,
-    scale_stride,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     FORM: tl.constexpr,
@@ -94,8 +89,18 @@ def grouped_product(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """float32 `[ROWS, COLUMNS]`: rows of x (their offsets, where `real`) times columns of a weight
-    (int64, where `inside`)."""
+    """Multiply rows of x by columns of a quantised weight.
+
+    Args:
+        x: pointer to the activations.
+        x_rows: `[ROWS]`, offsets of the rows; rows count where `real`.
+        weight: (codes, scales, zeros, factors, code_stride, scale_stride) of `code_arguments`.
+        columns: int64 `[COLUMNS]`; columns count where `inside`.
+
+    Returns:
+        float32 `[ROWS, COLUMNS]`.
+    """
+    codes, scales, zeros, factors, code_stride, scale_stride = weight
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     own = tl.arange(0, STEP)
     # Byte j of a group has four bits of the codes of j and of j + GROUP / 2. Behind those bytes of
@@ -182,14 +187,9 @@ def _linear_kernel(
         x,
         row.to(tl.int64) * x_stride,
         real,
-        codes,
-        scales,
-        zeros,
-        factors,
+        (codes, scales, zeros, factors, code_stride, scale_stride),
         columns,
         inside,
-        code_stride,
-        scale_stride,
         DEPTH,
         GROUP,
         FORM,

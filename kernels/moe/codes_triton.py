@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.linear.codes_triton import grouped_product
+from vlm_serve.kernels.moe.pairs_triton import store_gated, store_weighted, tile_pairs
 
 
 @triton.jit
@@ -42,25 +43,20 @@ def gate_up_codes_kernel(
     tile = tl.program_id(1)
     expert = tl.load(tile_expert + tile).to(tl.int64)
     if expert >= 0:
-        pairs = tl.load(tile_first + tile) + tl.arange(0, ROWS)
-        real = pairs < tl.load(ends + expert)
-        token = tl.load(order + pairs, mask=real, other=0) // TOP_K
+        pairs, real, origin = tile_pairs(order, tile_first, ends, tile, expert, ROWS)
+        token = origin // TOP_K
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         inside = columns < WIDTH
         x_rows = token.to(tl.int64) * x_stride
         first = expert * (2 * WIDTH) + columns
+        weight = (codes, scales, zeros, factors, code_stride, scale_stride)
         gate = grouped_product(
             x,
             x_rows,
             real,
-            codes,
-            scales,
-            zeros,
-            factors,
+            weight,
             first,
             inside,
-            code_stride,
-            scale_stride,
             HIDDEN,
             GROUP,
             FORM,
@@ -76,14 +72,9 @@ def gate_up_codes_kernel(
             x,
             x_rows,
             real,
-            codes,
-            scales,
-            zeros,
-            factors,
+            weight,
             first + WIDTH,
             inside,
-            code_stride,
-            scale_stride,
             HIDDEN,
             GROUP,
             FORM,
@@ -95,10 +86,7 @@ def gate_up_codes_kernel(
             DOT,
             PRECISION,
         )
-        result = gate * tl.sigmoid(gate) * up
-        places = pairs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-        mask = real[:, None] & inside[None, :]
-        tl.store(out + places, result.to(out.dtype.element_ty), mask=mask)
+        store_gated(out, gate, up, pairs, real, columns, WIDTH)
 
 
 @triton.jit
@@ -132,23 +120,18 @@ def down_codes_kernel(
     tile = tl.program_id(1)
     expert = tl.load(tile_expert + tile).to(tl.int64)
     if expert >= 0:
-        pairs = tl.load(tile_first + tile) + tl.arange(0, ROWS)
-        real = pairs < tl.load(ends + expert)
-        pair = tl.load(order + pairs, mask=real, other=0).to(tl.int64)
+        pairs, real, origin = tile_pairs(order, tile_first, ends, tile, expert, ROWS)
+        pair = origin.to(tl.int64)
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         inside = columns < HIDDEN
+        weight = (codes, scales, zeros, factors, code_stride, scale_stride)
         total = grouped_product(
             x,
             pairs.to(tl.int64) * WIDTH,
             real,
-            codes,
-            scales,
-            zeros,
-            factors,
+            weight,
             expert * HIDDEN + columns,
             inside,
-            code_stride,
-            scale_stride,
             WIDTH,
             GROUP,
             FORM,
@@ -160,8 +143,4 @@ def down_codes_kernel(
             DOT,
             PRECISION,
         )
-        share = tl.load(weights + pair, mask=real, other=0.0).to(tl.float32)
-        total *= share[:, None]
-        mask = real[:, None] & inside[None, :]
-        places = pair[:, None] * HIDDEN + columns[None, :]
-        tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+        store_weighted(out, weights, total, pair, real, columns, HIDDEN)

@@ -14,6 +14,7 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes_triton import code_arguments
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe.codes_triton import down_codes_kernel, gate_up_codes_kernel
+from vlm_serve.kernels.moe.pairs_triton import store_gated, store_weighted, tile_pairs
 from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch, power_of_two
 
 
@@ -106,9 +107,8 @@ def _gate_up_kernel(
     tile = tl.program_id(1)
     expert = tl.load(tile_expert + tile).to(tl.int64)
     if expert >= 0:
-        pairs = tl.load(tile_first + tile) + tl.arange(0, ROWS)
-        real = pairs < tl.load(ends + expert)
-        token = tl.load(order + pairs, mask=real, other=0) // TOP_K
+        pairs, real, origin = tile_pairs(order, tile_first, ends, tile, expert, ROWS)
+        token = origin // TOP_K
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
         x_rows = token.to(tl.int64) * x_stride
@@ -125,10 +125,7 @@ def _gate_up_kernel(
             below = weight[None, :] + WIDTH * row_stride
             part = tl.load(below + at[:, None], mask=inside, other=0.0).to(DOT)
             up = tl.dot(rows, part, up, input_precision=PRECISION)
-        result = gate * tl.sigmoid(gate) * up
-        places = pairs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-        mask = real[:, None] & (columns < WIDTH)[None, :]
-        tl.store(out + places, result.to(out.dtype.element_ty), mask=mask)
+        store_gated(out, gate, up, pairs, real, columns, WIDTH)
 
 
 @triton.jit
@@ -155,9 +152,8 @@ def _down_kernel(
     tile = tl.program_id(1)
     expert = tl.load(tile_expert + tile).to(tl.int64)
     if expert >= 0:
-        pairs = tl.load(tile_first + tile) + tl.arange(0, ROWS)
-        real = pairs < tl.load(ends + expert)
-        pair = tl.load(order + pairs, mask=real, other=0).to(tl.int64)
+        pairs, real, origin = tile_pairs(order, tile_first, ends, tile, expert, ROWS)
+        pair = origin.to(tl.int64)
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
         x_rows = pairs.to(tl.int64) * WIDTH
@@ -170,11 +166,7 @@ def _down_kernel(
             rows = tl.load(x + x_rows[:, None] + at[None, :], mask=mask, other=0.0).to(DOT)
             part = tl.load(weight[None, :] + at[:, None], mask=inside, other=0.0).to(DOT)
             total = tl.dot(rows, part, total, input_precision=PRECISION)
-        share = tl.load(weights + pair, mask=real, other=0.0).to(tl.float32)
-        total *= share[:, None]
-        mask = real[:, None] & (columns < HIDDEN)[None, :]
-        places = pair[:, None] * HIDDEN + columns[None, :]
-        tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+        store_weighted(out, weights, total, pair, real, columns, HIDDEN)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer
 from vlm_serve.kernels.paged_attention.tiles_triton import (
-    attend_range,
+    attend,
     attention_arguments,
     decode_tile,
 )
@@ -77,44 +77,30 @@ def _decode_kernel(
     q_places = token * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
     queries = tl.load(q + q_places, mask=inside, other=0.0).to(DOT)
     positions = tl.zeros((ROWS,), tl.int32) + length - 1
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    norm = tl.zeros((ROWS,), tl.float32)
-    total = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
     table = block_tables + token * table_stride
     # Whole tiles, then what is left of the last one; an empty part does neither.
     whole = first_key + tl.maximum(last_key - first_key, 0) // KEY_TILE * KEY_TILE
-    for masked in tl.static_range(2):
-        best, norm, total = attend_range(
-            queries,
-            positions,
-            best,
-            norm,
-            total,
-            whole if masked else first_key,
-            last_key if masked else whole,
-            length,
-            table,
-            k_pages + kv_head * page_head_stride,
-            v_pages + kv_head * page_head_stride,
-            k_scales + kv_head * scale_head_stride,
-            k_zeros + kv_head * scale_head_stride,
-            v_scales + kv_head * scale_head_stride,
-            v_zeros + kv_head * scale_head_stride,
-            page_block_stride,
-            page_slot_stride,
-            scale_block_stride,
-            scale_slot_stride,
-            block_size,
-            score_scale,
-            DIM,
-            BLOCK_DIM,
-            KEY_TILE,
-            masked,
-            ONE_BLOCK,
-            FORM,
-            DOT,
-            PRECISION,
-        )
+    best, norm, total = attend(
+        queries,
+        positions,
+        (first_key, whole, last_key),
+        length,
+        table,
+        kv_head,
+        (k_pages, v_pages, k_scales, k_zeros, v_scales, v_zeros),
+        (page_block_stride, page_slot_stride, page_head_stride),
+        (scale_block_stride, scale_slot_stride, scale_head_stride),
+        block_size,
+        score_scale,
+        DIM,
+        BLOCK_DIM,
+        ROWS,
+        KEY_TILE,
+        ONE_BLOCK,
+        FORM,
+        DOT,
+        PRECISION,
+    )
     if SPLITS == 1:
         places = (token * HEADS + heads)[:, None] * DIM + dims[None, :]
         result = total / norm[:, None]

@@ -11,7 +11,7 @@ import triton.language as tl
 from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
 from vlm_serve.kernels.paged_attention.decode_triton import attention_decode
 from vlm_serve.kernels.paged_attention.tiles_triton import (
-    attend_range,
+    attend,
     attention_arguments,
     prefill_tile,
 )
@@ -87,48 +87,28 @@ def _prefill_kernel(
     length = start + last_token + 1
     # Keys that every row sees come first, without masks.
     common = (start + first_row // GROUP + 1) // KEY_TILE * KEY_TILE
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    norm = tl.zeros((ROWS,), tl.float32)
-    total = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
     table = block_tables + sequence * table_stride
-    k_pages += kv_head * page_head_stride
-    v_pages += kv_head * page_head_stride
-    k_scales += kv_head * scale_head_stride
-    k_zeros += kv_head * scale_head_stride
-    v_scales += kv_head * scale_head_stride
-    v_zeros += kv_head * scale_head_stride
-    for masked in tl.static_range(2):
-        best, norm, total = attend_range(
-            queries,
-            positions,
-            best,
-            norm,
-            total,
-            common if masked else 0,
-            length if masked else common,
-            length,
-            table,
-            k_pages,
-            v_pages,
-            k_scales,
-            k_zeros,
-            v_scales,
-            v_zeros,
-            page_block_stride,
-            page_slot_stride,
-            scale_block_stride,
-            scale_slot_stride,
-            block_size,
-            score_scale,
-            DIM,
-            BLOCK_DIM,
-            KEY_TILE,
-            masked,
-            ONE_BLOCK,
-            FORM,
-            DOT,
-            PRECISION,
-        )
+    _best, norm, total = attend(
+        queries,
+        positions,
+        (0, common, length),
+        length,
+        table,
+        kv_head,
+        (k_pages, v_pages, k_scales, k_zeros, v_scales, v_zeros),
+        (page_block_stride, page_slot_stride, page_head_stride),
+        (scale_block_stride, scale_slot_stride, scale_head_stride),
+        block_size,
+        score_scale,
+        DIM,
+        BLOCK_DIM,
+        ROWS,
+        KEY_TILE,
+        ONE_BLOCK,
+        FORM,
+        DOT,
+        PRECISION,
+    )
     result = total / norm[:, None]
     places = ((begin + token).to(tl.int64) * HEADS + head)[:, None] * DIM + dims[None, :]
     tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
