@@ -107,12 +107,12 @@ def interpreted() -> bool:
 
 
 def keep_private() -> None:
-    """Keep Triton's compiled kernels, reloaded at the next start, where no other user can modify
-    them.
+    """Keep Triton's compile cache where no other user can modify it.
 
-    They go to our cache, or for this process alone to a temporary folder. The first engine of a
-    process calls this before any launch; processes of other ranks inherit the setting. If the user
-    has set TRITON_CACHE_DIR or TRITON_HOME, that folder is used.
+    Compiled kernels are loaded again at the next start. They go to our cache, or for this process
+    alone to a temporary folder. The first engine of a process calls this before any launch;
+    processes of other ranks inherit the setting. If the user has set TRITON_CACHE_DIR or
+    TRITON_HOME, nothing changes.
 
     Raises:
         ConfigError: there is no usable folder.
