@@ -1,9 +1,9 @@
-"""Host-side validation of kernel arguments: raises an error that names the argument, before any
-launch.
+"""Host-side validation of kernel arguments, before any launch.
 
-Checks read metadata only (shapes, strides, dtypes, host tuples), never a tensor's values, so they
-cost no device synchronisation. Checks of a step's metadata run once per step and are remembered in
-`meta.checked`; every later layer pays one set lookup.
+A failed check raises an error that names the argument. Checks read metadata only (shapes, strides,
+dtypes, host tuples), never a tensor's values, so they cost no device synchronisation. Checks of a
+step's metadata run once per step and are remembered in `meta.checked`; every later layer pays one
+set lookup.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution, oracle."""
+"""Reference causal depthwise convolution, the oracle of tests."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def stored_form(kv: KVLayer, target: Target) -> int:
 
 
 def page_arguments(kv: KVLayer) -> dict[str, torch.Tensor | int]:
-    """Return a layer's pages as kernel arguments; float8 as bytes, since not every target knows it.
+    """Return a layer's pages as kernel arguments; float8 as bytes: not all targets support it.
 
     Raises:
         KernelArgumentError: keys and values, or the four scale tensors, differ in strides.

@@ -1,4 +1,4 @@
-"""The grouped products of routed experts whose weights are quantised, on a GPU."""
+"""Grouped products of routed experts with quantised weights, on a GPU."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -39,7 +39,8 @@ def gate_up_codes_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """silu(x gate^T) * (x up^T) for up to ROWS sorted (token, expert) pairs of one expert."""
+    """Compute silu(x gate^T) * (x up^T) for up to ROWS sorted (token, expert) pairs of one
+    expert."""
     tile = tl.program_id(1)
     expert = tl.load(tile_expert + tile).to(tl.int64)
     if expert >= 0:
@@ -116,7 +117,7 @@ def down_codes_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """weight * x down^T, stored at the pair's place in token order."""
+    """Compute weight * x down^T, stored at the pair's place in token order."""
     tile = tl.program_id(1)
     expert = tl.load(tile_expert + tile).to(tl.int64)
     if expert >= 0:

@@ -1,5 +1,4 @@
-"""Tiles of (token, expert) pairs, as the grouped products of plain and quantised weights share
-them."""
+"""Tiles of (token, expert) pairs, shared by the grouped products of plain and quantised weights."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

@@ -1,4 +1,5 @@
-"""Split-KV decode attention on a GPU: parts of a sequence's keys in parallel, then their sum."""
+"""Split-KV decode attention on a GPU: splits of the keys are attended in parallel, then
+combined."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -16,13 +17,14 @@ from vlm_serve.kernels.paged_attention.tiles_triton import (
 )
 from vlm_serve.kernels.triton_support import decode_tables, launch, power_of_two
 
-# About two programs for each multiprocessor of an H100; more only adds partial sums.
+# About two programs per multiprocessor of an H100; more only adds partial sums.
 WANTED_PROGRAMS = 256
 MAX_SPLITS = 64
 KEYS_WORTH_A_SPLIT = 256
 
 
-# The table's stride is the longest sequence's blocks: no reason to compile anew amid work.
+# The table's stride is the longest sequence's number of blocks: specialising on it would recompile
+# the kernel while serving.
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q,
@@ -61,7 +63,7 @@ def _decode_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One part of one sequence's keys for the query heads of one key head."""
+    """Attend to one split of a sequence's keys from the query heads of one key head."""
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -78,7 +80,7 @@ def _decode_kernel(
     queries = tl.load(q + q_places, mask=inside, other=0.0).to(DOT)
     positions = tl.zeros((ROWS,), tl.int32) + length - 1
     table = block_tables + token * table_stride
-    # Whole tiles, then what is left of the last one; an empty part does neither.
+    # Whole tiles, then the rest of the last one; an empty split has neither.
     whole = first_key + tl.maximum(last_key - first_key, 0) // KEY_TILE * KEY_TILE
     best, norm, total = attend(
         queries,
@@ -122,13 +124,13 @@ def _combine_kernel(
     BLOCK_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One query head of one sequence: the parts, each rescaled to the largest score of all."""
+    """Combine the splits of one query head and sequence, each rescaled to the largest score."""
     row = tl.program_id(0).to(tl.int64)
     parts = row * SPLITS + tl.arange(0, SPLITS)
     dims = tl.arange(0, BLOCK_DIM)
     inside = dims < DIM
     best = tl.load(best_parts + parts)
-    # In powers of two; a part without keys has a best of -inf and weighs nothing.
+    # Scores are exponents of two; a split without keys has a best of -inf and no weight.
     weights = tl.exp2(best - tl.max(best, axis=0))
     norm = tl.sum(tl.load(norm_parts + parts) * weights, axis=0)
     places = parts[:, None] * DIM + dims[None, :]
@@ -138,8 +140,11 @@ def _combine_kernel(
 
 
 def split_count(programs: int, longest: int) -> int:
-    """Parts to cut each sequence into, a power of two: enough to fill the device, none so short
-    that summing the parts costs more than it hides."""
+    """Return the number of splits per sequence, a power of two.
+
+    It is large enough to fill the device. Splits stay so long that their combination costs less
+    than the parallelism gains.
+    """
     wanted = min(-(-WANTED_PROGRAMS // programs), -(-longest // KEYS_WORTH_A_SPLIT), MAX_SPLITS)
     return power_of_two(wanted)
 
@@ -151,7 +156,7 @@ def attention_decode(
     batch, heads, dim = q.shape
     kv_heads = kv.k.shape[2]
     tile = decode_tile(q.dtype, dim, heads // kv_heads)
-    # From the host's lengths: under a CUDA graph they are the longest that it may replay on.
+    # The host's lengths: under a CUDA graph, the longest that it may replay on.
     splits = split_count(batch * kv_heads, max(meta.kv_lens))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = {

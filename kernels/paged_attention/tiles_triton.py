@@ -19,7 +19,7 @@ from vlm_serve.kernels.triton_support import Tables, current_target, dot_dtype, 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a program is cut: query rows, keys per step, warps, and stages of the key loop."""
+    """Tile shape of a program: query rows, keys per step, warps, and stages of the key loop."""
 
     rows: int
     keys: int
@@ -28,11 +28,12 @@ class Tile:
 
 
 def prefill_tile(dtype: torch.dtype, dim: int, int8: bool) -> Tile:
-    """By target, dtypes and head dim alone: equal tiles in every batch keep a token's bits.
+    """Return the prefill tile for a target, dtype and head dim.
 
-    At head dim 256 the running output of 128 rows takes 128 registers per thread of 8 warps. The
-    conversion of int8 pages spills with more than 16 keys at a time, and an A100, whose products
-    take operands from registers, with more than 64 rows. CDNA has 64 KiB for keys and values.
+    Nothing else decides: equal tiles in every batch keep a token's bits. At head dim 256 the
+    running output of 128 rows takes 128 registers per thread of 8 warps. The conversion of int8
+    pages spills with more than 16 keys at a time. An A100 spills with more than 64 rows, since its
+    products take operands from registers. CDNA has 64 KiB for keys and values.
     """
     target = current_target()
     if dtype == torch.float32:
@@ -45,8 +46,10 @@ def prefill_tile(dtype: torch.dtype, dim: int, int8: bool) -> Tile:
 
 
 def decode_tile(dtype: torch.dtype, dim: int, group: int) -> Tile:
-    """Query heads of one key head, padded to the smallest dot; enough keys in flight per program
-    that a few programs per multiprocessor keep the memory busy."""
+    """Return the decode tile: query heads of one key head, padded to the smallest dot.
+
+    It has enough keys in flight for a few programs per multiprocessor to keep the memory busy.
+    """
     rows = power_of_two(group, 16)
     if dtype == torch.float32:
         return Tile(rows, 16, 8, 1) if dim > 128 else Tile(rows, 32, 4, 1)
@@ -57,7 +60,10 @@ def decode_tile(dtype: torch.dtype, dim: int, group: int) -> Tile:
 def attention_arguments(
     q: torch.Tensor, kv: KVLayer, tables: Tables, scale: float, tile: Tile
 ) -> dict[str, Any]:
-    """What both kernels take: pages, block tables, head layout, score scale (for exp2), dtypes."""
+    """Return the arguments of both kernels.
+
+    These are pages, block tables, head layout, score scale (for exp2) and dtypes.
+    """
     heads, dim = q.shape[1:]
     target = current_target()
     return {
@@ -169,7 +175,7 @@ def attend(
             keys = decode_stored(keys, FORM, DOT)
             if FORM == INT8:
                 zero = tl.load(k_zeros + scale_at + scale_rows, mask=known, other=0.0)
-                # Whole numbers up to 255: exact in every operand dtype.
+                # Integers up to 255 are exact in every operand dtype.
                 keys = keys - zero.to(DOT)[:, None]
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             if FORM == INT8:
@@ -180,7 +186,7 @@ def attend(
             if masked:
                 scores = tl.where(keys_at[None, :] <= positions[:, None], scores, float("-inf"))
             larger = tl.maximum(best, tl.max(scores, axis=1))
-            # Fused by hand: what the compiler fuses differs with and without masks, and a row that
+            # Fused by hand: the compiler's fusions differ with and without masks, and a row that
             # meets a key in either must give it the same weight.
             shrink = tl.exp2((best - larger) * score_scale)
             weights = tl.exp2(tl.fma(scores, score_scale, (-larger * score_scale)[:, None]))

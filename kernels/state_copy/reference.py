@@ -1,4 +1,4 @@
-"""Row copies, oracle."""
+"""Reference row copies, the oracle of tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 def copy_rows_reference(
     tensor: torch.Tensor, src_rows: Sequence[int], dst_rows: Sequence[int]
 ) -> torch.Tensor:
-    """Copy rows of one tensor into a new one; the oracle of `copy_rows` in tests."""
+    """Copy rows of one tensor into a new one."""
     result = tensor.clone()
     for src, dst in zip(src_rows, dst_rows, strict=True):
         result[dst] = tensor[src]
