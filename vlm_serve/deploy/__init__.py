@@ -1,7 +1,7 @@
 """Several engines behind one server: replicas on Ray Serve (docs/scale.md).
 
 - `main`: the command `vlm-serve deploy`. It starts a Ray cluster and runs the gateway.
-- `gateway`: the server that clients reach. It checks keys, tenants and limits.
+- `gateway`: the public server. It checks keys, tenants and limits.
 - `replica_pool`: the gateway's view of the replicas, with one channel to each.
 - `replica`: an engine and its routes in a Ray actor.
 - `router`: the adapter between Serve's routing and ours.

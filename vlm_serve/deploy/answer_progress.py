@@ -1,4 +1,4 @@
-"""Tracks how much of an answer was delivered, so that another replica can resume it."""
+"""Tracks the delivered part of an answer, for another replica to resume it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERNAL = "vlm_serve."
 
 
 class AnswerProgress:
-    """Progress of one request's answer; sees every message that goes to the client.
+    """Progress of one request's answer; sees every message to the client.
 
     Args:
         attempt: everything that is fixed before any replica has the request.
@@ -36,7 +36,7 @@ class AnswerProgress:
         self._num_tokens = 0
 
     def record(self, message: Message) -> None:
-        """Record a message that was sent to the client."""
+        """Record a message sent to the client."""
         self._num_tokens += sum(map(len, message.get(TOKENS, {}).values()))
         if message["type"] == "http.response.start":
             self.started = True
@@ -58,7 +58,7 @@ class AnswerProgress:
         return not self.started or self._num_tokens <= MAX_TOKENS
 
     def resume(self, *, died: bool) -> None:
-        """Set `attempt` to the one that resumes from here."""
+        """Set `attempt` to one that resumes from here."""
         self.attempt = self._delivery.next if died else self._delivery.moved
         self._delivery = Delivery(self.attempt)
 

@@ -1,7 +1,7 @@
-"""The channel from a replica to a gateway: one TCP connection, which carries all answers.
+"""The channel from a replica to a gateway: one TCP connection for all answers.
 
 A call through Ray costs milliseconds, and the tokens of all requests come several hundred times a
-second. The address is passed through Ray, with keys that authenticate both sides.
+second. The address is passed through Ray, with keys to authenticate both sides.
 """
 
 from __future__ import annotations

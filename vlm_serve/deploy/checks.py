@@ -1,4 +1,4 @@
-"""Checks that the options of a deployment are compatible."""
+"""Compatibility checks of a deployment's options."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Cluster:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment that this process and its children need before importing Ray."""
+    """Return environment variables for this process and its children, set before importing Ray."""
     return {
         **ENVIRONMENT,
         **search_path(),
@@ -160,7 +160,7 @@ def end_on_signals() -> None:
 
 
 def at_once_on_signals() -> None:
-    """Install handlers that kill this process and its descendants at once."""
+    """Install handlers to kill this process and its descendants at once."""
     for each in _SIGNALS:
         signal.signal(each, lambda number, frame: leave_at_once())
 

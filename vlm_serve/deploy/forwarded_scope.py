@@ -1,4 +1,4 @@
-"""The part of a request's ASGI scope that is sent to replicas."""
+"""The part of a request's ASGI scope for replicas."""
 
 from __future__ import annotations
 

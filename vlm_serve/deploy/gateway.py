@@ -1,4 +1,4 @@
-"""The server that clients reach: it admits requests and forwards them to replicas.
+"""The deployment's public server: it admits requests and forwards them to replicas.
 
 It reads a body only as far as affinity keys need. Nothing here imports torch.
 """
@@ -40,7 +40,7 @@ ONE_REPLICA = ("/v1/cache/tree", "/v1/cache/events", "/v1/cache/nodes/", "/v1/ca
 
 
 class UnknownReplicaError(InvalidRequestError):
-    """The request names a replica that does not exist: HTTP 404."""
+    """The request names an unknown replica: HTTP 404."""
 
     status = 404
 
@@ -91,7 +91,7 @@ class Gateway(Work):
             self._running = asyncio.ensure_future(self.pool.run())
 
     def end_streams(self) -> None:
-        """End the streams that have no end of their own."""
+        """End the endless streams."""
         for stream in self._streams:
             stream.cancel()
 
@@ -188,9 +188,9 @@ class Gateway(Work):
             yield
 
     def _named_replica(self, scope: Scope, single: bool) -> tuple[bytes, str | None]:
-        """Return the query without `replica`, and the replica that it names.
+        """Return the query without `replica`, and the named replica.
 
-        By default that is the first if the route is about a single one, else None. Raises
+        If none is named: the first for a route about a single replica, else None. Raises
         UnknownReplicaError.
         """
         if not scope["path"].startswith("/v1/cache/"):

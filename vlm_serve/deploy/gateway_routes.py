@@ -1,4 +1,4 @@
-"""Routes that the gateway answers from what all replicas report."""
+"""The gateway's own routes: they merge the replies of all replicas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Replies = Mapping[str, Response]
 
 
 class GatewayState(Protocol):
-    """The attributes of a `Gateway` that these routes read."""
+    """The attributes of a `Gateway` read by these routes."""
 
     config: ServerConfig
     draining: bool
@@ -46,7 +46,7 @@ class GatewayState(Protocol):
 
 
 async def response(gateway: GatewayState, scope: Scope, receive: Receive) -> Response | None:
-    """Answer a request that no single replica can; return None for all other requests.
+    """Answer a request about the whole deployment; return None for all other requests.
 
     Raises VlmServeError.
     """
@@ -115,7 +115,7 @@ async def flush(gateway: GatewayState, request: Request) -> Response:
 
 
 def _refusal(replies: Replies) -> Response | None:
-    """Return the first reply that is an error, if any."""
+    """Return the first error reply, if any."""
     if not replies:
         raise no_replica()
     return next((each for each in replies.values() if each.status_code != 200), None)
@@ -124,7 +124,7 @@ def _refusal(replies: Replies) -> Response | None:
 async def ask_all(
     gateway: GatewayState, request: Request, seconds: float | None = SECONDS
 ) -> Replies:
-    """Send a request to all replicas. Leave out those that are lost or too slow."""
+    """Send a request to all replicas; lost and slow ones are left out."""
     body = await read_body(request, gateway.config.max_body_bytes)
     scope = forwarded_scope(request.scope)
 

@@ -41,7 +41,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         args: `model`, `fronts` (number of gateways) and any option of `vlm-serve deploy`, as in a
             configuration file.
 
-    Raises ConfigError that names the bad option.
+    Raises ConfigError, naming the bad option.
     """
     given = dict(args)
     model, fronts = str(given.pop("model", "demo")), given.pop("fronts", 1)

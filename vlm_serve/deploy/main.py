@@ -121,7 +121,7 @@ def _run(
 
 
 def _reason(error: RuntimeError) -> str:
-    """Return the last exception in Serve's report of a replica that did not start."""
+    """Return the last exception in Serve's report of a failed start."""
     found = re.findall(r"^(?:\S*\) )?[\w.]*Error: (.+)$", str(error), re.MULTILINE)
     return found[-1] if found else str(error)
 
@@ -129,7 +129,7 @@ def _reason(error: RuntimeError) -> str:
 def startup_rows(
     names: tuple[str, ...], options: DeployConfig, config: ServerConfig, url: str
 ) -> Iterable[tuple[str, str]]:
-    """Yield the facts that an operator needs first: names and values."""
+    """Yield the rows of the startup table: names and values."""
     yield "model", ", ".join(names)
     grow = f", up to {options.max_replicas}" if options.max_replicas else ""
     yield "replicas", f"{options.replicas}{grow}"

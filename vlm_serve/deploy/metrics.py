@@ -45,7 +45,7 @@ def _with_label(line: str, replica: str) -> str:
 
 
 def own_metrics(replicas: int, num_open: int, num_lost: int) -> str:
-    """Return the metrics that only the gateway has."""
+    """Return the gateway's own metrics."""
     lost = "Requests that moved to another replica because theirs was lost"
     registry = CollectorRegistry()
     registry.register(

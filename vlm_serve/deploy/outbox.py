@@ -1,6 +1,6 @@
-"""Outboxes of a replica: messages of answers, queued for the gateway that sent the requests.
+"""Outboxes of a replica: messages of answers, queued for their gateways.
 
-Everything that a step produces for one gateway is one batch. After a request's first text, its
+The output of a step for one gateway is one batch. After a request's first text, its
 messages of a few milliseconds are merged into one.
 """
 

@@ -26,13 +26,13 @@ class ReplicaRanker:
         return self._router.choose(keys, tokens, views)
 
     def sent(self, name: str, keys: Sequence[bytes], tokens: int) -> None:
-        """Note that a request was sent to a replica."""
+        """Count a request as sent to a replica."""
         self._router.sent(name, keys, tokens)
 
     def ended(
         self, name: str, keys: Sequence[bytes], tokens: int, usage: RequestUsage | None = None
     ) -> None:
-        """Note that a request has ended, with its usage if known."""
+        """Count a request as ended, with its usage if known."""
         self._router.ended(name, keys, tokens, usage)
 
     def update(self, name: str, stats: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ class ReplicaRanker:
             self._router.digest(name, digest)
 
     def removed(self, name: str) -> None:
-        """Forget a replica that is gone."""
+        """Forget a replica."""
         self._loads.pop(name, None)
         self._versions.pop(name, None)
         self._router.removed(name)

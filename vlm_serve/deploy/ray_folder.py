@@ -1,4 +1,4 @@
-"""The temporary folder of Ray's sockets and logs; removes those of deployments that were killed."""
+"""The temporary folder of Ray's sockets and logs; removes those of killed deployments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST = _SOCKET_BYTES - len(_BELOW)
 class RayFolder(TemporaryFolder):
     """A new temporary folder. No other deployment removes it while this process lives.
 
-    Ray makes its own folder accessible to all users, so that one lies inside a private folder.
+    Ray makes its own folder accessible to all users. Therefore it lies inside a private folder.
 
     Args:
         longest: most characters of the path; None: unlimited.
@@ -34,13 +34,13 @@ class RayFolder(TemporaryFolder):
 
     @property
     def ray(self) -> str:
-        """The folder for Ray, which creates it."""
+        """The folder for Ray to create."""
         return os.path.join(self.path, "r")
 
     def start(self) -> str:
-        """Make a folder that contains this package alone, and return its path.
+        """Make a folder with nothing but this package, and return its path.
 
-        Ray's processes import from the folder in which they are started.
+        Ray's processes import from their working directory.
         """
         path = Path(self.path, "start")
         path.mkdir(0o700)

@@ -30,7 +30,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class ReplicaSetup:
-    """Everything that a replica is built from; plain data.
+    """The inputs of a replica; plain data.
 
     Attributes:
         model: as for `serve`.

@@ -1,4 +1,4 @@
-"""The gateway's view of its replicas: one channel to each, which carries all answers.
+"""The gateway's view of its replicas: one channel to each, for all answers.
 
 Everything in this module runs on the gateway's event loop.
 """
@@ -69,7 +69,7 @@ class ReplicaCall:
 
 @dataclass(slots=True, eq=False)
 class _OpenCall:
-    """A call that has not ended.
+    """A call in progress.
 
     Attributes:
         replica: the replica that must answer, or has begun to.
@@ -132,7 +132,7 @@ class ReplicaPool:
 
     @property
     def unreachable(self) -> set[str]:
-        """Replicas that are silent or disconnected; Ray may learn of their death later."""
+        """Silent or disconnected replicas; Ray may learn of their death later."""
         silent = {
             name
             for name, channel in self._channels.items()
@@ -193,7 +193,7 @@ class ReplicaPool:
             SHARED_STATE.finish(number, _usage_of(usage, call))
 
     async def _watch(self, response: Any, number: int, open_call: _OpenCall) -> None:
-        """Report to an open call that its remote call ended without an answer."""
+        """Fail an open call if its remote call ends without an answer."""
         try:
             taken = await response
         except asyncio.CancelledError:

@@ -1,7 +1,7 @@
 """Adapter between Serve's request routing and ours: chooses a replica for each request.
 
-Serve creates one router in every process that calls the replicas, on its own thread. It passes
-facts to the gateway of that process through the shared state.
+Serve creates one router in every calling process, on its own thread. The router and the gateway of
+a process exchange facts through the shared state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_OPEN = 65_536
 class AffinityRouter(RequestRouter):
     """Sends requests where their prefix may be cached.
 
-    A request that names a replica goes there only. Replicas that a request avoids come last. No
+    A request with `replica` goes there only. Replicas in `avoid` come last. No
     method raises: an exception would stop all of Serve's routing.
     """
 
@@ -101,7 +101,7 @@ class AffinityRouter(RequestRouter):
     def _settle(self) -> None:
         """Report ended requests to the ranker.
 
-        A call may end before its gateway has read the last message, which has the usage. So a
+        The usage is in the last message, and a call may end before its gateway has read it. So a
         completed request waits until the gateway is done with it.
         """
         state = shared.SHARED_STATE
@@ -110,7 +110,7 @@ class AffinityRouter(RequestRouter):
             self._ranker.ended(*request, state.usage.pop(number, None))
 
     def _set_running(self, names: Iterable[str]) -> set[str]:
-        """Set the running replicas; return those that no longer run."""
+        """Set the running replicas; return those gone since."""
         before = shared.SHARED_STATE.replicas
         shared.SHARED_STATE.replicas = tuple(sorted(names))
         gone = set(before) - set(shared.SHARED_STATE.replicas)

@@ -22,7 +22,7 @@ LEAVING_SECONDS = 1.0
 
 
 def max_open_requests(setup: ReplicaSetup) -> int:
-    """Return the number of requests that a replica may have open."""
+    """Return the limit of open requests per replica."""
     return setup.engine.max_num_seqs + setup.server.max_queued_requests
 
 

@@ -1,7 +1,7 @@
 """State shared by the gateway and the routers of its process.
 
-Serve pickles a router's class by value, with everything in its module. This state has a module of
-its own so that each process has exactly one.
+Serve pickles a router's class by value, with everything in its module. This state has its own
+module, so each process has exactly one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A router's knowledge of cached prefixes: digests from replicas, and what it has sent since.
+"""A router's knowledge of cached prefixes: digests from replicas, and its own requests since.
 
 Both are bounded.
 """
@@ -31,7 +31,7 @@ class Digests:
         return sum(map(len, self._of.values()))
 
     def holders(self, key: bytes) -> Mapping[str, int]:
-        """Return replica -> tokens that it holds of a key's prefix."""
+        """Return replica -> tokens held of a key's prefix."""
         return self._holders.get(key, {})
 
     def replace(self, replica: str, entries: Iterable[tuple[bytes, int]]) -> None:
@@ -69,7 +69,7 @@ class Digests:
 
 
 class SentPrefixes:
-    """Replicas to which this router sent each prefix recently; an LRU by key."""
+    """Recent destinations of each prefix; an LRU by key."""
 
     def __init__(self, limit: int = MAX_SENT_KEYS) -> None:
         self._limit = limit
@@ -79,7 +79,7 @@ class SentPrefixes:
         return len(self._times)
 
     def add(self, replica: str, keys: Sequence[bytes], now: float) -> None:
-        """Record that a request with these keys goes to a replica."""
+        """Record a request with these keys for a replica."""
         for key in keys:
             times = self._times.setdefault(key, {})
             times.pop(replica, None)

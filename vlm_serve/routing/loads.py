@@ -1,4 +1,4 @@
-"""Work that a router has assigned to each replica."""
+"""Accounting of the work assigned to each replica."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Loads:
         self._kinds: OrderedDict[tuple[str, bytes], list[float]] = OrderedDict()
 
     def works(self, now: float) -> tuple[dict[str, float], float]:
-        """Return recent tokens by replica, read-only, and the factor that scales them."""
+        """Return recent tokens by replica, read-only, and their scale factor."""
         return self._work, self._growth(now)
 
     def work(self, replica: str, now: float) -> float:
@@ -48,7 +48,7 @@ class Loads:
         return self._open.get(replica, 0.0)
 
     def add_new(self, replicas: Iterable[str]) -> None:
-        """Add the replicas that are new, with the average work of the others.
+        """Add new replicas, with the average work of the others.
 
         Starting at zero, a new replica would attract all requests.
         """
@@ -62,7 +62,7 @@ class Loads:
         self._work.update(dict.fromkeys(new, average))
 
     def sent(self, replica: str, kind: bytes, tokens: float, now: float) -> None:
-        """Add a request that goes to a replica, with the tokens to compute for it."""
+        """Add a request for a replica, with the tokens to compute."""
         growth = self._growth(now)
         self._work[replica] = self._work.get(replica, 0.0) + tokens * growth
         self._open[replica] = self.open(replica) + tokens

@@ -1,6 +1,6 @@
 """Rendezvous hashing (Thaler and Ravishankar, 1998): routers agree on the replicas of a key.
 
-They need no communication, and a replica that joins or leaves moves only its own share of keys.
+They need no communication. When a replica joins or leaves, only its own share of keys moves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chooses replicas for requests by the tokens to compute, weighted by the work assigned so far.
 
-A router works alone. It knows the digests that replicas publish, the requests it has sent since
-with their cost, and the reported loads. Rendezvous hashing lets routers agree without talking: each
-prefix has a home replica, unless another one has it cached or the home is overloaded.
+A router works alone. It knows the published digests, the requests it has sent since with their
+cost, and the reported loads. Rendezvous hashing lets routers agree without talking: each prefix has
+a home replica, unless another one has it cached or the home is overloaded.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Router:
             return []
 
     def sent(self, replica_id: str, keys: Sequence[bytes], tokens: int) -> None:
-        """Record that a request goes to a replica. Arguments as for `choose`."""
+        """Record a request for a replica. Arguments as for `choose`."""
         try:
             keys, now = _valid(keys), self._clock()
             length = self._length(keys, tokens)
@@ -125,7 +125,7 @@ class Router:
         tokens: int = 0,
         usage: RequestUsage | None = None,
     ) -> None:
-        """Record that a sent request has ended, successfully or not.
+        """Record the end of a sent request, successful or not.
 
         Args:
             usage: its token counts, if known; they correct the estimates of this request and of
@@ -144,14 +144,14 @@ class Router:
             self._failed()
 
     def digest(self, replica_id: str, digest: AffinityDigest) -> None:
-        """Update what a replica holds."""
+        """Update a replica's digest."""
         try:
             self._digests.replace(replica_id, digest.entries)
         except Exception:
             self._failed()
 
     def removed(self, replica_id: str) -> None:
-        """Forget a replica that is gone."""
+        """Forget a replica."""
         try:
             self._digests.remove(replica_id)
             self._sent.remove(replica_id)
@@ -190,7 +190,7 @@ class Router:
     def _length(self, keys: list[bytes], tokens: Any) -> float:
         """Return a request's tokens.
 
-        If unknown, they are estimated from its keys and from a replica that holds its prefix.
+        If unknown, they are estimated from its keys and from the replicas' digests.
         """
         if isinstance(tokens, int) and tokens > 0:
             return tokens
@@ -206,7 +206,7 @@ class Router:
     def _reuse(
         self, keys: list[bytes], tokens: float, ids: set[str], now: float
     ) -> dict[str, float]:
-        """Return replica -> tokens of a request that it need not compute, as far as known."""
+        """Return replica -> tokens of a request in its cache, as far as known."""
         found: dict[str, float] = {}
         share = tokens / max(1, place_of(keys[0]).tokens) if keys else 0.0
         since = now - self._policy.sent_seconds
@@ -228,7 +228,7 @@ class Router:
         return found
 
     def _home_key(self, keys: list[bytes]) -> bytes:
-        """Return the key that decides the home of a request.
+        """Return the key for the home of a request.
 
         Its prefix ends with the first medium, or without media in the middle of the prompt. A
         request without keys gets a new one.
@@ -251,7 +251,7 @@ def _valid(keys: Any) -> list[bytes]:
 
 
 def _loads_of(replicas: Iterable[ReplicaView]) -> dict[str, float]:
-    """Return replica id -> load, without replicas that have no valid id."""
+    """Return replica id -> load, without replicas whose id is invalid."""
     loads: dict[str, float] = {}
     for each in replicas:
         name, load = getattr(each, "id", None), getattr(each, "load", None)

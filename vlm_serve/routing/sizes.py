@@ -15,7 +15,7 @@ class SizeEstimator:
 
     The tokens per byte of an upload depend on the model, and a router does not decode uploads. So
     the guess from the key is multiplied by a learned factor. There is one factor per power of two
-    of the guessed size per medium, which separates images from larger clips, and one for texts.
+    of the guessed size per medium, to separate images from larger clips, and one for texts.
 
     Args:
         answer_tokens: initial estimate for answers.

@@ -20,7 +20,7 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """Token counts of a request that has ended.
+    """Token counts of an ended request.
 
     Attributes:
         prompt_tokens: of all its prompts.
@@ -34,5 +34,5 @@ class RequestUsage:
 
     @property
     def computed(self) -> int:
-        """Tokens that the replica computed for the request."""
+        """Tokens computed for the request."""
         return max(0, self.prompt_tokens - self.cached_tokens) + self.answer_tokens
