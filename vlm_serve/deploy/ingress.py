@@ -60,7 +60,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     setup = ReplicaSetup(model, engine, server, server.served_model_name or (model,), _now())
     gateways: Any = serve.deployment(
         serve.ingress()(Ingress),
-        name="front",
+        name="front",  # as KubeRay users know it
         num_replicas=fronts,
         max_ongoing_requests=server.max_connections,
         ray_actor_options={"num_cpus": 1},

@@ -228,7 +228,7 @@ class ReplicaPool:
             channel.silent_seconds += TICK_SECONDS
             silent = channel.silent_seconds > self._timeout
             if name not in running and (name not in busy or silent):
-                channel.reading.cancel()  # the replica has no request of this gateway any more
+                channel.reading.cancel()  # retired, and idle or silent
             elif silent:
                 self._fail_calls(name)
         for number, open_call in tuple(self._open.items()):
