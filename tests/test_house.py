@@ -135,7 +135,18 @@ def test_one_place_says_how_python_is_started() -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", ["vlm_serve/engine", "vlm_serve/models", "cache", "kernels", "preprocess"]
+    "folder",
+    [
+        "vlm_serve/engine",
+        "vlm_serve/models",
+        "vlm_serve/deploy",
+        "vlm_serve/routing",
+        "vlm_serve/batch",
+        "vlm_serve/grammar",
+        "cache",
+        "kernels",
+        "preprocess",
+    ],
 )
 def test_no_module_takes_part_in_an_import_cycle(folder: str) -> None:
     """Neither at run time nor for the types alone."""

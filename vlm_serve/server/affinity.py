@@ -14,7 +14,7 @@ from vlm_serve.server.tenants import salt_of
 AFFINITY = "vlm_serve.affinity"
 """In a request's scope, where no client can write."""
 
-_APIS = {
+APIS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/responses": "responses",
@@ -30,7 +30,7 @@ def note_affinity(scope: Scope, body: Mapping[str, Any], model: str) -> None:
     Args:
         model: that answers, by its first name.
     """
-    api = _APIS.get(scope.get("path", ""))
+    api = APIS.get(scope.get("path", ""))
     if api is None or AFFINITY in scope:
         return
     asked = body.get("cache_salt") if isinstance(body, dict) else None

@@ -1,4 +1,4 @@
-"""The front refuses odd paths as its replicas do, and sends none of them astray."""
+"""The gateway refuses odd paths as its replicas do, and sends none of them astray."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from odd_paths import odd_targets, wrong_answers
 from serving import WAIT_SECONDS, wait_for
 from starlette.types import ASGIApp, Message
 
-from vlm_serve.deploy.fleet import Call, Fleet
-from vlm_serve.deploy.front import ONE_REPLICA, Front
-from vlm_serve.deploy.gather import _ROUTES
+from vlm_serve.deploy.gateway import ONE_REPLICA, Gateway
+from vlm_serve.deploy.gateway_routes import ROUTES
 from vlm_serve.deploy.replica import receiver
+from vlm_serve.deploy.replica_pool import ReplicaCall, ReplicaPool
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.app import create_routes, routed
 from vlm_serve.server.auth import guarded
@@ -31,7 +31,7 @@ from vlm_serve.server.draining import DrainingServer, listen, url_of, uvicorn_co
 from vlm_serve.server.service import Service
 
 
-class FleetOfOne:
+class PoolOfOne:
     """Calls the routes of a replica in this process."""
 
     names = ("r1",)
@@ -42,7 +42,7 @@ class FleetOfOne:
     async def run(self) -> None:
         await asyncio.Event().wait()
 
-    async def answers(self, call: Call) -> AsyncGenerator[Message, None]:
+    async def answers(self, call: ReplicaCall) -> AsyncGenerator[Message, None]:
         messages: list[Message] = []
 
         async def send(message: Message) -> None:
@@ -54,11 +54,11 @@ class FleetOfOne:
 
 
 @contextmanager
-def serving(front: Front, config: ServerConfig) -> Iterator[str]:
-    """Serves a front as `deploy` does; yields its URL."""
+def serving(gateway: Gateway, config: ServerConfig) -> Iterator[str]:
+    """Serves a gateway as `deploy` does; yields its URL."""
     bound, connections = listen(config), Connections(config)
-    app = for_browsers(guarded(front, config), config)
-    server = DrainingServer(uvicorn_config(app, connections), front, connections)
+    app = for_browsers(guarded(gateway, config), config)
+    server = DrainingServer(uvicorn_config(app, connections), gateway, connections)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     wait_for(lambda: server.started)
@@ -82,10 +82,10 @@ def test_odd_paths_of_every_route_are_refused(
 ) -> None:
     app, config = routed(service), ServerConfig(port=0)
     paths = {route.path for route in app.routes}  # type: ignore[attr-defined]
-    assert {path for _, path in _ROUTES} <= paths
+    assert {path for _, path in ROUTES} <= paths
     assert all(any(path.startswith(each) for path in paths) for each in ONE_REPLICA)
-    fleet = cast(Fleet, FleetOfOne(create_routes(service)))
-    front = Front(fleet, config, "test-model", 8)
-    with serving(front, config) as url, caplog.at_level(logging.WARNING):
+    pool = cast(ReplicaPool, PoolOfOne(create_routes(service)))
+    gateway = Gateway(pool, config, "test-model", 8)
+    with serving(gateway, config) as url, caplog.at_level(logging.WARNING):
         assert wrong_answers(url, odd_targets(app)) == []
     assert caplog.records == []

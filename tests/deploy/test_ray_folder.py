@@ -13,13 +13,13 @@ import pytest
 from other_user import mode, umask
 
 import vlm_serve
-from vlm_serve.deploy.folder import LONGEST, PREFIX, Folder, remove_left
+from vlm_serve.deploy.ray_folder import LONGEST, PREFIX, RayFolder, remove_left
 
 OWNER = """
 import os, sys
-from vlm_serve.deploy.folder import Folder
+from vlm_serve.deploy.ray_folder import RayFolder
 
-folder = Folder()
+folder = RayFolder()
 open(os.path.join(folder.path, "file"), "w").close()
 print(folder.path, flush=True)
 sys.stdin.read()
@@ -47,7 +47,7 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], Path]]:
 
 
 def test_a_folder_goes_with_who_has_made_it(temporary: Path) -> None:
-    folder = Folder()
+    folder = RayFolder()
     assert Path(folder.path).is_dir() and Path(folder.path).parent == temporary
     for _ in range(2):
         folder.remove()
@@ -66,7 +66,7 @@ def test_only_what_was_left_is_removed(temporary: Path) -> None:
         killed.kill()
         killed.wait()
         assert (left / "file").exists()
-        folder = Folder()
+        folder = RayFolder()
         assert not left.exists() and (kept / "file").exists()
         assert Path(folder.path).is_dir()
         folder.remove()
@@ -77,7 +77,7 @@ def test_only_what_was_left_is_removed(temporary: Path) -> None:
 
 def test_nobody_else_can_enter_what_ray_makes_in_it(temporary: Path) -> None:
     with umask(0):
-        folder = Folder()
+        folder = RayFolder()
         Path(folder.ray).mkdir()
         Path(folder.ray).chmod(0o777)  # As Ray does.
         start = Path(folder.start())
@@ -92,7 +92,7 @@ def test_sockets_have_room_in_its_path(temporary: Path, monkeypatch: pytest.Monk
     long = temporary / ("long" * 20)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    folder = Folder(LONGEST)
+    folder = RayFolder(LONGEST)
     assert len(folder.path) <= LONGEST and Path(folder.path).parent != long
     folder.remove()
 
@@ -101,10 +101,10 @@ def test_a_folder_that_others_could_exchange_is_not_made(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary.chmod(0o777)
-    folder = Folder()
+    folder = RayFolder()
     assert Path(folder.path).parent != temporary, "they could rename it"
     folder.remove()
     temporary.chmod(0o1777)
-    folder = Folder()
+    folder = RayFolder()
     assert Path(folder.path).parent == temporary
     folder.remove()

@@ -1,4 +1,4 @@
-"""The affinity keys of a request, from what its client has sent: off the loop, if it is much."""
+"""Computes a request's affinity keys from its body: large bodies off the event loop."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ APIS = {
     "/v1/cache/probe": "chat",
     "/v1/cache/pin": "chat",
 }
-"""Routes whose requests go where their beginning may be cached."""
+"""Routes with cache affinity: their requests go where their prefix may be cached."""
 
 
 SMALL_BYTES = 1 << 14
-"""A body that is read sooner than a thread wakes up."""
+"""Parsing a body of this size takes less time than waking a thread."""
 
 _threads = ThreadPoolExecutor(1, thread_name_prefix="affinity")
-"""One: parsing holds the interpreter's lock, and several would take turns."""
+"""One thread: parsing holds the GIL, so more threads would only contend for it."""
 
 
 async def keys_of(scope: Scope, body: bytes, model: str) -> tuple[bytes, ...]:
-    """Longest prefix first; none for what is no request of an API, or a bad one: the replica that
-    gets it says what is wrong."""
+    """Return the request's affinity keys, longest prefix first.
+
+    Other routes and malformed bodies have none: the replica reports the error.
+    """
     api = APIS.get(scope["path"])
     if api is None:
         return ()
@@ -53,7 +55,7 @@ async def keys_of(scope: Scope, body: bytes, model: str) -> tuple[bytes, ...]:
     except InvalidRequestError:
         return ()
     except Exception:
-        _log.exception("a request goes to any replica, for it has no affinity keys")
+        _log.exception("computing affinity keys failed; the request may go to any replica")
         return ()
     finally:
         if share is not None:
@@ -61,7 +63,7 @@ async def keys_of(scope: Scope, body: bytes, model: str) -> tuple[bytes, ...]:
 
 
 async def _off_the_loop(body: bytes, work: Callable[..., R], *args: Any) -> R:
-    """What a function says, called on a thread unless the body is small."""
+    """Call a function on a thread, or at once if the body is small."""
     if len(body) <= SMALL_BYTES:
         return work(*args)
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(work, *args))
@@ -71,6 +73,6 @@ def _keys(api: str, body: bytes, scope: Scope, model: str) -> tuple[bytes, ...]:
     value = parse_counted(body)
     if not isinstance(value, Mapping):
         return ()
-    asked = value.get("cache_salt")
-    salt = salt_of(scope, asked if isinstance(asked, str) else None)
+    given = value.get("cache_salt")
+    salt = salt_of(scope, given if isinstance(given, str) else None)
     return affinity_keys_of_body(api, value, salt=salt, model=model)

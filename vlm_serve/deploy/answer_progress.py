@@ -1,4 +1,4 @@
-"""How far an answer has come, so that another replica can go on with it."""
+"""Tracks the delivered part of an answer, for another replica to resume it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from vlm_serve.server.errors import envelope, is_anthropic, messages_envelope
 from vlm_serve.server.request_id import request_id_of
 
 MAX_TOKENS = 1 << 20
-"""An answer with more of them cannot be gone on with."""
+"""An answer with more tokens cannot be resumed."""
 INTERNAL = "vlm_serve."
-"""Begins the keys of a message that are for the front alone."""
+"""Prefix of message keys that are for the gateway only."""
 
 
-class Course:
-    """Of one request, whose answer's messages pass here one after the other.
+class AnswerProgress:
+    """Progress of one request's answer; sees every message to the client.
 
     Args:
-        attempt: what was fixed before any replica was asked.
+        attempt: everything that is fixed before any replica has the request.
 
     Attributes:
-        started: the client has a status.
+        started: the client has received a status.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -35,8 +35,8 @@ class Course:
         self._streams = False
         self._num_tokens = 0
 
-    def passed(self, message: Message) -> None:
-        """Notes a message that the client has got."""
+    def record(self, message: Message) -> None:
+        """Record a message sent to the client."""
         self._num_tokens += sum(map(len, message.get(TOKENS, {}).values()))
         if message["type"] == "http.response.start":
             self.started = True
@@ -47,23 +47,23 @@ class Course:
         if self._num_tokens <= MAX_TOKENS:
             self._delivery.passed(message)
 
-    def can_go_on(self, *, died: bool) -> bool:
-        """Whether another replica can be asked now.
+    def can_resume(self, *, died: bool) -> bool:
+        """Return True if another replica may resume the answer.
 
         Args:
-            died: the replica that had it; else it has ended in order.
+            died: the last replica died; False if it shut down in order.
         """
         if died and self.attempt.deaths:
             return False
         return not self.started or self._num_tokens <= MAX_TOKENS
 
-    def go_on(self, *, died: bool) -> None:
-        """Makes the attempt one that goes on from here."""
+    def resume(self, *, died: bool) -> None:
+        """Set `attempt` to one that resumes from here."""
         self.attempt = self._delivery.next if died else self._delivery.moved
         self._delivery = Delivery(self.attempt)
 
-    def last_words(self, scope: Scope, error: VlmServeError) -> bytes | None:
-        """The end of a stream that broke off; None for an answer that must just break off."""
+    def error_event(self, scope: Scope, error: VlmServeError) -> bytes | None:
+        """Return the event that ends a broken stream; None if the answer is not a stream."""
         if not self._streams:
             return None
         if is_anthropic(scope):
@@ -74,11 +74,11 @@ class Course:
 
 
 def for_client(message: Message) -> Message:
-    """A message without what is for the front alone."""
+    """Return the message without its internal keys."""
     return {name: value for name, value in message.items() if not name.startswith(INTERNAL)}
 
 
 def first_attempt(scope: Scope, request_timeout: float | None) -> Attempt:
-    """What is random or dated, fixed before any replica is asked."""
+    """Fix everything random or dated before any replica has the request."""
     deadline = None if request_timeout is None else time.time() + request_timeout
     return Attempt.first(request_id_of(scope), deadline)

@@ -1,4 +1,4 @@
-"""The order of replicas for a request: our router, fed with what replicas say through Serve."""
+"""Ranks replicas for a request: our router, fed with the replicas' statistics from Serve."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlm_serve.routing.router import Router
-from vlm_serve.routing.view import ReplicaView, Spent
+from vlm_serve.routing.view import ReplicaView, RequestUsage
 
 
-class Core:
-    """Where a request's beginning may be cached, against what replicas have to do. Replicas go by
-    their names; keys are affinity keys, longest prefix first."""
+class ReplicaRanker:
+    """Weighs where a request's prefix may be cached against the replicas' load.
+
+    Replicas are known by name; keys are affinity keys, longest prefix first.
+    """
 
     def __init__(self) -> None:
         self._router = Router()
@@ -19,22 +21,22 @@ class Core:
         self._versions: dict[str, int] = {}
 
     def choose(self, keys: Sequence[bytes], tokens: int, names: Sequence[str]) -> list[str]:
-        """All of the names, best first. `tokens` of the prompt; 0: unknown."""
+        """Rank all of the names, best first. `tokens` is the prompt's length, 0 if unknown."""
         views = [ReplicaView(name, self._loads.get(name, 0.0)) for name in names]
         return self._router.choose(keys, tokens, views)
 
     def sent(self, name: str, keys: Sequence[bytes], tokens: int) -> None:
-        """A request was sent there."""
+        """Count a request as sent to a replica."""
         self._router.sent(name, keys, tokens)
 
     def ended(
-        self, name: str, keys: Sequence[bytes], tokens: int, spent: Spent | None = None
+        self, name: str, keys: Sequence[bytes], tokens: int, usage: RequestUsage | None = None
     ) -> None:
-        """It has ended, and has turned out to be `spent`, if that is known."""
-        self._router.ended(name, keys, tokens, spent)
+        """Count a request as ended, with its usage if known."""
+        self._router.ended(name, keys, tokens, usage)
 
-    def heard(self, name: str, stats: Mapping[str, Any]) -> None:
-        """What a replica says of itself: `load`, and maybe `digest`."""
+    def update(self, name: str, stats: Mapping[str, Any]) -> None:
+        """Update a replica's statistics: `load`, and optionally `digest`."""
         self._loads[name] = float(stats.get("load", 0.0))
         digest = stats.get("digest")
         if digest is not None and self._versions.get(name) != digest.version:
@@ -42,7 +44,7 @@ class Core:
             self._router.digest(name, digest)
 
     def removed(self, name: str) -> None:
-        """A replica has gone."""
+        """Forget a replica."""
         self._loads.pop(name, None)
         self._versions.pop(name, None)
         self._router.removed(name)
