@@ -9,7 +9,7 @@ from starlette.types import Message
 
 from vlm_serve.deploy import box as replica_box
 from vlm_serve.deploy.box import BEGUN, Box, Boxes
-from vlm_serve.server.attempt import TOKENS
+from vlm_serve.server.failover.attempt import TOKENS
 
 
 def test_what_one_turn_gives_is_taken_at_once() -> None:

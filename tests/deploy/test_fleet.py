@@ -13,7 +13,7 @@ from vlm_serve.deploy import fleet
 from vlm_serve.deploy.board import Board
 from vlm_serve.deploy.fleet import Call, Fleet
 from vlm_serve.routing.view import Spent
-from vlm_serve.server.attempt import USAGE, Attempt
+from vlm_serve.server.failover.attempt import USAGE, Attempt
 
 
 @dataclass

@@ -13,8 +13,8 @@ from starlette.types import Message
 
 from vlm_serve.deploy.fleet import BrokenAnswerError, Call, Fleet, ReplicaLostError
 from vlm_serve.deploy.front import Front
-from vlm_serve.server.auth import guarded
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.auth import guarded
 
 START: Message = {
     "type": "http.response.start",

@@ -15,7 +15,7 @@ from vlm_serve.engine.memory import MemoryPlan
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.weight_sizes import WeightBytes
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.draining import say
+from vlm_serve.server.http.draining import say
 from vlm_serve.server.main import startup_rows
 
 MEMORY = MemoryPlan(

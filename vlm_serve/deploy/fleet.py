@@ -25,7 +25,7 @@ from vlm_serve.deploy.box import BEGUN, Letter
 from vlm_serve.deploy.link import letters_at
 from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.routing.view import Spent
-from vlm_serve.server.attempt import USAGE
+from vlm_serve.server.failover.attempt import USAGE
 
 _log = logging.getLogger(__name__)
 

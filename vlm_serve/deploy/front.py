@@ -21,12 +21,12 @@ from vlm_serve.deploy.affinity import keys_of
 from vlm_serve.deploy.course import Course, first_attempt, for_client
 from vlm_serve.deploy.fleet import BrokenAnswerError, Call, Fleet, ReplicaLostError, no_replica
 from vlm_serve.errors import InvalidRequestError, OverloadedError, VlmServeError
-from vlm_serve.server.body import read_body
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.errors import DrainingError, error_for, public_error
-from vlm_serve.server.request_id import request_id_of
-from vlm_serve.server.request_memory import Intake, RequestMemory
-from vlm_serve.server.streaming import cancelled, disconnected
+from vlm_serve.server.http.body import read_body
+from vlm_serve.server.http.errors import DrainingError, error_for, public_error
+from vlm_serve.server.http.request_id import request_id_of
+from vlm_serve.server.http.request_memory import Intake, RequestMemory
+from vlm_serve.server.http.streaming import cancelled, disconnected
 from vlm_serve.server.work import Work
 
 STATE = ("request_id", "tenant_salt", "api_key_digest")

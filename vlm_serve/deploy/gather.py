@@ -15,7 +15,7 @@ from vlm_serve.deploy.fleet import BrokenAnswerError, Call, ReplicaLostError, no
 from vlm_serve.deploy.metrics import labelled, own_metrics
 from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.own_version import own_version
-from vlm_serve.server.body import read_body
+from vlm_serve.server.http.body import read_body
 
 if TYPE_CHECKING:
     from vlm_serve.deploy.front import Front

@@ -61,7 +61,7 @@ class EngineReplica:
     def __init__(self, setup: ReplicaSetup) -> None:
         from vlm_serve.engine.engine import Engine
         from vlm_serve.server.app import create_routes
-        from vlm_serve.server.draining import SWITCH_SECONDS
+        from vlm_serve.server.http.draining import SWITCH_SECONDS
         from vlm_serve.server.main import leave_alone_what_stays
         from vlm_serve.server.service import Service
 

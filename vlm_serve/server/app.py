@@ -52,21 +52,21 @@ from vlm_serve.server.api.tokenization import (
     detokenize,
     tokenize,
 )
-from vlm_serve.server.auth import guarded
-from vlm_serve.server.errors import (
+from vlm_serve.server.failover.resuming import Resuming
+from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.errors import (
     MESSAGES_PATH,
     MODELS_PATH,
     error_for,
     on_http_exception,
     public_error,
 )
-from vlm_serve.server.openapi import DescribedApp
-from vlm_serve.server.request_id import request_id_of
-from vlm_serve.server.request_memory import Intake
-from vlm_serve.server.resuming import Resuming
+from vlm_serve.server.http.openapi import DescribedApp
+from vlm_serve.server.http.request_id import request_id_of
+from vlm_serve.server.http.request_memory import Intake
+from vlm_serve.server.http.streaming import ClientGoneError
 from vlm_serve.server.service import Service
 from vlm_serve.server.status import ModelCard, ModelList
-from vlm_serve.server.streaming import ClientGoneError
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 Responses = dict[int | str, dict[str, Any]]

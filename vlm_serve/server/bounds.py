@@ -13,9 +13,9 @@ from vlm_serve.preprocess.decoders import (
 )
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.connection import READ_BYTES
-from vlm_serve.server.json_body import max_cost
-from vlm_serve.server.request_memory import VALUE_BYTES, WIDEST_BODY_FACTOR
+from vlm_serve.server.http.connection import READ_BYTES
+from vlm_serve.server.http.json_body import max_cost
+from vlm_serve.server.http.request_memory import VALUE_BYTES, WIDEST_BODY_FACTOR
 from vlm_serve.server.service import large_threads
 
 CONNECTION_BYTES = 4 * READ_BYTES

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.errors import EngineClosedError, OverloadedError
-from vlm_serve.server.errors import DrainingError
+from vlm_serve.server.http.errors import DrainingError
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine

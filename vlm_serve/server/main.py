@@ -22,13 +22,13 @@ from vlm_serve.engine.prefill_graphs import TOKENS
 from vlm_serve.engine.ranks.start import slot_bytes
 from vlm_serve.models.weight_sizes import prompt_price
 from vlm_serve.options import format_size
+from vlm_serve.server.answers.pieces import form_of
 from vlm_serve.server.bounds import total
-from vlm_serve.server.browsers import is_loopback
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.draining import SWITCH_SECONDS, listen, say, url_of
-from vlm_serve.server.pieces import form_of
+from vlm_serve.server.http.browsers import is_loopback
+from vlm_serve.server.http.draining import SWITCH_SECONDS, listen, say, url_of
+from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.server.run import make_server
-from vlm_serve.server.tenants import read_tenant_keys
 
 _log = logging.getLogger(__name__)
 

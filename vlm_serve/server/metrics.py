@@ -23,7 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from vlm_serve.engine.outputs import CacheReport, Usage
-from vlm_serve.server.request_memory import RequestMemory
+from vlm_serve.server.http.request_memory import RequestMemory
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlm_serve.server.attempt import Attempt, new_token
+from vlm_serve.server.failover.attempt import Attempt, new_token
 
 Item = dict[str, Any]
 

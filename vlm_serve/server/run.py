@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.server.app import create_app
-from vlm_serve.server.browsers import for_browsers
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.connections import Connections
-from vlm_serve.server.draining import DrainingServer, uvicorn_config
+from vlm_serve.server.http.browsers import for_browsers
+from vlm_serve.server.http.connections import Connections
+from vlm_serve.server.http.draining import DrainingServer, uvicorn_config
+from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.server.service import Service
-from vlm_serve.server.tenants import read_tenant_keys
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine

@@ -21,17 +21,17 @@ from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.attempt_part import AttemptPart
+from vlm_serve.server.answers.pieces import ToolForm, form_of
 from vlm_serve.server.cache_feed import CacheFeed
 from vlm_serve.server.cache_status import status_of
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.errors import DrainingError
-from vlm_serve.server.fetched_memory import FetchedMemory, tell
+from vlm_serve.server.failover.attempt_part import AttemptPart
+from vlm_serve.server.http.errors import DrainingError
+from vlm_serve.server.http.fetched_memory import FetchedMemory, tell
+from vlm_serve.server.http.request_memory import RequestMemory, current_share
 from vlm_serve.server.mailbox import Mailbox
 from vlm_serve.server.metrics import Metrics
-from vlm_serve.server.pieces import ToolForm, form_of
 from vlm_serve.server.recent import Recent
-from vlm_serve.server.request_memory import RequestMemory, current_share
 from vlm_serve.server.response_store import ResponseStore
 from vlm_serve.server.trimming import Trimmer
 from vlm_serve.server.work import Work

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from vlm_serve.own_version import own_version
-from vlm_serve.server.errors import is_anthropic
+from vlm_serve.server.http.errors import is_anthropic
 from vlm_serve.server.service import Service
 
 STATS_TIMEOUT_SECONDS = 1.0

@@ -15,11 +15,11 @@ from starlette.responses import Response
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import VlmServeError
-from vlm_serve.server.api.covering import Cover, CoveredResponse
-from vlm_serve.server.errors import envelope, public_error
-from vlm_serve.server.generation import Generation, Task, answering
+from vlm_serve.server.answers.generation import Generation, Task, answering
+from vlm_serve.server.failover.covering import Cover, CoveredResponse
+from vlm_serve.server.http.errors import envelope, public_error
+from vlm_serve.server.http.streaming import Chunks, stream_response, until_disconnected
 from vlm_serve.server.service import Service
-from vlm_serve.server.streaming import Chunks, stream_response, until_disconnected
 
 Event = dict[str, Any]
 

@@ -20,9 +20,9 @@ from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
 from vlm_serve.server.api.prompts import EitherPrompt, prepare_tokens
 from vlm_serve.server.api.reports import cache_report_body
-from vlm_serve.server.body import read_json, read_request
+from vlm_serve.server.http.body import read_json, read_request
+from vlm_serve.server.http.tenants import is_tenant, refuse_tenants, salt_of
 from vlm_serve.server.service import Preparation, Service
-from vlm_serve.server.tenants import is_tenant, refuse_tenants, salt_of
 
 DEFAULT_TREE_NODES = 100
 

@@ -18,9 +18,9 @@ from vlm_serve.cache.listing import Entry, NodeInfo
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.mirror import Change, Whole
 from vlm_serve.server.api.cache import CacheNode, refuse_unknown, seen_below, visible_root
+from vlm_serve.server.http.streaming import Events, EventStream, until_disconnected
+from vlm_serve.server.http.tenants import PermissionDeniedError
 from vlm_serve.server.service import Service
-from vlm_serve.server.streaming import Events, EventStream, until_disconnected
-from vlm_serve.server.tenants import PermissionDeniedError
 
 SLICE = 16
 """Nodes or changes that are made into text at once, in a fraction of a millisecond: the event loop

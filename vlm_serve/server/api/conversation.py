@@ -16,19 +16,19 @@ from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.affinity import affinity_of
+from vlm_serve.server.answers.generation import Generation, Task, begins_in_thought
+from vlm_serve.server.answers.output_parser import OutputParser
+from vlm_serve.server.answers.pieces import ToolForm
 from vlm_serve.server.api.fields import AnswerRequest
 from vlm_serve.server.api.media_sources import check_media_sources
+from vlm_serve.server.api.request_affinity import affinity_of
 from vlm_serve.server.api.structured import ToolChoice, with_tools
 from vlm_serve.server.api.truncation import prepare_what_fits
-from vlm_serve.server.attempt import attempt_of, created_of
-from vlm_serve.server.errors import told_as
-from vlm_serve.server.generation import Generation, Task, begins_in_thought
-from vlm_serve.server.output_parser import OutputParser
-from vlm_serve.server.pieces import ToolForm
-from vlm_serve.server.request_id import request_id_of, trace_context_of
+from vlm_serve.server.failover.attempt import attempt_of, created_of
+from vlm_serve.server.http.errors import told_as
+from vlm_serve.server.http.request_id import request_id_of, trace_context_of
+from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Preparation, Service
-from vlm_serve.server.tenants import salt_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from vlm_serve.server.api.fields import Tokens as TokenIds
 from vlm_serve.server.api.logprobs import token_text
 from vlm_serve.server.api.prompts import EitherPrompt
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.body import read_request
+from vlm_serve.server.http.body import read_request
 from vlm_serve.server.service import Service
 
 

@@ -10,13 +10,13 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import Job, respond
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.chat.stream import ChatStream
 from vlm_serve.server.api.conversation import conversation_task, unheard
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.body import read_request
-from vlm_serve.server.generation import Generation
+from vlm_serve.server.http.body import read_request
 from vlm_serve.server.service import Service
 
 

@@ -21,7 +21,7 @@ from vlm_serve.server.api.fields import (
 )
 from vlm_serve.server.api.structured import form_of
 from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED
-from vlm_serve.server.errors import told_as
+from vlm_serve.server.http.errors import told_as
 
 GENERATE_REFUSED: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": ({},),

@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from vlm_serve.server.affinity import affinity_of
+from vlm_serve.server.answers.generation import Generation, Task
 from vlm_serve.server.api.answer import Job, respond
 from vlm_serve.server.api.generate.request import (
     GENERATE_REFUSED,
@@ -20,14 +20,14 @@ from vlm_serve.server.api.generate.request import (
 )
 from vlm_serve.server.api.generate.stream import GenerateStream
 from vlm_serve.server.api.prompts import prepare_tokens
+from vlm_serve.server.api.request_affinity import affinity_of
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.attempt import attempt_of, created_of
-from vlm_serve.server.body import read_request
-from vlm_serve.server.errors import told_as
-from vlm_serve.server.generation import Generation, Task
-from vlm_serve.server.request_id import request_id_of, trace_context_of
+from vlm_serve.server.failover.attempt import attempt_of, created_of
+from vlm_serve.server.http.body import read_request
+from vlm_serve.server.http.errors import told_as
+from vlm_serve.server.http.request_id import request_id_of, trace_context_of
+from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Service
-from vlm_serve.server.tenants import salt_of
 
 
 async def generate(service: Service, request: Request) -> Response:

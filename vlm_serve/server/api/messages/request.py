@@ -20,7 +20,7 @@ from vlm_serve.server.api.messages.blocks import Said, read_blocks
 from vlm_serve.server.api.parts import text_of, unsupported
 from vlm_serve.server.api.structured import ToolChoice, json_schema_form
 from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
-from vlm_serve.server.errors import told_as
+from vlm_serve.server.http.errors import told_as
 from vlm_serve.structured_outputs import StructuredOutputs
 
 MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Scope
 
+from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import Job, respond
 from vlm_serve.server.api.conversation import (
     Asked,
@@ -26,10 +27,9 @@ from vlm_serve.server.api.messages.request import (
 )
 from vlm_serve.server.api.messages.stream import MessageStream
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.body import read_request
-from vlm_serve.server.generation import Generation
+from vlm_serve.server.http.body import read_request
+from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Service
-from vlm_serve.server.tenants import salt_of
 
 
 class CountedTokens(BaseModel):

@@ -8,14 +8,14 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from vlm_serve.errors import VlmServeError
+from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import Event
 from vlm_serve.server.api.blocks import Block, BlockStream
 from vlm_serve.server.api.bodies import CacheReportBody, Optional
 from vlm_serve.server.api.conversation import ConversationTask
 from vlm_serve.server.api.messages.request import MessagesRequest
 from vlm_serve.server.api.reports import cache_report_body
-from vlm_serve.server.errors import messages_envelope
-from vlm_serve.server.generation import Generation
+from vlm_serve.server.http.errors import messages_envelope
 
 
 class MessageBody(BaseModel):

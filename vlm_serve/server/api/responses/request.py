@@ -22,7 +22,7 @@ from vlm_serve.server.api.parts import allowed_tools, text_of, unsupported
 from vlm_serve.server.api.responses.items import read_input
 from vlm_serve.server.api.structured import ToolChoice, json_schema_form, simple_form
 from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
-from vlm_serve.server.errors import told_as
+from vlm_serve.server.http.errors import told_as
 from vlm_serve.structured_outputs import StructuredOutputs
 
 RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {

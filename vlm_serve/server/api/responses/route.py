@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Scope
 
+from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import Job, respond
 from vlm_serve.server.api.conversation import (
     Asked,
@@ -24,10 +25,9 @@ from vlm_serve.server.api.responses.request import RESPONSES_UNIMPLEMENTED, Resp
 from vlm_serve.server.api.responses.stream import ResponseStream
 from vlm_serve.server.api.responses.turns import items_until, new_turn, parent_of
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.body import read_request
-from vlm_serve.server.generation import Generation
+from vlm_serve.server.http.body import read_request
+from vlm_serve.server.http.tenants import owner_of
 from vlm_serve.server.service import Service
-from vlm_serve.server.tenants import owner_of
 
 
 class InputTokens(BaseModel):

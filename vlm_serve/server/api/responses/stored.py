@@ -14,9 +14,9 @@ from starlette.responses import Response
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.api.parts import unsupported
 from vlm_serve.server.api.responses.turns import found
+from vlm_serve.server.http.tenants import owner_of
 from vlm_serve.server.response_store import Owner, Turn
 from vlm_serve.server.service import Service
-from vlm_serve.server.tenants import owner_of
 
 DEFAULT_ITEMS = 20
 MAX_ITEMS = 100

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import VlmServeError
 from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import Event
 from vlm_serve.server.api.blocks import Block, BlockStream
 from vlm_serve.server.api.bodies import CacheReportBody, Optional, TokenLogprob
@@ -17,7 +18,6 @@ from vlm_serve.server.api.logprobs import chat_logprobs
 from vlm_serve.server.api.reports import cache_report_body, usage_body
 from vlm_serve.server.api.responses.request import ResponsesRequest
 from vlm_serve.server.api.responses.turns import NewTurn
-from vlm_serve.server.generation import Generation
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 

@@ -10,8 +10,9 @@ from starlette.types import Scope
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.server.api.responses.request import ResponsesRequest
-from vlm_serve.server.attempt import Attempt, attempt_of, new_token
-from vlm_serve.server.errors import UnsupportedFieldError
+from vlm_serve.server.failover.attempt import Attempt, attempt_of, new_token
+from vlm_serve.server.http.errors import UnsupportedFieldError
+from vlm_serve.server.http.tenants import owner_of
 from vlm_serve.server.response_store import (
     Owner,
     ResponseStore,
@@ -21,7 +22,6 @@ from vlm_serve.server.response_store import (
     parts_of,
 )
 from vlm_serve.server.service import Service
-from vlm_serve.server.tenants import owner_of
 
 _ID_PREFIXES = {
     "function_call": "fc_",

@@ -1,0 +1,1 @@
+"""Failover: resuming on one replica an answer that began on another."""
