@@ -172,7 +172,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event(path: str, begin: str
 def test_the_budget_of_seats_is_the_fronts() -> None:
     async def work() -> None:
         front = front_of(ScriptedFleet([*WHOLE]))
-        front.num_open = 2  # one for each replica
+        front.requests.num_open = 2  # one for each replica
         answer = await post(front)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "queue_full"
@@ -205,7 +205,7 @@ def test_a_front_that_drains_takes_no_more() -> None:
     async def work() -> None:
         fleet = ScriptedFleet()
         front = front_of(fleet)
-        assert await front.drain(1.0)
+        assert await front.requests.drain(1.0)
         assert (await post(front)).json()["error"]["code"] == "shutting_down"
 
     run(work)

@@ -48,7 +48,7 @@ async def keys_of(scope: Scope, body: bytes, model: str) -> tuple[bytes, ...]:
     try:
         cost = await _off_the_loop(body, count_json, body)
         if share is not None:
-            await share.cover(cost.to_parse())
+            await share.grow(cost.to_parse())
         return await _off_the_loop(body, _keys, api, body, scope, model)
     except InvalidRequestError:
         return ()

@@ -24,10 +24,10 @@ from vlm_serve.errors import InvalidRequestError, OverloadedError, VlmServeError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.body import read_body
 from vlm_serve.server.http.errors import DrainingError, error_for, public_error
+from vlm_serve.server.http.open_requests import OpenRequests
 from vlm_serve.server.http.request_id import request_id_of
 from vlm_serve.server.http.request_memory import Intake, RequestMemory
 from vlm_serve.server.http.streaming import cancelled, disconnected
-from vlm_serve.server.work import Work
 
 STATE = ("request_id", "tenant_salt", "api_key_digest")
 """What the gate has found out; no client can say it."""
@@ -42,7 +42,7 @@ class UnknownReplicaError(InvalidRequestError):
     status = 404
 
 
-class Front(Work):
+class Front:
     """An ASGI application, and what a server does with it.
 
     Args:
@@ -58,7 +58,8 @@ class Front(Work):
     def __init__(
         self, fleet: Fleet, config: ServerConfig, model: str, seats_per_replica: int
     ) -> None:
-        super().__init__(config)
+        self.config = config
+        self.requests = OpenRequests()
         self.num_lost = 0
         self.fleet = fleet
         self.memory = RequestMemory(config.max_request_bytes)
@@ -94,7 +95,7 @@ class Front(Work):
 
     async def close(self) -> None:
         """Looks after the replicas no more."""
-        self.draining = True
+        self.requests.draining = True
         self.end_streams()
         if self._running is not None:
             self._running.cancel()
@@ -172,14 +173,15 @@ class Front(Work):
     @contextlib.contextmanager
     def _admitted(self) -> Iterator[None]:
         """Counts one request in and out. Raises DrainingError or OverloadedError at once."""
-        if self.draining:
+        if self.requests.draining:
             raise DrainingError("the server is shutting down", code="shutting_down")
         names = self.fleet.names
         if not names:
             raise no_replica()
-        if self.num_open >= self._seats * len(names):
-            raise OverloadedError(f"{self.num_open} requests are open already", code="queue_full")
-        with self.counted():
+        num_open = self.requests.num_open
+        if num_open >= self._seats * len(names):
+            raise OverloadedError(f"{num_open} requests are open already", code="queue_full")
+        with self.requests.counted():
             yield
 
     def _named_replica(self, scope: Scope, single: bool) -> tuple[bytes, str | None]:

@@ -50,7 +50,7 @@ async def health(front: Front, request: Request) -> Response:
 
 async def ready(front: Front, request: Request) -> Response:
     """200 while new requests are taken, else 503."""
-    if front.draining or (await health(front, request)).status_code != 200:
+    if front.requests.draining or (await health(front, request)).status_code != 200:
         return JSONResponse({"status": "not ready"}, status_code=503)
     return JSONResponse({"status": "ready"})
 
@@ -64,14 +64,16 @@ async def load(front: Front, request: Request) -> Response:
     bodies = [json.loads(bytes(each.body)) for each in (await ask(front, request)).values()]
     names = ("num_requests_running", "num_requests_waiting", "open_prompt_tokens")
     sums = {name: sum(body[name] for body in bodies) for name in names}
-    own = {"server_load": front.num_open, "request_memory_bytes": front.memory.held}
+    own = {"server_load": front.requests.num_open, "request_memory_bytes": front.memory.held}
     return JSONResponse(own | sums | {"replicas": len(bodies)})
 
 
 async def metrics(front: Front, request: Request) -> Response:
     """What a Prometheus server scrapes: every sample says of which replica it is."""
     texts = {name: bytes(a.body).decode() for name, a in (await ask(front, request)).items()}
-    text = labelled(texts) + own_metrics(len(front.fleet.names), front.num_open, front.num_lost)
+    text = labelled(texts) + own_metrics(
+        len(front.fleet.names), front.requests.num_open, front.num_lost
+    )
     return Response(text, media_type=METRICS_TYPE)
 
 

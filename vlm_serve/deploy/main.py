@@ -27,7 +27,7 @@ from vlm_serve.server.http.draining import (
     SWITCH_SECONDS,
     DrainingServer,
     listen,
-    say,
+    print_notice,
     url_of,
     uvicorn_config,
 )
@@ -113,7 +113,7 @@ def _run(
             uvicorn_config(for_browsers(app, config), connections),
             front,
             connections,
-            lambda: say(table(rows)),
+            lambda: print_notice(table(rows)),
             leave_at_once,
         )
         server.run(sockets=[bound])

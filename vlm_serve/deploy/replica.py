@@ -62,7 +62,7 @@ class EngineReplica:
         from vlm_serve.engine.engine import Engine
         from vlm_serve.server.app import create_routes
         from vlm_serve.server.http.draining import SWITCH_SECONDS
-        from vlm_serve.server.main import leave_alone_what_stays
+        from vlm_serve.server.main import freeze_startup_objects
         from vlm_serve.server.service import Service
 
         if setup.folder is not None:
@@ -78,10 +78,10 @@ class EngineReplica:
         self._links = Links(self._boxes, LOOPBACK if setup.loopback else node_address())
         engine = Engine.from_checkpoint(setup.model, setup.engine)
         self._service: Service = Service(engine, setup.server, setup.names)
-        self._service.created = setup.created
-        self._service.warm_up()
+        self._service.state.created = setup.created
+        self._service.grammars.warm_up()
         self._app: ASGIApp = create_routes(self._service)
-        leave_alone_what_stays()
+        freeze_startup_objects()
 
     async def answer(
         self,
@@ -140,7 +140,7 @@ class EngineReplica:
 
     def record_routing_stats(self) -> dict[str, Any]:
         """For routers: the load, and the paths that the cache holds."""
-        stats: dict[str, Any] = {"load": float(self._service.open_tokens)}
+        stats: dict[str, Any] = {"load": float(self._service.admission.open_tokens)}
         digest = getattr(self._service.engine, "affinity_digest", None)
         if digest is not None:
             stats["digest"] = digest()
@@ -148,7 +148,7 @@ class EngineReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """For `serving.replicas_for`."""
-        return {"open_tokens": float(self._service.open_tokens)}
+        return {"open_tokens": float(self._service.admission.open_tokens)}
 
     async def __del__(self) -> None:
         service = getattr(self, "_service", None)

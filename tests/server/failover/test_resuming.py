@@ -200,7 +200,7 @@ def test_a_full_queue_refuses_no_answer_that_has_begun(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = pair.runner.run(undisturbed(pair.first, ASKED, 4))
-    monkeypatch.setattr(pair.second.service, "open_tokens", 1 << 40)
+    monkeypatch.setattr(pair.second.service.admission, "open_tokens", 1 << 40)
     (start, _) = pair.runner.run(pair.second.answer(ASKED, case.attempt))
     assert start["status"] == 503
     rest = bytes_of(resumed(pair, case.messages[:4], case.attempt))

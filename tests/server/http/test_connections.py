@@ -131,7 +131,7 @@ def test_nonsense_behind_a_request_ends_it(
                 assert connection.recv(100).startswith(b"HTTP/1.1 200")
             connection.sendall(b"nonsense" * 100)
             assert request.aborted.wait(WAIT_SECONDS)
-        wait_for(lambda: server.service.num_open == 0)
+        wait_for(lambda: server.service.requests.num_open == 0)
         server.engine.gate.set()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
@@ -179,8 +179,8 @@ def test_a_client_that_does_not_read_its_stream_loses_its_seat(tokenizer: Tokeni
         body = CHAT % 60_000
         head = HEAD
         with deaf(server, head + b"Content-Length: %d\r\n\r\n" % len(body) + body):
-            wait_for(lambda: server.service.num_open == 1)
-            wait_for(lambda: server.service.num_open == 0)
+            wait_for(lambda: server.service.requests.num_open == 1)
+            wait_for(lambda: server.service.requests.num_open == 0)
             wait_for(lambda: len(server.server.connections) == 0)
 
 
@@ -197,7 +197,7 @@ def test_the_longest_idle_connection_makes_room(tokenizer: Tokenizer) -> None:
     with serving(tokenizer, max_connections=3) as server, ExitStack() as stack:
         server.engine.gate.clear()
         busy = stack.enter_context(connect(server, CHAT % 2))
-        wait_for(lambda: server.service.num_open == 1)
+        wait_for(lambda: server.service.requests.num_open == 1)
         first = stack.enter_context(raw(server, b"GET"))
         stack.enter_context(raw(server, b"GET"))
         wait_for(lambda: len(server.server.connections) == 3)

@@ -63,13 +63,13 @@ def test_what_is_held_counts_from_the_first_byte_to_the_last() -> None:
 def test_a_fetch_waits_for_bodies_and_bodies_for_a_fetch() -> None:
     async def work(memory: RequestMemory, fetched: FetchedMemory) -> None:
         body, later = Share(memory), Share(memory)
-        await body.cover(700)
+        await body.grow(700)
         first = Fetcher(fetched, 100)
         await until(lambda: memory.held == 800)
         # Beyond the budget there is one, the first that waited; it is not the second one.
         second, third = Fetcher(fetched, 900), Fetcher(fetched, 901)
         await until(lambda: memory.held in (1700, 1701))
-        waiting = asyncio.ensure_future(later.cover(500))
+        waiting = asyncio.ensure_future(later.grow(500))
         await asyncio.sleep(0.02)
         assert memory.held in (1700, 1701) and not waiting.done()
         body.leave()
@@ -87,8 +87,8 @@ def test_a_fetch_waits_for_bodies_and_bodies_for_a_fetch() -> None:
 async def full(memory: RequestMemory) -> tuple[Share, Share]:
     """A budget of which nothing is left, not even for one beyond it."""
     body, beyond = Share(memory), Share(memory)
-    await body.cover(750)
-    await beyond.cover(800)
+    await body.grow(750)
+    await beyond.grow(800)
     assert memory.held == 1550
     return body, beyond
 

@@ -27,7 +27,7 @@ from vlm_serve.server.http.request_memory import (
     RequestMemory,
     Share,
 )
-from vlm_serve.server.service import LARGE_REQUEST_BYTES
+from vlm_serve.server.workers import LARGE_REQUEST_BYTES
 
 MIB = 1 << 20
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
@@ -82,12 +82,12 @@ def test_who_finds_no_room_waits_and_one_of_them_is_favoured() -> None:
     async def scene() -> None:
         memory = RequestMemory(1000)
         first, second, third, small = (Share(memory) for _ in range(4))
-        await first.cover(700)
-        favoured = await _soon(second.cover(700))
-        waiting = await _soon(third.cover(700))
+        await first.grow(700)
+        favoured = await _soon(second.grow(700))
+        waiting = await _soon(third.grow(700))
         assert (favoured.done(), waiting.done()) == (True, False)
         assert memory.held == 1400
-        also_waiting = await _soon(small.cover(10))
+        also_waiting = await _soon(small.grow(10))
         assert not also_waiting.done(), "there is no room for a small one either"
         second.shrink(100)
         await asyncio.sleep(0)
@@ -106,10 +106,10 @@ def test_large_ones_leave_room_for_small_ones() -> None:
     async def scene() -> None:
         memory = RequestMemory(1000)
         large, small = Share(memory), Share(memory)
-        await large.cover(740)
+        await large.grow(740)
         assert not Share(memory).fits(100)
         assert small.fits(15)
-        await small.cover(15)
+        await small.grow(15)
         assert memory.held == 755
 
     asyncio.run(scene())
@@ -119,9 +119,9 @@ def test_who_stops_waiting_is_forgotten() -> None:
     async def scene() -> None:
         memory = RequestMemory(100)
         shares = [Share(memory) for _ in range(3)]
-        await shares[0].cover(70)
-        await shares[1].cover(100)
-        waiting = await _soon(shares[2].cover(100))
+        await shares[0].grow(70)
+        await shares[1].grow(100)
+        waiting = await _soon(shares[2].grow(100))
         waiting.cancel()
         await asyncio.wait({waiting})
         shares[2].leave()
@@ -139,13 +139,13 @@ def test_one_request_at_a_time_is_beyond_the_budget() -> None:
     async def scene() -> None:
         memory = RequestMemory(100)
         first, second, third = (Share(memory) for _ in range(3))
-        await first.cover(250)
+        await first.grow(250)
         first.shrink(80)
-        await second.cover(250)
+        await second.grow(250)
         second.shrink(80)
-        waiting = await _soon(third.cover(250))
+        waiting = await _soon(third.grow(250))
         assert not waiting.done()
-        await second.cover(90)
+        await second.grow(90)
         first.leave()
         await waiting
         assert memory.held == 340
@@ -167,14 +167,14 @@ def test_a_body_that_has_no_room_is_not_read(tokenizer: Tokenizer, chunked: bool
         server.engine.gate.clear()
         body = large_body(12 * MIB)
         uploads = [Upload(server, body, chunked=chunked) for _ in range(4)]
-        wait_for(lambda: server.service.num_open > 0)
+        wait_for(lambda: server.service.requests.num_open > 0)
         assert server.client.get("/load").json()["request_memory_bytes"] < (16 + 3 * 14) * MIB
         assert sum(upload.sent for upload in uploads) < 3
         server.engine.gate.set()
         assert [upload.answer() for upload in uploads] == [b"HTTP/1.1 200"] * 4
         for upload in uploads:
             upload.leave()
-        wait_for(lambda: server.service.memory.held == 0)
+        wait_for(lambda: server.service.admission.memory.held == 0)
 
 
 def test_large_bodies_hold_up_no_question(tokenizer: Tokenizer) -> None:
@@ -182,9 +182,11 @@ def test_large_bodies_hold_up_no_question(tokenizer: Tokenizer) -> None:
     with running(FakeEngine(tokenizer), config) as server, ExitStack() as stack:
         for _ in range(8):  # they have said how much will come, and sent a part of it
             stack.enter_context(connect(server, b" " * 100_000, length=60 * MIB))
-        wait_for(lambda: server.service.memory.held > 0)
+        wait_for(lambda: server.service.admission.memory.held > 0)
         assert server.chat().status_code == 200
-        assert server.service.memory.held <= 16 * MIB, "who has sent little is promised little"
+        assert server.service.admission.memory.held <= 16 * MIB, (
+            "who has sent little is promised little"
+        )
 
 
 @pytest.mark.parametrize("body", [b"", b'{"x": "', b"not json"])
@@ -193,7 +195,7 @@ def test_nothing_is_held_after_a_refusal(tokenizer: Tokenizer, body: bytes) -> N
         with connect(server, body, length=len(body) + 5) as connection:
             connection.sendall(b"x" * 5)
             assert connection.recv(12) == b"HTTP/1.1 400"
-        wait_for(lambda: server.service.memory.held == 0)
+        wait_for(lambda: server.service.admission.memory.held == 0)
 
 
 def test_the_body_of_a_client_that_has_left_is_freed(tokenizer: Tokenizer) -> None:
@@ -203,27 +205,27 @@ def test_the_body_of_a_client_that_has_left_is_freed(tokenizer: Tokenizer) -> No
         gate.clear()
         stuck = connect(server, json.dumps(chat_body("hi" * LARGE_REQUEST_BYTES)).encode())
         wait_for(lambda: len(calls) == 1)
-        held = server.service.memory.held
+        held = server.service.admission.memory.held
         tracemalloc.start()
         try:
             text = json.dumps(chat_body("x" * (2 * MIB))).encode()
             uploads = [Upload(server, text) for _ in range(6)]
-            wait_for(lambda: server.service.num_open == 7)
-            assert server.service.memory.held >= 6 * 2 * MIB
+            wait_for(lambda: server.service.requests.num_open == 7)
+            assert server.service.admission.memory.held >= 6 * 2 * MIB
             assert tracemalloc.get_traced_memory()[0] > 6 * 2 * MIB
             for upload in uploads:
                 upload.leave()
             del uploads, upload
-            wait_for(lambda: server.service.memory.held == held)
-            wait_for(lambda: server.service.num_open == 1)
+            wait_for(lambda: server.service.admission.memory.held == held)
+            wait_for(lambda: server.service.requests.num_open == 1)
             wait_for(lambda: tracemalloc.get_traced_memory()[0] < 6 * MIB)
         finally:
             tracemalloc.stop()
         stuck.close()
-        wait_for(lambda: server.service.num_open == 0)
-        assert server.service.memory.held == held, "its work still runs"
+        wait_for(lambda: server.service.requests.num_open == 0)
+        assert server.service.admission.memory.held == held, "its work still runs"
         gate.set()
-        wait_for(lambda: server.service.memory.held == 0)
+        wait_for(lambda: server.service.admission.memory.held == 0)
 
 
 def test_a_short_question_waits_for_no_long_one(tokenizer: Tokenizer) -> None:
@@ -232,11 +234,11 @@ def test_a_short_question_waits_for_no_long_one(tokenizer: Tokenizer) -> None:
         gate.clear()
         long = json.dumps(chat_body("hi" * LARGE_REQUEST_BYTES)).encode()
         with connect(server, long), connect(server, long):
-            wait_for(lambda: server.service.num_open == 2)
+            wait_for(lambda: server.service.requests.num_open == 2)
             with connect(server, json.dumps(chat_body("hi")).encode()):
                 wait_for(lambda: len(calls) == 2)
         gate.set()
-        wait_for(lambda: server.service.memory.held == 0)
+        wait_for(lambda: server.service.admission.memory.held == 0)
 
 
 BODIES = {
@@ -277,7 +279,7 @@ def test_a_prompt_is_counted_with_its_pixels(checkpoint: Path) -> None:
     with running(engine) as server, pytest.MonkeyPatch.context() as patch:
 
         def spying(*arguments: Any, **named: Any) -> str:
-            seen.append(server.service.memory.held)
+            seen.append(server.service.admission.memory.held)
             return submit(*arguments, **named)
 
         patch.setattr(engine, "submit", spying)
@@ -286,7 +288,7 @@ def test_a_prompt_is_counted_with_its_pixels(checkpoint: Path) -> None:
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
         assert server.post("/v1/chat/completions", body).status_code == 200
         assert seen[0] > 448 * 448 * 3
-        wait_for(lambda: server.service.memory.held == 0)
+        wait_for(lambda: server.service.admission.memory.held == 0)
 
 
 def test_what_was_held_goes_back_to_the_system(tokenizer: Tokenizer) -> None:
@@ -310,4 +312,4 @@ def test_a_request_without_a_body_holds_nothing_of_the_one_before(tokenizer: Tok
         headers = {"Content-Type": "application/json"}
         response = server.client.post("/v1/chat/completions", content=b"", headers=headers)
         assert response.status_code == 400
-        wait_for(lambda: server.service.memory.held == 0)
+        wait_for(lambda: server.service.admission.memory.held == 0)

@@ -26,7 +26,7 @@ def test_a_client_that_leaves_before_the_first_token_frees_its_request(
     (request,) = fake.engine.requests.values()
     connection.close()
     assert request.aborted.wait(WAIT_SECONDS)
-    wait_for(lambda: fake.service.num_open == 0)
+    wait_for(lambda: fake.service.requests.num_open == 0)
     fake.engine.gate.set()
     assert fake.chat().status_code == 200
 
@@ -42,7 +42,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_request(
         next(lines)
         (request,) = fake.engine.requests.values()
     assert request.aborted.wait(WAIT_SECONDS)
-    wait_for(lambda: fake.service.num_open == 0)
+    wait_for(lambda: fake.service.requests.num_open == 0)
 
 
 def test_a_client_that_leaves_during_preparation_never_reaches_the_engine(
@@ -53,7 +53,7 @@ def test_a_client_that_leaves_during_preparation_never_reaches_the_engine(
     connection = connect(fake, BODY % b"false")
     wait_for(lambda: len(fake.engine.preprocessor.calls) == 1)
     connection.close()
-    wait_for(lambda: fake.service.num_open == 0)
+    wait_for(lambda: fake.service.requests.num_open == 0)
     fake.engine.preprocessor.gate.set()
     assert fake.chat().status_code == 200
     assert fake.engine.num_submitted == submitted + 1
@@ -125,6 +125,6 @@ def test_a_deadline_ends_a_request(tokenizer: Tokenizer, stage: str, stream: boo
         response = server.chat(stream=stream)
         assert response.status_code == 504
         assert response.json()["error"]["type"] == "timeout_error"
-        wait_for(lambda: not engine.requests and server.service.num_open == 0)
+        wait_for(lambda: not engine.requests and server.service.requests.num_open == 0)
         gate.set()
         wait_for(lambda: server.chat().status_code == 200)  # a busy machine may need several

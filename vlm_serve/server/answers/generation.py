@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -20,35 +19,34 @@ from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.pieces import THINK_END, THINK_START
 from vlm_serve.server.failover.attempt import Attempt
 from vlm_serve.server.failover.attempt_part import AttemptPart
-from vlm_serve.server.http.errors import RequestTimeoutError, told_as
+from vlm_serve.server.finished_request import FinishedRequest
+from vlm_serve.server.http.errors import RequestTimeoutError, renamed_params
 from vlm_serve.server.http.request_memory import current_share
 from vlm_serve.server.service import Preparation, Service
-
-_access = logging.getLogger("vlm_serve.access")
 
 _TURN = "<|im_start|>"
 
 TOKEN_BYTES = 128
-"""Of a prompt: its id, its positions, its part of the text, of the keys and of the spans."""
+"""Memory of one prompt token: its id, positions, text, and its part of keys and spans."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a route wants answered.
+    """One prompt of a request and how to answer it.
 
     Attributes:
-        prepare: makes the prompt, or a rendering whose media are yet to be loaded; runs on a
+        prepare: makes the prompt, or a rendering whose media are still to be loaded. It runs on a
             preparation thread and may block.
-        request_id: for responses and the log; the engine gets an id of its own, since clients' ids
-            may collide.
-        arrival: monotonic seconds at which the request came in.
-        reasoning: reasoning is split from the answer, whose grammar begins behind it.
-        continued: the answer goes on with the prompt's last message.
+        request_id: id in responses and logs. The engine gives its own id, since clients' ids may
+            collide.
+        arrival: monotonic time in seconds at which the request came in.
+        reasoning: the answer's reasoning is split off; a grammar begins after it.
+        continued: the answer continues the prompt's last message.
         trace: headers of the trace that the request continues.
-        names: fields as they are called here -> as the client calls them, for errors.
-        affinity: keys of what the prompt begins with.
-        attempt: which try to answer the request this is; None: there will be no other.
-        number: of the prompt among the request's.
+        names: internal field name -> the client's name for it, for errors.
+        affinity: affinity keys of the prompt.
+        attempt: the attempt that this request is; None: there will be no other attempt.
+        number: index of the prompt in the request.
     """
 
     prepare: Callable[[], Preparation]
@@ -66,19 +64,19 @@ class Task:
 
 
 class Generation:
-    """A request that has been submitted.
+    """A prompt that was submitted to the engine.
 
     Args:
-        patient: its deltas come late, and count from when they were made.
+        patient: deltas are delivered late; token times are the times at which they were made.
 
     Attributes:
-        stages: seconds that its preparation took, by stage.
-        submitted_time: at which the engine got it.
+        stages: seconds of the preparation by stage.
+        submitted_time: monotonic time at which the engine got the prompt.
         usage, cache_report: as of the last delta.
-        prompt_logprobs: of the prompt's tokens from `prompt_logprobs_start` on, if asked for.
-        finish_reason: of the last choice that ended; "abort" while there is none.
-        unfinished: choices that have not ended.
-        part: what the task's attempt means for it, if it is one.
+        prompt_logprobs: of the prompt's tokens from `prompt_logprobs_start` on, if requested.
+        finish_reason: of the last choice that ended; "abort" until one has.
+        unfinished: number of choices that have not ended.
+        part: the attempt's state for this prompt; None: the request is not an attempt.
     """
 
     def __init__(
@@ -104,21 +102,24 @@ class Generation:
         if task.attempt is not None:
             self.part = AttemptPart(task.attempt, task.number, task.params)
         self.first_token_time: float | None = None
-        self._service = service
+        self._state = service.state
         self._patient = patient
         self._token_times: dict[int, float] = {}
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """The deltas of all choices: as they come, or of an attempt in turn. Raises the error with
-        which the engine ended the request."""
+        """Yield the deltas of all choices as they arrive; those of an attempt round-robin.
+
+        Raises:
+            VlmServeError: the engine ended the request with this error.
+        """
         while self.unfinished:
             delta = await self._next()
             if delta.error is not None:
                 self.finish_reason = "error"
-                with told_as(self.task.names):
+                with renamed_params(self.task.names):
                     raise delta.error
             if delta.finish_reason == "abort":
-                # The client is still here, so it was the engine that gave up.
+                # The client is still connected, so the engine aborted the request.
                 raise EngineClosedError("the request was ended by the server", code="aborted")
             if delta.prompt_logprobs is not None:
                 self.prompt_logprobs = delta.prompt_logprobs
@@ -127,7 +128,7 @@ class Generation:
                 self.finish_reason = delta.finish_reason
             self._report(delta)
             if delta.token_ids and not (self.part is not None and self.part.replayed):
-                self._service.num_generated_tokens += len(delta.token_ids)
+                self._state.num_generated_tokens += len(delta.token_ids)
                 now = delta.time if self._patient else time.monotonic()
                 self._observe_token(delta.index, now)
             yield delta
@@ -139,7 +140,7 @@ class Generation:
             delta = await self.queue.get()
             if delta.finish_reason in ("abort", "error"):
                 return delta
-            self.part.sort(delta)
+            self.part.add(delta)
         return delta
 
     def _report(self, delta: Delta) -> None:
@@ -152,49 +153,67 @@ class Generation:
             self.cache_report = self.part.cache_report(delta, ended=ended)
 
     def _observe_token(self, index: int, now: float) -> None:
-        service = self._service
         if self.first_token_time is None:
             self.first_token_time = now
-            service.recent_first_tokens.add(now - self.task.arrival)
+            self._state.record_first_token(now - self.task.arrival)
         before = self._token_times.get(index)
         if before is not None:
-            service.metrics.inter_token_latency.observe(now - before)
-            service.recent_tokens.add(now - before)
+            self._state.record_next_token(now - before)
         self._token_times[index] = now
+
+    def finished(self) -> FinishedRequest:
+        """Return the facts about the request, which ends now."""
+        reason = self.finish_reason
+        if self.unfinished and reason != "error":
+            reason = "abort"
+        return FinishedRequest(
+            request_id=self.task.request_id,
+            trace=self.task.trace,
+            choices=self.task.params.n,
+            usage=self.usage,
+            cache_report=self.cache_report,
+            stages=self.stages,
+            arrival=self.task.arrival,
+            submitted=self.submitted_time,
+            first_token=self.first_token_time,
+            ended=time.monotonic(),
+            reason=reason,
+        )
 
 
 @asynccontextmanager
 async def answering(
     service: Service, task: Task, *, patient: bool = False
 ) -> AsyncIterator[Generation]:
-    """Lets a request in, prepares its prompt and submits it. Leaving the block before the end frees
-    everything within one step.
+    """Admit a request, prepare its prompt and submit it.
+
+    Leaving the block before the end frees everything within one step.
 
     Args:
-        patient: nobody looks at the answer before its end.
+        patient: only the end of the answer is needed in time.
 
     Raises:
-        OverloadedError and its kin: see `Service.admitted`.
-        RequestTimeoutError: the deadline has passed (here or from `Generation.deltas`).
-        VlmServeError: what preparation and `Engine.submit` raise.
+        DrainingError, OverloadedError, EngineClosedError: see `Admission.admitted`.
+        RequestTimeoutError: the deadline has passed, here or in `Generation.deltas`.
+        VlmServeError: see `Service.prepare`, `GrammarQueue.compile` and `Engine.submit`.
     """
-    loop, stop = asyncio.get_running_loop(), Stop()
-    with service.admitted(resumed=task.attempt is not None and task.attempt.resumed > 0):
-        limit = _seconds(service, task)
+    loop, stop, admission = asyncio.get_running_loop(), Stop(), service.admission
+    with admission.admitted(resumed=task.attempt is not None and task.attempt.resumed > 0):
+        limit = _time_limit(service, task)
         deadline = None if limit is None else task.arrival - time.monotonic() + loop.time() + limit
         try:
             async with asyncio.timeout_at(deadline):
-                with told_as(task.names):
-                    prompt = await service.prepared(task.prepare, stop)
+                with renamed_params(task.names):
+                    prompt = await service.prepare(task.prepare, stop)
                     grammar = await _grammar(service, task, prompt)
                 share = current_share()
                 if share is not None:
-                    await share.cover(share.size + _bytes_of(prompt))
+                    await share.grow(share.size + _bytes_of(prompt))
         except TimeoutError:
-            raise _too_late(service) from None
+            raise _timeout_error(service) from None
         generation = Generation(service, task, prompt, stop.seconds, patient=patient)
         mailbox, queue = service.mailbox, generation.queue
-        with told_as(task.names):
+        with renamed_params(task.names):
             engine_id = service.submit(
                 prompt,
                 task.params,
@@ -204,40 +223,40 @@ async def answering(
                 task.affinity,
                 generation.part,
             )
-        service.open_tokens += len(prompt)
-        alarm = None
+        admission.open_tokens += len(prompt)
+        timer = None
         if deadline is not None:
-            late = Delta(0, finish_reason="error", error=_too_late(service))
-            alarm = loop.call_at(deadline, queue.put_nowait, late)
+            late = Delta(0, finish_reason="error", error=_timeout_error(service))
+            timer = loop.call_at(deadline, queue.put_nowait, late)
         try:
             yield generation
         finally:
             if generation.unfinished:
                 service.engine.abort(engine_id)
-            if alarm is not None:
-                alarm.cancel()
-            service.open_tokens -= len(prompt)
-            _account(service, generation)
+            if timer is not None:
+                timer.cancel()
+            admission.open_tokens -= len(prompt)
+            service.state.record_finished(generation.finished())
 
 
 def begins_in_thought(prompt: str, *, continued: bool) -> bool:
-    """True if the answer to a prompt with this text begins inside of a `<think>` block.
+    """Return True if the answer to a prompt with this text begins inside a `<think>` block.
 
     Args:
-        continued: the answer goes on with the last message, whose thought may be open. One begins
-            where the message or its text does; elsewhere `<think>` is a word of the text.
+        continued: the answer continues the last message, whose thought may be open. A thought
+            begins where the message or its text does; elsewhere `<think>` is a word of the text.
     """
     if not continued:
         return prompt.rstrip().endswith(THINK_START)
     turn = prompt.rfind(_TURN)
     if turn < 0:
         return prompt.rfind(THINK_START) > prompt.rfind(THINK_END)
-    said = prompt[turn:].partition("\n")[2].rpartition(THINK_END)[2]
-    return said.lstrip().startswith(THINK_START)
+    text = prompt[turn:].partition("\n")[2].rpartition(THINK_END)[2]
+    return text.lstrip().startswith(THINK_START)
 
 
 def _bytes_of(prompt: Prompt) -> int:
-    """Most that a prompt takes until its request ends."""
+    """Return an upper bound of the bytes that a prompt takes until its request ends."""
     return len(prompt) * TOKEN_BYTES + sum(item.num_bytes for item in prompt.media)
 
 
@@ -246,47 +265,17 @@ async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | No
     if form is None:
         return None
     thinks = task.reasoning and begins_in_thought(prompt.text, continued=task.continued)
-    return await service.compile(form, THINK_END.encode() if thinks else b"")
+    return await service.grammars.compile(form, THINK_END.encode() if thinks else b"")
 
 
-def _seconds(service: Service, task: Task) -> float | None:
-    """That the request may take from its arrival on, None if there is no limit."""
+def _time_limit(service: Service, task: Task) -> float | None:
+    """Return the request's time limit in seconds, counted from arrival; None means unlimited."""
     if task.attempt is None or task.attempt.deadline is None:
         return service.config.request_timeout
     return task.attempt.deadline - time.time() + time.monotonic() - task.arrival
 
 
-def _too_late(service: Service) -> RequestTimeoutError:
+def _timeout_error(service: Service) -> RequestTimeoutError:
     limit = service.config.request_timeout
     allowed = "allowed" if limit is None else f"{limit:g} s"
     return RequestTimeoutError(f"the request took longer than {allowed}", code="timeout")
-
-
-def _account(service: Service, generation: Generation) -> None:
-    """Metrics and the access log's line of one request, whatever its end was."""
-    now, arrival = time.monotonic(), generation.task.arrival
-    usage, report = generation.usage, generation.cache_report
-    first, reason = generation.first_token_time, generation.finish_reason
-    if generation.unfinished and reason != "error":
-        reason = "abort"
-    service.metrics.finished(reason, usage, report)
-    service.metrics.e2e_request_latency.observe(now - arrival)
-    if first is not None:
-        service.metrics.time_to_first_token.observe(first - arrival)
-    _access.info(
-        "request_id=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d prepare_ms=%.1f "
-        "stages_ms=%s ttft_ms=%s "
-        "total_ms=%.1f finish_reason=%s cache_reason=%s",
-        generation.task.request_id,
-        usage.prompt_tokens,
-        usage.cached_tokens,
-        usage.completion_tokens,
-        (generation.submitted_time - arrival) * 1000,
-        ",".join(f"{name}:{1000 * value:.1f}" for name, value in generation.stages.items()),
-        f"{(first - arrival) * 1000:.1f}" if first is not None else "-",
-        (now - arrival) * 1000,
-        reason,
-        report.reason if report is not None else "-",
-    )
-    if service.tracer is not None:
-        service.tracer.record(generation, reason)

@@ -1,4 +1,4 @@
-"""Affinity keys of requests: those that a front has set, or else made here from the body."""
+"""Affinity keys of requests: set by a deployment's front, or made from the parsed body."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlm_serve.preprocess.affinity import AffinityKey, affinity_keys_of_body
 from vlm_serve.server.http.tenants import salt_of
 
 AFFINITY = "vlm_serve.affinity"
-"""In a request's scope, where no client can write."""
+"""Key of the ASGI scope, where no client can write."""
 
 _APIS = {
     "/v1/chat/completions": "chat",
@@ -24,24 +24,26 @@ _APIS = {
 
 
 def note_affinity(scope: Scope, body: Mapping[str, Any], model: str) -> None:
-    """Leaves a parsed body's keys in the scope of its request, unless they are there: as slow as
-    the body is long.
+    """Put a parsed body's keys into its request's scope unless it has some.
+
+    It takes time in proportion to the body.
 
     Args:
-        model: that answers, by its first name.
+        scope: the request's ASGI scope.
+        model: the canonical name of the model that answers.
     """
     api = _APIS.get(scope.get("path", ""))
     if api is None or AFFINITY in scope:
         return
-    asked = body.get("cache_salt") if isinstance(body, dict) else None
+    salt = body.get("cache_salt") if isinstance(body, dict) else None
     try:
-        salt = salt_of(scope, asked if isinstance(asked, str) else None)
+        salt = salt_of(scope, salt if isinstance(salt, str) else None)
     except InvalidRequestError:
-        return  # whoever answers says so
+        return  # the route raises it again
     scope[AFFINITY] = affinity_keys_of_body(api, body, salt=salt, model=model)
 
 
 def affinity_of(scope: Scope) -> tuple[AffinityKey, ...]:
-    """The keys of a request, longest prefix first."""
+    """Return the keys of a request, the longest prefix first."""
     keys: tuple[AffinityKey, ...] = scope.get(AFFINITY, ())
     return keys

@@ -1,9 +1,10 @@
-"""What is fixed before one of several replicas is asked, so that another one can go on with the
-answer: all that would be random or dated, and what has been delivered.
+"""Attempts: the data with which another replica can continue an answer.
 
-An `Attempt` stands in the ASGI scope under `ATTEMPT`, and nothing that a client sends comes there.
-Whoever asks replicas makes the first one (`Attempt.first`), notes the messages that it passes on
-(`Delivery`), and asks another replica with `Delivery.next` when one has died.
+An attempt fixes everything random or dated before a replica gets the request, and keeps what has
+been delivered. It stands in the ASGI scope under `ATTEMPT`, where no client can write.
+
+The sender of a request makes the first attempt (`Attempt.first`) and records the messages that it
+passes on (`Delivery`). When the replica dies, it sends `Delivery.next` to another one.
 """
 
 from __future__ import annotations
@@ -22,25 +23,27 @@ TOKENS = "vlm_serve.tokens"
 USAGE = "vlm_serve.usage"
 REPORT = "vlm_serve.cache_report"
 FAILURE = "vlm_serve.failure"
-"""Keys of a replica's messages `http.response.body`: {choice: [token ids that the message's bytes
-cover]}; the prompts' counts and cache reports up to there; whether the message tells of a failure.
-Each is left out where there is nothing to say."""
+"""Keys of a replica's messages `http.response.body`; each is left out where it would be empty.
+
+TOKENS: {choice: [token ids covered by the message's bytes]}. USAGE, REPORT: of each prompt, so far.
+FAILURE: the message reports a failure.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try to answer a request. Plain data: it can be pickled, and needs no model to be read.
+    """One try to answer a request. Plain data: it can be pickled, and reading it needs no model.
 
     Attributes:
-        seed: of all draws, 62 random bits that nobody else knows; a request's own seed comes first.
-        request_id: every id of the answer that the client does not give is made of it and the seed.
-        created: Unix time in seconds that the answer bears.
-        deadline: Unix time at which it is too late for the answer; None: the replica's own limit.
-        tokens: of each choice (prompt * n + choice) those that have been delivered.
-        delivered: bytes of the response's body that have been delivered.
-        usage, cache_report: of each prompt, as far as the attempts before had told them.
-        resumed: attempts before this one.
-        deaths: of them those whose replica died; the others were moved in time.
+        seed: 62 secret random bits for all draws; a request's own seed takes precedence.
+        request_id: with the seed it determines every id in the answer that the client did not give.
+        created: Unix time in seconds for the answer.
+        deadline: Unix time of the request's deadline; None: the replica's own limit applies.
+        tokens: tokens delivered of each choice (prompt * n + choice).
+        delivered: bytes of the response's body that were delivered.
+        usage, cache_report: of each prompt, as far as earlier attempts have reported them.
+        resumed: number of earlier attempts.
+        deaths: number of earlier attempts whose replica died; the others were moved in time.
         started: the response's status and headers have been delivered.
     """
 
@@ -58,36 +61,42 @@ class Attempt:
 
     @classmethod
     def first(cls, request_id: str, deadline: float | None = None) -> Attempt:
+        """Make the first attempt to answer a request."""
         return cls(secrets.randbits(62), request_id, int(time.time()), deadline)
 
     def token(self, *place: object, size: int = 12) -> str:
-        """Hexadecimal text of `size` bytes that is another one for every place of the answer, and
-        the same in every attempt. Nobody who does not know the seed can tell it."""
+        """Return a hexadecimal id for a place in the answer, the same in every attempt.
+
+        It cannot be predicted without the seed.
+
+        Args:
+            size: bytes.
+        """
         text = repr((self.request_id, *place)).encode()
         key = self.seed.to_bytes(8, "little", signed=True)
         return hashlib.blake2b(text, digest_size=size, key=key).hexdigest()
 
 
 def attempt_of(scope: Mapping[str, Any]) -> Attempt | None:
-    """The attempt that a request with this ASGI scope is; None: nobody will make another one."""
+    """Return the attempt in a request's ASGI scope; None: there will be no other attempt."""
     attempt = scope.get(ATTEMPT)
     assert attempt is None or isinstance(attempt, Attempt), "only our own code sets it"
     return attempt
 
 
 def created_of(scope: Mapping[str, Any]) -> int:
-    """Unix time in seconds that the answer to the request with this ASGI scope bears."""
+    """Return the Unix time in seconds for the answer to the request with this ASGI scope."""
     attempt = attempt_of(scope)
     return int(time.time()) if attempt is None else attempt.created
 
 
 def new_token(attempt: Attempt | None, *place: object, size: int = 12) -> str:
-    """Letters for an id, see `Attempt.token`; random ones if there will be no other attempt."""
+    """Return letters for an id, see `Attempt.token`; without an attempt they are random."""
     return secrets.token_hex(size) if attempt is None else attempt.token(*place, size=size)
 
 
 def merged(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several messages `http.response.body` in a row as one; at least one is given."""
+    """Merge consecutive messages `http.response.body`, at least one, into one."""
     tokens: dict[int, list[int]] = {}
     one: dict[str, Any] = {}
     for message in messages:
@@ -99,10 +108,10 @@ def merged(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Delivery:
-    """What has been passed on of the answer of an attempt.
+    """Record of the messages of an attempt's answer that were passed on.
 
     Args:
-        attempt: of which the messages are.
+        attempt: the attempt whose messages they are.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -113,7 +122,7 @@ class Delivery:
         self._tokens = {choice: list(ids) for choice, ids in attempt.tokens.items()}
 
     def passed(self, message: Mapping[str, Any]) -> None:
-        """The message has been passed on whole."""
+        """Record a message that was passed on whole."""
         self._started = True
         self._delivered += len(message.get("body", b""))
         for choice, ids in message.get(TOKENS, {}).items():
@@ -123,12 +132,12 @@ class Delivery:
 
     @property
     def next(self) -> Attempt:
-        """The attempt that goes on where this one ends because its replica has died."""
+        """The attempt that continues this one after its replica died."""
         return replace(self.moved, deaths=self._attempt.deaths + 1)
 
     @property
     def moved(self) -> Attempt:
-        """The attempt that goes on where this one ends because its replica ends in order."""
+        """The attempt that continues this one while its replica shuts down in order."""
         return replace(
             self._attempt,
             tokens={choice: tuple(ids) for choice, ids in self._tokens.items()},
@@ -141,6 +150,6 @@ class Delivery:
 
 
 def tokens_of(attempt: Attempt, prompt: int, choices: int) -> tuple[Sequence[int], ...]:
-    """What the choices of a prompt begin with."""
+    """Return the tokens that each choice of a prompt begins with."""
     first = prompt * choices
     return tuple(attempt.tokens.get(first + index, ()) for index in range(choices))

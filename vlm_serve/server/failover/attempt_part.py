@@ -1,4 +1,4 @@
-"""What an attempt means for one of a request's prompts."""
+"""The state of an attempt for one of its request's prompts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from vlm_serve.server.failover.attempt import Attempt, tokens_of
 
 
 class AttemptPart:
-    """Follows a prompt's answer, so that what is told of it does not depend on which replica gives
-    it, nor on how its steps fell.
+    """Follows the answer to one prompt, and makes its reports independent of the replica and of
+    how its steps are batched.
 
     Args:
-        attempt: to answer the request.
-        prompt: which of its prompts.
-        params: of the prompt.
+        attempt: the attempt to answer the request.
+        prompt: index of the prompt in the request.
+        params: the prompt's sampling parameters.
 
     Attributes:
-        forced: what its choices begin with.
-        counted: what has come, as the next attempt is to know it.
-        report: of the first attempt that had one; None: there is none yet.
+        choices: number of choices.
+        forced: tokens that the choices begin with.
+        counted: usage so far, for the next attempt.
+        report: cache report of the first attempt that had one; None: there is none yet.
     """
 
     def __init__(self, attempt: Attempt, prompt: int, params: SamplingParams) -> None:
+        self.choices = params.n
         self.forced = tokens_of(attempt, prompt, params.n)
         self.counted: Usage | None = None
         self.report: CacheReport | None = None
@@ -39,28 +41,30 @@ class AttemptPart:
         self._seed = attempt.seed + prompt * params.n
         self._resumed = attempt.resumed
         self._taken = 0
-        self._turns = Turns(params.n)
+        self._deltas = RoundRobin(params.n)
 
     def seeded(self, params: SamplingParams) -> SamplingParams:
-        """With the attempt's seed, if the request has none."""
+        """Return the parameters with the attempt's seed unless the request has its own."""
         return params if params.seed is not None else replace(params, seed=self._seed)
 
-    def sort(self, delta: Delta) -> None:
-        """A delta has come."""
-        self._turns.add(delta)
+    def add(self, delta: Delta) -> None:
+        """Add a delta from the engine."""
+        self._deltas.add(delta)
 
     def next(self) -> Delta | None:
-        """The delta whose turn it is, if it has come."""
-        return self._turns.next()
+        """Return the next delta in round-robin order; None: it has not arrived."""
+        return self._deltas.next()
 
     @property
     def replayed(self) -> bool:
-        """The token that was taken last has been delivered before."""
+        """True if the last token that was taken had been delivered by an earlier attempt."""
         return self._taken <= sum(map(len, self.forced))
 
     def usage(self, delta: Delta, *, ended: bool) -> Usage:
-        """The prompt's usage up to a delta. What became of drafts is told at the end only: it
-        depends on when they were made."""
+        """Count a delta and return the prompt's usage so far.
+
+        Counts of drafts are included at the end only, since they depend on the steps' timing.
+        """
         self._taken += len(delta.token_ids)
         own = delta.usage
         first = self._first or Usage(cached_tokens=own.cached_tokens)
@@ -73,35 +77,42 @@ class AttemptPart:
         return self.counted if ended else Usage(*counts)
 
     def cache_report(self, delta: Delta, *, ended: bool) -> CacheReport | None:
-        """The first attempt's, if there was one. At the end it says that the answer was resumed,
-        unless nothing was left to do: then the report itself may have been delivered."""
+        """Return the cache report of the first attempt that had one.
+
+        At the end it also gives the number of resumptions. It does not if all tokens had been
+        delivered before: then the report itself may have been delivered, too.
+        """
         self.report = self.report or delta.cache_report
         if self.report is None or not ended or self.replayed:
             return self.report
         return replace(self.report, resumed=self._resumed)
 
 
-class Turns:
-    """Puts the deltas of several choices into an order that follows from the deltas alone: each
-    choice that has not ended gives one in its turn. Engines give several of one choice in a step,
-    and none of one that waits for room."""
+class RoundRobin:
+    """Orders the deltas of several choices independently of their timing.
+
+    Each unfinished choice gives one delta in its turn. An engine gives several deltas of one choice
+    in a step, and none of a choice that waits for memory.
+    """
 
     def __init__(self, choices: int) -> None:
-        self._held: dict[int, deque[Delta]] = {index: deque() for index in range(choices)}
+        self._queues: dict[int, deque[Delta]] = {index: deque() for index in range(choices)}
         self._open = list(range(choices))
         self._turn = 0
 
     def add(self, delta: Delta) -> None:
-        self._held[delta.index].append(delta)
+        """Add a delta of any choice."""
+        self._queues[delta.index].append(delta)
 
     def next(self) -> Delta | None:
+        """Return the next delta; None: it has not arrived, or all choices have ended."""
         if not self._open:
             return None
         self._turn %= len(self._open)
-        held = self._held[self._open[self._turn]]
-        if not held:
+        queue = self._queues[self._open[self._turn]]
+        if not queue:
             return None
-        delta = held.popleft()
+        delta = queue.popleft()
         if delta.finish_reason is not None:
             del self._open[self._turn]
         else:
@@ -110,11 +121,12 @@ class Turns:
 
 
 def report_fields(report: CacheReport | None) -> dict[str, Any] | None:
-    """A report as plain data, from which `AttemptPart` makes it again."""
+    """Return a report as plain data for the next attempt."""
     return None if report is None else asdict(report)
 
 
 def _report(fields: Mapping[str, Any] | None) -> CacheReport | None:
+    """Return the report that `report_fields` made plain data of."""
     if fields is None:
         return None
     made = {

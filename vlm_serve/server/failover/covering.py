@@ -1,4 +1,4 @@
-"""Says with every message of an answer which tokens its bytes cover."""
+"""Attaching to every message of an answer the tokens that its bytes cover."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from vlm_serve.engine.outputs import Delta
-from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.failover.attempt import FAILURE, REPORT, TOKENS, USAGE
-from vlm_serve.server.failover.attempt_part import report_fields
+from vlm_serve.server.failover.attempt_part import AttemptPart, report_fields
 
 
-class Cover:
-    """Gathers what the next message covers, if the request is an attempt; else nothing.
+class Coverage:
+    """Collects the tokens that the next message covers. It is empty unless the request is an
+    attempt.
 
-    A token counts as covered with the first bytes that are sent once it is there, though it may
-    have got none of its own yet: what has been delivered then never depends on other tokens.
+    A token counts as covered by the first bytes sent after it was generated, even if none of them
+    are its own. So the delivered bytes never depend on tokens that count as undelivered.
     """
 
     def __init__(self) -> None:
-        self._generations: Sequence[Generation] = ()
+        self._parts: Sequence[AttemptPart] = ()
         self._tokens: dict[int, list[int]] = {}
-        self._told: list[int] = []
+        self._sent_reports: list[int] = []
         self._failed = False
 
-    def begin(self, generations: Sequence[Generation]) -> None:
-        """These are the request's."""
-        if all(generation.part is not None for generation in generations):
-            self._generations = generations
+    def begin(self, parts: Sequence[AttemptPart | None]) -> None:
+        """Set the parts of the request's prompts; None: the request is not an attempt."""
+        known = [part for part in parts if part is not None]
+        if len(known) == len(parts):
+            self._parts = known
 
     def add(self, prompt: int, delta: Delta) -> None:
-        """A delta is about to be told of."""
-        if self._generations:
-            choice = prompt * self._generations[prompt].task.params.n + delta.index
+        """Add a delta of a prompt before it is turned into bytes."""
+        if self._parts:
+            choice = prompt * self._parts[prompt].choices + delta.index
             self._tokens.setdefault(choice, []).extend(delta.token_ids)
 
     def fail(self) -> None:
-        """What is told next is a failure."""
-        self._failed = bool(self._generations)
+        """Mark the next messages as reports of a failure."""
+        self._failed = bool(self._parts)
 
     def take(self) -> Mapping[str, Any]:
-        """What goes with the message that is sent now."""
+        """Return the extra fields of the message that is sent now."""
         extra: dict[str, Any] = {}
         if self._tokens:
             extra[TOKENS], self._tokens = self._tokens, {}
-            parts = [generation.part for generation in self._generations]
-            counted = [part.counted if part is not None else None for part in parts]
-            reports = [part.report if part is not None else None for part in parts]
+            counted = [part.counted for part in self._parts]
+            reports = [part.report for part in self._parts]
             extra[USAGE] = tuple(None if each is None else asdict(each) for each in counted)
-            if self._told != list(map(id, reports)):
+            if self._sent_reports != list(map(id, reports)):
                 extra[REPORT] = tuple(map(report_fields, reports))
-                self._told = list(map(id, reports))
+                self._sent_reports = list(map(id, reports))
         if self._failed:
             extra[FAILURE] = True
         return extra
 
 
 class CoveredResponse(Response):
-    """A whole answer in JSON, and what it covers."""
+    """A whole answer in JSON with the fields of its coverage."""
 
     media_type = "application/json"
 

@@ -1,27 +1,36 @@
-"""Keeps a replica mute up to the byte that another one has delivered."""
+"""Suppressing the bytes of a resumed answer that another replica has delivered."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlm_serve.errors import OverloadedError
+from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.server.failover.attempt import FAILURE, Attempt, attempt_of
-from vlm_serve.server.http.errors import error_for
 
 _log = logging.getLogger(__name__)
 
 MOST_DEATHS = 1
-"""A request that was running when two replicas died may be what has killed them."""
+"""A request that ran on two replicas when they died may have killed them."""
 
 
 class Resuming:
-    """Answers an attempt that goes on with another one's answer as if it were the same one. A plain
-    ASGI layer; requests that are no such attempt pass through it."""
+    """ASGI layer that makes a resumed attempt continue the delivered bytes. Requests that are no
+    such attempt pass through it.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Args:
+        app: the application behind it.
+        error_response: makes the response of an error in the form of the request's route.
+    """
+
+    def __init__(
+        self, app: ASGIApp, error_response: Callable[[Scope, VlmServeError], Response]
+    ) -> None:
         self._app = app
+        self._error_response = error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         attempt = attempt_of(scope)
@@ -30,19 +39,18 @@ class Resuming:
                 "two replicas ended while they answered this request: it is not tried again",
                 code="resumed_twice",
             )
-            await error_for(scope, refusal)(scope, receive, send)
+            await self._error_response(scope, refusal)(scope, receive, send)
         elif attempt is not None and attempt.resumed:
-            await self._app(scope, receive, _Mute(attempt, send))
+            await self._app(scope, receive, _SkipDelivered(attempt, send))
         else:
             await self._app(scope, receive, send)
 
 
-class _Mute:
-    """Sends what follows the delivered bytes.
+class _SkipDelivered:
+    """Sends the bytes after those already delivered.
 
-    A response of another status than 200 is this replica's own refusal, which whoever asks learns
-    of as it is. What a stream says of its failure is sent whole too: it stands wherever the replay
-    has come to.
+    A response with another status than 200 is this replica's own refusal: it is sent whole. So are
+    messages that report a stream's failure, however far the replay has come.
     """
 
     def __init__(self, attempt: Attempt, send: Send) -> None:
@@ -70,7 +78,7 @@ class _Mute:
         self._left -= cut
         if self._left and not message.get("more_body", False):
             _log.error(
-                "request %s was answered in %d bytes more the first time",
+                "request %s: the first answer was %d bytes longer than the resumed one",
                 self._attempt.request_id,
                 self._left,
             )

@@ -1,6 +1,6 @@
-"""What every HTTP request passes before its route: an id, the API key, and the access to errors.
+"""Authentication: every HTTP request gets an id and needs an API key, if there are keys.
 
-A plain ASGI layer: it looks at the path as it came over the wire, before anything decodes it.
+This is a plain ASGI layer: it checks the raw path, before anything decodes it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from vlm_serve.server.http.static_page import StaticPage
 from vlm_serve.server.http.tenants import bind
 
 OPEN_PATHS = frozenset({b"/health", b"/ready", b"/metrics"})
-"""Probes and scrapers bring no key; nothing that they read belongs to a client."""
+"""Paths for probes and scrapers without a key; they show no client's data."""
 
 
 class Gate:
-    """Names every request, and lets only those in that bring a key, if there are keys.
+    """ASGI layer that gives every request an id and checks its API key, if there are keys.
 
     Args:
-        app: what is behind it.
-        api_keys: keys that are bound to nothing.
-        tenants: further keys, each with its salt.
-        open_paths: what can be had without a key, besides OPEN_PATHS.
+        app: the application behind it.
+        api_keys: keys without a cache salt.
+        tenants: {further key: its cache salt}.
+        open_paths: paths that need no key, besides OPEN_PATHS.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Gate:
         self._app = app
         self._open_paths = OPEN_PATHS.union(open_paths)
         salts: dict[str, str | None] = dict.fromkeys(api_keys)
-        salts |= tenants or {}  # a key that is in both belongs to its tenant
-        # Digests have one length, so comparing them tells nothing about the keys'.
+        salts |= tenants or {}  # a key in both is the tenant's
+        # Digests have equal lengths, so comparing them reveals nothing about the keys' lengths.
         self._salts = {_digest(key.encode()): salt for key, salt in salts.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +73,7 @@ class Gate:
         if key is None:
             return False
         digest = _digest(key)
-        # No early end: the time must not tell which key was nearly right.
+        # No early exit: the time must not reveal which key nearly matched.
         found = [known for known in self._salts if hmac.compare_digest(digest, known)]
         if not found:
             return False
@@ -82,7 +82,7 @@ class Gate:
 
 
 def guarded(app: ASGIApp, config: ServerConfig, tenants: Mapping[str, str] | None = None) -> Gate:
-    """What answers, with the page before it and the gate before both, as the options say."""
+    """Return the application behind the page and the authentication that the options ask for."""
     if not config.page:
         return Gate(app, config.api_key, tenants)
     page = StaticPage(app)
@@ -90,8 +90,10 @@ def guarded(app: ASGIApp, config: ServerConfig, tenants: Mapping[str, str] | Non
 
 
 def _key_of(scope: Scope) -> bytes | None:
-    """The one key that a request brings, as a bearer token or as `x-api-key`; None if there is
-    none, or more than one."""
+    """Return a request's API key, from `authorization: bearer` or `x-api-key`.
+
+    Return None if there is no key or more than one.
+    """
     keys = []
     for name, value in scope["headers"]:
         if name == b"x-api-key":

@@ -1,7 +1,7 @@
-"""What every request passes first, because any website can make a browser send it: whether it names
-a host that this server is, and what scripts of other origins may read.
+"""Protection against other websites: checks of the Host header, and CORS.
 
-Neither asks for an API key: a browser sends none with the question whether it may ask.
+Any website can make a browser send requests to this server. Both checks come before the API key,
+since browsers send no key with a preflight request.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from vlm_serve.server.http.request_id import request_id_of
 
 
 class HostNotAllowedError(VlmServeError):
-    """The request names a host that this server does not answer for: HTTP 403."""
+    """The request's Host is not one of this server's names: HTTP 403."""
 
     status = 403
     type = "permission_error"
 
 
 def for_browsers(app: ASGIApp, config: ServerConfig) -> ASGIApp:
-    """The application with what the options say about hosts and origins around it."""
+    """Return the application behind the checks of hosts and origins that the options ask for."""
     if config.allowed_origins:
         app = CORSMiddleware(
             app,
@@ -40,7 +40,7 @@ def for_browsers(app: ASGIApp, config: ServerConfig) -> ASGIApp:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host name or address means the machine itself, to everybody who asks."""
+    """Return True if a host name or address always means the local machine."""
     name = name.lower().removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -51,20 +51,20 @@ def is_loopback(name: str) -> bool:
 
 
 def host_name(header: str) -> str:
-    """The name in a Host header, without its port."""
+    """Return the name in a Host header, without the port."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0]
 
 
 class HostCheck:
-    """Answers only requests whose Host is loopback or one of the given names.
+    """ASGI layer that refuses requests whose Host is neither loopback nor an allowed name.
 
-    A website whose name is made to lead to 127.0.0.1 would otherwise be of the server's own origin:
-    its scripts could do whatever the page may. A browser always says the name it was given.
+    This stops DNS rebinding: a website whose name resolves to 127.0.0.1 would share the server's
+    origin, and its scripts could do whatever the page may. Browsers always send the website's name.
 
     Args:
-        app: what answers the others.
+        app: the application behind it.
         allowed: further names, without ports; `*` allows all.
     """
 
@@ -86,7 +86,7 @@ class HostCheck:
         await response(scope, receive, send)
 
     def _is_ours(self, scope: Scope) -> bool:
-        """HTTP/1.1 demands exactly one Host; only tools that are no browsers leave it out."""
+        """Return True if the Host is allowed, or missing; browsers always send exactly one."""
         for name, value in scope["headers"]:
             if name == b"host":
                 host = host_name(value.decode("latin-1")).lower().removesuffix(".")

@@ -1,29 +1,53 @@
-"""A connection whose client has a deadline for everything that it keeps the server waiting for.
+"""A connection with a deadline for everything that its client must do.
 
-uvicorn by itself closes no connection that stays silent in a request, and waits for ever for a
-client that does not read its answer.
+uvicorn on its own never closes a connection that goes silent inside a request, and waits for ever
+for a client that does not read its answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import h11
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-if TYPE_CHECKING:
-    from vlm_serve.server.http.connections import Connections
+from vlm_serve.server.config import ServerConfig
 
 READ_BYTES = 64 << 10
-"""Most that is read at once; before its route asks for a body, a request has sent no more."""
+"""Bytes read at once at most. A request sends no more before its route asks for the body."""
 
-_TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class ConnectionPool(Protocol):
+    """The open connections of a server, as one of them sees them.
+
+    Attributes:
+        config: the server's options.
+        clock: seconds, counted in ticks of the event loop.
+    """
+
+    config: ServerConfig
+    clock: float
+
+    def admit(self, connection: Connection) -> None:
+        """Add a new connection, or abort it."""
+        ...
+
+    def active(self, connection: Connection) -> None:
+        """Mark a connection as the most recently active one."""
+        ...
+
+    def forget(self, connection: Connection) -> None:
+        """Remove a connection that was lost."""
+        ...
 
 
 class _Closing:
-    """A transport for whoever answers; closing it waits for the rest of a body that was refused."""
+    """A transport for uvicorn's response cycle; closing it first reads the rest of a refused
+    body."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -39,11 +63,11 @@ class _Closing:
 
 
 class Connection(H11Protocol):
-    """One connection. `check` is called at every tick and ends it when its client is too late."""
+    """One connection. `check` is called at every tick and closes it if its client is too slow."""
 
     transport: asyncio.Transport
 
-    def __init__(self, open_connections: Connections, **arguments: Any) -> None:
+    def __init__(self, open_connections: ConnectionPool, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._all = open_connections
         self._head_since: float | None = None
@@ -57,7 +81,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
-        # Until now uvicorn's timer runs between two requests only.
+        # uvicorn starts its timer only between two requests.
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
@@ -68,7 +92,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         if self.cycle is not None:
-            self.cycle.body = bytearray()  # nobody reads it any more
+            self.cycle.body = bytearray()  # free what no route will read
 
     def data_received(self, data: bytes) -> None:
         if self._discarding:
@@ -88,8 +112,11 @@ class Connection(H11Protocol):
             self._head_since = self._all.clock
 
     def send_400_response(self, msg: str) -> None:
-        """Also while a request is being answered, of which uvicorn knows nothing here: what came
-        behind it makes no sense, so the connection ends, and its answer with it."""
+        """Refuse bytes that are no HTTP, also while a request is being answered.
+
+        uvicorn does not look for that request. What follows it cannot be parsed, so the connection
+        ends, and the answer with it.
+        """
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -108,8 +135,10 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def close_when_read(self) -> None:
-        """Closes the connection, but not over a body that is still coming: its client would be told
-        of a reset before it has read the answer."""
+        """Close the connection after the body has been read to its end.
+
+        Closing it earlier would reset the connection before the client has read the answer.
+        """
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
             self._discarding = True
             self.transport.write_eof()
@@ -119,17 +148,21 @@ class Connection(H11Protocol):
 
     @property
     def is_working(self) -> bool:
-        """Whether its request is complete and is being answered."""
+        """True if its request is complete and is being answered."""
         answering = self.cycle is not None and not self.cycle.response_complete
         return answering and self.conn.their_state is not h11.SEND_BODY
 
     def check(self, seconds: float) -> None:
-        """Ends the connection if its client is too late, `seconds` after the last check."""
+        """Close the connection if its client is too slow.
+
+        Args:
+            seconds: time since the last check.
+        """
         if self._reads_too_slowly():
             self.transport.abort()
         elif not self.transport.is_closing() and self._sends_too_slowly(seconds):
             if self._head_since is not None or not self.cycle.response_started:
-                self.transport.write(_TOO_LATE)
+                self.transport.write(_TIMEOUT)
             self.transport.close()
 
     def _sends_too_slowly(self, seconds: float) -> bool:
@@ -141,16 +174,16 @@ class Connection(H11Protocol):
         self._body_seconds += seconds
         earned = self._body_bytes / config.min_body_rate_bytes
         if self.cycle.response_complete:
-            earned = 0.0  # the rest of a body that has been refused
+            earned = 0.0  # the rest of a body that was refused
         return self._body_seconds > config.header_timeout + earned
 
     @property
     def _is_held_up(self) -> bool:
-        """Whether it is the server that keeps the body from coming."""
+        """True if it is the server that delays the body."""
         return self.flow.read_paused or self.cycle.waiting_for_100_continue
 
     def _reads_too_slowly(self) -> bool:
-        """Whether nothing of note has been taken of what waits to be sent, for too long."""
+        """Return True if the client has taken too little of the unsent bytes for too long."""
         unsent, now = self.transport.get_write_buffer_size(), self._all.clock
         if not unsent:
             self._unsent_since = None

@@ -1,4 +1,4 @@
-"""All connections of a server: how many there may be, and the clock of their deadlines."""
+"""All connections of a server: their limit, and the clock of their deadlines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 TICKS_PER_DEADLINE = 8
 MAX_TICK_SECONDS = 1.0
 SPARE_DESCRIPTORS = 128
-"""Kept for what the server opens itself: media, tiers, decoders, files."""
+"""Descriptors reserved for media, tiers, decoders and files."""
 MIN_CONNECTIONS = 8
 LOG_SECONDS = 60.0
 
@@ -29,16 +29,16 @@ class Connections:
 
     Attributes:
         config: the server's options.
-        clock: seconds, counted in ticks of the event loop, so that what holds up the loop is not
-            held against the clients.
-        most: connections that may be open.
+        clock: seconds, counted in ticks of the event loop, so that a blocked loop does not run
+            down the clients' deadlines.
+        most: limit of open connections.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.clock = 0.0
         self.most = config.max_connections
-        self._open: OrderedDict[Connection, None] = OrderedDict()  # the longest idle one first
+        self._open: OrderedDict[Connection, None] = OrderedDict()  # least recently active first
         shortest = min(config.header_timeout, config.send_timeout)
         self._tick = min(MAX_TICK_SECONDS, shortest / TICKS_PER_DEADLINE)
         self._relieved = -1.0
@@ -48,11 +48,11 @@ class Connections:
         return len(self._open)
 
     def protocol(self, **arguments: Any) -> Connection:
-        """A new connection, as uvicorn makes them."""
+        """Make a connection; uvicorn calls this as its protocol class."""
         return Connection(self, **arguments)
 
     async def watch(self) -> None:
-        """Runs until it is cancelled: fits the server into its descriptors, then keeps time."""
+        """Fit the limit to the free descriptors, then keep time until cancelled."""
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         self.most = min(self.most, max(MIN_CONNECTIONS, _available_descriptors(self.most)))
         if self.most < self.config.max_connections:
@@ -64,19 +64,23 @@ class Connections:
                 connection.check(self._tick)
 
     def admit(self, connection: Connection) -> None:
-        """Takes a new connection in; the longest idle one makes room for it. While all of them
-        are being answered there is no room."""
+        """Add a new connection.
+
+        At the limit the longest idle connection is closed for it. If all are being answered, the
+        new one is aborted.
+        """
         if len(self._open) < self.most or self._close_longest_idle():
             self._open[connection] = None
         else:
             connection.transport.abort()
 
     def active(self, connection: Connection) -> None:
-        """Its client has sent something, or has been answered."""
+        """Mark a connection as the most recently active one."""
         if connection in self._open:
             self._open.move_to_end(connection)
 
     def forget(self, connection: Connection) -> None:
+        """Remove a connection that was lost."""
         self._open.pop(connection, None)
 
     def _close_longest_idle(self) -> bool:
@@ -88,7 +92,7 @@ class Connections:
         return True
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """asyncio reports here that it could accept no connection, as often as it tried."""
+        """Handle the loop's errors; asyncio reports here each `accept` that failed."""
         error = context.get("exception")
         if "accept()" not in context.get("message", "") or not isinstance(error, OSError):
             loop.default_exception_handler(context)
@@ -104,7 +108,7 @@ class Connections:
 
 
 def _available_descriptors(wanted: int) -> int:
-    """How many connections the process may open; its soft limit is raised as far as is needed."""
+    """Return how many connections the process may open, after raising its soft limit if needed."""
     in_use = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 64
     needed = in_use + SPARE_DESCRIPTORS + wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

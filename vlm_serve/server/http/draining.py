@@ -1,4 +1,4 @@
-"""Listening, and an orderly end: what every server process does, whatever it answers with."""
+"""Listening and orderly shutdown, for every kind of server process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -15,33 +15,58 @@ from starlette.types import ASGIApp
 from vlm_serve.errors import ConfigError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.connections import Connections
-from vlm_serve.server.work import Work
+from vlm_serve.server.http.open_requests import OpenRequests
 
 SWITCH_SECONDS = 0.0005
-"""Longest that a thread which computes in Python keeps the event loop waiting for its turn. With
-Python's own 5 ms, /health waits several times as long while prompts are being prepared."""
+"""The interpreter's switch interval. With the default of 5 ms, /health takes several times as long
+while prompts are being prepared."""
 
 _log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5
-"""How long connections may take to notice that their request has been ended."""
+"""Time for connections to notice that their request was ended."""
 
 BACKLOG = 128
-"""Connections that may wait to be accepted; asyncio accepts as many in one go."""
+"""Connections that may wait to be accepted; asyncio accepts as many at once."""
 
 
-W = TypeVar("W", bound=Work)
+class Servable(Protocol):
+    """A service that a `DrainingServer` can run and stop."""
+
+    @property
+    def config(self) -> ServerConfig:
+        """The server's options."""
+        ...
+
+    @property
+    def requests(self) -> OpenRequests:
+        """The counter of open requests."""
+        ...
+
+    def end_streams(self) -> None:
+        """End the streams that have no end of their own."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything."""
+        ...
 
 
-class DrainingServer(uvicorn.Server, Generic[W]):
-    """Stops in two steps. The first signal refuses new work (/ready says so at once, the port stays
-    open to tell) and lets running requests end; the timeout ends everything. A second signal calls
-    `on_second_signal`, in the signal's handler."""
+S = TypeVar("S", bound=Servable)
+
+
+class DrainingServer(uvicorn.Server, Generic[S]):
+    """A uvicorn server that stops in two steps.
+
+    After the first signal it refuses new work and lets open requests end, up to the timeout. The
+    port stays open meanwhile, and /ready reports it. A second signal calls `on_second_signal` from
+    the signal handler.
+    """
 
     def __init__(
         self,
         config: uvicorn.Config,
-        service: W,
+        service: S,
         connections: Connections,
         on_listening: Callable[[], None] = lambda: None,
         on_second_signal: Callable[[], None] = lambda: None,
@@ -68,30 +93,34 @@ class DrainingServer(uvicorn.Server, Generic[W]):
             self._watching.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.service.draining or self._loop is None:
+        if self.service.requests.draining or self._loop is None:
             self.should_exit = True
             self.force_exit = True
             self._on_second_signal()
             return
-        self.service.draining = True
+        self.service.requests.draining = True
         self._loop.call_soon_threadsafe(self._start_draining)
 
     def _start_draining(self) -> None:
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        timeout = self.service.config.shutdown_timeout
-        _log.info("stopping: %d requests are open", self.service.num_open)
-        if not await self.service.drain(timeout):
-            _log.warning("%d requests did not end within %g s", self.service.num_open, timeout)
+        requests, timeout = self.service.requests, self.service.config.shutdown_timeout
+        _log.info("stopping: %d requests are open", requests.num_open)
+        if not await requests.drain(timeout):
+            _log.warning("%d requests did not end within %g s", requests.num_open, timeout)
             await self.service.close()
         self.should_exit = True
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """A socket bound to the configured address. Raises ConfigError if it cannot be."""
+    """Return a socket bound to the configured address.
+
+    Raises:
+        ConfigError: it cannot be bound.
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # asyncio has connections send at once only if their protocol is named.
+    # asyncio sets TCP_NODELAY only on sockets whose protocol is given.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -105,20 +134,21 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
+    """Return the URL of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def say(text: str) -> None:
-    """Prints what an operator wants to read; a server goes on if nobody can."""
+def print_notice(text: str) -> None:
+    """Print a notice for the operator; a closed output is no reason to stop."""
     try:
         print(text, flush=True)
     except OSError as error:
-        _log.warning("nothing can be printed: %s", error)
+        _log.warning("the notice could not be printed: %s", error)
 
 
 def uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
-    """How an application is served over those connections."""
+    """Return the settings for serving an application over these connections."""
     return uvicorn.Config(
         app,
         http=connections.protocol,  # type: ignore[arg-type]

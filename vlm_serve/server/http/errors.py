@@ -1,4 +1,4 @@
-"""Exceptions on their way out: one envelope, `{"error": {message, type, param, code}}`, for all."""
+"""Errors as responses: one envelope, `{"error": {message, type, param, code}}`, for all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RETRY_AFTER_SECONDS = 1
 
 
 class AuthenticationError(VlmServeError):
-    """No API key, or one that the server does not know: HTTP 401."""
+    """The API key is missing or unknown: HTTP 401."""
 
     status = 401
     type = "authentication_error"
@@ -34,43 +34,47 @@ class BodyTooLargeError(InvalidRequestError):
 
 
 class MediaTypeError(InvalidRequestError):
-    """The request body does not say that it is JSON: HTTP 415."""
+    """The request body is not declared as JSON: HTTP 415."""
 
     status = 415
 
 
 class UnsupportedFieldError(InvalidRequestError):
-    """A known field that would change the answer, but which this server does not implement."""
+    """The request has a known field that would change the answer, but is not implemented."""
 
 
 class RequestTimeoutError(VlmServeError):
-    """The request took longer than the operator allows: HTTP 504."""
+    """The request took longer than the operator permits: HTTP 504."""
 
     status = 504
     type = "timeout_error"
 
 
 class DrainingError(OverloadedError):
-    """The server has been told to stop and takes no new work: HTTP 503 with Retry-After."""
+    """The server is shutting down and takes no new work: HTTP 503 with Retry-After."""
 
 
 @contextmanager
-def told_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about a field name the field of the client's request that it was made from."""
+def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the field of an error raised in the block to the client's name for it.
+
+    Args:
+        names: {internal field name: the client's name}.
+    """
     try:
         yield
     except InvalidRequestError as error:
-        own = names.get(error.param or "")
-        if own is None:
+        client_name = names.get(error.param or "")
+        if client_name is None:
             raise
         if isinstance(error, FieldError):
-            raise error.under(own) from None
-        error.param = own
+            raise error.under(client_name) from None
+        error.param = client_name
         raise
 
 
 def envelope(error: VlmServeError) -> dict[str, Any]:
-    """The JSON body that describes an error."""
+    """Return the JSON body of an error."""
     return {
         "error": {
             "message": error.message,
@@ -82,12 +86,12 @@ def envelope(error: VlmServeError) -> dict[str, Any]:
 
 
 MESSAGES_PATH = "/v1/messages"
-"""The route whose errors, and those of all below it, have Anthropic's form."""
+"""The route whose errors have Anthropic's form; so do those of all routes below it."""
 
 MODELS_PATH = "/v1/models"
 
 ANTHROPIC_HEADER = b"anthropic-version"
-"""What its clients send with every request; routes that several APIs have answer in their form."""
+"""Header of Anthropic's clients; routes shared by several APIs then answer in their form."""
 
 _MESSAGES_TYPES = {
     401: "authentication_error",
@@ -102,7 +106,7 @@ _MESSAGES_TYPES = {
 
 
 def messages_envelope(error: VlmServeError, request_id: str) -> dict[str, Any]:
-    """The JSON body that describes an error to a client of /v1/messages."""
+    """Return the JSON body of an error for a client of /v1/messages."""
     kind = _MESSAGES_TYPES.get(error.status, "invalid_request_error")
     return {
         "type": "error",
@@ -112,7 +116,7 @@ def messages_envelope(error: VlmServeError, request_id: str) -> dict[str, Any]:
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """True if the request is one of Anthropic's API."""
+    """Return True if the request is one of Anthropic's API."""
     path: str = scope.get("path", "")
     if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
         return True
@@ -121,14 +125,19 @@ def is_anthropic(scope: Scope) -> bool:
 
 
 def error_for(scope: Scope, error: VlmServeError) -> JSONResponse:
-    """The whole response, in the form of the route that was asked."""
+    """Return the response of an error in the form of the request's route."""
     if is_anthropic(scope):
         return error_response(error, messages_envelope(error, request_id_of(scope)))
     return error_response(error)
 
 
 def error_response(error: VlmServeError, body: dict[str, Any] | None = None) -> JSONResponse:
-    """The whole response; overload says when to come back."""
+    """Return the response of an error; overload adds Retry-After.
+
+    Args:
+        error: the error.
+        body: the JSON body; None: `envelope(error)`.
+    """
     headers = {}
     if error.status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
@@ -138,7 +147,7 @@ def error_response(error: VlmServeError, body: dict[str, Any] | None = None) -> 
 
 
 def internal_error(error: BaseException, request_id: str) -> VlmServeError:
-    """Hides an unexpected exception behind an id and logs it under that id."""
+    """Log an unexpected exception under the request id; return an error with only that id."""
     _log.error("request %s failed", request_id, exc_info=error)
     return VlmServeError(
         f"internal error; the server's log has the details under request id {request_id}",
@@ -147,12 +156,12 @@ def internal_error(error: BaseException, request_id: str) -> VlmServeError:
 
 
 def public_error(error: BaseException, request_id: str) -> VlmServeError:
-    """The error as a client may see it; one that is no VlmServeError is hidden and logged."""
+    """Return the error that a client may see; an unexpected one is hidden and logged."""
     return error if isinstance(error, VlmServeError) else internal_error(error, request_id)
 
 
 async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
-    """Starlette's own refusals: unknown routes and methods."""
+    """Respond to errors of Starlette itself: unknown routes and methods."""
     assert isinstance(error, HTTPException)
     refusal = InvalidRequestError(
         {404: "there is no such route", 405: "this route has no such method"}.get(

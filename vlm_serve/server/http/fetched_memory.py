@@ -1,4 +1,4 @@
-"""Media that are fetched for requests count into the budget of requests, like their bodies."""
+"""Counting fetched media against the budget of requests, as their bodies are."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vlm_serve.server.http.request_memory import RequestMemory, Share
 class FetchedMemory:
     """Holds a share of the budget for every medium, on behalf of the threads that fetch.
 
-    A thread without room waits and does not read, so that the bytes stay with whoever sends them.
+    A thread without space in the budget waits and does not read, so the bytes stay at their sender.
 
     Args:
         memory: the budget.
-        loop: whose thread the budget belongs to.
-        max_seconds: most that a thread waits for room.
+        loop: the event loop on which the budget is used.
+        max_seconds: longest that a thread waits for space.
     """
 
     def __init__(
@@ -32,44 +32,48 @@ class FetchedMemory:
 
     @contextlib.contextmanager
     def holding(self, stop: Stop) -> Iterator[Hold]:
-        """Yields what takes bytes more out of the budget, from a thread other than the loop's; they
-        are given back after the block. It raises OverloadedError if there is no room for too long,
-        and StoppedError if nobody wants the medium any more."""
+        """Yield a function that takes further bytes out of the budget; call it from a thread
+        other than the loop's. The bytes are given back after the block.
+
+        The function raises:
+            OverloadedError: there was no space for too long.
+            StoppedError: the medium is no longer needed.
+        """
         share = Share(self._memory)
-        mine = 0
+        held = 0
 
         def hold(size: int) -> None:
-            nonlocal mine
-            mine += size
-            self._cover(share, mine, stop)
+            nonlocal held
+            held += size
+            self._grow(share, held, stop)
 
         try:
             yield hold
         finally:
-            if mine:
-                tell(self._loop, share.leave)
+            if held:
+                call_in_loop(self._loop, share.leave)
 
-    def _cover(self, share: Share, size: int, stop: Stop) -> None:
-        covering = asyncio.run_coroutine_threadsafe(share.cover(size), self._loop)
-        with stop.calling(partial(_cancel, covering.cancel)):
+    def _grow(self, share: Share, size: int, stop: Stop) -> None:
+        growing = asyncio.run_coroutine_threadsafe(share.grow(size), self._loop)
+        with stop.calling(partial(_cancel, growing.cancel)):
             try:
-                covering.result(self._max_seconds)
+                growing.result(self._max_seconds)
             except TimeoutError:
-                covering.cancel()
+                growing.cancel()
                 raise OverloadedError(
                     "there is no memory for fetching media at the moment", code="fetch_budget"
                 ) from None
             except CancelledError:
                 stop.check()
-                raise OverloadedError("the server ends", code="fetch_budget") from None
+                raise OverloadedError("the server is closing", code="fetch_budget") from None
 
 
 def _cancel(cancel: Callable[[], bool]) -> None:
-    with contextlib.suppress(RuntimeError):  # of a loop that has ended
+    with contextlib.suppress(RuntimeError):  # the loop has ended
         cancel()
 
 
-def tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
-    """From any thread; a loop that has ended needs to know nothing."""
+def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """Call a function on the loop, from any thread; do nothing if the loop has ended."""
     with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(what)
+        loop.call_soon_threadsafe(function)

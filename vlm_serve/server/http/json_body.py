@@ -1,8 +1,8 @@
-"""From the bytes of a body to a validated model, at a cost that is known before it is spent.
+"""Parsing and validating a JSON body at a cost that is known beforehand.
 
-Parsing and validating hold the interpreter's lock in calls that nothing can interrupt, so that they
-would stop every other thread, however many there are. Their cost is bounded by what the body's
-bytes show: it is counted first, in pieces between which others can run.
+Parsing and validating hold the interpreter lock in calls that cannot be interrupted, which stops
+every other thread. So their cost is first counted from the body's bytes, in pieces between which
+other threads can run, and bounded.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from vlm_serve.server.http.request_memory import BodyCost
 MAX_JSON_DEPTH = 64
 MAX_ERRORS_NAMED = 5
 MAX_COST = 2_000_000
-"""Of a body whose reader has no narrower bound."""
+"""Cost limit of a body whose reader has no narrower one."""
 
 BASE_COST = 500_000
 SMALL_BYTES = 1 << 16
-"""A body up to this size is parsed where it is: another thread would take longer to ask."""
+"""A body up to this size is parsed on the event loop; handing it to a thread would take longer."""
 
-# In units of about 100 ns: an object's key is a new string and a place in a table.
+# In units of about 100 ns: an object's key is a new string and a slot in a table.
 _KEY_COST = 8
 _BRACKET_COST = 2
 _PIECE_BYTES = 1 << 18
@@ -39,24 +39,30 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def max_cost(max_model_len: int) -> int:
-    """The most that a body may cost: room for a context of token ids twice, and for much else."""
+    """Return the cost limit of a body: twice a context of token ids, and a fixed base."""
     return BASE_COST + 2 * max_model_len
 
 
 def parse_json(body: bytes, limit: int = MAX_COST) -> Any:
-    """Parses JSON in UTF-8 of at most MAX_JSON_DEPTH levels.
+    """Parse JSON in UTF-8 of at most MAX_JSON_DEPTH levels.
 
     Args:
-        limit: the most that it may cost: 1 for every value, 4 for a list or object, 8 for a key.
+        body: the bytes.
+        limit: cost limit: 1 for every value, 4 for a list or object, 8 for a key.
 
-    Raises InvalidRequestError.
+    Raises:
+        InvalidRequestError: it is no such JSON, or costs more.
     """
     count_json(body, limit)
     return parse_counted(body)
 
 
 def parse_counted(body: bytes) -> Any:
-    """Parses a body that `count_json` has let pass. Raises InvalidRequestError."""
+    """Parse a body that `count_json` has accepted.
+
+    Raises:
+        InvalidRequestError: it is not valid JSON.
+    """
     try:
         return from_json(body.removeprefix(_BYTE_ORDER_MARK), allow_inf_nan=False)
     except ValueError as error:
@@ -66,9 +72,14 @@ def parse_counted(body: bytes) -> Any:
 
 
 def count_json(body: bytes, limit: int = MAX_COST) -> BodyCost:
-    """What a body holds, in pieces between which other threads can run. `limit`: see `parse_json`.
+    """Count the cost of a body, in pieces between which other threads can run.
 
-    Raises InvalidRequestError for one that costs more or is nested too deep.
+    Args:
+        body: the bytes.
+        limit: see `parse_json`.
+
+    Raises:
+        InvalidRequestError: the body costs more or is nested too deep.
     """
     cost, values, wide = 0, 1, False
     at, inside, brackets = 0, False, bytearray()
@@ -76,7 +87,7 @@ def count_json(body: bytes, limit: int = MAX_COST) -> BodyCost:
         piece = body[at : at + _PIECE_BYTES]
         at += len(piece)
         if at < len(body) and (len(piece) - len(piece.rstrip(b"\\"))) % 2:
-            piece = piece[:-1]  # the escape that it begins belongs to the next piece
+            piece = piece[:-1]  # keep an escape in one piece
             at -= 1
         wide = wide or not piece.isascii() or b"\\u" in piece
         plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -84,7 +95,7 @@ def count_json(body: bytes, limit: int = MAX_COST) -> BodyCost:
             plain = b'"' + plain
         quotes = plain.count(b'"')
         cost += quotes // 2
-        if cost <= limit:  # else there may be too many strings to look for
+        if cost <= limit:  # else there may be too many strings to remove
             plain = _STRING.sub(b"", plain)
             inside = quotes % 2 == 1
             if inside:
@@ -104,6 +115,7 @@ def count_json(body: bytes, limit: int = MAX_COST) -> BodyCost:
 
 
 def _check_depth(brackets: bytes) -> None:
+    """Check brackets for nesting depth and balance by removing the innermost pairs."""
     for _ in range(MAX_JSON_DEPTH):
         if not brackets:
             return
@@ -116,7 +128,11 @@ def _check_depth(brackets: bytes) -> None:
 
 
 def validate(value: Any, model: type[M]) -> M:
-    """Checks a parsed body against its model. Raises InvalidRequestError that names the fields."""
+    """Validate a parsed body.
+
+    Raises:
+        InvalidRequestError: it does not fit the model; the message names the fields.
+    """
     if not isinstance(value, dict):
         raise InvalidRequestError("the body must be a JSON object")
     try:
@@ -132,7 +148,7 @@ def validate(value: Any, model: type[M]) -> M:
 
 
 def _location(path: tuple[int | str, ...]) -> str:
-    """`messages[0].content`; parts that only name an alternative of a union are left out."""
+    """Return a path as `messages[0].content`, without names of a union's alternatives."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -143,4 +159,5 @@ def _location(path: tuple[int | str, ...]) -> str:
 
 
 def _field(path: tuple[int | str, ...]) -> str | None:
+    """Return the first name of a path."""
     return str(path[0])[:64] if path else None

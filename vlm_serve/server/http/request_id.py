@@ -1,5 +1,4 @@
-"""The name under which one HTTP request appears in responses, headers and logs, and the trace that
-it is a part of."""
+"""The id of a request in responses, headers and logs, and its trace context."""
 
 from __future__ import annotations
 
@@ -13,17 +12,20 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.:-]{1,128}", re.ASCII)
 
 
 def is_plain_id(text: str) -> bool:
-    """True if a client's id may be repeated in headers and logs: at most 128 plain characters."""
+    """Return True if a client's id may be used in headers and logs: up to 128 plain characters."""
     return _PLAIN.fullmatch(text) is not None
 
 
 def new_request_id() -> str:
+    """Return a random id."""
     return secrets.token_hex(12)
 
 
 def request_id_of(scope: Any) -> str:
-    """The id of the request with this ASGI scope: its attempt's, else the client's X-Request-Id if
-    it is plain, else a new one; the same on every call."""
+    """Return the id of the request with this ASGI scope, the same on every call.
+
+    It is the attempt's id, or else the client's X-Request-Id if that is plain, or else a new one.
+    """
     attempt = attempt_of(scope)
     if attempt is not None:
         return attempt.request_id
@@ -36,7 +38,7 @@ def request_id_of(scope: Any) -> str:
 
 
 def trace_context_of(scope: Any) -> dict[str, str]:
-    """The headers that say which trace the request with this ASGI scope continues (W3C)."""
+    """Return the W3C trace headers of the request with this ASGI scope."""
     return {
         name.decode(): value.decode("latin-1")
         for name, value in scope.get("headers", ())

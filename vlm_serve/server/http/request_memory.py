@@ -1,7 +1,7 @@
-"""One budget for what requests make the server hold, counted before it is read.
+"""One memory budget for all open requests, charged before anything is read.
 
-A request that finds no room waits without being read, so that its bytes stay with its client. What
-is counted is what JSON becomes in memory, not what came over the wire.
+A request without space in the budget waits unread, so its bytes stay at its client. The budget
+counts the size of JSON in memory, not on the wire.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY_FACTOR = 3
-"""Copies of a body while its structure is checked: itself and two that are made from it."""
+"""Copies of a body while its structure is checked: the body and two made from it."""
 VALUE_BYTES = 256
-"""Most that one JSON value beside its text takes: an object of one member, and a model's share."""
+"""Most bytes of one JSON value besides its text: an object of one member, and its model's part."""
 WIDEST_CHARACTER = 4
 WIDEST_BODY_FACTOR = 1 + 3 * WIDEST_CHARACTER
-"""Itself, its text, its strings and a copy of them, if one of its characters is wide."""
+"""Copies of a body with a wide character: its bytes, and as wide text, strings and a copy."""
 FIRST_BYTES = 1 << 18
-"""Counted for the start of a body of unknown length."""
+"""Charged for the start of a body of unknown length."""
 SMALL_PART, LARGE_PART = 1 / 64, 3 / 4
 
 
@@ -35,20 +35,21 @@ class _Waiter:
 
 
 class RequestMemory:
-    """The budget.
+    """The budget. It is used on the event loop only.
 
-    Requests of up to SMALL_PART of it may use all of it, larger ones only LARGE_PART: whoever fills
-    that with large bodies holds up nobody who asks a question. One large request at a time, the
-    first that waited, is given what it needs even beyond, so that those who have a part of what
-    they need never wait for each other for ever. The next one is while all of them are within the
-    budget again: at most one is ever beyond it.
+    Requests of up to SMALL_PART of it may use all of it, larger ones only LARGE_PART. So large
+    bodies never delay a short question.
+
+    To avoid deadlock between requests that each hold a part of what they need, one request may
+    exceed the budget: the first one waiting. The next gets that right only when all of them are
+    within the budget again.
 
     Args:
         most: bytes.
-        on_freed: told of bytes that were given back.
+        on_freed: called with the number of bytes given back.
 
     Attributes:
-        held: bytes that open requests hold or have been promised.
+        held: bytes that open requests hold or have been granted.
     """
 
     def __init__(self, most: int, on_freed: Callable[[int], None] = lambda _: None) -> None:
@@ -61,14 +62,14 @@ class RequestMemory:
         self._favoured: Share | None = None
 
     def fits(self, share: Share, size: int) -> bool:
-        """Whether a share may become that large now."""
+        """Return True if a share may grow to that size now."""
         if share is self._favoured:
             return True
         limit = self.most if size <= self._small else self._large_limit
         return self.held - share.size + size <= limit
 
     def resize(self, share: Share, size: int) -> None:
-        """Changes what a share holds, room or not."""
+        """Set the size of a share, whether there is space or not."""
         freed = share.size - size
         self.held -= freed
         share.size = size
@@ -77,7 +78,7 @@ class RequestMemory:
             self._grant()
 
     async def wait(self, share: Share, size: int) -> None:
-        """Returns once a share has become that large."""
+        """Wait until a share has grown to that size."""
         waiter = _Waiter(share, size, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._grant()
@@ -87,13 +88,14 @@ class RequestMemory:
             if not waiter.granted.done() or waiter.granted.cancelled():
                 self._waiting = deque(each for each in self._waiting if each is not waiter)
 
-    def forget(self, share: Share) -> None:
+    def release(self, share: Share) -> None:
+        """Give back all of a share."""
         if share is self._favoured:
             self._favoured = None
         self.resize(share, 0)
 
     def _grant(self) -> None:
-        """Lets everybody in for whom there is room, in order; without room, one beyond it."""
+        """Grant waiting requests in order where they fit, and one beyond the budget."""
         if self.held <= self.most:
             self._favoured = None
         left: deque[_Waiter] = deque()
@@ -112,11 +114,12 @@ class RequestMemory:
 
 
 class Share:
-    """What one request holds of the budget. It is given back when the last of its users, the
-    request itself and work on other threads, has ended.
+    """One request's share of the budget.
+
+    It is given back when its last user has ended: the request itself, or its work on other threads.
 
     Attributes:
-        size: bytes.
+        size: bytes held.
     """
 
     def __init__(self, memory: RequestMemory) -> None:
@@ -125,11 +128,11 @@ class Share:
         self._users = 1
 
     def fits(self, size: int) -> bool:
-        """Whether it may hold that much without waiting."""
+        """Return True if the share can grow to that size without waiting."""
         return size <= self.size or self._memory.fits(self, size)
 
-    async def cover(self, size: int) -> None:
-        """Returns once it holds at least that much."""
+    async def grow(self, size: int) -> None:
+        """Wait until the share holds at least that many bytes."""
         if size > self.size:
             if self._memory.fits(self, size):
                 self._memory.resize(self, size)
@@ -137,32 +140,36 @@ class Share:
                 await self._memory.wait(self, size)
 
     def shrink(self, size: int) -> None:
-        """Gives back what is beyond that size."""
+        """Give back the bytes beyond that size."""
         if size < self.size:
             self._memory.resize(self, size)
 
-    def used_by_another(self) -> None:
+    def add_user(self) -> None:
+        """Add a user of the share."""
         self._users += 1
 
     def leave(self) -> None:
+        """Remove a user; the last one gives the share back."""
         self._users -= 1
         if not self._users:
-            self._memory.forget(self)
+            self._memory.release(self)
 
 
 _current: ContextVar[Share | None] = ContextVar("share", default=None)
 
 
 def current_share() -> Share | None:
-    """The share of the request that is being answered; None outside of one with a body."""
+    """Return the share of the current request; None: it has no body, or there is no request."""
     return _current.get()
 
 
 class Intake:
-    """Counts the body of every request before it is read. A plain ASGI layer.
+    """ASGI layer that charges the body of every request to the budget before reading it.
 
     Args:
-        max_bytes: of one body; its route refuses more.
+        app: the application behind it.
+        memory: the budget.
+        max_bytes: limit of one body; the route refuses a larger one.
     """
 
     def __init__(self, app: ASGIApp, memory: RequestMemory, max_bytes: int) -> None:
@@ -173,7 +180,7 @@ class Intake:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         declared = _declared(scope)
         if declared == 0:
-            _current.set(None)  # a connection's next request has the context of the one before
+            _current.set(None)  # a connection's next request inherits the context of the one before
             await self._app(scope, receive, send)
             return
         share = Share(self._memory)
@@ -186,7 +193,7 @@ class Intake:
                 wanted = min(self._max_bytes, max(FIRST_BYTES, 2 * read))
                 if declared is not None:
                     wanted = min(wanted, declared)
-                await share.cover(BODY_FACTOR * wanted)
+                await share.grow(BODY_FACTOR * wanted)
             message = await receive()
             read += len(message.get("body", b""))
             complete = not message.get("more_body", False)
@@ -199,7 +206,7 @@ class Intake:
 
 
 def _declared(scope: Scope) -> int | None:
-    """Bytes of the request's body, None if it does not say."""
+    """Return the declared size of the request's body; None: it is not declared."""
     if scope["type"] != "http":
         return 0
     headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -211,12 +218,12 @@ def _declared(scope: Scope) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class BodyCost:
-    """What a JSON body may become in memory, as far as its bytes show.
+    """Memory of a JSON body, estimated from its bytes.
 
     Attributes:
-        size: of itself.
-        wide: one of its characters may be, of which a text takes four bytes for each of its own.
-        values: as many as it has, or a few more.
+        size: bytes of the body.
+        wide: it may contain a wide character, which makes a text take four bytes a character.
+        values: upper bound of its number of values, at most a few too many.
     """
 
     size: int
@@ -224,18 +231,18 @@ class BodyCost:
     values: int
 
     def to_parse(self) -> int:
-        """Most bytes while it is parsed: itself, its text, its strings, its values."""
+        """Return the most bytes while it is parsed: body, text, strings and values."""
         factor = WIDEST_BODY_FACTOR if self.wide else BODY_FACTOR
         return self.size * factor + self.values * VALUE_BYTES
 
     def when_parsed(self, value: Any) -> int:
-        """Most bytes that are left of it: its strings and values."""
+        """Return the most bytes after it is parsed: strings and values."""
         strings = _string_bytes(value) if self.wide else self.size
         return strings + self.values * VALUE_BYTES
 
 
 def _string_bytes(value: Any) -> int:
-    """Bytes of all characters in a parsed value."""
+    """Return the bytes of all characters in a parsed value."""
     total, rest = 0, [value]
     while rest:
         each = rest.pop()

@@ -1,7 +1,7 @@
-"""The files of the page at `/`: a fixed table that is read once, when the server starts.
+"""The files of the page at `/`: a fixed table, read once when the server starts.
 
-Nothing is looked up in the file system while requests come, so no path can lead out of it. The
-files are the same for everybody, so they need no key.
+Requests never touch the file system, so no path can lead out of the folder. The files hold no
+client's data, so they need no API key.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ CONTENT_TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
-"""What is served, by the end of its name; other files of the folder are not."""
+"""Content type by suffix; other files of the folder are not served."""
 
 TRUSTED_TYPES = ("dompurify", "page")
-"""Policies that the page may make: the sanitiser's own, and one for its workers' addresses."""
+"""Trusted Types policies of the page: the sanitiser's, and one for the URLs of its workers."""
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (
@@ -60,14 +60,14 @@ SAFETY_HEADERS = {
 
 
 class StaticPage:
-    """Answers for its files; all else goes on to the application.
+    """ASGI layer that serves the page's files and passes on all other requests.
 
     Args:
-        app: what answers everything else.
-        folder: its files are served under `/`, with their names; the index at `/` too.
+        app: the application behind it.
+        folder: its files are served below `/`, the index at `/` too.
 
     Attributes:
-        paths: of the files, as they come over the wire.
+        paths: raw paths of the files.
     """
 
     def __init__(self, app: ASGIApp, folder: Path = PAGE_FOLDER) -> None:
@@ -95,7 +95,7 @@ class _File:
         }
 
     def response(self, scope: Scope) -> Response:
-        """The file, or 304 for a browser that has it."""
+        """Return the file, or 304 if the browser has it."""
         if scope["method"] not in ("GET", "HEAD"):
             refusal = InvalidRequestError("this route has no such method")
             refusal.status = 405
@@ -110,6 +110,7 @@ class _File:
 
 
 def _read(folder: Path) -> dict[bytes, _File]:
+    """Return {raw path: file} of a folder."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix in CONTENT_TYPES and path.is_file() and not path.is_symlink():

@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that the client has gone."""
+"""Server-sent events, and detecting disconnected clients."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ _T = TypeVar("_T")
 DONE = b"data: [DONE]\n\n"
 
 Chunks = AsyncGenerator[dict[str, Any], None]
-"""The bodies of a stream's events."""
+"""Bodies of a stream's events."""
 
 Events = AsyncGenerator[bytes, None]
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection before it had its answer."""
+    """The client disconnected before it had its answer."""
 
 
 def event(body: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {text}\n\n".encode()
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone. The body must have been read."""
+    """Wait until the client disconnects. The body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
-    """The result of the work, which is cancelled as soon as the client goes away.
+    """Return the result of the work, which is cancelled when the client disconnects.
 
-    Raises ClientGoneError in that case, else what the work raises.
+    Raises:
+        ClientGoneError: the client has disconnected.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(disconnected(request.receive))
@@ -57,19 +58,20 @@ async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
 
 
 async def cancelled(task: asyncio.Future[Any]) -> None:
-    """Cancels a task and waits until its cleaning up is done; its result is of no interest."""
+    """Cancel a task and wait for its cleanup; its result is dropped."""
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():
-        task.exception()  # looked at, so that asyncio does not report it as lost
+        task.exception()  # retrieved, so that asyncio does not report it
 
 
 async def as_events(chunks: Chunks, *, named: bool = False) -> Events:
-    """The chunks as events.
+    """Yield the chunks as events.
 
     Args:
-        named: each event is called by its body's `type`, and the last one ends the stream; without
-            names the end is `[DONE]`.
+        chunks: the events' bodies.
+        named: each event's name is its body's `type`, and the last event ends the stream. Without
+            names the stream ends with `[DONE]`.
     """
     async with aclosing(chunks):
         async for chunk in chunks:
@@ -79,10 +81,11 @@ async def as_events(chunks: Chunks, *, named: bool = False) -> Events:
 
 
 Extra = Callable[[], Mapping[str, Any]]
-"""What else goes into the ASGI message of the chunk that has come last."""
+"""Returns further fields for the ASGI message of the latest chunk."""
 
 
 def nothing() -> Mapping[str, Any]:
+    """Return no fields."""
     return {}
 
 
@@ -94,17 +97,17 @@ async def stream_response(
     named: bool = False,
     extra: Extra = nothing,
 ) -> Response:
-    """Waits for the first chunk, so that errors up to there have a status of their own."""
+    """Wait for the first chunk and return the stream; earlier errors get a status of their own."""
     events = as_events(chunks, named=named)
     first = await until_disconnected(request, anext(events))
     return EventStream(first, events, headers, extra)
 
 
 class EventStream(Response):
-    """Sends events until they end or the client goes away; closes their generator either way.
+    """Sends events until they end or the client disconnects, then closes their generator.
 
-    Starlette's own streaming response learns of a lost client only when it next sends something,
-    which a request that waits in a queue does not do.
+    Starlette's own streaming response notices a disconnect only when it next sends something. A
+    request that waits in a queue sends nothing.
     """
 
     media_type = "text/event-stream"

@@ -1,33 +1,47 @@
-"""Tenants: API keys to which the operator has bound a cache salt."""
+"""Tenants: API keys with a cache salt that the operator has bound to them."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vlm_serve.errors import ConfigError, InvalidRequestError, VlmServeError
-from vlm_serve.server.response_store import Owner
 
 RESERVED_PREFIX = "tenant:"
-"""Bound salts get it, and clients' own must not have it: nobody can name another's salt."""
+"""Prefix of bound salts. Clients' own salts must not have it, so none can name a tenant's salt."""
 
 _SALT = re.compile(r"[A-Za-z0-9._:=+/@-]{1,100}", re.ASCII)
 _STATE = "tenant_salt"
 _KEY = "api_key_digest"
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The owner of stored responses.
+
+    Attributes:
+        key: digest of the API key; empty if the server has none.
+        salt: cache salt of the requests.
+    """
+
+    key: bytes
+    salt: str
+
+
 class PermissionDeniedError(VlmServeError):
-    """The API key is known, but not for this: HTTP 403."""
+    """The API key is valid but does not permit this: HTTP 403."""
 
     status = 403
     type = "permission_error"
 
 
 def read_tenant_keys(path: str | None) -> dict[str, str]:
-    """API key -> salt, from a YAML file that maps one to the other.
+    """Return {API key: salt} from a YAML file.
 
-    Raises ConfigError that says what is wrong with the file; it never repeats a key.
+    Raises:
+        ConfigError: the file is bad. The message never contains a key.
     """
     if path is None:
         return {}
@@ -51,39 +65,44 @@ def read_tenant_keys(path: str | None) -> dict[str, str]:
 
 
 def bind(scope: Any, key: bytes, salt: str | None) -> None:
-    """Notes whose request this is: the digest of its API key, and the salt that is bound to it."""
+    """Store the digest of a request's API key, and the key's salt if it has one, in its scope."""
     state = scope.setdefault("state", {})
     state[_KEY] = key
     if salt is not None:
         state[_STATE] = salt
 
 
-def owner_of(scope: Any, asked_salt: str | None) -> Owner:
-    """Who owns what the request stores. Raises as `salt_of`."""
-    return Owner(scope.get("state", {}).get(_KEY, b""), salt_of(scope, asked_salt))
+def owner_of(scope: Any, client_salt: str | None) -> Owner:
+    """Return the owner of the responses that a request stores; it raises as `salt_of` does."""
+    return Owner(scope.get("state", {}).get(_KEY, b""), salt_of(scope, client_salt))
 
 
-def salt_of(scope: Any, asked: str | None) -> str:
-    """The salt of a request: its key's, if one is bound to it, else the one that it asks for.
+def salt_of(scope: Any, client_salt: str | None) -> str:
+    """Return the cache salt of a request: its API key's if one is bound to it, else the client's.
 
-    Raises InvalidRequestError for a salt that only the operator can give.
+    Raises:
+        InvalidRequestError: only the operator may give such a salt.
     """
     bound = scope.get("state", {}).get(_STATE)
     if bound is not None:
         return f"{RESERVED_PREFIX}{bound}"
-    if asked is not None and asked.startswith(RESERVED_PREFIX):
+    if client_salt is not None and client_salt.startswith(RESERVED_PREFIX):
         raise InvalidRequestError(
             f"cache_salt must not begin with {RESERVED_PREFIX}", param="cache_salt"
         )
-    return asked or ""
+    return client_salt or ""
 
 
 def is_tenant(scope: Any) -> bool:
-    """Whether the request's key is bound to a salt."""
+    """Return True if the request's API key is bound to a salt."""
     return _STATE in scope.get("state", {})
 
 
 def refuse_tenants(scope: Any) -> None:
-    """For what concerns all tenants. Raises PermissionDeniedError if a tenant asks."""
+    """Refuse a tenant's request for something that concerns all tenants.
+
+    Raises:
+        PermissionDeniedError: the request comes from a tenant.
+    """
     if is_tenant(scope):
         raise PermissionDeniedError("this API key may not do that", code="tenant_key")

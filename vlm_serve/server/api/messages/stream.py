@@ -50,7 +50,7 @@ class MessageStream(BlockStream):
         self, body: MessagesRequest, chat: ConversationTask, generation: Generation
     ) -> None:
         super().__init__(chat.parser(generation), chat.task.attempt)
-        self._asked = body
+        self._request = body
         self._chat = chat
         self._generation = generation
 
@@ -97,7 +97,7 @@ class MessageStream(BlockStream):
             body.stop_reason = "tool_use"
         else:
             body.stop_reason = "end_turn"
-        if self._asked.cache_report:
+        if self._request.cache_report:
             body.cache_report = cache_report_body(self._generation.cache_report)
         return body
 

@@ -1,34 +1,29 @@
-"""What a server process answers with, and the requests that it has open."""
+"""Counting open requests, so that a server that stops can wait for them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from vlm_serve.server.config import ServerConfig
 
-
-class Work(ABC):
-    """Everything here runs on the event loop.
+class OpenRequests:
+    """Counter of open requests. It is used on the event loop only.
 
     Attributes:
-        config: the server's options.
-        draining: no new work is taken.
-        num_open: requests that have been let in and have not ended.
+        draining: the server takes no new work.
+        num_open: requests that were admitted and have not ended.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
-        self.config = config
+    def __init__(self) -> None:
         self.draining = False
         self.num_open = 0
         self._all_done = asyncio.Event()
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts one request in and out."""
+        """Count one request as open inside the block."""
         self.num_open += 1
         try:
             yield
@@ -38,7 +33,7 @@ class Work(ABC):
                 self._all_done.set()
 
     async def drain(self, timeout: float) -> bool:
-        """Takes no more work and waits for what runs. True if all of it ended in time."""
+        """Stop taking new work and wait for open requests; return True if all ended in time."""
         self.draining = True
         deadline = time.monotonic() + timeout
         while self.num_open and (left := deadline - time.monotonic()) > 0:
@@ -46,11 +41,3 @@ class Work(ABC):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_done.wait(), left)
         return not self.num_open
-
-    @abstractmethod
-    def end_streams(self) -> None:
-        """Ends the streams that would go on for ever."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Ends all there is."""

@@ -1,4 +1,4 @@
-"""What requests have waited for lately: percentiles of the last minute."""
+"""Percentiles of latencies over the last minute."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 WINDOW_SECONDS = 60.0
 MAX_SAMPLES = 4096
-"""The oldest ones go first."""
+"""Beyond this the oldest samples are dropped."""
 
 
-class Recent:
+class LatencyWindow:
     """Samples of the last minute.
 
     Args:
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -23,10 +23,11 @@ class Recent:
         self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
 
     def add(self, value: float) -> None:
+        """Add a sample."""
         self._samples.append((self._clock(), value))
 
     def percentiles(self) -> dict[str, float | int | None]:
-        """Median and 99th percentile of the samples, and how many they are; None without any."""
+        """Return median, 99th percentile and number of the samples; None without samples."""
         oldest = self._clock() - WINDOW_SECONDS
         while self._samples and self._samples[0][0] < oldest:
             self._samples.popleft()
