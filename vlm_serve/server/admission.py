@@ -1,4 +1,4 @@
-"""Admission: which requests a server takes, and what the open ones hold."""
+"""Admission of requests, and accounting of what open requests hold."""
 
 from __future__ import annotations
 

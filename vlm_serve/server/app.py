@@ -94,7 +94,7 @@ def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> AS
 
 
 def create_routes(service: Service) -> ASGIApp:
-    """Return the routes without authentication, for a caller that has checked the requests."""
+    """Return the routes without authentication, for callers with their own."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -113,7 +113,7 @@ def create_routes(service: Service) -> ASGIApp:
 
 
 def routed(service: Service, **settings: Any) -> DescribedApp:
-    """Return the application that only routes: every handler of the server at its path.
+    """Return the routing application: every handler of the server at its path.
 
     Args:
         service: what answers.
@@ -150,7 +150,7 @@ def _head_as_get(app: ASGIApp) -> ASGIApp:
 
 
 def _route(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """Return the route of a handler, which turns every exception into an error response."""
+    """Return the route of a handler; it turns every exception into an error response."""
 
     async def route(request: Request) -> Response:
         try:
@@ -199,7 +199,7 @@ def _add(
 
 
 def _add_posts(app: DescribedApp, service: Service) -> None:
-    """Add routes with a JSON body, which they read themselves; FastAPI only describes it."""
+    """Add routes with a JSON body. They read it themselves; FastAPI only describes it."""
     posts: list[tuple[str, Handler, type[RequestModel], type[Any]]] = [
         ("/v1/chat/completions", chat_completions, ChatCompletionRequest, ChatCompletion),
         ("/v1/completions", completions, CompletionRequest, Completion),
@@ -251,7 +251,7 @@ def _add_stored_responses(app: DescribedApp, service: Service) -> None:
 
 
 def _add_cache(app: DescribedApp, service: Service) -> None:
-    """Add routes that read the cache."""
+    """Add routes for reading the cache."""
     gets: list[tuple[str, Handler, dict[str, Any]]] = [
         ("stats", cache.stats, {"model": dict[str, Any]}),
         ("affinity", cache.affinity, {"model": cache.Affinity}),
@@ -271,7 +271,7 @@ def _add_cache(app: DescribedApp, service: Service) -> None:
 
 
 def _add_gets(app: DescribedApp, service: Service) -> None:
-    """Add routes that describe the server. A model's name may contain slashes."""
+    """Add routes about the server. A model's name may contain slashes."""
     card: Responses = {200: {"model": ModelCard}, 404: {"model": ErrorBody}}
     gets: list[tuple[str, Handler, Responses, dict[str, Any]]] = [
         (MODELS_PATH, status.list_models, {200: {"model": ModelList}}, {}),

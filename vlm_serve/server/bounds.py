@@ -1,4 +1,4 @@
-"""The upper bound of the memory that clients can make a server hold (docs/limits.md)."""
+"""The upper bound of the memory held for clients (docs/limits.md)."""
 
 from __future__ import annotations
 

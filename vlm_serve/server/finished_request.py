@@ -1,4 +1,4 @@
-"""Facts about a request that has ended, for metrics, the access log and traces."""
+"""Facts about a finished request, for metrics, the access log and traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _access = logging.getLogger("vlm_serve.access")
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request that has ended. Times are monotonic seconds.
+    """A finished request. Times are monotonic seconds.
 
     Attributes:
         request_id: id in responses and logs.

@@ -33,9 +33,9 @@ class GrammarQueue:
         self._num_queued = 0
 
     def warm_up(self) -> None:
-        """Start the compiler in the background, which takes seconds.
+        """Start the compiler in the background; it takes seconds.
 
-        Requests that need it meanwhile wait only for the remaining time.
+        Requests for it meanwhile wait only for the remaining time.
         """
         self._pool.submit(self._start_compiler)
 

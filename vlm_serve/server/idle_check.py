@@ -60,8 +60,8 @@ class IdleCheck:
     async def _run(self) -> None:
         """Check the engine once it has been idle for the delay.
 
-        A request that arrives interrupts the check without waiting for it. The check begins again
-        after that request.
+        A new request interrupts the check without waiting for it. The check begins again after
+        the request.
         """
         checked = False
         try:

@@ -1,8 +1,8 @@
 """Carrying deltas from the engine's thread to the event loop.
 
 A step ends with one callback for each running sequence. Waking the loop costs a system call, and
-its work takes processor time from the step that has just begun. So deltas posted while a wake-up is
-pending share it, and deltas that no client is waiting for do not cause one.
+its work takes processor time from the new step. So deltas posted while a wake-up is
+pending share it, and deltas for patient readers do not cause one.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
 
 
 def is_open_to_all(config: ServerConfig) -> bool:
-    """Return True if anybody who can reach the server may use its page, and so see its cache."""
+    """Return True if the page, and so the cache, is open to anybody with access to the address."""
     has_keys = bool(config.api_key) or config.tenant_keys is not None
     return config.page and not has_keys and not is_loopback(config.host)
 
@@ -85,7 +85,7 @@ def freeze_startup_objects() -> None:
     """Exempt the objects that exist at startup from garbage collection.
 
     These are half a million objects of libraries and the model. A full collection of them stops
-    every thread for 0.2 s, repeatedly while requests come and go. Collecting what was made since,
+    every thread for 0.2 s, repeatedly while requests come and go. Collecting newer objects,
     mostly the cache's nodes, takes 20 to 70 ms. It is done ten times less often than by default,
     and when the server is quiet (`trimming`).
     """
@@ -107,7 +107,7 @@ def _leave_at_once() -> None:
 def startup_rows(
     engine: Engine, config: ServerConfig, names: tuple[str, ...], url: str
 ) -> Iterable[tuple[str, str]]:
-    """Yield the rows of the table that a server prints when it starts."""
+    """Yield the rows of the table printed at startup."""
     options, memory = engine.config, engine.memory
     yield "model", ", ".join(names)
     yield "context", f"{engine.max_model_len} tokens"

@@ -1,4 +1,4 @@
-"""Prometheus metrics under the names that dashboards for other engines chart."""
+"""Prometheus metrics under the names in dashboards of other engines."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Metrics:
         metric.labels(self._model_name).set_function(read)
 
     def finished(self, finished: FinishedRequest) -> None:
-        """Count a request that has ended."""
+        """Count a finished request."""
         usage, report = finished.usage, finished.cache_report
         first = finished.seconds_to_first_token
         self.e2e_request_latency.observe(finished.seconds)

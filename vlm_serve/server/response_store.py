@@ -1,6 +1,6 @@
 """Stored answers of /v1/responses, kept in memory for a limited time.
 
-Conversations grow by turns that share their past, so every turn is held and counted once.
+Turns of a conversation share their past, so every turn is held and counted once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Item = dict[str, Any]
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """The part that one request added to a conversation.
+    """The part of a conversation added by one request.
 
     Attributes:
         parent: the turn that it continues; None: it is the first one.
@@ -36,7 +36,7 @@ class Turn:
     holders: int = 0
 
     def past(self) -> list[Item]:
-        """Return the items that the answer was made from, the oldest first."""
+        """Return the input items of the answer, the oldest first."""
         turns = list(_line(self))[::-1]
         return [
             item
@@ -148,7 +148,7 @@ class ResponseStore:
 
 
 def new_response_id(attempt: Attempt | None = None) -> str:
-    """Return an id of 128 random bits, which an attempt derives from its seed."""
+    """Return an id of 128 random bits; an attempt derives them from its seed."""
     return f"resp_{new_token(attempt, 'response', size=16)}"
 
 

@@ -38,7 +38,7 @@ def make_server(
     on_listening: Callable[[], None] = lambda: None,
     on_second_signal: Callable[[], None] = lambda: None,
 ) -> DrainingServer[Service]:
-    """Return a server that is not running yet; start it with `run(sockets=[...])`.
+    """Return a server; start it with `run(sockets=[...])`.
 
     Args:
         engine: the engine that answers; the server closes it.

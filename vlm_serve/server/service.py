@@ -118,7 +118,7 @@ class Service:
         return self.engine.submit(prompt, params, on_delta, **options)
 
     async def prepare(self, work: Callable[[], Preparation], stop: Stop | None = None) -> Prompt:
-        """Return the prompt that some work makes on a preparation thread.
+        """Make a prompt on a preparation thread.
 
         No preparation thread is held while media are fetched and decoded. Cancelling ends all
         of it.
@@ -134,7 +134,7 @@ class Service:
         preprocessor = self.engine.preprocessor
 
         def begin() -> tuple[Preparation, list[Future[LoadedMedia]]]:
-            """Render, and start loading media: that starts threads, which may block."""
+            """Render, and start loading media; starting threads may block."""
             made = work()
             if isinstance(made, Rendering):
                 return made, preprocessor.start_loading(made, stop)
@@ -158,11 +158,11 @@ class Service:
         return cache_status(self.engine.memory, self.state, self.requests.num_open, stats)
 
     def end_streams(self) -> None:
-        """End the streams that have no end of their own."""
+        """End the endless streams."""
         self.cache_feed.close()
 
     def count_fetched(self) -> None:
-        """Count media that are fetched from now on against the budget of open requests."""
+        """Count fetched media from now on against the budget of open requests."""
         seconds = self.engine.config.media_fetch_timeout
         loop = asyncio.get_running_loop()
         fetched = FetchedMemory(self.admission.memory, loop, seconds)

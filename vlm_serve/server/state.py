@@ -1,4 +1,4 @@
-"""The state of a server: its model's names, its statistics, and the answers that it stores."""
+"""The state of a server: its model's names, statistics and stored answers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Tracer(Protocol):
     """Exporter of a trace span for every request."""
 
     def record(self, finished: FinishedRequest) -> None:
-        """Make the span of a request that has ended."""
+        """Make the span of a finished request."""
         ...
 
     def close(self) -> None:
-        """Send the spans that are left."""
+        """Send the remaining spans."""
         ...
 
 
@@ -83,7 +83,7 @@ class ServerState:
         return name
 
     def unknown_model(self, name: str) -> ModelNotFoundError:
-        """Return the error for a name that the server does not have."""
+        """Return the error for an unknown name."""
         return ModelNotFoundError(
             f"the model {name[:128]!r} does not exist; this server has "
             + ", ".join(self.model_names),
@@ -101,7 +101,7 @@ class ServerState:
         self.inter_token_seconds.add(seconds)
 
     def record_finished(self, finished: FinishedRequest) -> None:
-        """Record a request that has ended, in metrics, access log and traces."""
+        """Record a finished request in metrics, access log and traces."""
         self.metrics.finished(finished)
         finished.log()
         if self.tracer is not None:

@@ -1,4 +1,4 @@
-"""Routes that describe the server: models, health, readiness, load, version, metrics."""
+"""Routes about the server: models, health, readiness, load, version, metrics."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def ready(service: Service, _: Request) -> Response:
 
 
 async def load(service: Service, _: Request) -> Response:
-    """GET /load: open requests and what they hold."""
+    """GET /load: open requests, and their tokens and memory."""
     return JSONResponse(
         {
             "server_load": service.requests.num_open,

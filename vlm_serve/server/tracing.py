@@ -14,7 +14,7 @@ from vlm_serve.server.finished_request import FinishedRequest
 
 
 class RequestTracer:
-    """Makes a span of every request that has ended.
+    """Makes a span of every finished request.
 
     Args:
         processor: receives the spans.
@@ -29,13 +29,13 @@ class RequestTracer:
 
     @classmethod
     def to_endpoint(cls, endpoint: str, model: str) -> RequestTracer:
-        """Make a tracer that sends batches of spans to an OTLP/HTTP endpoint, on its own thread."""
+        """Make a tracer that exports batches of spans over OTLP/HTTP, on its own thread."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model)
 
     def record(self, finished: FinishedRequest) -> None:
-        """Make the span of a request, whose monotonic times become wall-clock times."""
+        """Make the span of a request, with wall-clock times for its monotonic ones."""
         usage, report = finished.usage, finished.cache_report
         end = time.time_ns()
         span = self._tracer.start_span(
@@ -62,5 +62,5 @@ class RequestTracer:
         span.end(end)
 
     def close(self) -> None:
-        """Send the spans that are left."""
+        """Send the remaining spans."""
         self._provider.shutdown()

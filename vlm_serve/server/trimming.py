@@ -1,8 +1,8 @@
 """Returning the memory of ended requests to the system.
 
-glibc never returns freed memory that lies between blocks in use, so a server would keep its peak
-size. Reference cycles, such as a failed request's traceback, stay until the garbage collector runs,
-and a quiet server does not trigger it.
+glibc never returns freed memory between blocks in use, so a server would keep its peak size.
+Reference cycles, such as a failed request's traceback, stay until the garbage collector runs, and a
+quiet server does not trigger it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The threads and processes of a server in one table, and the thread pools that are its own."""
+"""The threads and processes of a server in one table, and its own thread pools."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def worker_table(preprocess_threads: int) -> tuple[WorkerGroup, ...]:
 
 
 def large_threads(preprocess_threads: int) -> int:
-    """Return the number of threads that prepare large requests."""
+    """Return the number of threads for preparing large requests."""
     return max(1, preprocess_threads // 2)
 
 
@@ -85,21 +85,21 @@ class Workers:
 
     @property
     def grammar(self) -> ThreadPoolExecutor:
-        """The pool that waits for the grammar compiler."""
+        """The pool for waiting for the grammar compiler."""
         return self._pools["grammar"]
 
     async def prepare(self, work: Callable[[], _T]) -> _T:
         """Run blocking work of a request's preparation.
 
-        A caller that is cancelled leaves work that has begun to finish unseen. Requests that hold
-        much memory have threads of their own, so that short ones never wait behind them.
+        If the caller is cancelled, started work finishes unseen. Large requests have threads of
+        their own, so that short ones never wait behind them.
         """
         share = current_share()
         large = share is not None and share.size > LARGE_REQUEST_BYTES
         return await self._run("large" if large else "prepare", work)
 
     async def wait(self, work: Callable[[], _T]) -> _T:
-        """Run work that mostly waits for media, and would block a preparation thread."""
+        """Run work that waits for media, outside the preparation threads."""
         return await self._run("waiting", work)
 
     async def parse(self, work: Callable[[], _T]) -> _T:
@@ -124,6 +124,6 @@ class Workers:
             pending.clear()
 
     def shutdown(self) -> None:
-        """Drop work that has not begun, without waiting for work that has."""
+        """Drop queued work, without waiting for running work."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)

@@ -64,7 +64,7 @@ class Task:
 
 
 class Generation:
-    """A prompt that was submitted to the engine.
+    """A prompt submitted to the engine.
 
     Args:
         patient: deltas are delivered late; token times are the times at which they were made.
@@ -162,7 +162,7 @@ class Generation:
         self._token_times[index] = now
 
     def finished(self) -> FinishedRequest:
-        """Return the facts about the request, which ends now."""
+        """Return the facts about the request, at its end."""
         reason = self.finish_reason
         if self.unfinished and reason != "error":
             reason = "abort"
@@ -256,7 +256,7 @@ def begins_in_thought(prompt: str, *, continued: bool) -> bool:
 
 
 def _bytes_of(prompt: Prompt) -> int:
-    """Return an upper bound of the bytes that a prompt takes until its request ends."""
+    """Return an upper bound of a prompt's bytes."""
     return len(prompt) * TOKEN_BYTES + sum(item.num_bytes for item in prompt.media)
 
 

@@ -4,8 +4,8 @@
 {"name": "name", "arguments": {"key": value}}
 </tool_call>
 
-Read leniently where no doubt is left of what is meant: raw line breaks in texts, `parameters`
-instead of `arguments`, several objects or a list of them in one block, too many closing brackets.
+Reading is lenient where the meaning is clear: raw line breaks in strings, `parameters` instead of
+`arguments`, several objects or a list of them in one block, extra closing brackets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DECODER = json.JSONDecoder(strict=False)
 
 
 class HermesCalls:
-    """The `CallForm` of one answer."""
+    """The `CallForm` of JSON objects, for one answer."""
 
     openings: tuple[str, ...] = (TOOL_START,)
 
@@ -43,7 +43,7 @@ class HermesCalls:
 class HermesReader:
     """A `CallReader` of one block.
 
-    Of JSON only texts and brackets are followed while it comes; each value is parsed when its
+    While JSON arrives, only strings and brackets are tracked. Each value is parsed when its
     brackets are closed.
     """
 
@@ -52,9 +52,9 @@ class HermesReader:
         self._thought = thought
         self._parts: list[str] = []
         self._length = 0
-        self._size = 0  # of what has been read
-        self._rest = ""  # what has not: it may become a tag
-        self._value: list[str] = []  # what has come of the open value
+        self._size = 0  # number of characters read
+        self._rest = ""  # unread end, which may become a tag
+        self._value: list[str] = []  # the open value so far
         self._depth = 0
         self._in_text = self._escaped = False
         self._calls: list[Call] = []
@@ -113,7 +113,7 @@ class HermesReader:
         return Reading(size, begun=found == "begun")
 
     def _thought_end(self, text: str) -> int | None:
-        """Where the thought ends that the block stands in, if this text brings that."""
+        """Return where the block's thought ends; None: this text does not end it."""
         if not self._thought:
             return None
         before = "".join(self._parts[-len(THINK_END) :])[1 - len(THINK_END) :]
@@ -121,7 +121,7 @@ class HermesReader:
         return None if at < 0 else self._length - len(before) + at
 
     def _between(self, data: str, at: int) -> Reading | int:
-        """Reads what stands around the values; returns up to where, or what has been found."""
+        """Read text between values; return the position after it, or the result."""
         space = _SPACE.match(data, at)
         if space is not None and space.end() > at:
             return space.end()
@@ -142,7 +142,7 @@ class HermesReader:
         raise ValueError("text behind the JSON")
 
     def _in_value(self, data: str, at: int) -> Reading | int:
-        """Reads on in a value, up to the next character that matters."""
+        """Read a value up to the next significant character."""
         if self._escaped:
             self._escaped = False
             return self._keep(data, at, at + 1)
@@ -169,11 +169,12 @@ class HermesReader:
         return found.end()
 
     def _keep(self, data: str, at: int, end: int) -> int:
+        """Add characters to the open value; return their end."""
         self._value.append(data[at:end])
         return end
 
     def _tag(self, data: str, at: int, start: int) -> Reading | int:
-        """Takes what is no JSON: the block may end before its last bracket."""
+        """Read a possible tag inside a value: the block may end before its last bracket."""
         rest = data[start : start + len(TOOL_END)]
         for tag in (TOOL_END, TOOL_START):
             if rest.startswith(tag):
@@ -186,11 +187,12 @@ class HermesReader:
         return start if start == at else self._keep(data, at, start)
 
     def _close(self, text: str) -> None:
+        """Parse a finished value."""
         self._calls += calls_of(strict_json(text, lenient=True), self._tools)
         self._value = []
 
     def _close_early(self) -> None:
-        """Reads an object of which no more than the last bracket is missing."""
+        """Parse an object without its last bracket."""
         text = "".join(self._value)
         if self._depth != 1 or self._in_text or not text.rstrip().endswith("}"):
             raise ValueError("no JSON")
@@ -199,7 +201,11 @@ class HermesReader:
 
 
 def calls_of(value: Any, tools: Tools) -> list[Call]:
-    """What a block's JSON value calls. Raises ValueError if that is in doubt."""
+    """Return the calls of a block's JSON value.
+
+    Raises:
+        ValueError: the value is ambiguous or no call.
+    """
     if isinstance(value, list):
         if not value:
             raise ValueError("no call")
@@ -221,7 +227,7 @@ def calls_of(value: Any, tools: Tools) -> list[Call]:
 
 
 def _unpacked(value: Any) -> dict[str, Any]:
-    """Of arguments that are no object: some models write its text."""
+    """Return the arguments as an object; some models write them as a string of JSON."""
     if isinstance(value, str):
         value = strict_json(value, lenient=True) if value.strip() else {}
     if not isinstance(value, dict):
@@ -230,13 +236,15 @@ def _unpacked(value: Any) -> dict[str, Any]:
 
 
 def unfinished(text: str, tools: Tools) -> Call | str:
-    """The call that a JSON object without an end begins; "begun" if its name is still to come; ""
-    if it is none."""
+    """Return the call at the start of an incomplete JSON object.
+
+    Return "begun" if its name is still missing, and "" if it is no call.
+    """
     members: dict[str, Any] = {}
     last, value = "", ""
     try:
-        for key, written, known in _members(text):
-            last, value = key, written
+        for key, text_of_value, known in _members(text):
+            last, value = key, text_of_value
             if known is not None:
                 members.setdefault(key, known[0])
     except (ValueError, RecursionError):
@@ -249,17 +257,22 @@ def unfinished(text: str, tools: Tools) -> Call | str:
             return calls_of(members, tools)[0]
         if name not in tools:
             return ""
-        shown = _TEXT.sub(lambda found: found.group().translate(_ESCAPES), value)
-        if last not in _ARGUMENTS or not shown.startswith("{"):
+        written = _TEXT.sub(lambda found: found.group().translate(_ESCAPES), value)
+        if last not in _ARGUMENTS or not written.startswith("{"):
             return Call(name, "{")
-        return Call(name, shown.rstrip()) if begins_json(shown) else ""
+        return Call(name, written.rstrip()) if begins_json(written) else ""
     except (ValueError, RecursionError, TypeError):
         return ""
 
 
 def _members(text: str) -> Iterator[tuple[str, str, list[Any] | None]]:
-    """The members of an object without an end: key, text, and in a list of its own the value; only
-    the last one may lack that, and its key be cut. Raises ValueError for what is no object."""
+    """Yield key, text and [value] of each member of an incomplete object.
+
+    The last member's value may be None; with an incomplete key it is left out.
+
+    Raises:
+        ValueError: the text is no object.
+    """
     if not text.startswith("{"):
         raise ValueError("no object")
     at = 1
@@ -279,6 +292,7 @@ def _members(text: str) -> Iterator[tuple[str, str, list[Any] | None]]:
 
 
 def _past(text: str, at: int, sign: str) -> int:
+    """Return the position after white space and a sign."""
     while at < len(text) and (text[at].isspace() or text[at] == sign):
         at += 1
     return at

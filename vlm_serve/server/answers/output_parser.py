@@ -1,14 +1,13 @@
-"""Splits an answer, while it is being generated, into reasoning, content and tool calls.
+"""Splitting a streamed answer into reasoning, content and tool calls.
 
-What stands before `</think>` is reasoning; tool calls are written in one of two forms (`xml_calls`,
-`hermes_calls`). A call is told when all of it has been read, since only then it is certain to be
-one: what cannot be read is text. Only a call that the limit has cut is told unfinished.
+Text before `</think>` is reasoning. Tool calls have one of two forms (`xml_calls`, `hermes_calls`).
+A call is emitted when it is complete, since unparsable text is plain text. Only a call
+cut by the token limit is emitted incomplete.
 
-A thought may hold calls that the model weighs. They count if it makes them instead of ending the
-thought: nothing but `</think>` or the end of the answer follows the last one, or there is no
-`</think>` at all.
+A thought may contain calls for consideration only. They count if nothing but `</think>` or
+the end of the answer follows the last one, or if there is no `</think>` at all.
 
-Whole answers and streams go through the same parser, piece by piece, so they cannot differ.
+Whole answers and streams use the same parser, so they cannot differ.
 """
 
 from __future__ import annotations
@@ -47,19 +46,19 @@ class _State(Enum):
     CONTENT = "content"
     CALL = "call"
     FOLLOWED = "followed"
-    """A thought's calls have been read; what follows them says whether they count."""
+    """Calls inside a thought were read; the text after them decides whether they count."""
 
 
 class OutputParser:
     """Parser of one choice.
 
     Args:
-        reasoning: the answer starts inside a `<think>` block (None: it is not split at all).
-        tools: JSON schema of the parameters by function name; None leaves tool calls in the text.
-        form: how calls are written.
-        parallel: there may be more than one call.
-        continued: the answer goes on with a text that the prompt ends with.
-        enforced: what follows the thought has a form that is enforced, calls included.
+        reasoning: the answer starts inside a `<think>` block; None: reasoning is not split off.
+        tools: {function name: JSON schema of its parameters}; None: calls stay in the text.
+        form: form of the calls.
+        parallel: more than one call is allowed.
+        continued: the answer continues text at the end of the prompt.
+        enforced: a grammar enforces the form of everything after the thought, calls included.
     """
 
     def __init__(
@@ -82,28 +81,28 @@ class OutputParser:
         self._quoting = Quoting()
         self._reader: CallReader | None = None
         self._thought = False
-        self._lead = ""  # white space before what is being read
-        self._weighed: list[Call] = []
-        self._weighed_text = ""  # that of the calls, and the white space before them
-        self._looked = -1  # up to where the text behind them is known; -1: there is no text yet
+        self._lead = ""  # white space before the text that is being read
+        self._pending: list[Call] = []
+        self._pending_text = ""  # their text, and the white space before them
+        self._scanned = -1  # end of the scanned text after them; -1: there is none yet
         self.num_calls = 0
 
     @property
     def in_content(self) -> bool:
-        """What comes next may be content."""
+        """True if the next text may be content."""
         return self._state is _State.CONTENT or (self._state is _State.CALL and not self._thought)
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that became certain with this text."""
+        """Add text and return newly completed pieces."""
         self._buffer += text
         return self._run(final=False)
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
-        """The rest, once no more text can come.
+        """End the answer and return the remaining pieces.
 
         Args:
-            cut: the answer did not end by itself, so the beginning of a marker is one, and no text;
-                a call that is open has the arguments that were written, as JSON that does not end.
+            cut: the token limit ended the answer. The prefix of a marker is then dropped, and an
+                open call keeps its arguments so far, as a prefix of JSON.
         """
         self._cut = cut
         return self._run(final=True)
@@ -116,7 +115,7 @@ class OutputParser:
         return pieces
 
     def _plain(self, pieces: list[Piece], final: bool) -> bool:
-        """Tells text up to a marker; white space beside the marker belongs to neither side."""
+        """Emit text up to a marker, without the white space around the marker."""
         if not self._opened(final):
             return False
         openings = self._openings()
@@ -124,11 +123,11 @@ class OutputParser:
         markers = (THINK_END, *openings) if thought else openings
         found = _first(self._buffer, markers)
         if found is None:
-            self._tell(pieces, self._certain(markers, final))
+            self._emit(pieces, self._certain(markers, final))
             return False
         kept = len(self._buffer[: found.start()].rstrip())
         lead = self._buffer[kept : found.start()]
-        self._tell(pieces, kept)
+        self._emit(pieces, kept)
         self._buffer = self._buffer[len(lead) :]
         if found.group() == THINK_END:
             self._end_thought()
@@ -137,8 +136,7 @@ class OutputParser:
         return True
 
     def _opened(self, final: bool) -> bool:
-        """Goes past the `<think>` that may begin an answer; False: it is not known yet if one
-        does."""
+        """Skip a `<think>` at the start; return False if more text is needed to tell."""
         start = self._buffer.lstrip()
         if self._may_think and start.startswith(THINK_START):
             self._buffer, self._state = start[len(THINK_START) :], _State.REASONING
@@ -154,7 +152,7 @@ class OutputParser:
         return self._form.openings
 
     def _certain(self, markers: tuple[str, ...], final: bool) -> int:
-        """How much of the buffer, in which there is no marker, is text for certain."""
+        """Return how many characters of a buffer without markers are certainly text."""
         length = len(self._buffer)
         if not markers:
             return length
@@ -165,16 +163,16 @@ class OutputParser:
             self._buffer = self._buffer[: length - held].rstrip()
         return len(self._buffer)
 
-    def _tell(self, pieces: list[Piece], length: int, *, quoted: bool = False) -> None:
-        """Tells the beginning of the buffer as text."""
+    def _emit(self, pieces: list[Piece], length: int, *, quoted: bool = False) -> None:
+        """Emit the start of the buffer as text."""
         text, self._buffer = self._buffer[:length], self._buffer[length:]
         if self._skip_space:
             text = text.lstrip()
         if not text:
             return
         self._skip_space = False
-        if not quoted:  # else what follows at once is quoted as well
-            self._quoting.passed(text)
+        if not quoted:  # a call directly after a quoted one is quoted, too
+            self._quoting.add(text)
         kind: Kind = "reasoning" if self._state is _State.REASONING else "content"
         pieces.append(Piece(kind, text))
 
@@ -202,26 +200,26 @@ class OutputParser:
         return True
 
     def _decide(self, pieces: list[Piece], reading: Reading, text: str) -> None:
-        """Goes on behind what has been read."""
+        """Act on a reader's result."""
         quoted = bool(reading.calls) and self._quoting.quotes(self._lead)
         allowed = self._parallel or len(reading.calls) == 1
         called = bool(reading.calls) and not quoted and allowed
         if called and self._thought:
-            self._weighed += reading.calls
-            self._weighed_text += self._lead + text
+            self._pending += reading.calls
+            self._pending_text += self._lead + text
             self._state = _State.FOLLOWED
         elif called:
             self._state = _State.CONTENT
             self._call(pieces, reading.calls)
-        elif self._weighed:
+        elif self._pending:
             self._buffer = self._lead + text + self._buffer
-            self._state, self._looked = _State.FOLLOWED, len(self._lead) + 1
+            self._state, self._scanned = _State.FOLLOWED, len(self._lead) + 1
         else:
             self._state = _State.REASONING if self._thought else _State.CONTENT
             if not reading.begun:
                 text = self._lead + text
                 self._buffer = text + self._buffer
-                self._tell(pieces, len(text.rstrip()), quoted=quoted)
+                self._emit(pieces, len(text.rstrip()), quoted=quoted)
 
     def _call(self, pieces: list[Piece], calls: Iterable[Call]) -> None:
         for call in calls:
@@ -231,10 +229,10 @@ class OutputParser:
         self._skip_space = True
 
     def _follow(self, pieces: list[Piece], final: bool) -> bool:
-        """Decides on the calls that a thought has ended with so far."""
+        """Decide whether the calls at the end of a thought count."""
         start = self._buffer.lstrip()
         openings = self._openings()
-        if self._looked < 0:
+        if self._scanned < 0:
             if start.startswith(THINK_END):
                 self._buffer = start
                 return self._count(pieces, counts=not self._enforced)
@@ -244,27 +242,27 @@ class OutputParser:
                 return True
             if not final and any(each.startswith(start) for each in (THINK_END, *openings)):
                 return False
-            self._looked = 0
-        if start and _first(self._buffer[self._looked :], (THINK_END, TOOL_START)) is not None:
+            self._scanned = 0
+        if start and _first(self._buffer[self._scanned :], (THINK_END, TOOL_START)) is not None:
             return self._count(pieces, counts=False)
         if final:
             cut = bool(start) and self._cut
             if cut and any(each.startswith(start) for each in (THINK_END, *openings)):
-                self._buffer, cut = "", False  # the limit has left no more of what follows
+                self._buffer, cut = "", False  # the token limit cut the marker that follows
             return self._count(pieces, counts=not cut)
-        self._looked = max(self._looked, len(self._buffer) - len(TOOL_START) + 1)
+        self._scanned = max(self._scanned, len(self._buffer) - len(TOOL_START) + 1)
         return False
 
     def _count(self, pieces: list[Piece], *, counts: bool) -> bool:
-        calls, text = self._weighed, self._weighed_text
-        self._weighed, self._weighed_text, self._looked = [], "", -1
+        calls, text = self._pending, self._pending_text
+        self._pending, self._pending_text, self._scanned = [], "", -1
         if counts:
             self._call(pieces, calls)
             self._state, self._quoting = _State.CONTENT, Quoting()
             self._buffer = self._buffer.removeprefix(THINK_END)
         else:
             self._state, self._buffer = _State.REASONING, text + self._buffer
-            self._tell(pieces, len(text))
+            self._emit(pieces, len(text))
         return True
 
 
@@ -274,5 +272,5 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _first(text: str, markers: tuple[str, ...]) -> re.Match[str] | None:
-    """The first of the markers in a text."""
+    """Return the first match of a marker in a text."""
     return _pattern(markers).search(text) if markers else None

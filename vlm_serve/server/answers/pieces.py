@@ -1,4 +1,4 @@
-"""Parts of an answer, and what reads the tool calls in it."""
+"""Pieces of a parsed answer, and the interface of tool call readers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,22 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 def form_of(setting: str, template: ToolForm) -> ToolForm:
-    """The form that the option `tool_call_parser` asks for; `template`: the chat template's."""
+    """Return the form of tool calls.
+
+    Args:
+        setting: the option `tool_call_parser`; "auto" chooses the template's form.
+        template: the form in the chat template.
+    """
     return "qwen3_xml" if setting == "qwen3_xml" else "hermes" if setting == "hermes" else template
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the answer. `call` counts the tool calls of the answer, -1 elsewhere."""
+    """A piece of the answer.
+
+    Attributes:
+        call: index of the tool call; -1: the piece belongs to none.
+    """
 
     kind: Kind
     text: str
@@ -35,10 +44,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call as it was read.
+    """A parsed tool call.
 
     Attributes:
-        arguments: JSON; of a call that the limit has cut, JSON that does not end.
+        arguments: JSON; if the token limit cut the call, a prefix of JSON.
     """
 
     name: str
@@ -47,12 +56,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a `CallReader` has found at the start of its text.
+    """Result of a `CallReader` for the start of its text.
 
     Attributes:
-        size: characters that this is about; what follows has not been read.
-        calls: what they say; none: they are plain text.
-        begun: they are the first words of a call that the limit has cut: neither call nor text.
+        size: number of characters read; the rest is unread.
+        calls: their calls; none: they are plain text.
+        begun: they begin a call that the token limit cut before its name: neither call nor text.
     """
 
     size: int
@@ -61,35 +70,35 @@ class Reading:
 
 
 class CallReader(Protocol):
-    """Reads a text that begins like a tool call, as it comes.
+    """Reads streamed text that begins like a tool call.
 
-    What it finds depends on the text alone, not on how it was cut. Every character is looked at a
-    bounded number of times.
+    The result depends on the text alone, not on how it was split. Every character is read a bounded
+    number of times.
     """
 
     @property
     def text(self) -> str:
-        """Everything that has been fed."""
+        """All text fed so far."""
         ...
 
     def feed(self, text: str) -> Reading | None:
-        """Take the text that comes next; None: more is needed to tell what it is."""
+        """Read the next text; return None if more is needed for a decision."""
         ...
 
     def end(self, *, cut: bool) -> Reading:
-        """Tell what the text is that nothing follows.
+        """Return the result at the end of the text.
 
         Args:
-            cut: the limit has ended it, so what is open might have gone on.
+            cut: the token limit ended it, so an open call may be incomplete.
         """
         ...
 
 
 class CallForm(Protocol):
-    """One way to write tool calls, in one answer.
+    """A form of tool calls, for one answer.
 
     Attributes:
-        openings: texts with which a call may begin.
+        openings: texts that may begin a call.
     """
 
     openings: tuple[str, ...]
@@ -98,13 +107,13 @@ class CallForm(Protocol):
         """Make a reader for a text that begins with one of the openings.
 
         Args:
-            thought: it stands in a thought, which `</think>` may end at any place.
+            thought: the text is inside a thought, which `</think>` may end anywhere.
         """
         ...
 
 
 def begun(text: str, *markers: str) -> int:
-    """How many characters of one of the markers the text ends with, less than all of it."""
+    """Return the length of the longest proper prefix of a marker at the end of the text."""
     most = min(max(map(len, markers), default=1) - 1, len(text))
     starts = (text[len(text) - size :] for size in range(most, 0, -1))
     return next((len(start) for start in starts for each in markers if each.startswith(start)), 0)

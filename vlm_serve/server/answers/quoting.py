@@ -1,4 +1,4 @@
-"""Tells a quoted tool call from one that is made."""
+"""Distinguishing quoted tool calls from real ones."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _KEPT = 160
 
 @dataclass(slots=True)
 class Quoting:
-    """What stands before a call, as far as it may quote it.
+    """The text before a call, reduced to possible quotation marks.
 
     Attributes:
         tail: the last characters.
-        fenced: an odd number of fences is before them.
-        ticks: backticks at the very end, which may go on.
+        fenced: an odd number of code fences precedes.
+        ticks: number of backticks at the very end; more may follow.
     """
 
     tail: str = ""
     fenced: bool = False
     ticks: int = 0
 
-    def passed(self, text: str) -> None:
-        """Take the text that comes next."""
+    def add(self, text: str) -> None:
+        """Add the next text."""
         for run in re.findall(r"`+|[^`]+", text):
             if run[0] == "`":
                 self.ticks += len(run)
@@ -34,8 +34,10 @@ class Quoting:
         self.tail = (self.tail + text)[-_KEPT:]
 
     def quotes(self, space: str) -> bool:
-        """True if a call behind this white space is quoted: a quotation mark is right before it, or
-        the line before it opens a block of code."""
+        """Return True if a call after this white space is quoted.
+
+        It is if a quotation mark precedes it directly, or the line before opens a code block.
+        """
         before = self.tail + space
         if not space and _MARK.search(before):
             return True

@@ -1,8 +1,8 @@
-"""A tool call's parameter: from the text between its tags to the value that its schema asks for.
+"""Converting the text of a tool call's parameter to a value of its schema.
 
-A line break on either side of the text is the form's. The grammar of an enforced call allows any
-one white space there around a value that its schema restricts, so a text has several readings: the
-plain one comes first, then those with the most white space left out.
+A line break on either side of the text belongs to the form. The grammar of an enforced call allows
+any single white space there around a restricted value. So a text has several
+readings: the plain one is tried first, then those with the most white space removed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 
 
 def read(text: str, schema: Any, root: Mapping[str, Any] | None = None) -> Any:
-    """The value: of the first reading that keeps the schema, and no text if it can be another type.
+    """Return the value of the first reading that satisfies the schema, preferring JSON to text.
 
-    What keeps the schema in no reading becomes JSON or text, as its types suggest.
+    If none does, the plain reading becomes JSON or text, as the schema's types suggest.
 
     Args:
-        schema: of the parameter.
-        root: the schema of all parameters, in which `$ref` is looked up.
+        text: the text between the tags.
+        schema: the parameter's schema.
+        root: the schema of all parameters, in which `$ref` is resolved.
     """
     plain = unframed(text)
     leaves = list(_alternatives(schema, root or {}))
@@ -52,19 +53,19 @@ def unframed(text: str) -> str:
 
 
 def is_no_text(schema: Any, root: Mapping[str, Any]) -> bool:
-    """True for a parameter that its schema gives types, none of which is text."""
+    """Return True if the schema names types and none of them is string."""
     kinds = [_kinds(leaf) for leaf in _alternatives(schema, root)]
     return all(each and "string" not in each for each in kinds)
 
 
 def _readings(text: str) -> Iterator[str]:
-    """The text with the white space left out that may not be the value's, most of it first."""
+    """Yield the text without white space at its edges, the shortest first."""
     for start in [text[1:], text] if text.startswith(_SPACE) else [text]:
         yield from [start[:-1], start] if start.endswith(_SPACE) else [start]
 
 
 def _alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The schemas of which a value has to keep one, without references and combinations."""
+    """Yield the alternatives of a schema, with $ref and combinations resolved."""
     followed: set[str] = set()
     open_schemas = [schema]
     while open_schemas:
@@ -75,7 +76,7 @@ def _alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str,
         rest = {name: value for name, value in node.items() if name not in _COMBINED}
         reference = node.get("$ref")
         if isinstance(reference, str):
-            if reference not in followed:  # a second time it could only lead in a circle
+            if reference not in followed:  # avoid cycles
                 followed.add(reference)
                 open_schemas.append(_merged(rest, _resolve(reference, root)))
         elif node.get("allOf"):
@@ -98,7 +99,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a `#/...` points at; None if there is nothing."""
+    """Return the target of a `#/...` reference; None: there is none."""
     found: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -115,7 +116,7 @@ def _kinds(leaf: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _json_value(text: str, leaf: Mapping[str, Any]) -> list[Any]:
-    """The text as JSON, in a list of its own if it keeps the schema."""
+    """Return [value of the text as JSON] if it satisfies the schema, else []."""
     kinds = _kinds(leaf)
     if kinds == ("string",):
         return []
@@ -136,7 +137,7 @@ def _json_value(text: str, leaf: Mapping[str, Any]) -> list[Any]:
 
 
 def _text_value(text: str, leaf: Mapping[str, Any]) -> list[str]:
-    """The text, in a list of its own if it keeps the schema."""
+    """Return [text] if it satisfies the schema, else []."""
     kinds, allowed = _kinds(leaf), _allowed(leaf)
     if kinds and "string" not in kinds:
         return []
@@ -151,9 +152,9 @@ def _text_value(text: str, leaf: Mapping[str, Any]) -> list[str]:
 
 
 def _edges_fit(text: str, leaf: Mapping[str, Any]) -> bool:
-    """Where a pattern or a format leaves it open, white space at an edge is not the value's.
+    """Return True if a pattern or format allows the white space at the text's edges.
 
-    The pattern itself is not run: a hostile one could take for ever.
+    The pattern itself is not run: a hostile one could take exponential time.
     """
     pattern = leaf.get("pattern")
     if not isinstance(pattern, str):
@@ -179,16 +180,20 @@ def _is_of(value: Any, kinds: tuple[str, ...]) -> bool:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """As JSON has it: `True == 1` in Python."""
+    """Compare as JSON does; in Python `True == 1`."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def strict_json(text: str, *, lenient: bool = False) -> Any:
-    """The value of a text that is JSON and can be said again as such. Raises ValueError.
+    """Parse JSON without NaN and infinities.
 
     Args:
-        lenient: texts may have raw line breaks and tabs in them; of members with one name the first
+        text: the JSON.
+        lenient: strings may contain raw line breaks and tabs, and the first of duplicate members
             counts.
+
+    Raises:
+        ValueError: the text is no such JSON.
     """
     return json.loads(
         text,
@@ -200,7 +205,7 @@ def strict_json(text: str, *, lenient: bool = False) -> Any:
 
 
 def as_json(value: Any) -> str:
-    """Return the value as JSON that UTF-8 can say: half of a pair of surrogates is replaced."""
+    """Return the value as JSON; lone surrogates are replaced, since UTF-8 cannot encode them."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -210,7 +215,7 @@ def as_json(value: Any) -> str:
 
 
 def begins_json(text: str) -> bool:
-    """True if the text is JSON that may lack its end."""
+    """Return True if the text is a prefix of JSON."""
     try:
         from_json(text, allow_partial=True)
     except ValueError:
@@ -228,7 +233,7 @@ def _first_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(number: str) -> float:
     value = float(number)
     if not math.isfinite(value):
-        raise ValueError(number)  # JSON could not say it again
+        raise ValueError(number)  # JSON has no such number
     return value
 
 

@@ -8,8 +8,8 @@ value
 </function>
 </tool_call>
 
-Nothing in a value is escaped, so a tag in it may be the form's or the value's. `xml_values` decides
-that; here is what stands around the values.
+Values are not escaped, so a tag in one may belong to the form or to the value. `xml_values` decides
+that; this module reads the structure around the values.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LONGEST = len("<parameter=>") + 256
 
 
 class XmlCalls:
-    """The `CallForm` of one answer.
+    """The `CallForm` of tags, for one answer.
 
     Attributes:
-        retries: how many calls may still be read twice, so that no answer takes long.
+        retries: number of calls that may still be read twice, which bounds the time of an answer.
     """
 
     openings: tuple[str, ...] = (TOOL_START, "<function=")
@@ -48,19 +48,19 @@ class XmlCalls:
 
 
 class XmlReader:
-    """A `CallReader` of one call, whose text goes through it tag by tag."""
+    """A `CallReader` of one call, tag by tag."""
 
     def __init__(self, form: XmlCalls, *, thought: bool, again: bool = False) -> None:
         self._form = form
         self._again = again
         self._thought = thought
         self._parts: list[str] = []
-        self._size = 0  # of what has been read
-        self._tail = ""  # what has not: it may become a tag
-        self._blank = True  # since the last tag there is only white space
-        self._next_line = False  # that begins with a line break
+        self._size = 0  # number of characters read
+        self._tail = ""  # unread end, which may become a tag
+        self._blank = True  # only white space since the last tag
+        self._next_line = False  # a line break in that white space
         self._fresh_line = False
-        self._behind = 0  # where the last tag ended
+        self._behind = 0  # end of the last tag
         self._state = "start"
         self._bare = False
         self._name = ""
@@ -102,7 +102,7 @@ class XmlReader:
         if not cut and self._tail:
             self._blank = False
         size = self._size + len(self._tail)
-        # What the limit has left of a closing tag belongs to the call.
+        # The prefix of a closing tag that the token limit cut belongs to the call.
         rest = size if cut and self._blank and TOOL_END.startswith(self._tail) else self._behind
         if self._state == "empty" and self._blank:
             return self._whole(rest)
@@ -120,13 +120,13 @@ class XmlReader:
         return Reading(size, (Call(self._name, unfinished(self.text, given, self._schema)),))
 
     def _read_again(self) -> Reading:
-        """Reads the text as if no value could hold a whole call: no other reading makes one."""
+        """Read the text again, without whole calls inside values."""
         self._form.retries -= 1
         reader = XmlReader(self._form, thought=self._thought, again=True)
         return reader.feed(self.text) or reader.end(cut=False)
 
     def _pass(self, plain: str) -> Reading | None:
-        """Goes over text that is no tag."""
+        """Read text between tags."""
         if not plain:
             return None
         self._size += len(plain)
@@ -134,7 +134,7 @@ class XmlReader:
             self._next_line |= "\n" in plain[: len(plain) - len(plain.lstrip())]
         self._blank = self._blank and plain.isspace()
         if self._values is not None:
-            self._values.passed(plain)
+            self._values.skip(plain)
         line = plain.rstrip(" \t")
         self._fresh_line = line.endswith("\n") if line else self._fresh_line
         if not self._blank and self._values is None:
@@ -143,6 +143,7 @@ class XmlReader:
         return None
 
     def _take(self, found: re.Match[str]) -> Reading | None:
+        """Read a tag; return the result if it is certain."""
         kind = found.group(1) or found.group(2)
         name = (found.group(3) or "").strip().strip("\"'")
         end = self._size + len(found.group())
@@ -178,6 +179,7 @@ class XmlReader:
         return None
 
     def _in_values(self, tag: Tag, fresh_line: bool) -> Reading | None:
+        """Read a tag after the first value has begun."""
         assert self._values is not None
         ending = self._values.take(tag, fresh_line)
         if ending is not None:
@@ -185,11 +187,13 @@ class XmlReader:
         return Reading(tag.start) if tag.kind == "/think" else None
 
     def _whole(self, size: int, ending: Ending | None = None) -> Reading:
+        """Return the result for a complete call."""
         given = self._values.values(ending) if self._values and ending else []
         return Reading(size, (Call(self._name, complete(self.text, given, self._schema)),))
 
 
 def _may_become_tag(text: str, start: int) -> bool:
+    """Return True if the text from `start` on is a prefix of a tag."""
     if len(text) - start > _LONGEST:
         return False
     rest = text[start:]

@@ -1,10 +1,11 @@
-"""The values of a call's parameters in Qwen3.5's form: which tag ends one, and which is part of it.
+"""Parameter values of a call in Qwen3.5's form, and the tags at their end or inside them.
 
-`</parameter>` ends a value where another parameter's tag or the end of the call follows, and
-`</function>` ends a call where `</tool_call>`, another call or the end of the answer follows, or
-text on another line if nothing better comes.
-Models forget tags, and values quote them. An end without a forgotten tag is the better one, and one
-that text follows stands only until a better one comes: then the text was the value's.
+`</parameter>` ends a value if another parameter's tag or the end of the call follows.
+`</function>` ends a call if `</tool_call>`, another call or the end of the answer follows. If
+there is no better ending, text on another line may follow it.
+
+Models omit tags, and values quote them. An ending without omitted tags is better. An ending before
+more text counts only until a better one: then the text belongs to the value.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vlm_serve.server.answers.pieces import Tools
 from vlm_serve.server.answers.tool_values import as_json, begins_json, is_no_text, read, unframed
 
 Given = tuple[str, int, int]
-"""A parameter's name, and where its value begins and ends."""
+"""A parameter's name, and the start and end of its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,10 @@ class Tag:
     """A tag in a call.
 
     Attributes:
-        kind: its word, "/function" for `</function>`.
-        name: behind the `=`, "" if there is none.
-        blank: there is only white space between the tag before and this one.
-        next_line: what stands between them begins on another line than the tag before.
+        kind: the word, "/function" for `</function>`.
+        name: the text after `=`; "": there is none.
+        blank: only white space lies between the previous tag and this one.
+        next_line: the text between them begins on another line than the previous tag.
     """
 
     kind: str
@@ -42,13 +43,13 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Where a call may end.
+    """A possible ending of a call.
 
     Attributes:
-        value: where its last value ends.
-        closed: the last of the closing tags.
-        end: where that tag ends.
-        regular: no tag before it is missing.
+        value: end of the last value.
+        closed: the last closing tag.
+        end: end of that tag.
+        regular: no tag before it is omitted.
     """
 
     value: int
@@ -62,8 +63,8 @@ class _Value:
     """The open value.
 
     Attributes:
-        inline: it begins on the line of its tag; None: nothing of it has come.
-        parts: tags in it that begin another parameter if `</parameter>` was forgotten there.
+        inline: it begins on the line of its tag; None: it is empty so far.
+        parts: tags in it that begin another parameter if `</parameter>` was omitted there.
     """
 
     name: str
@@ -73,17 +74,17 @@ class _Value:
 
 
 class ValueReader:
-    """Goes through the tags behind a call's first `<parameter=...>`.
+    """Reads the tags after a call's first `<parameter=...>`.
 
     Args:
-        schema: of all parameters.
-        tools: what may be called.
+        schema: schema of all parameters.
+        tools: the functions.
         first: the tag that begins the first value.
-        nesting: a whole call in a value belongs to it.
+        nesting: a whole call inside a value is part of it.
         ends_before_text: text may follow a call.
 
     Attributes:
-        nested: a value has something like a whole call in it.
+        nested: a value may contain a whole call.
     """
 
     def __init__(
@@ -108,20 +109,20 @@ class ValueReader:
         self._given: list[Given] = []
         self._names: set[str] = set()
         self._value = _Value(first.name, first.end)
-        self._ending: Ending | None = None  # grows with each closing tag that follows at once
-        self._earlier: Ending | None = None  # text follows it
-        self._unclosed: Ending | None = None  # so it does, and `</tool_call>` was forgotten
-        self._shape = ""  # of what may become a call in the value: its tags so far
-        self._inner: list[bool] = []  # open calls in the value: True: with `<tool_call>`
+        self._ending: Ending | None = None  # extended by each closing tag that follows directly
+        self._earlier: Ending | None = None  # the best one that text follows
+        self._unclosed: Ending | None = None  # text follows it, and `</tool_call>` was omitted
+        self._shape = ""  # tags so far of a possible call in the value
+        self._inner: list[bool] = []  # open calls in the value; True: with `<tool_call>`
         self._inner_closed = False
 
-    def passed(self, plain: str) -> None:
-        """Take notice of text that is no tag."""
+    def skip(self, plain: str) -> None:
+        """Read text between tags."""
         if self._value.inline is None:
             self._value.inline = plain[0] not in "\r\n"
 
     def take(self, tag: Tag, fresh_line: bool) -> Ending | None:
-        """Take the next tag; where the call ends, if that is certain now.
+        """Read the next tag; return the call's ending once it is certain.
 
         Args:
             fresh_line: the tag is the first one of its line.
@@ -150,12 +151,12 @@ class ValueReader:
         return None
 
     def end(self, blank: bool, next_line: bool, *, cut: bool) -> Ending | None:
-        """Where the call ends if nothing more comes; None: it has no end.
+        """Return the call's ending if nothing follows; None: it has none.
 
         Args:
-            blank: there is only white space behind the last tag.
-            next_line: what stands behind it begins on another line.
-            cut: what is open might have gone on.
+            blank: only white space follows the last tag.
+            next_line: the text after it begins on another line.
+            cut: the token limit ended the text, so an open call may be incomplete.
         """
         if not blank:
             self._text_follows(next_line)
@@ -167,28 +168,30 @@ class ValueReader:
         return best or self._unclosed
 
     def values(self, ending: Ending) -> list[Given]:
-        """All values of the call if it ends there."""
+        """Return all values of the call if it ends there."""
         return self._given + self._divided(ending.value)
 
     def _has_required(self, ending: Ending) -> bool:
+        """Return True if the call has all required parameters when it ends there."""
         return self._required <= {name for name, *_ in self.values(ending)}
 
     def unfinished(self, size: int) -> list[Given]:
-        """The values of a call that is cut, the open one last.
+        """Return the values of an incomplete call, the open one last.
 
         Args:
-            size: where the text is cut.
+            size: length of the text.
         """
         end = size if self._ending is None else self._ending.value
         return [*self._given, (self._value.name, self._value.start, end)]
 
     def _shape_with(self, tag: Tag) -> str:
+        """Return the tags of a possible call in the value after this tag."""
         if tag.kind == "function":
             return "call function" if self._shape == "call" and tag.blank else "function"
         return "call" if tag.kind == "tool_call" else ""
 
     def _take_inner(self, tag: Tag, opening: str) -> None:
-        """Goes over a call that the value quotes."""
+        """Read a tag of a quoted call inside the value."""
         self._ending = None
         if opening:
             self.nested = True
@@ -203,7 +206,7 @@ class ValueReader:
             self._inner.pop()
 
     def _text_follows(self, next_line: bool) -> None:
-        """Decides on the ending, if there is one, that text follows."""
+        """Decide on the current ending, since text follows it."""
         ending, self._ending = self._ending, None
         if ending is None:
             return
@@ -212,10 +215,10 @@ class ValueReader:
         elif ending.closed == "/function" and ending.regular and next_line:
             self._unclosed = self._unclosed or ending
         elif ending.closed == "/parameter" and self._value.parts:
-            self._value.parts.pop()  # both tags are the value's
+            self._value.parts.pop()  # both tags belong to the value
 
     def _best(self, ending: Ending | None) -> Ending | None:
-        """The better one of an ending and the one before, once a call may end with it."""
+        """Return the better of an ending and the earlier one, if a call may end there."""
         if ending is None or ending.closed == "/parameter":
             return self._earlier
         if self._earlier is not None and not ending.regular:
@@ -223,7 +226,13 @@ class ValueReader:
         return ending
 
     def _function(self, tag: Tag, second: bool, fresh_line: bool) -> Ending | None:
-        """Takes what begins another call, behind `<tool_call>` if it is a `second` one."""
+        """Read the start of another call.
+
+        Args:
+            tag: `<function=...>`.
+            second: it follows `<tool_call>`.
+            fresh_line: see `take`.
+        """
         ending, self._ending = self._ending, None
         known = tag.name in self._tools
         if known and (second or fresh_line) and not (ending or self._earlier):
@@ -237,6 +246,7 @@ class ValueReader:
         return None
 
     def _parameter(self, tag: Tag, fresh_line: bool) -> None:
+        """Read the start of another parameter, or of text in the value."""
         ending, self._ending = self._ending, None
         value, known = self._value, tag.name in self._properties
         if ending is not None and ending.closed == "/parameter":
@@ -252,11 +262,13 @@ class ValueReader:
                 value.parts.append(tag)
 
     def _give(self, end: int) -> None:
+        """End the open value."""
         given = self._divided(end)
         self._given += given
         self._names.update(name for name, *_ in given)
 
     def _close(self, tag: Tag) -> None:
+        """Read a closing tag."""
         ending = self._ending
         if ending is not None and ending.closed == "/tool_call":
             self._earlier, ending = self._best(ending), None
@@ -273,7 +285,7 @@ class ValueReader:
             self._ending = Ending(ending.value, "/tool_call", tag.end, regular)
 
     def _divided(self, end: int) -> list[Given]:
-        """The open value, and those in it whose `</parameter>` was forgotten."""
+        """Return the open value, split at parameters with an omitted `</parameter>`."""
         parts = [part for part in self._value.parts if part.end <= end]
         names = [self._value.name, *(part.name for part in parts)]
         starts = [self._value.start, *(part.end for part in parts)]
@@ -282,22 +294,22 @@ class ValueReader:
 
 
 def complete(text: str, given: Iterable[Given], schema: Mapping[str, Any]) -> str:
-    """The arguments of a call as JSON; of two values with one name the first."""
+    """Return the arguments of a call as JSON; the first of duplicate parameters counts."""
     return "{" + ", ".join(_members(text, given, schema).values()) + "}"
 
 
 def unfinished(text: str, given: list[Given], schema: Mapping[str, Any]) -> str:
-    """The arguments of a call that is cut in its last value, as JSON that does not end."""
+    """Return the arguments of a call cut in its last value, as a prefix of JSON."""
     if not given:
         return "{"
     members = _members(text, given[:-1], schema)
     name, start, end = given[-1]
     if name not in members:
         value = unframed(text[start:end])
-        shown = json.dumps(value, ensure_ascii=False)[:-1]
+        written = json.dumps(value, ensure_ascii=False)[:-1]
         if is_no_text(_property(schema, name), schema):
-            shown = value.strip() if begins_json(value) else ""
-        members[name] = f"{json.dumps(name)}: {shown}"
+            written = value.strip() if begins_json(value) else ""
+        members[name] = f"{json.dumps(name)}: {written}"
     return "{" + ", ".join(members.values())
 
 

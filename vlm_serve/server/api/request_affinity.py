@@ -14,7 +14,7 @@ from vlm_serve.server.http.tenants import salt_of
 AFFINITY = "vlm_serve.affinity"
 """Key of the ASGI scope, where no client can write."""
 
-_APIS = {
+APIS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/responses": "responses",
@@ -32,7 +32,7 @@ def note_affinity(scope: Scope, body: Mapping[str, Any], model: str) -> None:
         scope: the request's ASGI scope.
         model: the canonical name of the model that answers.
     """
-    api = _APIS.get(scope.get("path", ""))
+    api = APIS.get(scope.get("path", ""))
     if api is None or AFFINITY in scope:
         return
     salt = body.get("cache_salt") if isinstance(body, dict) else None

@@ -1,1 +1,1 @@
-"""Failover: resuming on one replica an answer that began on another."""
+"""Failover: continuing an answer on another replica."""

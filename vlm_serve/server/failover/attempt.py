@@ -1,10 +1,10 @@
-"""Attempts: the data with which another replica can continue an answer.
+"""Attempts: data for continuing an answer on another replica.
 
-An attempt fixes everything random or dated before a replica gets the request, and keeps what has
-been delivered. It stands in the ASGI scope under `ATTEMPT`, where no client can write.
+An attempt fixes everything random or dated before a replica gets the request, and keeps the
+delivered part. It stands in the ASGI scope under `ATTEMPT`, where no client can write.
 
-The sender of a request makes the first attempt (`Attempt.first`) and records the messages that it
-passes on (`Delivery`). When the replica dies, it sends `Delivery.next` to another one.
+The sender of a request makes the first attempt (`Attempt.first`) and records the messages on their
+way to the client (`Delivery`). When the replica dies, it sends `Delivery.next` to another one.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def merged(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Delivery:
-    """Record of the messages of an attempt's answer that were passed on.
+    """Record of the delivered messages of an attempt's answer.
 
     Args:
         attempt: the attempt whose messages they are.
@@ -122,7 +122,7 @@ class Delivery:
         self._tokens = {choice: list(ids) for choice, ids in attempt.tokens.items()}
 
     def passed(self, message: Mapping[str, Any]) -> None:
-        """Record a message that was passed on whole."""
+        """Record a message after it was passed on whole."""
         self._started = True
         self._delivered += len(message.get("body", b""))
         for choice, ids in message.get(TOKENS, {}).items():
@@ -132,12 +132,12 @@ class Delivery:
 
     @property
     def next(self) -> Attempt:
-        """The attempt that continues this one after its replica died."""
+        """The next attempt after the replica died."""
         return replace(self.moved, deaths=self._attempt.deaths + 1)
 
     @property
     def moved(self) -> Attempt:
-        """The attempt that continues this one while its replica shuts down in order."""
+        """The next attempt while the replica shuts down in order."""
         return replace(
             self._attempt,
             tokens={choice: tuple(ids) for choice, ids in self._tokens.items()},
@@ -150,6 +150,6 @@ class Delivery:
 
 
 def tokens_of(attempt: Attempt, prompt: int, choices: int) -> tuple[Sequence[int], ...]:
-    """Return the tokens that each choice of a prompt begins with."""
+    """Return the forced tokens of each choice of a prompt."""
     first = prompt * choices
     return tuple(attempt.tokens.get(first + index, ()) for index in range(choices))

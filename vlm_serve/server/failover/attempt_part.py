@@ -57,7 +57,7 @@ class AttemptPart:
 
     @property
     def replayed(self) -> bool:
-        """True if the last token that was taken had been delivered by an earlier attempt."""
+        """True if the last token had been delivered by an earlier attempt."""
         return self._taken <= sum(map(len, self.forced))
 
     def usage(self, delta: Delta, *, ended: bool) -> Usage:
@@ -77,7 +77,7 @@ class AttemptPart:
         return self.counted if ended else Usage(*counts)
 
     def cache_report(self, delta: Delta, *, ended: bool) -> CacheReport | None:
-        """Return the cache report of the first attempt that had one.
+        """Return the cache report of the first attempt with one.
 
         At the end it also gives the number of resumptions. It does not if all tokens had been
         delivered before: then the report itself may have been delivered, too.
@@ -92,7 +92,7 @@ class RoundRobin:
     """Orders the deltas of several choices independently of their timing.
 
     Each unfinished choice gives one delta in its turn. An engine gives several deltas of one choice
-    in a step, and none of a choice that waits for memory.
+    in a step, and none of a waiting choice.
     """
 
     def __init__(self, choices: int) -> None:
@@ -126,7 +126,7 @@ def report_fields(report: CacheReport | None) -> dict[str, Any] | None:
 
 
 def _report(fields: Mapping[str, Any] | None) -> CacheReport | None:
-    """Return the report that `report_fields` made plain data of."""
+    """Return the report for the result of `report_fields`."""
     if fields is None:
         return None
     made = {

@@ -1,4 +1,4 @@
-"""Attaching to every message of an answer the tokens that its bytes cover."""
+"""Attaching the covered tokens to every message of an answer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vlm_serve.server.failover.attempt_part import AttemptPart, report_fields
 
 
 class Coverage:
-    """Collects the tokens that the next message covers. It is empty unless the request is an
+    """Collects the tokens covered by the next message. It is empty unless the request is an
     attempt.
 
     A token counts as covered by the first bytes sent after it was generated, even if none of them
-    are its own. So the delivered bytes never depend on tokens that count as undelivered.
+    are its own. So the delivered bytes never depend on undelivered tokens.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Coverage:
         self._failed = bool(self._parts)
 
     def take(self) -> Mapping[str, Any]:
-        """Return the extra fields of the message that is sent now."""
+        """Return the extra fields of the next message."""
         extra: dict[str, Any] = {}
         if self._tokens:
             extra[TOKENS], self._tokens = self._tokens, {}

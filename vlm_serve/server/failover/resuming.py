@@ -1,4 +1,4 @@
-"""Suppressing the bytes of a resumed answer that another replica has delivered."""
+"""Suppressing the delivered bytes of a resumed answer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MOST_DEATHS = 1
 
 
 class Resuming:
-    """ASGI layer that makes a resumed attempt continue the delivered bytes. Requests that are no
-    such attempt pass through it.
+    """ASGI layer for resumed attempts: their answers continue the delivered bytes. Other requests
+    pass through it.
 
     Args:
         app: the application behind it.
@@ -50,7 +50,7 @@ class _SkipDelivered:
     """Sends the bytes after those already delivered.
 
     A response with another status than 200 is this replica's own refusal: it is sent whole. So are
-    messages that report a stream's failure, however far the replay has come.
+    reports of a stream's failure, however far the replay has come.
     """
 
     def __init__(self, attempt: Attempt, send: Send) -> None:

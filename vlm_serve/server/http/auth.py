@@ -22,7 +22,7 @@ OPEN_PATHS = frozenset({b"/health", b"/ready", b"/metrics"})
 
 
 class Gate:
-    """ASGI layer that gives every request an id and checks its API key, if there are keys.
+    """ASGI layer for request ids and API keys.
 
     Args:
         app: the application behind it.
@@ -82,7 +82,7 @@ class Gate:
 
 
 def guarded(app: ASGIApp, config: ServerConfig, tenants: Mapping[str, str] | None = None) -> Gate:
-    """Return the application behind the page and the authentication that the options ask for."""
+    """Return the application behind the page and authentication, as configured."""
     if not config.page:
         return Gate(app, config.api_key, tenants)
     page = StaticPage(app)

@@ -25,7 +25,7 @@ class HostNotAllowedError(VlmServeError):
 
 
 def for_browsers(app: ASGIApp, config: ServerConfig) -> ASGIApp:
-    """Return the application behind the checks of hosts and origins that the options ask for."""
+    """Return the application behind the configured checks of hosts and origins."""
     if config.allowed_origins:
         app = CORSMiddleware(
             app,
@@ -58,7 +58,7 @@ def host_name(header: str) -> str:
 
 
 class HostCheck:
-    """ASGI layer that refuses requests whose Host is neither loopback nor an allowed name.
+    """ASGI layer for refusing requests with a Host other than loopback and the allowed names.
 
     This stops DNS rebinding: a website whose name resolves to 127.0.0.1 would share the server's
     origin, and its scripts could do whatever the page may. Browsers always send the website's name.

@@ -1,7 +1,7 @@
-"""A connection with a deadline for everything that its client must do.
+"""A connection with deadlines for its client.
 
-uvicorn on its own never closes a connection that goes silent inside a request, and waits for ever
-for a client that does not read its answer.
+uvicorn on its own never closes a connection in the middle of a request, however silent. It also
+waits for ever for a client to read its answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ConnectionPool(Protocol):
         ...
 
     def forget(self, connection: Connection) -> None:
-        """Remove a connection that was lost."""
+        """Remove a lost connection."""
         ...
 
 
@@ -112,10 +112,10 @@ class Connection(H11Protocol):
             self._head_since = self._all.clock
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no HTTP, also while a request is being answered.
+        """Refuse invalid bytes, also while a request is being answered.
 
-        uvicorn does not look for that request. What follows it cannot be parsed, so the connection
-        ends, and the answer with it.
+        uvicorn does not look for such a request. The bytes after it cannot be parsed, so the
+        connection ends, and the answer with it.
         """
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
@@ -179,7 +179,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_held_up(self) -> bool:
-        """True if it is the server that delays the body."""
+        """True if the server itself delays the body."""
         return self.flow.read_paused or self.cycle.waiting_for_100_continue
 
     def _reads_too_slowly(self) -> bool:

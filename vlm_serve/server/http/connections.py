@@ -80,7 +80,7 @@ class Connections:
             self._open.move_to_end(connection)
 
     def forget(self, connection: Connection) -> None:
-        """Remove a connection that was lost."""
+        """Remove a lost connection."""
         self._open.pop(connection, None)
 
     def _close_longest_idle(self) -> bool:
@@ -92,7 +92,7 @@ class Connections:
         return True
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle the loop's errors; asyncio reports here each `accept` that failed."""
+        """Handle the loop's errors, among them each failed `accept`."""
         error = context.get("exception")
         if "accept()" not in context.get("message", "") or not isinstance(error, OSError):
             loop.default_exception_handler(context)

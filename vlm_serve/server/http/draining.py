@@ -31,7 +31,7 @@ BACKLOG = 128
 
 
 class Servable(Protocol):
-    """A service that a `DrainingServer` can run and stop."""
+    """A service for a `DrainingServer` to run and stop."""
 
     @property
     def config(self) -> ServerConfig:
@@ -44,7 +44,7 @@ class Servable(Protocol):
         ...
 
     def end_streams(self) -> None:
-        """End the streams that have no end of their own."""
+        """End the endless streams."""
         ...
 
     async def close(self) -> None:
@@ -56,7 +56,7 @@ S = TypeVar("S", bound=Servable)
 
 
 class DrainingServer(uvicorn.Server, Generic[S]):
-    """A uvicorn server that stops in two steps.
+    """A uvicorn server with a shutdown in two steps.
 
     After the first signal it refuses new work and lets open requests end, up to the timeout. The
     port stays open meanwhile, and /ready reports it. A second signal calls `on_second_signal` from

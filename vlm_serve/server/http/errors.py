@@ -40,7 +40,7 @@ class MediaTypeError(InvalidRequestError):
 
 
 class UnsupportedFieldError(InvalidRequestError):
-    """The request has a known field that would change the answer, but is not implemented."""
+    """A known field that would change the answer is not implemented."""
 
 
 class RequestTimeoutError(VlmServeError):
@@ -156,7 +156,7 @@ def internal_error(error: BaseException, request_id: str) -> VlmServeError:
 
 
 def public_error(error: BaseException, request_id: str) -> VlmServeError:
-    """Return the error that a client may see; an unexpected one is hidden and logged."""
+    """Return the error for the client; an unexpected one is hidden and logged."""
     return error if isinstance(error, VlmServeError) else internal_error(error, request_id)
 
 

@@ -15,7 +15,7 @@ from vlm_serve.server.http.request_memory import RequestMemory, Share
 
 
 class FetchedMemory:
-    """Holds a share of the budget for every medium, on behalf of the threads that fetch.
+    """Holds a share of the budget for every medium, on behalf of the fetching threads.
 
     A thread without space in the budget waits and does not read, so the bytes stay at their sender.
 
@@ -32,8 +32,8 @@ class FetchedMemory:
 
     @contextlib.contextmanager
     def holding(self, stop: Stop) -> Iterator[Hold]:
-        """Yield a function that takes further bytes out of the budget; call it from a thread
-        other than the loop's. The bytes are given back after the block.
+        """Yield a function for taking further bytes out of the budget, on a thread other than the
+        loop's. The bytes are given back after the block.
 
         The function raises:
             OverloadedError: there was no space for too long.

@@ -1,8 +1,8 @@
-"""Parsing and validating a JSON body at a cost that is known beforehand.
+"""Parsing and validating a JSON body at a bounded cost.
 
-Parsing and validating hold the interpreter lock in calls that cannot be interrupted, which stops
-every other thread. So their cost is first counted from the body's bytes, in pieces between which
-other threads can run, and bounded.
+Parsing and validating hold the interpreter lock in calls that cannot be interrupted, and every
+other thread stops meanwhile. So their cost is first counted from the body's bytes and bounded.
+Counting works in pieces, so other threads can run in between.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def parse_json(body: bytes, limit: int = MAX_COST) -> Any:
 
 
 def parse_counted(body: bytes) -> Any:
-    """Parse a body that `count_json` has accepted.
+    """Parse a body after `count_json` has accepted it.
 
     Raises:
         InvalidRequestError: it is not valid JSON.
@@ -72,7 +72,7 @@ def parse_counted(body: bytes) -> Any:
 
 
 def count_json(body: bytes, limit: int = MAX_COST) -> BodyCost:
-    """Count the cost of a body, in pieces between which other threads can run.
+    """Count the cost of a body in pieces, so that other threads can run in between.
 
     Args:
         body: the bytes.

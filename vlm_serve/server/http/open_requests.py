@@ -1,4 +1,4 @@
-"""Counting open requests, so that a server that stops can wait for them."""
+"""Counting open requests, to wait for them at shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, plus the bodies that routes read themselves."""
+"""The OpenAPI document: FastAPI's, plus the bodies of requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REFERENCE = "#/components/schemas/{model}"
 
 
 class ExactRoute(APIRoute):
-    """A route whose path matches exactly; Starlette's own pattern accepts a final line break."""
+    """A route with an exactly matching path; Starlette's own pattern accepts a final line break."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -25,7 +25,7 @@ class ExactRoute(APIRoute):
 
 
 class DescribedApp(FastAPI):
-    """A FastAPI application whose document also contains the models given to `body_of`.
+    """A FastAPI application with the models given to `body_of` in its document.
 
     The document is made on the first request for it, off the event loop: it takes 0.1 s.
     """
@@ -48,7 +48,7 @@ class DescribedApp(FastAPI):
             return self._document
 
     def body_of(self, model: type[BaseModel]) -> dict[str, Any]:
-        """Return `openapi_extra` of a route that reads a JSON body of this model."""
+        """Return `openapi_extra` of a route with a JSON body of this model."""
         self._bodies.append(model)
         schema = {"$ref": _REFERENCE.format(model=model.__name__)}
         return {

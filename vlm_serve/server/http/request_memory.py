@@ -40,9 +40,9 @@ class RequestMemory:
     Requests of up to SMALL_PART of it may use all of it, larger ones only LARGE_PART. So large
     bodies never delay a short question.
 
-    To avoid deadlock between requests that each hold a part of what they need, one request may
-    exceed the budget: the first one waiting. The next gets that right only when all of them are
-    within the budget again.
+    Requests may each hold a part of their needs and wait for the rest. To avoid that deadlock, the
+    first waiting request may exceed the budget. The next one may only after all of them are within
+    the budget again.
 
     Args:
         most: bytes.
@@ -95,7 +95,7 @@ class RequestMemory:
         self.resize(share, 0)
 
     def _grant(self) -> None:
-        """Grant waiting requests in order where they fit, and one beyond the budget."""
+        """Let waiting requests grow in order where they fit, and one beyond the budget."""
         if self.held <= self.most:
             self._favoured = None
         left: deque[_Waiter] = deque()
@@ -164,7 +164,7 @@ def current_share() -> Share | None:
 
 
 class Intake:
-    """ASGI layer that charges the body of every request to the budget before reading it.
+    """ASGI layer for charging the body of every request to the budget before it is read.
 
     Args:
         app: the application behind it.

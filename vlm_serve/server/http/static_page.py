@@ -60,7 +60,7 @@ SAFETY_HEADERS = {
 
 
 class StaticPage:
-    """ASGI layer that serves the page's files and passes on all other requests.
+    """ASGI layer with the page's files; it passes on all other requests.
 
     Args:
         app: the application behind it.

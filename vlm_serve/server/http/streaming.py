@@ -40,7 +40,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
-    """Return the result of the work, which is cancelled when the client disconnects.
+    """Return the result of the work; cancel it when the client disconnects.
 
     Raises:
         ClientGoneError: the client has disconnected.
@@ -107,7 +107,7 @@ class EventStream(Response):
     """Sends events until they end or the client disconnects, then closes their generator.
 
     Starlette's own streaming response notices a disconnect only when it next sends something. A
-    request that waits in a queue sends nothing.
+    queued request sends nothing.
     """
 
     media_type = "text/event-stream"

@@ -1,4 +1,4 @@
-"""Tenants: API keys with a cache salt that the operator has bound to them."""
+"""Tenants: API keys with a bound cache salt."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def bind(scope: Any, key: bytes, salt: str | None) -> None:
 
 
 def owner_of(scope: Any, client_salt: str | None) -> Owner:
-    """Return the owner of the responses that a request stores; it raises as `salt_of` does."""
+    """Return the owner of a request's stored responses; it raises as `salt_of` does."""
     return Owner(scope.get("state", {}).get(_KEY, b""), salt_of(scope, client_salt))
 
 
