@@ -73,6 +73,15 @@ def test_imports_go_through_the_package(path: Path) -> None:
         ("vlm_serve/models", ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.cache")),
         ("vlm_serve/engine", ("vlm_serve.server", "fastapi", "uvicorn")),
         (
+            "vlm_serve/server/failover",
+            ("vlm_serve.server.http", "vlm_serve.server.answers", "vlm_serve.server.api"),
+        ),
+        (
+            "vlm_serve/server/http",
+            ("vlm_serve.server.answers", "vlm_serve.server.api", "vlm_serve.server.service"),
+        ),
+        ("vlm_serve/server/answers", ("vlm_serve.server.api",)),
+        (
             "vlm_serve/routing",
             ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.cache", "torch", "ray", "fastapi"),
         ),
@@ -143,6 +152,7 @@ def test_one_place_says_how_python_is_started() -> None:
         "vlm_serve/routing",
         "vlm_serve/batch",
         "vlm_serve/grammar",
+        "vlm_serve/server",
         "cache",
         "kernels",
         "preprocess",

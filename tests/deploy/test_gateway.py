@@ -18,8 +18,8 @@ from vlm_serve.deploy.replica_pool import (
     ReplicaLostError,
     ReplicaPool,
 )
-from vlm_serve.server.auth import guarded
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.auth import guarded
 
 START: Message = {
     "type": "http.response.start",
@@ -179,7 +179,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event(path: str, begin: str
 def test_the_limit_of_open_requests_is_the_gateways() -> None:
     async def work() -> None:
         gateway = gateway_of(ScriptedPool([*WHOLE]))
-        gateway.num_open = 2  # one for each replica
+        gateway.requests.num_open = 2  # one for each replica
         answer = await post(gateway)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "queue_full"
@@ -212,7 +212,7 @@ def test_a_draining_gateway_takes_no_more() -> None:
     async def work() -> None:
         pool = ScriptedPool()
         gateway = gateway_of(pool)
-        assert await gateway.drain(1.0)
+        assert await gateway.requests.drain(1.0)
         assert (await post(gateway)).json()["error"]["code"] == "shutting_down"
 
     run(work)

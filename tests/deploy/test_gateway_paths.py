@@ -23,11 +23,11 @@ from vlm_serve.deploy.replica import receiver
 from vlm_serve.deploy.replica_pool import ReplicaCall, ReplicaPool
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.app import create_routes, routed
-from vlm_serve.server.auth import guarded
-from vlm_serve.server.browsers import for_browsers
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.connections import Connections
-from vlm_serve.server.draining import DrainingServer, listen, url_of, uvicorn_config
+from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.browsers import for_browsers
+from vlm_serve.server.http.connections import Connections
+from vlm_serve.server.http.draining import DrainingServer, listen, url_of, uvicorn_config
 from vlm_serve.server.service import Service
 
 

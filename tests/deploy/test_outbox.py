@@ -9,7 +9,7 @@ from starlette.types import Message
 
 from vlm_serve.deploy import outbox as outbox_module
 from vlm_serve.deploy.outbox import BEGUN, Outbox, Outboxes
-from vlm_serve.server.attempt import TOKENS
+from vlm_serve.server.failover.attempt import TOKENS
 
 
 def test_what_one_turn_gives_is_taken_at_once() -> None:

@@ -13,7 +13,7 @@ from vlm_serve.deploy import replica_pool
 from vlm_serve.deploy.replica_pool import ReplicaCall, ReplicaPool
 from vlm_serve.deploy.shared_state import SharedState
 from vlm_serve.routing.view import RequestUsage
-from vlm_serve.server.attempt import USAGE, Attempt
+from vlm_serve.server.failover.attempt import USAGE, Attempt
 
 
 @dataclass

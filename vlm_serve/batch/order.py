@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlm_serve.preprocess.affinity_turns import Medium, Said, read_body
-from vlm_serve.server.affinity import APIS
+from vlm_serve.server.api.request_affinity import APIS
 
 PREFIX_CHARACTERS = 512
 KEY_CHARACTERS = 4096

@@ -101,7 +101,7 @@ def _line(raw: bytes, number: int, offset: int, max_bytes: int) -> Line:
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:
-    from vlm_serve.server.json_body import parse_json
+    from vlm_serve.server.http.json_body import parse_json
 
     value = parse_json(raw)
     if not isinstance(value, dict):

@@ -8,9 +8,9 @@ import time
 from starlette.types import Message, Scope
 
 from vlm_serve.errors import VlmServeError
-from vlm_serve.server.attempt import TOKENS, Attempt, Delivery
-from vlm_serve.server.errors import envelope, is_anthropic, messages_envelope
-from vlm_serve.server.request_id import request_id_of
+from vlm_serve.server.failover.attempt import TOKENS, Attempt, Delivery
+from vlm_serve.server.http.errors import envelope, is_anthropic, messages_envelope
+from vlm_serve.server.http.request_id import request_id_of
 
 MAX_TOKENS = 1 << 20
 """An answer with more tokens cannot be resumed."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError
-from vlm_serve.server.browsers import is_loopback
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.browsers import is_loopback
 
 
 def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> None:

@@ -27,13 +27,13 @@ from vlm_serve.deploy.replica_pool import (
 )
 from vlm_serve.deploy.request_keys import keys_of
 from vlm_serve.errors import InvalidRequestError, OverloadedError, VlmServeError
-from vlm_serve.server.body import read_body
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.errors import DrainingError, error_for, public_error
-from vlm_serve.server.request_id import request_id_of
-from vlm_serve.server.request_memory import Intake, RequestMemory
-from vlm_serve.server.streaming import cancelled, disconnected
-from vlm_serve.server.work import Work
+from vlm_serve.server.http.body import read_body
+from vlm_serve.server.http.errors import DrainingError, error_for, public_error
+from vlm_serve.server.http.open_requests import OpenRequests
+from vlm_serve.server.http.request_id import request_id_of
+from vlm_serve.server.http.request_memory import Intake, RequestMemory
+from vlm_serve.server.http.streaming import cancelled, disconnected
 
 ONE_REPLICA = ("/v1/cache/tree", "/v1/cache/events", "/v1/cache/nodes/", "/v1/cache/affinity")
 """Routes about a single replica: the one in `?replica=`, by default the first."""
@@ -45,7 +45,7 @@ class UnknownReplicaError(InvalidRequestError):
     status = 404
 
 
-class Gateway(Work):
+class Gateway:
     """An ASGI application in front of the replicas.
 
     Args:
@@ -61,7 +61,8 @@ class Gateway(Work):
     def __init__(
         self, pool: ReplicaPool, config: ServerConfig, model: str, max_open_per_replica: int
     ) -> None:
-        super().__init__(config)
+        self.config = config
+        self.requests = OpenRequests()
         self.num_lost = 0
         self.pool = pool
         self.memory = RequestMemory(config.max_request_bytes)
@@ -97,7 +98,7 @@ class Gateway(Work):
 
     async def close(self) -> None:
         """Stop accepting requests and watching the replicas."""
-        self.draining = True
+        self.requests.draining = True
         self.end_streams()
         if self._running is not None:
             self._running.cancel()
@@ -177,14 +178,15 @@ class Gateway(Work):
     @contextlib.contextmanager
     def _admitted(self) -> Iterator[None]:
         """Count one request in and out. Raise DrainingError or OverloadedError on entry."""
-        if self.draining:
+        if self.requests.draining:
             raise DrainingError("the server is shutting down", code="shutting_down")
         names = self.pool.names
         if not names:
             raise no_replica()
-        if self.num_open >= self._max_open_per_replica * len(names):
-            raise OverloadedError(f"{self.num_open} requests are open already", code="queue_full")
-        with self.counted():
+        num_open = self.requests.num_open
+        if num_open >= self._max_open_per_replica * len(names):
+            raise OverloadedError(f"{num_open} requests are open already", code="queue_full")
+        with self.requests.counted():
             yield
 
     def _named_replica(self, scope: Scope, single: bool) -> tuple[bytes, str | None]:

@@ -22,9 +22,10 @@ from vlm_serve.deploy.replica_pool import (
 )
 from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.own_version import own_version
-from vlm_serve.server.body import read_body
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.request_memory import RequestMemory
+from vlm_serve.server.http.body import read_body
+from vlm_serve.server.http.open_requests import OpenRequests
+from vlm_serve.server.http.request_memory import RequestMemory
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = 2.0
@@ -38,11 +39,10 @@ class GatewayState(Protocol):
     """The attributes of a `Gateway` read by these routes."""
 
     config: ServerConfig
-    draining: bool
     memory: RequestMemory
     num_lost: int
-    num_open: int
     pool: ReplicaPool
+    requests: OpenRequests
 
 
 async def response(gateway: GatewayState, scope: Scope, receive: Receive) -> Response | None:
@@ -67,7 +67,7 @@ async def health(gateway: GatewayState, request: Request) -> Response:
 
 async def ready(gateway: GatewayState, request: Request) -> Response:
     """Return 200 while new requests are accepted, else 503."""
-    if gateway.draining or (await health(gateway, request)).status_code != 200:
+    if gateway.requests.draining or (await health(gateway, request)).status_code != 200:
         return JSONResponse({"status": "not ready"}, status_code=503)
     return JSONResponse({"status": "ready"})
 
@@ -81,7 +81,7 @@ async def load(gateway: GatewayState, request: Request) -> Response:
     bodies = [json.loads(bytes(each.body)) for each in (await ask_all(gateway, request)).values()]
     names = ("num_requests_running", "num_requests_waiting", "open_prompt_tokens")
     sums = {name: sum(body[name] for body in bodies) for name in names}
-    own = {"server_load": gateway.num_open, "request_memory_bytes": gateway.memory.held}
+    own = {"server_load": gateway.requests.num_open, "request_memory_bytes": gateway.memory.held}
     return JSONResponse(own | sums | {"replicas": len(bodies)})
 
 
@@ -89,7 +89,7 @@ async def metrics(gateway: GatewayState, request: Request) -> Response:
     """Return all replicas' metrics, labelled by replica, and the gateway's own."""
     replies = await ask_all(gateway, request)
     texts = {name: bytes(reply.body).decode() for name, reply in replies.items()}
-    own = own_metrics(len(gateway.pool.names), gateway.num_open, gateway.num_lost)
+    own = own_metrics(len(gateway.pool.names), gateway.requests.num_open, gateway.num_lost)
     return Response(labelled(texts) + own, media_type=METRICS_TYPE)
 
 

@@ -24,10 +24,10 @@ from vlm_serve.deploy.replica_pool import ReplicaPool
 from vlm_serve.deploy.serving import application, max_open_requests
 from vlm_serve.errors import ConfigError
 from vlm_serve.options import from_mapping, options_of
-from vlm_serve.server.auth import guarded
-from vlm_serve.server.browsers import for_browsers
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.tenants import read_tenant_keys
+from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.browsers import for_browsers
+from vlm_serve.server.http.tenants import read_tenant_keys
 
 CONFIGS = (DeployConfig, ServerConfig, EngineConfig)
 PROXY_HOST = "0.0.0.0"

@@ -19,19 +19,19 @@ from vlm_serve.deploy.cluster import Cluster, end_on_signals, leave_at_once
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.deploy.restart import Restarts
 from vlm_serve.errors import ConfigError, EngineError
-from vlm_serve.server.auth import guarded
-from vlm_serve.server.browsers import for_browsers
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.connections import Connections
-from vlm_serve.server.draining import (
+from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.browsers import for_browsers
+from vlm_serve.server.http.connections import Connections
+from vlm_serve.server.http.draining import (
     SWITCH_SECONDS,
     DrainingServer,
     listen,
-    say,
+    print_notice,
     url_of,
     uvicorn_config,
 )
-from vlm_serve.server.tenants import read_tenant_keys
+from vlm_serve.server.http.tenants import read_tenant_keys
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _run(
             uvicorn_config(for_browsers(app, config), connections),
             gateway,
             connections,
-            lambda: say(table(rows)),
+            lambda: print_notice(table(rows)),
             leave_at_once,
         )
         server.run(sockets=[bound])

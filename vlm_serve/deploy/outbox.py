@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from starlette.types import Message
 
-from vlm_serve.server.attempt import merged
+from vlm_serve.server.failover.attempt import merged
 
 PACE_SECONDS = 0.01
 """Least time between two batches, unless the next one has the first text of a request."""

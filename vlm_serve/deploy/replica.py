@@ -61,8 +61,8 @@ class EngineReplica:
     def __init__(self, setup: ReplicaSetup) -> None:
         from vlm_serve.engine.engine import Engine
         from vlm_serve.server.app import create_routes
-        from vlm_serve.server.draining import SWITCH_SECONDS
-        from vlm_serve.server.main import leave_alone_what_stays
+        from vlm_serve.server.http.draining import SWITCH_SECONDS
+        from vlm_serve.server.main import freeze_startup_objects
         from vlm_serve.server.service import Service
 
         if setup.folder is not None:
@@ -79,10 +79,10 @@ class EngineReplica:
         self._channels = Channels(self._outboxes, host)
         engine = Engine.from_checkpoint(setup.model, setup.engine)
         self._service: Service = Service(engine, setup.server, setup.names)
-        self._service.created = setup.created
-        self._service.warm_up()
+        self._service.state.created = setup.created
+        self._service.grammars.warm_up()
         self._app: ASGIApp = create_routes(self._service)
-        leave_alone_what_stays()
+        freeze_startup_objects()
 
     async def answer(
         self,
@@ -142,7 +142,7 @@ class EngineReplica:
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Return the load and a digest of the cached prefixes, for routers."""
-        stats: dict[str, Any] = {"load": float(self._service.open_tokens)}
+        stats: dict[str, Any] = {"load": float(self._service.admission.open_tokens)}
         digest = getattr(self._service.engine, "affinity_digest", None)
         if digest is not None:
             stats["digest"] = digest()
@@ -150,7 +150,7 @@ class EngineReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the open prompt tokens, for `serving.replicas_for`."""
-        return {"open_tokens": float(self._service.open_tokens)}
+        return {"open_tokens": float(self._service.admission.open_tokens)}
 
     async def __del__(self) -> None:
         service = getattr(self, "_service", None)

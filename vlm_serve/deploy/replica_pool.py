@@ -25,7 +25,7 @@ from vlm_serve.deploy.outbox import BEGUN, NumberedMessage
 from vlm_serve.deploy.shared_state import SHARED_STATE
 from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.routing.view import RequestUsage
-from vlm_serve.server.attempt import USAGE
+from vlm_serve.server.failover.attempt import USAGE
 
 _log = logging.getLogger(__name__)
 

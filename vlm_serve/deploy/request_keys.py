@@ -13,9 +13,9 @@ from starlette.types import Scope
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.affinity import affinity_keys_of_body
-from vlm_serve.server.json_body import count_json, parse_counted
-from vlm_serve.server.request_memory import current_share
-from vlm_serve.server.tenants import salt_of
+from vlm_serve.server.http.json_body import count_json, parse_counted
+from vlm_serve.server.http.request_memory import current_share
+from vlm_serve.server.http.tenants import salt_of
 
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ async def keys_of(scope: Scope, body: bytes, model: str) -> tuple[bytes, ...]:
     try:
         cost = await _off_the_loop(body, count_json, body)
         if share is not None:
-            await share.cover(cost.to_parse())
+            await share.grow(cost.to_parse())
         return await _off_the_loop(body, _keys, api, body, scope, model)
     except InvalidRequestError:
         return ()
