@@ -75,17 +75,9 @@ class Numbers:
         return sum(map(begins_with_a_verb, counted)) / max(1, len(counted))
 
     @property
-    def relative_words(self) -> float:
-        """Relative words per sentence of all docstrings."""
-        found = [sentence for each in self.docstrings for sentence in sentences(each.text)]
-        words = sum(word.lower() in RELATIVE for each in found for word in each.split())
-        return words / max(1, len(found))
-
-    @property
-    def mean_sentence(self) -> float:
-        """Words per sentence of all docstrings."""
-        found = [sentence for each in self.docstrings for sentence in sentences(each.text)]
-        return sum(len(each.split()) for each in found) / max(1, len(found))
+    def sentences(self) -> list[str]:
+        """The sentences of all docstrings."""
+        return [sentence for each in self.docstrings for sentence in sentences(each.text)]
 
 
 def begins_with_a_verb(docstring: Docstring) -> bool:
@@ -154,6 +146,17 @@ def sentences(text: str) -> list[str]:
     return found
 
 
+def relative_words(found: list[str]) -> float:
+    """Return the relative words per sentence."""
+    words = sum(word.lower() in RELATIVE for each in found for word in each.split())
+    return words / max(1, len(found))
+
+
+def mean_words(found: list[str]) -> float:
+    """Return the words per sentence."""
+    return sum(len(each.split()) for each in found) / max(1, len(found))
+
+
 def numbers_of(folder: Path) -> Numbers:
     """Count a folder."""
     numbers = Numbers()
@@ -182,7 +185,7 @@ def main() -> None:
         numbers = numbers_of(ROOT / name)
         print(f"{name:24}{numbers.files:6}{numbers.lines:8}{numbers.code_lines:8}", end="")
         print(f"{len(numbers.docstrings):11}{numbers.verbs_share:7.0%}", end="")
-        print(f"{numbers.relative_words:9.2f}{numbers.mean_sentence:7.1f}")
+        print(f"{relative_words(numbers.sentences):9.2f}{mean_words(numbers.sentences):7.1f}")
         if options.first:
             show_first_words(numbers)
         if options.long:
@@ -191,7 +194,7 @@ def main() -> None:
     for path in documents():
         text = path.read_text(encoding="utf-8")
         found = sentences(text)
-        mean = sum(len(each.split()) for each in found) / max(1, len(found))
+        mean = mean_words(found)
         print(f"{path.relative_to(ROOT)!s:24}{text.count(chr(10)):14}{'':34}{mean:7.1f}")
         if options.long:
             show_long(str(path.relative_to(ROOT)), text)
