@@ -19,8 +19,8 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "0"
 
 import triton
-from aot_cases import cases
-from aot_compile import TARGETS, Usage, compile_launch, specialisation
+from common.aot_cases import cases
+from common.aot_compile import TARGETS, Usage, compile_launch, specialisation
 
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.triton_support import Launch, record_launches

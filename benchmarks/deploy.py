@@ -17,17 +17,14 @@ import contextlib
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import httpx
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from machine import describe
+from common.machine import describe
 from process_tree import processes_below
 from server_process import ServerProcess, server_process
 

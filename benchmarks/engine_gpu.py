@@ -18,20 +18,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import gpu_agreement
 import oracle
 import torch
-from engine_cases import (
+from checkpoint_spec import CheckpointSpec
+from common.engine_cases import (
     AGAIN,
-    CheckpointSpec,
     Ours,
     Results,
     Side,
     Transformers,
     Work,
-    make_checkpoint,
     work_for,
 )
+from make_checkpoint import make_checkpoint
 
 from vlm_serve import EngineConfig, Pipeline
 

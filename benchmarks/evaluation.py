@@ -19,10 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import engine_cases
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import torch
 from checkpoint_spec import BENCHMARK_SPECS
-from machine import describe
+from common.machine import describe
+from make_checkpoint import make_checkpoint
 
 import vlm_serve.cli
 
@@ -76,7 +77,7 @@ def run(
     path = model
     if model == RANDOM:
         spec = replace(BENCHMARK_SPECS["qwen3_5"], dtype="bfloat16")
-        path = str(engine_cases.make_checkpoint(folder / "random-49m", spec))
+        path = str(make_checkpoint(folder / "random-49m", spec))
     output = reports / f"{name}-{Path(path).name}.html"
     command = [sys.executable, "-m", vlm_serve.cli.__name__, "eval", name, path, "-o", str(output)]
     command += [*BENCHMARKS[name], "--cache-memory", "512MiB"]

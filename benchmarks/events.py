@@ -31,11 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import httpx
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from machine import commit, describe
+from common.machine import commit, describe
 from server_process import server_process
 
 from vlm_serve.cache.events import CacheEvents

@@ -21,13 +21,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import torch
 from checkpoint_spec import CheckpointSpec
+from common.machine import add_isa_argument, describe, run_as
 from exactness import Pair, next_turn_pairs, picture_pairs, random_pairs
 from families import FAMILIES
 from guesses import draft_freely
-from machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
 from quantised_weights import FORMATS
 

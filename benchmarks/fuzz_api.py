@@ -17,8 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 from server_process import server_process
 
 CHECKS = (

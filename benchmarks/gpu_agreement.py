@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import numpy as np
 from checkpoint_spec import CheckpointSpec
 from exactness import next_turn_pairs, picture_pairs, random_pairs

@@ -24,12 +24,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from hostile_beside import beside_lines
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
+from common.hostile_beside import beside_lines
+from common.hostile_stages import stage_lines
 from hostile_cases import make_case
 from hostile_client import run_case
-from hostile_stages import stage_lines
 from hostile_traffic import (
     KINDS,
     Result,

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kernels_before import timed
-from limits import Limits
-from machine import add_isa_argument, describe, run_as
+from common.kernels_before import timed
+from common.limits import Limits
+from common.machine import add_isa_argument, describe, run_as
 
 from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.linear import Linear, dense

@@ -24,11 +24,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import httpx
 from PIL import Image, ImageDraw
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
 from server_process import server_process
 
 SERVE = ("--cache-memory", "64MiB", "--max-num-seqs", "16", "--threads", "1")

@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 from queue import SimpleQueue
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from engine_cases import checkpoint
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
+from common.engine_cases import checkpoint
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine

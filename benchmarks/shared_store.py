@@ -26,11 +26,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import numpy as np
 import torch
 from checkpoint_spec import BENCHMARK_SPEC, CheckpointSpec
-from machine import describe
+from common.machine import describe
 from make_checkpoint import make_checkpoint
 from parity import greedy, tapped
 from parity_cases import assistant, random_ids, user, video

@@ -19,10 +19,8 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 from simulation import Simulation
 
 STEPS_PER_SEED = 1000

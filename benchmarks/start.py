@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from machine import commit, describe
+from common.machine import commit, describe
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE = """

@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import torch
 from checkpoint_spec import LARGER_SPEC
-from machine import add_isa_argument, describe, run_as
+from common.machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
 

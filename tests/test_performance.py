@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_docs import given_reasons
 
-from benchmarks.charts import axis_of, draw, number
-from benchmarks.plot_data import FOLDER, Figure, Result, Row, load
+from benchmarks.common.charts import axis_of, draw, number
+from benchmarks.common.plot_data import FOLDER, Figure, Result, Row, load
 from benchmarks.plots import PAGE, PLOTS, figures, plots, with_figures
 
 ROOT = Path(__file__).resolve().parent.parent

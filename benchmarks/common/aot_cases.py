@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from gpu_shapes import ALL, Shapes
 
+from common.gpu_shapes import ALL, Shapes
 from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
 from vlm_serve.kernels.elementwise import silu_times, times_sigmoid
 from vlm_serve.kernels.gated_delta import (

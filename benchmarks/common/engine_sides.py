@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from engine_cases import Side, transformers
-from engine_child import child
-from engine_gguf import ConversionError, convert, has_state
-from engine_peers import Completions, LlamaCpp, find_llama, find_vllm, llama, ours, vllm
-from engine_server import Server, Unavailable
-from machine import ROOT
+from common.engine_cases import Side, transformers
+from common.engine_child import child
+from common.engine_gguf import ConversionError, convert, has_state
+from common.engine_peers import Completions, LlamaCpp, find_llama, find_vllm, llama, ours, vllm
+from common.engine_server import Server, Unavailable
+from common.machine import ROOT
 
 OURS, BEFORE, PLAIN = "vlm-serve", "vlm-serve before", "vlm-serve, no compiled kernels"
 TRANSFORMERS, VLLM, LLAMA = "transformers", "vLLM", "llama.cpp"

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_gguf import ConversionError, convert
-from engine_peers import LlamaCpp, find_llama, llama
-from engine_server import Unavailable
-
+from common.engine_gguf import ConversionError, convert
+from common.engine_peers import LlamaCpp, find_llama, llama
+from common.engine_server import Unavailable
 from vlm_serve.sampling_params import SamplingParams
 
 DRAFTERS: dict[str, Mapping[str, object]] = {

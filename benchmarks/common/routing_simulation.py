@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from routing_policies import Chooser
-from routing_trace import BLOCK_SIZE, Question
-
+from common.routing_policies import Chooser
+from common.routing_trace import BLOCK_SIZE, Question
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.placement import plan_snapshots
 from vlm_serve.cache.prefix_cache import Lease, PrefixCache

@@ -16,8 +16,9 @@ from typing import Any
 from ray.llm._internal.serve.routing_policies.prefix_aware import prefix_aware_router
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 from ray.serve._private.common import DeploymentID, ReplicaID
-from routing_policies import Random
-from routing_trace import Question
+
+from common.routing_policies import Random
+from common.routing_trace import Question
 
 # With `ray.llm` comes a handler that writes down whatever any library says.
 logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -6,9 +6,9 @@ import statistics
 import time
 from contextlib import ExitStack
 
-import media_trace
-from engine_sides import OURS, Peers
-from media_trace import Outcome
+from common import media_trace
+from common.engine_sides import OURS, Peers
+from common.media_trace import Outcome
 
 
 def compare_media(dtype: str, peers: Peers, rounds: int, until: float) -> None:

@@ -6,26 +6,21 @@ import asyncio
 import base64
 import io
 import json
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import av
 import httpx
 import numpy as np
 from PIL import Image
-from routing_policies import Chooser
-from routing_simulation import DIGEST_AGE, DIGEST_SECONDS, WINDOW_SECONDS, Outcome
-from routing_trace import VIDEO_SHARE, Question, Trace
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
 from server_process import server_process
 
+from common.routing_policies import Chooser
+from common.routing_simulation import DIGEST_AGE, DIGEST_SECONDS, WINDOW_SECONDS, Outcome
+from common.routing_trace import VIDEO_SHARE, Question, Trace
 from vlm_serve.preprocess.affinity import AffinityDigest
 from vlm_serve.routing.view import Spent
 

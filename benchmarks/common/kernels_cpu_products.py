@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kernels_before import SETTLE_SECONDS, Before, timed
-from limits import Limits
-from machine import emulated
 
+from common.kernels_before import SETTLE_SECONDS, Before, timed
+from common.limits import Limits
+from common.machine import emulated
 from vlm_serve.kernels import linear as kernels
 
 AGO = hasattr(kernels, "pack")
@@ -88,7 +88,7 @@ class Product:
     def sides(self) -> dict[tuple[str, str], Callable[[], object]]:
         """The same by side and type, and beside it that product in steps."""
         # Commits that a child measures, which asks for `ours` alone, need not have steps.
-        from kernels_cpu_in_step import in_a_step
+        from common.kernels_cpu_in_step import in_a_step
 
         sides: dict[tuple[str, str], Callable[[], object]] = {}
         for name, weights, x in self._ours():

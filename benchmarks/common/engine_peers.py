@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine_child import own_environment
-from engine_server import Server, Unavailable, free_port, running, words
-from machine import emulated
+from common.engine_child import own_environment
+from common.engine_server import Server, Unavailable, free_port, running, words
+from common.machine import emulated
 
 VLLM_PLACES = ("venv-vllm", ".venv-vllm", "../venv-vllm", "~/venv-vllm", "~/.venvs/vllm")
 """Virtual environments that are looked at for a vLLM, from this project's root."""
@@ -68,7 +68,7 @@ def _check(peer: str, made: int, wanted: int) -> None:
 
 def find_vllm(given: str | None) -> str:
     """The Python of an environment with vLLM. Raises Unavailable."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     named = given or os.environ.get("VLLM_PYTHON")
     folders = [(root / Path(place).expanduser()) for place in VLLM_PLACES]
     candidates = [named] if named else [str(folder / "bin" / "python") for folder in folders]

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import media_trace
-from engine_cases import AGAIN, DECODE, PREFILL, Side, Work
+from common import media_trace
+from common.engine_cases import AGAIN, DECODE, PREFILL, Side, Work
 
 IMAGE = "same image, another question"
 PLAIN_READ = "plain read"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,18 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+import oracle
+import torch
+from checkpoint_spec import BENCHMARK_SPECS
+from make_checkpoint import make_checkpoint
 
-import oracle  # noqa: E402
-import torch  # noqa: E402
-from checkpoint_spec import BENCHMARK_SPECS, CheckpointSpec  # noqa: E402
-from make_checkpoint import make_checkpoint  # noqa: E402
-
-from vlm_serve import EngineConfig, Pipeline, SamplingParams  # noqa: E402
-from vlm_serve.host_threads import releasing  # noqa: E402
-
-__all__ = ["CheckpointSpec", "make_checkpoint"]  # for scripts that find neither by themselves
+from vlm_serve import Pipeline, SamplingParams
+from vlm_serve.host_threads import releasing
 
 DECODE_PROMPT = 128
 PREFILL, AGAIN = "prefill", "same prompt again"
@@ -182,9 +176,6 @@ class Results:
             for row, value in seconds.items():
                 self._seconds.setdefault(row, {}).setdefault(name, []).append(value)
 
-    def best(self, row: str, side: str) -> float:
-        return min(self._seconds[row][side])
-
     def median(self, row: str, side: str) -> float:
         return statistics.median(self._seconds[row][side])
 
@@ -216,21 +207,6 @@ def checkpoint(given: Path | None, family: str = "qwen3_5") -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         yield make_checkpoint(folder, BENCHMARK_SPECS[family])
-
-
-@contextmanager
-def pipeline(path: Path, dtype: str, threads: int, batched_tokens: int) -> Iterator[Ours]:
-    """Our engine on the checkpoint, as both benchmarks set it up: a token a step."""
-    config = EngineConfig(
-        dtype=dtype,
-        block_size=64,
-        threads=threads,
-        cache_memory="1GiB",
-        max_num_batched_tokens=batched_tokens,
-        speculative="off",
-    )
-    with Pipeline(path, config) as pipe:
-        yield Ours(pipe)
 
 
 @releasing

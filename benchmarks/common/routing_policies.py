@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from routing_trace import Question
-
+from common.routing_trace import Question
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.preprocess.affinity import AffinityDigest
 from vlm_serve.routing.router import Policy, Router

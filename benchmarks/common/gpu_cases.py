@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from gpu_shapes import QWEN_27B, QWEN_35B_A3B, Shapes
 
+from common.gpu_shapes import QWEN_27B, QWEN_35B_A3B, Shapes
 from vlm_serve.kernels.causal_conv import causal_conv_prefill
 from vlm_serve.kernels.causal_conv.reference import causal_conv_reference
 from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta

@@ -8,16 +8,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from engine_cases import Side, make_checkpoint
-from engine_gguf import convert, quantise
-from engine_peers import Completions, find_llama, llama, ours
-from limits import Limits
-from machine import ROOT
+from checkpoint_spec import BENCHMARK_SPEC, CheckpointSpec
+from make_checkpoint import make_checkpoint
 
+from common.engine_cases import Side
+from common.engine_gguf import convert, quantise
+from common.engine_peers import Completions, find_llama, llama, ours
+from common.limits import Limits
+from common.machine import ROOT
 from vlm_serve.kernels.linear.quantising import group_of, num_bytes
-
-# Found once engine_cases has said where.
-from checkpoint_spec import BENCHMARK_SPEC, CheckpointSpec  # isort: skip
 
 SPEC = replace(
     BENCHMARK_SPEC,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from html import escape
 
-from benchmarks.plot_data import Figure, Row
+from benchmarks.common.plot_data import Figure, Row
 
 WIDTH = 760
 _LEFT, _RIGHT = 250, 700

@@ -144,8 +144,8 @@ def answers(seed: int) -> Form:
 @cache
 def _written() -> Iterator[str]:
     """Pieces of what a person has written for this project, one after the other."""
-    root = Path(__file__).parents[1]
-    files = sorted([*root.glob("docs/*.md"), *root.glob("*.md"), *root.glob("benchmarks/*.md")])
+    root = Path(__file__).resolve().parents[2]
+    files = sorted([*root.glob("docs/*.md"), *root.glob("*.md"), *root.glob("benchmarks/**/*.md")])
     lines = [line for path in files for line in path.read_text().splitlines()]
     text = " ".join(line for line in lines if line[:1].isalpha() and "|" not in line)
     text = text.encode("ascii", "ignore").decode()

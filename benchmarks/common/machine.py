@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 _TOLD = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 _EMULATED = "VLM_BENCHMARK_ISA"
