@@ -1,7 +1,7 @@
 """Tensors in pages of 2 MB, for what stays for long and is read again and again: weights and pools.
 
 A processor keeps the places of few pages at hand, and at batch 1 all weights pass by for every
-token: in pages of 4 KB decoding is a tenth to a third slower (measured; see benchmarks/NOTES.md).
+token: in pages of 4 KB decoding is a tenth to a third slower (benchmarks/notes/steps-cpu.md).
 They also leave no holes in the heap, where what is needed for a moment would lie between them.
 """
 
