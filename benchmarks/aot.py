@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel ahead of time and writes what it uses to benchmarks/aot.md.
+"""Compile every Triton kernel ahead of time and write its resource use to benchmarks/aot.md.
 
     python benchmarks/aot.py [--only PART,...] [--models 4B,...] [--targets sm_90,...] [--no-write]
 

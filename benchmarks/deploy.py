@@ -1,4 +1,4 @@
-"""What the front and Ray cost: `vlm-serve deploy` beside `vlm-serve serve`, in one run.
+"""Measure what the gateway and Ray cost: `vlm-serve deploy` beside `vlm-serve serve`, in one run.
 
     python benchmarks/deploy.py [--streams 16] [--tokens 96] [--rounds 5] [--leavers 500]
 

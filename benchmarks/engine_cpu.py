@@ -1,4 +1,4 @@
-"""The whole engine on a CPU against transformers, vLLM, llama.cpp and an earlier commit; in turns.
+"""Compare the whole engine on a CPU with transformers, vLLM, llama.cpp and an earlier commit.
 
     python benchmarks/engine_cpu.py [CHECKPOINT] [--peers] [--before FOLDER] [--isa avx2]
         [--family qwen3_vl] [--dtypes float32 bfloat16] [--parts text media] [--rounds 5]

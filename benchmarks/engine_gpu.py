@@ -1,4 +1,4 @@
-"""The whole engine on the GPU at hand: agreement with the CPU, then prefill, hits and decode timed.
+"""Check the whole engine on a GPU against the CPU, then time prefill, hits and decode.
 
     python benchmarks/engine_gpu.py [CHECKPOINT] [--rounds 5] [--no-agreement]
 

@@ -1,5 +1,7 @@
-"""Runs `vlm-serve eval` over its samples and prints what the reports say: the demo models and a
-checkpoint of 49M random weights, LongBench v2's form, videos and, if it is installed, lmms-eval.
+"""Run `vlm-serve eval` over its samples and print what the reports say.
+
+The samples are LongBench v2's form, videos and, if it is installed, lmms-eval; the models are the
+demo models and a checkpoint of 49M random weights.
 
     python benchmarks/evaluation.py [--model demo ...] [--benchmark longbench ...] [--reports DIR]
         [--lmms-eval COMMAND]

@@ -1,4 +1,4 @@
-"""What a reader of /v1/cache/events costs the engine: decode speed with one and without.
+"""Measure what a reader of /v1/cache/events costs the engine: decode speed with one and without.
 
     python benchmarks/events.py [MODEL] [--batch 8] [--tokens 3000] [--rounds 12] [--threads 1]
                                 [--before CHECKOUT]

@@ -1,5 +1,7 @@
-"""Counts cache hits whose first logits have the bits of a cold run: of random prompts, of chats
-about pictures where the model takes some, and of next turns over decoded answers.
+"""Count cache hits whose first logits have the bits of a cold run.
+
+Hits are of random prompts, of chats about pictures where the model takes some, and of next turns
+over decoded answers.
 
     python benchmarks/exact_hits.py [--family qwen3_vl ...] [--pairs 200] [--speculative mtp]
         [--quantization int8|int6|int4] [--stored-as nvfp4-modelopt]

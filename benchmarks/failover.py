@@ -1,4 +1,4 @@
-"""Streams through `vlm-serve deploy` while its replicas die, fall silent or are replaced.
+"""Check streams through `vlm-serve deploy` while replicas are killed, stopped or replaced.
 
     python benchmarks/failover.py [--rounds 3] [--streams 16] [--part kill --part stop ...]
     python benchmarks/failover.py --rounds 1 --tokens 3400 --part restart

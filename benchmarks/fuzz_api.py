@@ -1,4 +1,4 @@
-"""schemathesis against our own OpenAPI document: no 5xx, nothing the document does not describe.
+"""Fuzz the API with schemathesis and our OpenAPI document: no 5xx, nothing undocumented.
 
     pip install schemathesis
     python benchmarks/fuzz_api.py [--examples 110] [--seed 1]

@@ -1,5 +1,4 @@
-"""Whether the engine on a GPU answers as it does on a CPU, and whether its hits answer as its cold
-runs do.
+"""Check that the engine on a GPU answers as on a CPU, and its hits as its cold runs.
 
     python benchmarks/gpu_agreement.py [--only WORD ...] [--share 1/4] [--pairs 12] [--device cuda]
 

@@ -1,4 +1,4 @@
-"""How much of what could be reused is reused.
+"""Measure how much of the reusable part of prompts is reused, by workload.
 
     python benchmarks/hit_rate.py [CHECKPOINT] [--block-size 64]
 

@@ -1,4 +1,4 @@
-"""Thousands of hostile requests beside ordinary clients, against one server process.
+"""Send thousands of hostile requests beside ordinary clients to one server process.
 
     python benchmarks/hostile.py [--cases 5000] [--first 0] [--only SEED ...] [--model demo]
         [--serve "--speculative suffix --quantization int8"]

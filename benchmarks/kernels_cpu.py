@@ -1,4 +1,4 @@
-"""The CPU ops against what they replace; one run, paired.
+"""Compare the CPU ops with what they replace, in pairs within one run.
 
     python benchmarks/kernels_cpu.py [--threads 2] [--rounds 9] [--only gated-delta,attention,...]
         [--torch] [--before FOLDER] [--isa avx2]

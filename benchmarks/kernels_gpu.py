@@ -1,4 +1,4 @@
-"""The Triton kernels on the GPU at hand: correctness against float64, time against the roofline.
+"""Check the Triton kernels on a GPU against float64 and time them against the roofline.
 
     python benchmarks/kernels_gpu.py [--engine] [--write]
 

@@ -1,4 +1,4 @@
-"""A model as large as people run, on a CPU: a photograph is asked about twice; beside llama.cpp.
+"""Ask servers of a 4B model on a CPU about a photograph, twice; ours beside llama.cpp's.
 
     python benchmarks/large_model.py [--peers] [--kinds bfloat16 int8 int4] [--rounds 2]
         [--threads 2] [--folder FOLDER] [--llama-source FOLDER]

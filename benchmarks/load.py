@@ -1,4 +1,4 @@
-"""Many streaming clients, some of whom leave or send rubbish, against one server process.
+"""Load one server process with streaming clients, some of which leave or send garbage.
 
     python benchmarks/load.py [MODEL] [--clients 64] [--seconds 180] [--seed 0]
 

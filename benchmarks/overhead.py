@@ -1,4 +1,4 @@
-"""What engine and server cost per generated token, beside the model's forward.
+"""Measure what engine and server cost per generated token, beside the model's forward.
 
     python benchmarks/overhead.py [MODEL] [--batch 8] [--tokens 256] [--rounds 5] [--answer 4000]
 

@@ -1,4 +1,4 @@
-"""What it costs a long prompt, and gives a short one beside it, that steps keep to a time.
+"""Measure what a target for the time of a step costs a long prompt and gives a short one.
 
     python benchmarks/pacing.py [CHECKPOINT] [--tokens 4000] [--rounds 9]
 

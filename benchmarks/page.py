@@ -1,4 +1,4 @@
-"""How fluently the page's map of the cache scrolls: frames a second, and what each took to draw.
+"""Measure how smoothly the page's map of the cache scrolls, and how long each frame takes to draw.
 
     PYTHONPATH=. python benchmarks/page.py [--nodes 10000] [--seconds 5]
 

@@ -1,4 +1,4 @@
-"""Compares an engine with transformers, and hits with cold runs.
+"""Compare the engine with transformers, and hits with cold runs.
 
     python benchmarks/parity.py [--family qwen3_vl ...] [--pairs 200]
     python benchmarks/parity.py CHECKPOINT

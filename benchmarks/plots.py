@@ -1,4 +1,4 @@
-"""Draws the figures of docs/performance.md, and writes its part about them, from kept results.
+"""Draw the figures of docs/performance.md from kept results, and write its part about them.
 
     python benchmarks/plots.py
 

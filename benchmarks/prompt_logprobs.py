@@ -1,4 +1,4 @@
-"""What four choices over one long document cost, scored as lm-eval scores them.
+"""Measure what four choices over one long document cost, scored as lm-eval scores them.
 
     python benchmarks/prompt_logprobs.py [CHECKPOINT] [--tokens 6000] [--rounds 7] [--seconds 240]
 

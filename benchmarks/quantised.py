@@ -1,4 +1,4 @@
-"""Quantised weights on a CPU beside bfloat16 and llama.cpp's, in turns.
+"""Compare quantised weights on a CPU with bfloat16 and llama.cpp's, in turns.
 
     python benchmarks/quantised.py [--peers] [--quantization bfloat16 int8 int6 int4] [--rounds 5]
         [--rows decode-1 decode-8 prefill image] [--prompt-tokens 512 4096] [--minutes 20]

@@ -1,4 +1,4 @@
-"""Random requests against the real engine, each compared with a cold run.
+"""Compare random requests to the real engine with cold runs.
 
     python benchmarks/random_requests.py [--requests 2000] [--seed 0] [--deterministic]
                                          [--speculative mtp,suffix] [--experts 8]

@@ -1,4 +1,4 @@
-"""Random requests for all APIs, each broken off anywhere and resumed on another replica.
+"""Break off random requests for all APIs anywhere and resume them on another replica.
 
     python benchmarks/resume.py [--requests 1000] [--seed 0] [--speculative suffix] [--experts 8]
 

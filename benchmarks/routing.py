@@ -1,4 +1,4 @@
-"""Routers on a trace of questions about media: what replicas reuse, and how evenly they work.
+"""Compare routers on a trace of questions about media: reuse, and evenness of the work.
 
     python benchmarks/routing.py [--replicas 4] [--requests 2000] [--seed 0] [--hot]
     python benchmarks/routing.py --real [--rate 8] [--scale 1] [--only ours]

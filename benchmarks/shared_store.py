@@ -1,5 +1,6 @@
-"""Whether reading from a store that servers share beats computing: by prompt length and medium, per
-size of model; and at how many bytes per second, beside a plain copy.
+"""Compare reading from a shared store with computing, by prompt length, medium and model size.
+
+The rate in bytes per second is set beside that of a plain copy.
 
     python benchmarks/shared_store.py [--model demo small ...] [--lengths 64 256 ...] [--rounds 5]
         [--servers 4] [--pairs 200]

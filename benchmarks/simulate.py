@@ -1,4 +1,4 @@
-"""Random traffic through the real scheduler and the real cache, checked after every step.
+"""Send random traffic through the real scheduler and the real cache, checking every step.
 
     python benchmarks/simulate.py [--steps 1000000] [--seed 0] [--workers 2] [--speculative]
 

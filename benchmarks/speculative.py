@@ -1,4 +1,4 @@
-"""Decoding with and without drafts, in turns on one engine: answers that repeat, and free text.
+"""Compare decoding with and without drafts, in turns on one engine, by kind of answer.
 
     python benchmarks/speculative.py [checkpoint] [--rounds 5] [--dtype float32] [--peers]
 

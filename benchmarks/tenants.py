@@ -1,4 +1,4 @@
-"""Whether a tenant can tell from the time to first token what another tenant has asked.
+"""Check whether a tenant can tell from the time to first token what another tenant asked.
 
     python benchmarks/tenants.py [MODEL] [--rounds 15]
 

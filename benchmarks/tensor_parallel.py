@@ -1,4 +1,4 @@
-"""Two ranks with one thread each beside one rank with two threads: prefill and decode, in turns.
+"""Compare two ranks of one thread each with one rank of two threads: prefill and decode.
 
     python benchmarks/tensor_parallel.py [checkpoint] [--ranks 2] [--rounds 7] [--dtype bfloat16]
         [--prefill 4096] [--isa avx2]

@@ -1,4 +1,4 @@
-"""Encoding a picture by one call of compiled code, by compiled products alone, and by torch alone.
+"""Compare encoding a picture by one compiled call, by compiled products alone, and by torch.
 
     python benchmarks/vision_tower.py [--dtypes float32 bfloat16] [--rounds 7] [--isa avx2]
 

@@ -1,4 +1,4 @@
-"""Compiling recorded launches for a target without a GPU, and reading what they use."""
+"""Compile recorded launches for a target without a GPU, and read their resource use."""
 
 from __future__ import annotations
 

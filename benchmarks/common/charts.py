@@ -1,4 +1,4 @@
-"""A figure as bars in SVG, to be read on light and dark pages alike."""
+"""Draw a figure as bars in SVG, readable on light and dark pages."""
 
 from __future__ import annotations
 

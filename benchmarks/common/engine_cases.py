@@ -1,4 +1,4 @@
-"""What the engine benchmarks measure, and the sides that run in this process."""
+"""Work that the engine benchmarks measure, and the sides that run in this process."""
 
 from __future__ import annotations
 

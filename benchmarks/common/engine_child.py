@@ -1,4 +1,4 @@
-"""Our engine, of any commit, in a process of its own: timed there, told what to do over pipes.
+"""Our engine, of any commit, in a child process that times it and is controlled over pipes.
 
 A process of its own keeps two commits apart, and both away from transformers' worker threads. What
 the pipes cost is not in the figures.

@@ -1,4 +1,4 @@
-"""A checkpoint as a GGUF file, made by llama.cpp's own converter."""
+"""Convert a checkpoint to a GGUF file with llama.cpp's own converter."""
 
 from __future__ import annotations
 

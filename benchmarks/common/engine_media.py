@@ -1,4 +1,4 @@
-"""The part of `engine_cpu.py` about photographs: the same chats, to one server after another."""
+"""The part of `engine_cpu.py` about photographs: the same chats to each server in turn."""
 
 from __future__ import annotations
 

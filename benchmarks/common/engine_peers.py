@@ -1,4 +1,4 @@
-"""What serves over HTTP, each in its own process: vLLM's CPU build, llama.cpp, and our server."""
+"""Servers in child processes: vLLM's CPU build, llama.cpp, and ours."""
 
 from __future__ import annotations
 

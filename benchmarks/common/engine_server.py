@@ -1,4 +1,4 @@
-"""A server in a process of its own, asked over HTTP."""
+"""A server in a child process, queried over HTTP."""
 
 from __future__ import annotations
 

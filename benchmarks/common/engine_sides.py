@@ -1,4 +1,4 @@
-"""Starts whoever takes part in `engine_cpu.py`, and says in one line who cannot, and why."""
+"""Start the sides of `engine_cpu.py`, and report in one line which cannot take part and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hostile cases were open while ordinary questions waited for their first token."""
+"""Report which hostile cases were open while ordinary questions waited for their first token."""
 
 from __future__ import annotations
 

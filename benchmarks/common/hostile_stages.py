@@ -1,4 +1,4 @@
-"""Where ordinary requests waited while hostile.py ran, from the server's access log."""
+"""Report where ordinary requests waited during hostile.py, from the server's access log."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The same kernel cases at an earlier commit and at this one, in two child processes that are told
-which to run when.
+"""Run the same kernel cases at an earlier commit and at this one, in two child processes.
 
 Neither is this process: what runs after another process, whose idle OpenMP workers spin for a
 while, is up to a quarter slower than what runs after something else, whatever it is. So the two

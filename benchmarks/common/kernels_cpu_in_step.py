@@ -1,4 +1,4 @@
-"""Products as a decode step calls them: one after the other in one call of compiled code."""
+"""Products as a decode step calls them: in sequence, in one call of compiled code."""
 
 from __future__ import annotations
 

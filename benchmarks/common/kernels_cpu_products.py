@@ -1,4 +1,4 @@
-"""The products alone, beside oneDNN's and what the machine can do at best; see `kernels_cpu.py`.
+"""Compare products alone with oneDNN's and with the machine's limits; see `kernels_cpu.py`.
 
 Few rows read weights that no cache holds: distinct ones are cycled until 256 MB have been touched.
 They are measured twice: called one by one from Python, as theirs are, and in a step of the engine

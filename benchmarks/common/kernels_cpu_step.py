@@ -1,4 +1,4 @@
-"""A decode step of the benchmark checkpoint beside its projections, to see what is not a GEMM."""
+"""A decode step of the benchmark checkpoint beside its projections, to show what is not a GEMM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine's own limits, measured beside what is compared with them (`limits.cpp`)."""
+"""Measure the machine's limits beside the code that is compared with them (`limits.cpp`)."""
 
 from __future__ import annotations
 

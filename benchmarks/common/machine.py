@@ -1,4 +1,4 @@
-"""Which processor a benchmark runs on, and how one with AVX-512 is made to compute without it."""
+"""Describe the processor of a benchmark, and emulate one without AVX-512."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Chats about photographs, as several people at once would ask a server: what a server takes for
-all of them, and how much of the prompts it had in its cache."""
+"""Chats about photographs, as several people would send them to a server at the same time.
+
+Measured are the time of all of them and the share of the prompts that was cached."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Results that are kept: `results/PROCESSOR/SCRIPT.json`, the newest figures of a script there.
+"""Kept results: `results/PROCESSOR/SCRIPT.json` has a script's newest figures there.
 
-A file names its `processor` and has `figures`. Each of them says how it came to be (`command`,
-`date`, `conditions`, `commit` where it is known, `noted`: the commit that wrote it down) and where
-it is told in full (`source`: a heading of a file beside this one); and what it is: `series`, and
-`rows` with a value for each, null where nothing was measured. `scale` is how it is drawn: `ratio`
-around one, `linear` from zero, `log`, or `each row` linear by itself. `measured` is our own side of
-a ratio, in its unit.
+A file has the name of its `processor` and a list of `figures`. A figure records how it was made:
+`command`, `date`, `conditions`, `commit` where it is known, and `noted`, the commit that wrote it
+down. `source` is a heading of a page in `notes/`, which has the same numbers. `rows` have a value
+for each of `series`, null where nothing was measured; `measured` is our own side of a ratio, in its
+unit. `scale` is how the figure is drawn: `ratio` around one, `linear` from zero, `log`, or `each
+row` linear by itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `quantised.py` measures: each row of its tables is work of its own, done round by round."""
+"""The rows of `quantised.py`, each measured by itself, round by round."""
 
 from __future__ import annotations
 

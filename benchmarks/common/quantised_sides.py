@@ -1,4 +1,4 @@
-"""The model of `quantised.py`, what one decoded token reads of it, and the servers that run it."""
+"""The model of `quantised.py`, the bytes that a decoded token reads of it, and its servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to choose a replica: ours, and those that are printed beside it."""
+"""Policies that choose a replica: ours, and those it is compared with."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Ray Serve's own prefix router, without a cluster: its class as it is, with its tree of texts in
-this process instead of in an actor, and with the lengths of queues as they are now.
+"""Ray Serve's own prefix router, without a cluster.
+
+Its class is used unchanged, with its tree of texts in this process instead of in an actor, and with
+the current lengths of queues.
 
 The class is the parent of `ray.serve.llm.request_router.PrefixCacheAffinityRouter`, which adds
 nothing to it but whose package wants pyarrow and more.

@@ -1,4 +1,4 @@
-"""Answers that repeat something by real means: a grammar forces their form, the model fills it.
+"""Answers that repeat something: a grammar forces their form, and the model fills it.
 
 A random model says nothing twice. Held to a form it repeats what the form repeats, as a trained
 one does that fills in records; what it may choose, it chooses by its own logits. A bias for longer

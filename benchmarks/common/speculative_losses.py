@@ -1,4 +1,4 @@
-"""Where the speed goes that measured products would allow with drafts: a factor for each part."""
+"""Split the speed that drafts lose against measured products into factors."""
 
 from __future__ import annotations
 

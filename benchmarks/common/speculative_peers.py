@@ -1,4 +1,4 @@
-"""llama.cpp on the same weights, prompts and forms, without drafts and with those of n-grams."""
+"""llama.cpp on the same weights, prompts and forms, with and without drafts from n-grams."""
 
 from __future__ import annotations
 
