@@ -73,6 +73,15 @@ def test_imports_go_through_the_package(path: Path) -> None:
         ("vlm_serve/models", ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.cache")),
         ("vlm_serve/engine", ("vlm_serve.server", "fastapi", "uvicorn")),
         (
+            "vlm_serve/server/failover",
+            ("vlm_serve.server.http", "vlm_serve.server.answers", "vlm_serve.server.api"),
+        ),
+        (
+            "vlm_serve/server/http",
+            ("vlm_serve.server.answers", "vlm_serve.server.api", "vlm_serve.server.service"),
+        ),
+        ("vlm_serve/server/answers", ("vlm_serve.server.api",)),
+        (
             "vlm_serve/routing",
             ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.cache", "torch", "ray", "fastapi"),
         ),
@@ -135,7 +144,19 @@ def test_one_place_says_how_python_is_started() -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", ["vlm_serve/engine", "vlm_serve/models", "cache", "kernels", "preprocess"]
+    "folder",
+    [
+        "vlm_serve/engine",
+        "vlm_serve/models",
+        "vlm_serve/deploy",
+        "vlm_serve/routing",
+        "vlm_serve/batch",
+        "vlm_serve/grammar",
+        "vlm_serve/server",
+        "cache",
+        "kernels",
+        "preprocess",
+    ],
 )
 def test_no_module_takes_part_in_an_import_cycle(folder: str) -> None:
     """Neither at run time nor for the types alone."""

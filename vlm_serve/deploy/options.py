@@ -1,4 +1,4 @@
-"""Options of `vlm-serve deploy` beside those of the server and the engine."""
+"""Options of `vlm-serve deploy`, in addition to those of the server and the engine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _REPLICAS = "replicas"
 
 @dataclass(frozen=True)
 class DeployConfig:
-    """Options of a deployment, validated together when it is built.
+    """Options of a deployment, validated together on construction.
 
     Raises:
-        ConfigError: names every option whose value is bad, not only the first one.
+        ConfigError: names every option with a bad value, not only the first one.
     """
 
     replicas: int = option(
         2,
-        "engines that answer, each with weights and a cache of its own",
+        "number of engines, each with its own weights and cache",
         group=_REPLICAS,
         kind="int",
         low=1,
@@ -27,23 +27,23 @@ class DeployConfig:
     )
     max_replicas: int | None = option(
         None,
-        "let their number grow up to this many while prompts wait, and shrink again",
+        "scale up to this many replicas while prompts wait, and down again",
         group=_REPLICAS,
         kind="int",
         low=1,
         high=256,
-        default_text="none: their number stays",
+        default_text="none: no scaling",
     )
     target_queued_tokens: int = option(
         16_384,
-        "prompt tokens of open requests that a replica should have when their number may grow",
+        "prompt tokens of open requests per replica that scaling aims at",
         group=_REPLICAS,
         kind="int",
         low=1,
     )
     silence_timeout: float = option(
         10.0,
-        "seconds without a sign of life after which a replica's requests go to another one",
+        "seconds of silence after which a replica's requests move to another one",
         group=_REPLICAS,
         kind="float",
         low=2.0,
@@ -51,7 +51,7 @@ class DeployConfig:
     )
     without_keys: bool = option(
         False,
-        "listen on another address than loopback although no API key is needed",
+        "allow listening beyond loopback without API keys",
         group=_REPLICAS,
         kind="bool",
     )
@@ -64,5 +64,5 @@ class DeployConfig:
 
     @property
     def most(self) -> int:
-        """Replicas that there may be."""
+        """Largest number of replicas."""
         return self.max_replicas or self.replicas
