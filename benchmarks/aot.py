@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel ahead of time and writes what it uses to benchmarks/aot.md.
+"""Compile every Triton kernel ahead of time and write its resource use to benchmarks/aot.md.
 
     python benchmarks/aot.py [--only PART,...] [--models 4B,...] [--targets sm_90,...] [--no-write]
 
@@ -19,8 +19,8 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "0"
 
 import triton
-from aot_cases import cases
-from aot_compile import TARGETS, Usage, compile_launch, specialisation
+from common.aot_cases import cases
+from common.aot_compile import TARGETS, Usage, compile_launch, specialisation
 
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.triton_support import Launch, record_launches

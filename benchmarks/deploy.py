@@ -1,4 +1,4 @@
-"""What the gateway and Ray cost: `vlm-serve deploy` beside `vlm-serve serve`, in one run.
+"""Measure what the gateway and Ray cost: `vlm-serve deploy` beside `vlm-serve serve`, in one run.
 
     python benchmarks/deploy.py [--streams 16] [--tokens 96] [--rounds 5] [--leavers 500]
 
@@ -17,17 +17,14 @@ import contextlib
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import httpx
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from machine import describe
+from common.machine import describe
 from process_tree import processes_below
 from server_process import ServerProcess, server_process
 
@@ -116,20 +113,20 @@ async def leave(url: str, leavers: int) -> float:
 def both(model: str) -> Iterator[tuple[ServerProcess, ServerProcess]]:
     with (
         server_process(model, *OPTIONS) as one,
-        server_process(model, *OPTIONS, "--replicas", "1", command="deploy") as gateway,
+        server_process(model, *OPTIONS, "--replicas", "1", command="deploy") as front,
     ):
-        yield one, gateway
+        yield one, front
 
 
 def compare(options: argparse.Namespace) -> None:
-    with both(options.model) as (one, gateway):
-        for server in (one, gateway):
+    with both(options.model) as (one, front):
+        for server in (one, front):
             asyncio.run(throughput(server.url, options.streams, 8, 99))
             asyncio.run(first_token_ms(server.url, 0))
         ratios, added = [], []
         for number in range(options.rounds):
             rates, firsts = [], []
-            for server in (one, gateway):
+            for server in (one, front):
                 rates.append(
                     asyncio.run(throughput(server.url, options.streams, options.tokens, number))
                 )
@@ -175,18 +172,18 @@ def processor_seconds(pid: int) -> dict[str, float]:
 
 def count_leavers(options: argparse.Namespace) -> None:
     command = ("--replicas", "1")
-    with server_process(options.model, *OPTIONS, *command, command="deploy") as gateway:
-        seconds = asyncio.run(leave(gateway.url, options.leavers))
+    with server_process(options.model, *OPTIONS, *command, command="deploy") as front:
+        seconds = asyncio.run(leave(front.url, options.leavers))
         print(f"{options.leavers} clients left: nothing runs {seconds:.1f} s later")
 
 
 def start(options: argparse.Namespace) -> None:
     begin = time.perf_counter()
-    with server_process(options.model, "--replicas", "2", command="deploy") as gateway:
-        asyncio.run(throughput(gateway.url, 1, 4, 0))
+    with server_process(options.model, "--replicas", "2", command="deploy") as front:
+        asyncio.run(throughput(front.url, 1, 4, 0))
         seconds = time.perf_counter() - begin
-        asyncio.run(throughput(gateway.url, 16, 32, 1))
-        parts = pss_of_tree(gateway.process.pid)
+        asyncio.run(throughput(front.url, 16, 32, 1))
+        parts = pss_of_tree(front.process.pid)
         gib = sum(parts.values()) / 2**30
     print(f"start of two replicas: {seconds:.0f} s to the first answer", end="")
     print(

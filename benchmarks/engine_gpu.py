@@ -1,4 +1,4 @@
-"""The whole engine on the GPU at hand: agreement with the CPU, then prefill, hits and decode timed.
+"""Check the whole engine on a GPU against the CPU, then time prefill, hits and decode.
 
     python benchmarks/engine_gpu.py [CHECKPOINT] [--rounds 5] [--no-agreement]
 
@@ -18,20 +18,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import gpu_agreement
 import oracle
 import torch
-from engine_cases import (
+from checkpoint_spec import CheckpointSpec
+from common.engine_cases import (
     AGAIN,
-    CheckpointSpec,
     Ours,
     Results,
     Side,
     Transformers,
     Work,
-    make_checkpoint,
     work_for,
 )
+from make_checkpoint import make_checkpoint
 
 from vlm_serve import EngineConfig, Pipeline
 

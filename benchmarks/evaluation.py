@@ -1,5 +1,7 @@
-"""Runs `vlm-serve eval` over its samples and prints what the reports say: the demo models and a
-checkpoint of 49M random weights, LongBench v2's form, videos and, if it is installed, lmms-eval.
+"""Run `vlm-serve eval` over its samples and print what the reports say.
+
+The samples are LongBench v2's form, videos and, if it is installed, lmms-eval; the models are the
+demo models and a checkpoint of 49M random weights.
 
     python benchmarks/evaluation.py [--model demo ...] [--benchmark longbench ...] [--reports DIR]
         [--lmms-eval COMMAND]
@@ -19,10 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import engine_cases
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import torch
 from checkpoint_spec import BENCHMARK_SPECS
-from machine import describe
+from common.machine import describe
+from make_checkpoint import make_checkpoint
 
 import vlm_serve.cli
 
@@ -76,7 +79,7 @@ def run(
     path = model
     if model == RANDOM:
         spec = replace(BENCHMARK_SPECS["qwen3_5"], dtype="bfloat16")
-        path = str(engine_cases.make_checkpoint(folder / "random-49m", spec))
+        path = str(make_checkpoint(folder / "random-49m", spec))
     output = reports / f"{name}-{Path(path).name}.html"
     command = [sys.executable, "-m", vlm_serve.cli.__name__, "eval", name, path, "-o", str(output)]
     command += [*BENCHMARKS[name], "--cache-memory", "512MiB"]

@@ -1,4 +1,4 @@
-"""What a reader of /v1/cache/events costs the engine: decode speed with one and without.
+"""Measure what a reader of /v1/cache/events costs the engine: decode speed with one and without.
 
     python benchmarks/events.py [MODEL] [--batch 8] [--tokens 3000] [--rounds 12] [--threads 1]
                                 [--before CHECKOUT]
@@ -31,11 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import httpx
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from machine import commit, describe
+from common.machine import commit, describe
 from server_process import server_process
 
 from vlm_serve.cache.events import CacheEvents

@@ -1,5 +1,7 @@
-"""Counts cache hits whose first logits have the bits of a cold run: of random prompts, of chats
-about pictures where the model takes some, and of next turns over decoded answers.
+"""Count cache hits whose first logits have the bits of a cold run.
+
+Hits are of random prompts, of chats about pictures where the model takes some, and of next turns
+over decoded answers.
 
     python benchmarks/exact_hits.py [--family qwen3_vl ...] [--pairs 200] [--speculative mtp]
         [--quantization int8|int6|int4] [--stored-as nvfp4-modelopt]
@@ -21,13 +23,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import torch
 from checkpoint_spec import CheckpointSpec
+from common.machine import add_isa_argument, describe, run_as
 from exactness import Pair, next_turn_pairs, picture_pairs, random_pairs
 from families import FAMILIES
 from guesses import draft_freely
-from machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
 from quantised_weights import FORMATS
 

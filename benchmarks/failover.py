@@ -1,4 +1,4 @@
-"""Streams through `vlm-serve deploy` while its replicas die, fall silent or are replaced.
+"""Check streams through `vlm-serve deploy` while replicas are killed, stopped or replaced.
 
     python benchmarks/failover.py [--rounds 3] [--streams 16] [--part kill --part stop ...]
     python benchmarks/failover.py --rounds 1 --tokens 3400 --part restart
@@ -26,17 +26,13 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
 
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import httpx
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests")]
-
-from attempts import PATHS, Asked, random_request  # noqa: E402
-from machine import describe  # noqa: E402
-from process_tree import replica_pids  # noqa: E402
-from server_process import server_process  # noqa: E402
+from attempts import PATHS, Asked, random_request
+from common.machine import describe
+from process_tree import replica_pids
+from server_process import server_process
 
 SECONDS = 600.0
 NEW_REQUESTS_SECONDS = 5.0

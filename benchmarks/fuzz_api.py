@@ -1,4 +1,4 @@
-"""schemathesis against our own OpenAPI document: no 5xx, nothing the document does not describe.
+"""Fuzz the API with schemathesis and our OpenAPI document: no 5xx, nothing undocumented.
 
     pip install schemathesis
     python benchmarks/fuzz_api.py [--examples 110] [--seed 1]
@@ -17,8 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 from server_process import server_process
 
 CHECKS = (

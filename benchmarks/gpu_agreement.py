@@ -1,5 +1,4 @@
-"""Whether the engine on a GPU answers as it does on a CPU, and whether its hits answer as its cold
-runs do.
+"""Check that the engine on a GPU answers as on a CPU, and its hits as its cold runs.
 
     python benchmarks/gpu_agreement.py [--only WORD ...] [--share 1/4] [--pairs 12] [--device cuda]
 
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import numpy as np
 from checkpoint_spec import CheckpointSpec
 from exactness import next_turn_pairs, picture_pairs, random_pairs

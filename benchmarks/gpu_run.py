@@ -1,4 +1,4 @@
-"""One prepared run on the GPU at hand, of at most ten minutes: what is right first, then times.
+"""Check and measure a GPU in one run of at most ten minutes: correctness first, then times.
 
     python benchmarks/gpu_run.py [--out FOLDER] [--only BOX ...] [--rehearse]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint

@@ -1,4 +1,4 @@
-"""How much of what could be reused is reused.
+"""Measure how much of the reusable part of prompts is reused, by workload.
 
     python benchmarks/hit_rate.py [CHECKPOINT] [--block-size 64]
 
@@ -11,24 +11,20 @@ Without a checkpoint a small random one is made: what is reused does not depend 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
+import numpy as np
+from make_checkpoint import make_checkpoint
+from parity_cases import assistant, photograph, random_ids, user
 
-import numpy as np  # noqa: E402
-from make_checkpoint import make_checkpoint  # noqa: E402
-from parity_cases import assistant, photograph, random_ids, user  # noqa: E402
-
-from vlm_serve import EngineConfig, Pipeline, SamplingParams  # noqa: E402
-from vlm_serve.cache.config import CacheConfig  # noqa: E402
-from vlm_serve.cache.prefix_cache import PrefixCache  # noqa: E402
-from vlm_serve.preprocess.keys import PromptKeys  # noqa: E402
-from vlm_serve.preprocess.prompt import Prompt  # noqa: E402
+from vlm_serve import EngineConfig, Pipeline, SamplingParams
+from vlm_serve.cache.config import CacheConfig
+from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.prompt import Prompt
 
 ANSWER = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
 QUESTIONS = [

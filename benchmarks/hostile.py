@@ -1,4 +1,4 @@
-"""Thousands of hostile requests beside ordinary clients, against one server process.
+"""Send thousands of hostile requests beside ordinary clients to one server process.
 
     python benchmarks/hostile.py [--cases 5000] [--first 0] [--only SEED ...] [--model demo]
         [--serve "--speculative suffix --quantization int8"]
@@ -24,12 +24,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from hostile_beside import beside_lines
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
+from common.hostile_beside import beside_lines
+from common.hostile_stages import stage_lines
 from hostile_cases import make_case
 from hostile_client import run_case
-from hostile_stages import stage_lines
 from hostile_traffic import (
     KINDS,
     Result,

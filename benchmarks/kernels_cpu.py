@@ -1,12 +1,11 @@
-"""The CPU ops against what they replace; one run, paired.
+"""Compare the CPU ops with what they replace, in pairs within one run.
 
     python benchmarks/kernels_cpu.py [--threads 2] [--rounds 9] [--only gated-delta,attention,...]
         [--torch] [--before FOLDER] [--isa avx2]
 
 `--torch` leaves our side to torch too, as on a machine without a C++ compiler. `--before` runs the
 same cases in a child on another checkout (before / ours is due at 0.9 or more). `--only products`
-measures the products alone (`kernels_cpu_products.py`), `--only decode` a decode step beside its
-products.
+measures the products alone, `--only decode` a decode step beside its products.
 
 Sizes are those of the 49M-parameter benchmark checkpoint: hidden 512, GDN with 4 key and 8 value
 heads of 128, attention with 8 query and 2 key heads of 128 (of 256 for a single query, whose keys
@@ -25,11 +24,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from engine_cases import checkpoint  # First: it says where the tests' modules are.
+from common.engine_cases import checkpoint
+from common.kernels_before import Before, is_child, serve, timed
+from common.kernels_cpu_products import products, report
+from common.machine import ROOT, add_isa_argument, commit, describe, run_as
 from kernel_case import modeling
-from kernels_before import Before, is_child, serve, timed
-from kernels_cpu_products import products, report
-from machine import ROOT, add_isa_argument, commit, describe, run_as
 
 import vlm_serve
 from vlm_serve.kernels.causal_conv import causal_conv_prefill
@@ -273,7 +272,7 @@ def ours(chosen: Sequence[str]) -> Iterator[dict[str, Callable[[], object]]]:
 def decode(rounds: int, *, compiled: bool) -> None:
     """Prints the table of decode steps."""
     # Its model is driven in ways that earlier commits do not know, which need not measure it.
-    from kernels_cpu_step import DecodeStep
+    from common.kernels_cpu_step import DecodeStep
 
     print("\n| decode step | ms | its GEMMs, ms | outside them | goal |\n|---|---|---|---|---|")
     with checkpoint(None) as path:

@@ -1,5 +1,4 @@
-"""Products with quantised weights beside those with bfloat16 ones and what the machine can do; one
-run, in turns.
+"""Compare products with quantised weights with bfloat16 ones and with the machine's limits.
 
     python benchmarks/kernels_cpu_codes.py [--threads 2] [--rounds 9] [--shapes 2048x6144,...]
         [--rows 1,8,512,4096] [--kinds "bfloat16,int4 dynamic,..."] [--isa avx2]
@@ -18,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kernels_before import timed
-from limits import Limits
-from machine import add_isa_argument, describe, run_as
+from common.kernels_before import timed
+from common.limits import Limits
+from common.machine import add_isa_argument, describe, run_as
 
 from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.linear import Linear, dense

@@ -1,4 +1,4 @@
-"""The Triton kernels on the GPU at hand: correctness against float64, time against the roofline.
+"""Check the Triton kernels on a GPU against float64 and time them against the roofline.
 
     python benchmarks/kernels_gpu.py [--engine] [--write]
 
@@ -145,7 +145,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("No GPU found: nothing was measured. Run this script as it is on a machine with one.")
         return 0
-    import gpu_cases
+    from common import gpu_cases
 
     bench = Bench(find_device())
     head = ["| kernel | error | us | of the limit |", "|---|---|---|---|"]

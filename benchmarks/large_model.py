@@ -1,4 +1,4 @@
-"""A model as large as people run, on a CPU: a photograph is asked about twice; beside llama.cpp.
+"""Ask servers of a 4B model on a CPU about a photograph, twice; ours beside llama.cpp's.
 
     python benchmarks/large_model.py [--peers] [--kinds bfloat16 int8 int4] [--rounds 2]
         [--threads 2] [--folder FOLDER] [--llama-source FOLDER]
@@ -25,12 +25,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import media_trace
-from engine_cases import DECODE_PROMPT, Side, Work, work_for
-from engine_gguf import ConversionError
-from engine_server import Server, Unavailable
-from machine import describe
-from quantised_sides import PEERS, SPEC, Models
+from common import media_trace
+from common.engine_cases import DECODE_PROMPT, Side, Work, work_for
+from common.engine_gguf import ConversionError
+from common.engine_server import Server, Unavailable
+from common.machine import describe
+from common.quantised_sides import PEERS, SPEC, Models
 
 MODEL = replace(
     SPEC,

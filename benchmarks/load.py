@@ -1,4 +1,4 @@
-"""Many streaming clients, some of whom leave or send rubbish, against one server process.
+"""Load one server process with streaming clients, some of which leave or send garbage.
 
     python benchmarks/load.py [MODEL] [--clients 64] [--seconds 180] [--seed 0]
 
@@ -24,11 +24,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import httpx
 from PIL import Image, ImageDraw
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
 from server_process import server_process
 
 SERVE = ("--cache-memory", "64MiB", "--max-num-seqs", "16", "--threads", "1")

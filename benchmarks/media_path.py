@@ -1,4 +1,4 @@
-"""What a repeated upload costs, and how fast pixels are hashed.
+"""Measure what a repeated upload costs, and how fast pixels are hashed.
 
     python benchmarks/media_path.py
 
@@ -8,25 +8,23 @@ bytes. Then compares the content hash of the decoded frames with what blake3 alo
 
 from __future__ import annotations
 
+import argparse
 import io
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "examples")]
+import av
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
+import numpy as np
+import torch
+from blake3 import blake3
+from make_checkpoint import make_checkpoint
 
-import av  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from blake3 import blake3  # noqa: E402
-from make_checkpoint import make_checkpoint  # noqa: E402
-
-from vlm_serve.preprocess.hashing import content_hash  # noqa: E402
-from vlm_serve.preprocess.prepare import Preprocessor  # noqa: E402
+from vlm_serve.preprocess.hashing import content_hash
+from vlm_serve.preprocess.prepare import Preprocessor
 
 SECONDS, RATE, WIDTH, HEIGHT = 30, 24, 1920, 1080
 
@@ -55,6 +53,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     video = clip()
     with tempfile.TemporaryDirectory() as folder:
         preprocessor = Preprocessor(

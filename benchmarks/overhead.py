@@ -1,4 +1,4 @@
-"""What engine and server cost per generated token, beside the model's forward.
+"""Measure what engine and server cost per generated token, beside the model's forward.
 
     python benchmarks/overhead.py [MODEL] [--batch 8] [--tokens 256] [--rounds 5] [--answer 4000]
 
@@ -19,20 +19,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import httpx
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
 from serving import running
 
 from vlm_serve import EngineConfig, SamplingParams

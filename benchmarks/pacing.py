@@ -1,4 +1,4 @@
-"""What it costs a long prompt, and gives a short one beside it, that steps keep to a time.
+"""Measure what a target for the time of a step costs a long prompt and gives a short one.
 
     python benchmarks/pacing.py [CHECKPOINT] [--tokens 4000] [--rounds 9]
 
@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 from queue import SimpleQueue
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from engine_cases import checkpoint
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
+from common.engine_cases import checkpoint
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""How fluently the page's map of the cache scrolls: frames a second, and what each took to draw.
+"""Measure how smoothly the page's map of the cache scrolls, and how long each frame takes to draw.
 
     PYTHONPATH=. python benchmarks/page.py [--nodes 10000] [--seconds 5]
 
@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 from browser import SMALL_SERVER, Visit, chromium
-from machine import describe
+from common.machine import describe
 from page_tree import event, telling, tree_of
 from playwright.sync_api import expect
 from server_process import server_process

@@ -1,4 +1,4 @@
-"""Compares an engine with transformers, and hits with cold runs.
+"""Compare the engine with transformers, and hits with cold runs.
 
     python benchmarks/parity.py [--family qwen3_vl ...] [--pairs 200]
     python benchmarks/parity.py CHECKPOINT
@@ -24,17 +24,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
+from exactness import random_pairs
+from families import FAMILIES
+from make_checkpoint import make_checkpoint
+from parity import Comparison, check, greedy
+from parity_cases import conversations, photograph, random_ids, user
 
-from exactness import random_pairs  # noqa: E402
-from families import FAMILIES  # noqa: E402
-from make_checkpoint import make_checkpoint  # noqa: E402
-from parity import Comparison, check, greedy  # noqa: E402
-from parity_cases import conversations, photograph, random_ids, user  # noqa: E402
-
-from vlm_serve import EngineConfig, Pipeline  # noqa: E402
-from vlm_serve.models import read_spec  # noqa: E402
+from vlm_serve import EngineConfig, Pipeline
+from vlm_serve.models import read_spec
 
 TOKENS = 64
 LOGIT_ERROR = 1e-4

@@ -1,13 +1,14 @@
-"""Draws the figures of docs/performance.md, and writes its part about them, from kept results.
+"""Draw the figures of docs/performance.md from kept results, and write its part about them.
 
     python benchmarks/plots.py
 
-Whatever lies in `results/` (`plot_data.py` says in which form) is drawn and told; to add a
+Whatever lies in `results/` (`common/plot_data.py` says in which form) is drawn and told; to add a
 processor or a script is to add a file there. Nothing is measured here.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from itertools import groupby
@@ -17,8 +18,8 @@ from textwrap import fill
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.charts import draw, number  # noqa: E402
-from benchmarks.plot_data import Figure, Result, Row, load  # noqa: E402
+from benchmarks.common.charts import draw, number  # noqa: E402
+from benchmarks.common.plot_data import Figure, Result, Row, load  # noqa: E402
 
 PAGE = ROOT / "docs" / "performance.md"
 PLOTS = ROOT / "docs" / "plots"
@@ -28,6 +29,7 @@ FIRST = ("engine_cpu", "engine_gpu", "large_model", "quantised")
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     results = load()
     drawn = plots(results)
     for path in PLOTS.glob("*.svg"):

@@ -1,4 +1,4 @@
-"""Costs of the prefix cache's bookkeeping: no model, no tensors.
+"""Measure the cost of the prefix cache's bookkeeping, without a model or tensors.
 
     python benchmarks/prefix_cache.py [--blocks 100000] [--tokens 131072] [--block-size 64]
 

@@ -1,4 +1,4 @@
-"""What four choices over one long document cost, scored as lm-eval scores them.
+"""Measure what four choices over one long document cost, scored as lm-eval scores them.
 
     python benchmarks/prompt_logprobs.py [CHECKPOINT] [--tokens 6000] [--rounds 7] [--seconds 240]
 
@@ -21,11 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import httpx
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from engine_cases import checkpoint
+from common.engine_cases import checkpoint
 from server_process import server_process
 
 SERVE = ("--cache-memory", "512MiB", "--max-num-seqs", "4")

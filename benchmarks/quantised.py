@@ -1,4 +1,4 @@
-"""Quantised weights on a CPU beside bfloat16 and llama.cpp's, in turns.
+"""Compare quantised weights on a CPU with bfloat16 and llama.cpp's, in turns.
 
     python benchmarks/quantised.py [--peers] [--quantization bfloat16 int8 int6 int4] [--rounds 5]
         [--rows decode-1 decode-8 prefill image] [--prompt-tokens 512 4096] [--minutes 20]
@@ -28,12 +28,12 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from engine_cases import DECODE, DECODE_PROMPT, Results, Side, work_for
-from engine_gguf import ConversionError
-from engine_server import Unavailable
-from machine import add_isa_argument, describe, run_as
-from quantised_rows import PLAIN_READ, ROWS, Row, rows_for
-from quantised_sides import PEERS, SPEC, Models, PlainRead, bytes_per_token
+from common.engine_cases import DECODE, DECODE_PROMPT, Results, Side, work_for
+from common.engine_gguf import ConversionError
+from common.engine_server import Unavailable
+from common.machine import add_isa_argument, describe, run_as
+from common.quantised_rows import PLAIN_READ, ROWS, Row, rows_for
+from common.quantised_sides import PEERS, SPEC, Models, PlainRead, bytes_per_token
 
 FIRST, CONTEXT = DECODE[1], DECODE_PROMPT + 1
 GOAL, FIRST_GOAL = 1.1, 1.3

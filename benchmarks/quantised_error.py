@@ -1,5 +1,7 @@
-"""What quantising takes from every projection of a checkpoint: the error of its weight, and of its
-products with quantised activations, relative to the plain ones.
+"""Measure the error that quantising brings to every projection of a checkpoint.
+
+The errors of its weight, and of its products with quantised activations, are relative to the plain
+ones.
 
     python benchmarks/quantised_error.py demo [--quantization int4]
     python benchmarks/quantised_error.py --random

@@ -1,4 +1,4 @@
-"""Random requests against the real engine, each compared with a cold run.
+"""Compare random requests to the real engine with cold runs.
 
     python benchmarks/random_requests.py [--requests 2000] [--seed 0] [--deterministic]
                                          [--speculative mtp,suffix] [--experts 8]
@@ -19,29 +19,26 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
+import PIL.Image
+import torch
+from checkpoint_spec import CheckpointSpec
+from guesses import Oracle, consult
+from make_checkpoint import make_checkpoint
+from parity import NEAR_TIE, greedy, tapped
+from parity_cases import random_ids, user
 
-import PIL.Image  # noqa: E402
-import torch  # noqa: E402
-from checkpoint_spec import CheckpointSpec  # noqa: E402
-from guesses import Oracle, consult  # noqa: E402
-from make_checkpoint import make_checkpoint  # noqa: E402
-from parity import NEAR_TIE, greedy, tapped  # noqa: E402
-from parity_cases import random_ids, user  # noqa: E402
-
-from vlm_serve import EngineConfig, Pipeline  # noqa: E402
-from vlm_serve.engine.sequence import Sequence  # noqa: E402
-from vlm_serve.pipeline import Output  # noqa: E402
-from vlm_serve.preprocess.prompt import Prompt  # noqa: E402
-from vlm_serve.sampling_params import SamplingParams  # noqa: E402
-from vlm_serve.structured_outputs import StructuredOutputs  # noqa: E402
+from vlm_serve import EngineConfig, Pipeline
+from vlm_serve.engine.sequence import Sequence
+from vlm_serve.pipeline import Output
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.structured_outputs import StructuredOutputs
 
 TOKENS = 12
 BLOCKS, SNAPSHOTS = 60, 6
@@ -113,13 +110,13 @@ def watch_exactness(pipe: Pipeline) -> dict[int, bool]:
 
 def run(checkpoint: Path, folder: Path, options: argparse.Namespace) -> Counter[str]:
     """Counts what happened. Raises AssertionError at the first wrong answer."""
-    common: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "dtype": "float32",
         "block_size": 16,
         "threads": 1,
         "deterministic": options.deterministic,
     }
-    sizes = EngineConfig(cache_memory="16MiB", speculative=options.speculative, **common)
+    sizes = EngineConfig(cache_memory="16MiB", speculative=options.speculative, **shared)
     with Pipeline(checkpoint, sizes) as measure:
         memory = measure.engine.memory
     pool = BLOCKS * memory.block_bytes + SNAPSHOTS * memory.snapshot_bytes
@@ -132,10 +129,10 @@ def run(checkpoint: Path, folder: Path, options: argparse.Namespace) -> Counter[
         disk_cache_size="8MiB",
         speculative=options.speculative,
         prefix_cache_decode_state_interval=0 if options.speculative == "off" else 16,
-        **common,
+        **shared,
     )
     counts: Counter[str] = Counter()
-    cold_config = EngineConfig(cache_memory="64MiB", enable_prefix_caching=False, **common)
+    cold_config = EngineConfig(cache_memory="64MiB", enable_prefix_caching=False, **shared)
     with Pipeline(checkpoint, hot_config) as hot, Pipeline(checkpoint, cold_config) as cold:
         traffic, exact = Traffic(hot, options.seed), watch_exactness(hot)
         while counts["requests"] < options.requests:

@@ -1,4 +1,4 @@
-"""Random requests for all APIs, each broken off anywhere and resumed on another replica.
+"""Break off random requests for all APIs anywhere and resume them on another replica.
 
     python benchmarks/resume.py [--requests 1000] [--seed 0] [--speculative suffix] [--experts 8]
 
@@ -12,23 +12,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
+from attempts import Replica, difference, random_request, undisturbed
+from checkpoint_spec import CheckpointSpec
+from guesses import draft_freely
+from make_checkpoint import make_checkpoint
 
-from attempts import Replica, difference, random_request, undisturbed  # noqa: E402
-from checkpoint_spec import CheckpointSpec  # noqa: E402
-from guesses import draft_freely  # noqa: E402
-from make_checkpoint import make_checkpoint  # noqa: E402
-
-from vlm_serve import EngineConfig  # noqa: E402
-from vlm_serve.engine.engine import Engine  # noqa: E402
+from vlm_serve import EngineConfig
+from vlm_serve.engine.engine import Engine
 
 AT_ONCE = 8
 

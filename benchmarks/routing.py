@@ -1,4 +1,4 @@
-"""Routers on a trace of questions about media: what replicas reuse, and how evenly they work.
+"""Compare routers on a trace of questions about media: reuse, and evenness of the work.
 
     python benchmarks/routing.py [--replicas 4] [--requests 2000] [--seed 0] [--hot]
     python benchmarks/routing.py --real [--rate 8] [--scale 1] [--only ours]
@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
-import routing_replicas
-from machine import describe
-from routing_policies import AllKnowing, Chooser, Ours, Random, RoundRobin
-from routing_ray import RayPrefix
-from routing_simulation import Clock, Outcome, Replica, simulate
-from routing_trace import Question, Trace
+from common import routing_replicas
+from common.machine import describe
+from common.routing_policies import AllKnowing, Chooser, Ours, Random, RoundRobin
+from common.routing_ray import RayPrefix
+from common.routing_simulation import Clock, Outcome, Replica, simulate
+from common.routing_trace import Question, Trace
 
 from vlm_serve.preprocess.affinity import AffinityDigest, affinity_keys_of_body
 from vlm_serve.routing.holdings import MAX_ALL_ENTRIES, MAX_DIGEST_ENTRIES

@@ -1,5 +1,6 @@
-"""Whether reading from a store that servers share beats computing: by prompt length and medium, per
-size of model; and at how many bytes per second, beside a plain copy.
+"""Compare reading from a shared store with computing, by prompt length, medium and model size.
+
+The rate in bytes per second is set beside that of a plain copy.
 
     python benchmarks/shared_store.py [--model demo small ...] [--lengths 64 256 ...] [--rounds 5]
         [--servers 4] [--pairs 200]
@@ -26,11 +27,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import numpy as np
 import torch
 from checkpoint_spec import BENCHMARK_SPEC, CheckpointSpec
-from machine import describe
+from common.machine import describe
 from make_checkpoint import make_checkpoint
 from parity import greedy, tapped
 from parity_cases import assistant, random_ids, user, video

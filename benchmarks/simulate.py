@@ -1,4 +1,4 @@
-"""Random traffic through the real scheduler and the real cache, checked after every step.
+"""Send random traffic through the real scheduler and the real cache, checking every step.
 
     python benchmarks/simulate.py [--steps 1000000] [--seed 0] [--workers 2] [--speculative]
 
@@ -19,10 +19,8 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 from simulation import Simulation
 
 STEPS_PER_SEED = 1000

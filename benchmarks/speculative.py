@@ -1,8 +1,8 @@
-"""Decoding with and without drafts, in turns on one engine: answers that repeat, and free text.
+"""Compare decoding with and without drafts, in turns on one engine, by kind of answer.
 
     python benchmarks/speculative.py [checkpoint] [--rounds 5] [--dtype float32] [--peers]
 
-Prompts are new in every round; what repeats is made by real means (`speculative_forms.py`):
+Prompts are new in every round; what repeats is made by real means (`common/speculative_forms.py`):
 
 - JSON records: lines with the same keys. Drafts come from the answer itself.
 - copies: a page that stands in the prompt, with other words here and there.
@@ -37,15 +37,15 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 
-import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import torch
 from checkpoint_spec import LARGER_SPEC
-from machine import add_isa_argument, describe, run_as
+from common.machine import add_isa_argument, describe, run_as
+from common.speculative_forms import FORMS, Form
+from common.speculative_losses import HEADINGS, Meter, Spent, bound, losses
+from common.speculative_peers import Asked, print_peers
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
-from speculative_forms import FORMS, Form
-from speculative_losses import HEADINGS, Meter, Spent, bound, losses
-from speculative_peers import Asked, print_peers
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""How long a start takes, and what reading config.json through transformers has to do with it.
+"""Measure how long a start takes, and which part of it is reading config.json by transformers.
 
     python benchmarks/start.py [--before FOLDER] [--rounds 10]
 
@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from machine import commit, describe
+from common.machine import commit, describe
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE = """

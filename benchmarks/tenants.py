@@ -1,4 +1,4 @@
-"""Whether a tenant can tell from the time to first token what another tenant has asked.
+"""Check whether a tenant can tell from the time to first token what another tenant asked.
 
     python benchmarks/tenants.py [MODEL] [--rounds 15]
 
@@ -19,14 +19,11 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import httpx
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
 from server_process import server_process
 
 KEYS = ("key-of-alice", "key-of-bob")

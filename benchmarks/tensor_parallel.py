@@ -1,4 +1,4 @@
-"""Two ranks with one thread each beside one rank with two threads: prefill and decode, in turns.
+"""Compare two ranks of one thread each with one rank of two threads: prefill and decode.
 
     python benchmarks/tensor_parallel.py [checkpoint] [--ranks 2] [--rounds 7] [--dtype bfloat16]
         [--prefill 4096] [--isa avx2]
@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import engine_cases  # noqa: F401  # First: it says where the tests' modules are.
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import torch
 from checkpoint_spec import LARGER_SPEC
-from machine import add_isa_argument, describe, run_as
+from common.machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
 

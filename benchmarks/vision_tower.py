@@ -1,4 +1,4 @@
-"""Encoding a picture by one call of compiled code, by compiled products alone, and by torch alone.
+"""Compare encoding a picture by one compiled call, by compiled products alone, and by torch.
 
     python benchmarks/vision_tower.py [--dtypes float32 bfloat16] [--rounds 7] [--isa avx2]
 
@@ -24,17 +24,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import torch
-from machine import add_isa_argument, describe, run_as
+from checkpoint_spec import BENCHMARK_SPEC
+from common.machine import add_isa_argument, describe, run_as
+from make_checkpoint import make_checkpoint
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "examples")]
-
-from checkpoint_spec import BENCHMARK_SPEC  # noqa: E402
-from make_checkpoint import make_checkpoint  # noqa: E402
-
-from vlm_serve.kernels.host_memory import retain_freed_memory  # noqa: E402
-from vlm_serve.models import Model, load_model  # noqa: E402
-from vlm_serve.server.http.draining import SWITCH_SECONDS  # noqa: E402
+from vlm_serve.kernels.host_memory import retain_freed_memory
+from vlm_serve.models import Model, load_model
+from vlm_serve.server.http.draining import SWITCH_SECONDS
 
 SPEC = replace(BENCHMARK_SPEC, num_layers=4, vision_depth=4, vision_intermediate_size=3072)
 TOWERS = {

@@ -3,7 +3,7 @@
 When a block over 32 MB is freed, glibc returns it to the kernel at once and maps fresh pages for
 the next one. A prefill of 4 096 tokens makes several such tensors per layer. Touching fresh pages
 takes longer than the work on them: 41 ms instead of 2 ms for a tensor of 50 MB (measured; see
-benchmarks/NOTES.md).
+benchmarks/notes/steps-cpu.md).
 """
 
 from __future__ import annotations

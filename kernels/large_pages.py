@@ -1,8 +1,8 @@
 """Tensors in pages of 2 MB, for long-lived data that is read again and again: weights and pools.
 
 A processor's TLB holds few pages, and at batch 1 every token reads all weights: in pages of 4 KB
-decoding is a tenth to a third slower (measured; see benchmarks/NOTES.md). These tensors also stay
-out of the heap, which short-lived tensors between them would fragment.
+decoding is a tenth to a third slower (measured; see benchmarks/notes/steps-cpu.md). These tensors
+also stay out of the heap, which short-lived tensors between them would fragment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/performance.md: its figures are those of the kept results, and these stand in the notes."""
+"""docs/performance.md has the figures of the kept results, and the notes have them too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_docs import given_reasons
 
-from benchmarks.charts import axis_of, draw, number
-from benchmarks.plot_data import FOLDER, Figure, Result, Row, load
+from benchmarks.common.charts import axis_of, draw, number
+from benchmarks.common.plot_data import FOLDER, Figure, Result, Row, load
 from benchmarks.plots import PAGE, PLOTS, figures, plots, with_figures
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +30,7 @@ def numbers(text: str) -> set[float]:
 
 
 def section(source: str) -> str:
-    """What stands below the heading `FILE#anchor`, up to the next heading of its rank."""
+    """Return the text below the heading `FILE#anchor`, up to the next heading of its rank."""
     name, anchor = source.split("#")
     text = (ROOT / "benchmarks" / name).read_text(encoding="utf-8")
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
@@ -61,7 +61,12 @@ def test_what_is_kept_is_of_scripts_and_processors() -> None:
 
 @pytest.mark.parametrize(("result", "figure"), FIGURES, ids=NAMES)
 def test_a_figure_has_what_its_source_says(result: Result, figure: Figure) -> None:
-    told = numbers(section(figure.source))
+    text = section(figure.source)
+    page = (ROOT / "benchmarks" / figure.source.split("#")[0]).read_text(encoding="utf-8")
+    assert figure.source.startswith("notes/")
+    assert figure.date in text
+    assert f"{result.script}.py" in page
+    told = numbers(text)
     for row in figure.rows:
         assert len(row.values) == len(figure.series)
         assert not row.ranges or len(row.ranges) == len(row.values)

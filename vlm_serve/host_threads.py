@@ -3,9 +3,9 @@
 libgomp, the OpenMP of torch's CPU builds, keeps a pool of workers for every thread that ever ran a
 parallel op. Once there are more of them than processors, idle or not, it lets waiting workers fall
 asleep almost at once, and every parallel op of a decode step then begins with waking one: on two
-cores a step of eight sequences took 26 ms instead of 15 (benchmarks/NOTES.md). So whoever computes
-outside the engine's thread, and the engine's thread itself when it has nothing to do, gives its
-workers back; the next parallel op starts new ones.
+cores a step of eight sequences took 26 ms instead of 15 (benchmarks/notes/steps-cpu.md). So whoever
+computes outside the engine's thread, and the engine's thread itself when it has nothing to do,
+gives its workers back; the next parallel op starts new ones.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from vlm_serve import Pipeline, SamplingParams
 from vlm_serve.config import EngineConfig
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
-# Shares that may be wrong: what 2 000 and 1 000 questions gave (benchmarks/NOTES.md), with a margin
-# for these few.
+# Shares that may be wrong: what 2 000 and 1 000 questions gave (benchmarks/notes/demo-model.md),
+# with a margin for these few.
 WRONG_PICTURES, WRONG_VIDEOS = 0.08, 0.05
 DEMO = Path(vlm_serve.__file__).parent / "demo"
 

@@ -26,7 +26,7 @@ from vlm_serve.structured_outputs import StructuredOutputs
 
 ROOT = Path(__file__).parents[2]
 DEMO = Path(vlm_serve.__file__).parent / "demo"
-# Shares of held-out schemas, and of their fields (benchmarks/NOTES.md), with a margin.
+# Shares of held-out schemas, and of their fields (benchmarks/notes/demo-model.md), with a margin.
 UNFINISHED, WRONG = 0.06, 0.5
 
 

@@ -1,0 +1,255 @@
+"""Calls of every op at the shapes of the shared checkpoints, on memory that is never touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from common.gpu_shapes import ALL, Shapes
+from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
+from vlm_serve.kernels.elementwise import silu_times, times_sigmoid
+from vlm_serve.kernels.gated_delta import (
+    chunk_gated_delta,
+    gates,
+    recurrent_gated_delta,
+    verify_gated_delta,
+)
+from vlm_serve.kernels.kv_write import copy_kv_rows, write_kv
+from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
+from vlm_serve.kernels.linear.stored_codes import Stored, StoredFloat8, StoredIntegers
+from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates, VerifyMeta
+from vlm_serve.kernels.moe import route, routed_experts
+from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
+from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
+from vlm_serve.kernels.rope import qk_norm_rope
+from vlm_serve.kernels.state_copy import copy_rows
+
+BLOCK = 64
+BLOCKS = 64
+TOKENS = 512
+BATCH = 32
+DRAFTED = 8
+LONGEST = 32768
+STATE_ROWS = 32
+KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
+
+Case = tuple[str, Callable[[], object]]
+
+
+def cases(models: Sequence[str]) -> Iterator[Case]:
+    """(label, call) of every op, checkpoint and stored form; record what each call launches."""
+    for shapes in ALL:
+        if shapes.name not in models:
+            continue
+        yield from _memory_ops(shapes)
+        yield from _elementwise(shapes)
+        yield from _state_ops(shapes)
+        yield from _attention(shapes)
+        yield from _quantised(shapes)
+        if shapes.experts:
+            yield from _experts(shapes)
+
+
+def _memory_ops(shapes: Shapes) -> Iterator[Case]:
+    state = torch.empty(STATE_ROWS, shapes.value_heads, shapes.state_dim, shapes.state_dim)
+    tails = torch.empty(STATE_ROWS, shapes.conv_channels, 3, dtype=torch.bfloat16)
+    yield "state_copy", partial(copy_rows, [tails, state], [0, 1], [2, 3])
+    for dtype in KV_DTYPES:
+        kv, pool, scales = pages(shapes, dtype)
+        k = torch.empty(TOKENS, shapes.kv_heads, shapes.head_dim, dtype=torch.bfloat16)
+        slots = torch.empty(TOKENS, dtype=torch.int64)
+        yield "kv_write", partial(write_kv, k, k, kv, slots)
+        yield "kv_copy", partial(copy_kv_rows, pool, scales, [(0, 1, 5)])
+
+
+def _elementwise(shapes: Shapes) -> Iterator[Case]:
+    hidden, weight = _half(TOKENS, shapes.hidden), _half(shapes.hidden)
+    yield "norms", partial(rms_norm, hidden, weight, 1e-6)
+    heads = _half(TOKENS, shapes.value_heads, shapes.state_dim)
+    yield "norms", partial(gated_rms_norm, heads, heads, _half(shapes.state_dim), 1e-6)
+    yield "elementwise", partial(silu_times, hidden, hidden)
+    yield "elementwise", partial(times_sigmoid, hidden, hidden[:, :1])
+    raw = _half(TOKENS, 2 * shapes.value_heads)
+    factors = torch.empty(shapes.value_heads)
+    yield "elementwise", partial(gates, raw, factors, factors)
+    q = _half(TOKENS, shapes.query_heads, 2 * shapes.head_dim)[..., : shapes.head_dim]
+    k = _half(TOKENS, shapes.kv_heads, shapes.head_dim)
+    weight, angles = _half(shapes.head_dim), torch.empty(TOKENS, shapes.rotated // 2)
+    yield "rope", partial(qk_norm_rope, q, k, weight, weight, angles, angles, 1e-6)
+
+
+def _state_ops(shapes: Shapes) -> Iterator[Case]:
+    weight = _half(shapes.conv_channels, shapes.conv_taps)
+    tails = _half(STATE_ROWS, 2, shapes.conv_channels, shapes.conv_taps - 1)[:, 0]
+    x = _half(TOKENS, shapes.conv_channels)
+    yield "causal_conv", partial(causal_conv_prefill, x, weight, tails, prefill_meta())
+    x = _half(BATCH, shapes.conv_channels)
+    yield "causal_conv", partial(causal_conv_decode, x, weight, tails, decode_meta())
+    for dtype, label in ((torch.bfloat16, "gated_delta"), (torch.float32, "gated_delta fp32")):
+        state = torch.empty(STATE_ROWS, 2, shapes.value_heads, shapes.state_dim, shapes.state_dim)[
+            :, 0
+        ]
+        arguments = _gated_delta_inputs(shapes, TOKENS, dtype)
+        yield label, partial(chunk_gated_delta, *arguments, state, prefill_meta())
+        arguments = _gated_delta_inputs(shapes, BATCH, dtype)
+        yield label, partial(recurrent_gated_delta, *arguments, state, decode_meta())
+        arguments = _gated_delta_inputs(shapes, BATCH * DRAFTED, dtype)
+        updates = _updates(shapes, BATCH * DRAFTED)
+        yield label, partial(verify_gated_delta, *arguments, state, updates, verify_meta())
+
+
+def _attention(shapes: Shapes) -> Iterator[Case]:
+    scale = shapes.head_dim**-0.5
+    forms = [(torch.bfloat16, dtype) for dtype in KV_DTYPES] + [(torch.float32, torch.float32)]
+    for dtype, stored in forms:
+        kv = pages(shapes, stored)[0]
+        label = f"attention {str(dtype)[6:]} on {str(stored)[6:]}"
+        q = torch.empty(TOKENS, shapes.query_heads, shapes.head_dim, dtype=dtype)
+        yield label, partial(attention_prefill, q, kv, prefill_meta(), scale=scale)
+        # One long sequence is cut into the most parts, as every step of a CUDA graph is.
+        for meta in (decode_meta(), decode_meta(1, LONGEST // BLOCK)):
+            q = torch.empty(len(meta), shapes.query_heads, shapes.head_dim, dtype=dtype)
+            yield label, partial(attention_decode, q, kv, meta, scale=scale)
+
+
+def _experts(shapes: Shapes) -> Iterator[Case]:
+    """A decode step, a small prefill and a large one: one row tile each."""
+    for tokens in (BATCH, 512, 4096):
+        yield "moe", partial(route, _half(tokens, shapes.experts), shapes.top_k)
+        ids = torch.zeros(tokens, shapes.top_k, dtype=torch.int64)
+        gate_up = _half(shapes.experts, 2 * shapes.expert_width, shapes.hidden)
+        down = _half(shapes.experts, shapes.hidden, shapes.expert_width)
+        weights = _half(tokens, shapes.top_k)
+        x = _half(tokens, shapes.hidden)
+        yield "moe", partial(routed_experts, x, weights, ids, gate_up, down)
+
+
+def _quantised(shapes: Shapes) -> Iterator[Case]:
+    """A decode step, a small batch of them and a prefill, in every format, and experts."""
+    pairs = [(torch.bfloat16, tokens) for tokens in (1, BATCH, TOKENS)] + [(torch.float32, TOKENS)]
+    hidden = shapes.hidden
+    for name, of_size in CODES.items():
+        weight = TorchQuantised(of_size(2 * hidden, hidden), 2 * hidden, hidden, None)
+        for dtype, tokens in pairs:
+            label = f"linear {name}" if dtype == torch.bfloat16 else f"linear {name} fp32"
+            yield label, partial(weight, torch.empty(tokens, hidden, dtype=dtype))
+        if not shapes.experts:
+            continue
+        count, width = shapes.experts, shapes.expert_width
+        gate_up, down = of_size(count * 2 * width, hidden), of_size(count * hidden, width)
+        for tokens in (BATCH, 512, 4096):
+            ids = torch.zeros(tokens, shapes.top_k, dtype=torch.int64)
+            x, weights = _half(tokens, hidden), _half(tokens, shapes.top_k)
+            yield f"moe {name}", partial(routed_experts, x, weights, ids, gate_up, down)
+
+
+def _integers(bits: int, columns: int, depth: int) -> Stored:
+    """With zero points, which take a few registers more."""
+    byte, half = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float16)
+    kind = IntegerCodes(byte, half, byte, bits, 128)
+    return StoredIntegers.empty(kind, columns, depth, torch.device("cpu"))
+
+
+def _rooted(bits: int, columns: int, depth: int) -> Stored:
+    """As a plain weight becomes while it is loaded."""
+    codes, roots = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int8)
+    kind = IntegerCodes(codes, roots, None, bits, 32, torch.empty(0))
+    return StoredIntegers.empty(kind, columns, depth, torch.device("cpu"))
+
+
+def _float4(columns: int, depth: int) -> Stored:
+    """As NVFP4 is."""
+    codes, scales = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float8_e4m3fn)
+    kind = IntegerCodes(codes, scales, None, 4, 16, torch.empty(0), float4=True)
+    return StoredIntegers.empty(kind, columns, depth, torch.device("cpu"))
+
+
+def _float8(columns: int, depth: int) -> Stored:
+    codes = torch.empty(0, dtype=torch.float8_e4m3fn)
+    kind = Float8Codes(codes, _half(0), (128, 128))
+    return StoredFloat8.empty(kind, columns, depth, torch.device("cpu"))
+
+
+CODES: dict[str, Callable[[int, int], Stored]] = {
+    "int4": partial(_integers, 4),
+    "int4 of one byte": partial(_rooted, 4),
+    "int6": partial(_rooted, 6),
+    "int8": partial(_integers, 8),
+    "float4": _float4,
+    "float8": _float8,
+}
+
+
+def _updates(shapes: Shapes, entries: int) -> Updates:
+    keys, values, dim = shapes.key_heads, shapes.value_heads, shapes.state_dim
+    return Updates(
+        torch.empty(entries, 2, keys, dim)[:, 0],
+        torch.empty(entries, 2, values, dim)[:, 0],
+        torch.empty(entries, 2, values)[:, 0],
+        _half(entries, 2, shapes.conv_channels)[:, 0],
+    )
+
+
+def _gated_delta_inputs(
+    shapes: Shapes, tokens: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    keys, values, dim = shapes.key_heads, shapes.value_heads, shapes.state_dim
+    fused = torch.empty(tokens, shapes.conv_channels, dtype=dtype)
+    q, k, v = fused.split((keys * dim, keys * dim, values * dim), dim=1)
+    g, beta = torch.empty(tokens, values), torch.empty(tokens, values, dtype=dtype)
+    heads = (keys, keys, values)
+    q, k, v = (x.unflatten(1, (n, dim)) for x, n in zip((q, k, v), heads, strict=True))
+    return q, k, v, g, beta
+
+
+def prefill_meta() -> PrefillMeta:
+    """One slice of TOKENS tokens in whole chunks, its blocks in order."""
+    return PrefillMeta(
+        cu_seqlens=(0, TOKENS),
+        starts=(BLOCK,),
+        block_tables=(tuple(range(TOKENS // BLOCK + 1)),),
+        src_rows=(0,),
+        dst_rows=(1,),
+        chunk_ends=(tuple(range(BLOCK, TOKENS + 1, BLOCK)),),
+        snapshots=((0, 1, 2),),
+    )
+
+
+def decode_meta(batch: int = BATCH, blocks: int = BLOCKS // 2) -> DecodeMeta:
+    """Sequences of so many blocks each, all of them the same ones."""
+    return DecodeMeta(
+        block_tables=(tuple(block % BLOCKS for block in range(blocks)),) * batch,
+        kv_lens=(BLOCK * blocks,) * batch,
+        src_rows=tuple(range(batch)),
+        dst_rows=tuple(range(batch)),
+        snapshot_rows=(-1,) * batch,
+    )
+
+
+def verify_meta() -> VerifyMeta:
+    """As many drafted tokens for each sequence."""
+    return VerifyMeta(
+        cu_seqlens=tuple(range(0, BATCH * DRAFTED + 1, DRAFTED)),
+        starts=(BLOCK,) * BATCH,
+        block_tables=((0, 1),) * BATCH,
+        rows=tuple(range(BATCH)),
+        updates=tuple(range(0, BATCH * DRAFTED, DRAFTED)),
+        folded=(DRAFTED,) * BATCH,
+    )
+
+
+def _half(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def pages(shapes: Shapes, dtype: torch.dtype) -> tuple[KVLayer, torch.Tensor, torch.Tensor | None]:
+    """One layer of a pool of pages: (layer, pool, scales)."""
+    pool = torch.empty(BLOCKS, 1, 2, BLOCK, shapes.kv_heads, shapes.head_dim, dtype=dtype)
+    if dtype != torch.uint8:
+        return KVLayer(pool[:, 0, 0], pool[:, 0, 1]), pool, None
+    scales = torch.empty(BLOCKS, 1, 4, BLOCK, shapes.kv_heads, dtype=torch.float16)
+    parts = [scales[:, 0, i] for i in range(4)]
+    return KVLayer(pool[:, 0, 0], pool[:, 0, 1], *parts), pool, scales
