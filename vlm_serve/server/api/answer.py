@@ -1,4 +1,4 @@
-"""From deltas to an answer: the one way that all APIs take, whole or as a stream."""
+"""Turning deltas into a response, streamed or complete. All APIs share this path."""
 
 from __future__ import annotations
 
@@ -27,29 +27,32 @@ Event = dict[str, Any]
 class AnswerStream(ABC):
     """Turns the deltas of one request into the events of a stream.
 
-    A whole answer goes through the same steps and keeps their result only, so the two cannot
-    differ.
+    A complete response takes the same steps and keeps only their result, so the two cannot differ.
     """
 
     def start(self) -> list[Event]:
-        """What comes before the events of the first delta."""
+        """Return the events before those of the first delta."""
         return []
 
     @abstractmethod
     def push(self, prompt: int, delta: Delta) -> list[Event]:
-        """Adds a delta of the request's prompt of that number; returns the events it causes."""
+        """Add a delta of one prompt and return the resulting events.
+
+        Args:
+            prompt: index of the prompt in the request.
+        """
 
     def end(self) -> list[Event]:
-        """What comes after the last delta."""
+        """Return the events after those of the last delta."""
         return []
 
     def failed(self, error: VlmServeError) -> list[Event]:
-        """The end of a stream that has begun and cannot go on."""
+        """Return the final events of a stream that has begun and then failed."""
         return [envelope(error)]
 
     @abstractmethod
     def whole(self) -> BaseModel:
-        """The answer after its last delta."""
+        """Return the complete response body, after the last delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,8 @@ class ResponseSpec:
 
     Attributes:
         tasks: one per prompt.
-        stream_of: makes the stream of the tasks' generations.
-        stream: the answer is sent as a stream.
+        stream_of: makes the stream for the tasks' generations.
+        stream: send the response as a stream.
         headers: headers of the response.
         named: the stream's events have names, see `streaming.as_events`.
     """
@@ -72,9 +75,11 @@ class ResponseSpec:
 
 
 async def respond(service: Service, request: Request, spec: ResponseSpec) -> Response:
-    """Answers a request.
+    """Respond to a request.
 
-    Raises VlmServeError; ClientGoneError if nobody waits for the answer any more.
+    Raises:
+        VlmServeError: the request failed before its response began.
+        ClientGoneError: the client disconnected.
     """
     coverage = Coverage()
     if spec.stream:
@@ -87,8 +92,11 @@ async def respond(service: Service, request: Request, spec: ResponseSpec) -> Res
 
 
 async def _whole(service: Service, spec: ResponseSpec, coverage: Coverage) -> str:
-    """The answer as JSON. Log-probabilities are many times as long as the text that they are
-    about: telling them does not keep the event loop."""
+    """Return the complete response body as JSON.
+
+    Log-probabilities make a response many times longer. With them, the body is built on a
+    preparation thread, so that it does not block the event loop.
+    """
     params = [task.params for task in spec.tasks]
     long = any(each.logprobs is not None or each.prompt_logprobs is not None for each in params)
     async with _submitted(service, spec) as generations:
@@ -111,8 +119,11 @@ async def _whole(service: Service, spec: ResponseSpec, coverage: Coverage) -> st
 
 
 async def _events(service: Service, spec: ResponseSpec, coverage: Coverage) -> Chunks:
-    """What goes wrong before the first event is raised; later it is an event itself, since the
-    status has been sent."""
+    """Yield the events of a streamed response.
+
+    An error before the first event is raised. A later one becomes an event itself, since the status
+    has been sent already.
+    """
     async with _submitted(service, spec) as generations:
         answer = spec.stream_of(generations)
         coverage.begin([generation.part for generation in generations])
@@ -149,7 +160,7 @@ async def _in_turn(generations: Sequence[Generation]) -> AsyncIterator[tuple[int
 
 @asynccontextmanager
 async def _submitted(service: Service, spec: ResponseSpec) -> AsyncIterator[list[Generation]]:
-    """Submits all prompts. All or nothing: an error in one ends all."""
+    """Submit all prompts. If one fails, all of them end."""
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(answering(service, task, patient=not spec.stream))
@@ -160,8 +171,10 @@ async def _submitted(service: Service, spec: ResponseSpec) -> AsyncIterator[list
 async def _merged(
     generations: Sequence[Generation],
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """The deltas of all generations as they come, or of an attempt in turn, each with its
-    generation's number."""
+    """Yield the deltas of all generations as they arrive, each with its generation's index.
+
+    Deltas of an attempt come round-robin, so that every attempt has the same order.
+    """
     if len(generations) == 1 or generations[0].part is not None:
         async for numbered in _in_turn(generations):
             yield numbered
@@ -185,5 +198,5 @@ async def _merged(
     finally:
         for future in waiting:
             future.cancel()
-        # Results nobody looks at: asyncio would report their errors as lost.
+        # Retrieve their results: asyncio would report unretrieved errors.
         await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""GET /v1/cache/events: the cache's tree, then what changes in it, as server-sent events."""
+"""GET /v1/cache/events: the cache's tree and its changes, as server-sent events."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from vlm_serve.server.http.tenants import PermissionDeniedError
 from vlm_serve.server.service import Service
 
 SLICE = 16
-"""Nodes or changes that are made into text at once, in a fraction of a millisecond: the event loop
-serves others in between, who each come to it several times before they have an answer."""
+"""Nodes or changes serialized at once, in a fraction of a millisecond. Other requests run on the
+event loop in between, and each needs several turns of it."""
 MIN_CHANGES = 1000
-"""As many changes are told one by one even if the tree has fewer nodes."""
+"""Up to this many changes are sent one by one, even if the tree has fewer nodes."""
 QUIET_POLLS = 150
-"""After so many polls without a message a comment shows that the connection is alive."""
+"""After this many polls without a message, a comment shows that the connection is alive."""
 
 _T = TypeVar("_T")
 _as_text = json.JSONEncoder(separators=(",", ":")).encode
@@ -41,7 +41,7 @@ class CacheRoot(BaseModel):
 
 
 class CacheTreeEvent(BaseModel):
-    """The data of an event `tree`."""
+    """The data of a `tree` event."""
 
     object: Literal["cache.tree"] = "cache.tree"
     sequence: int
@@ -50,11 +50,15 @@ class CacheTreeEvent(BaseModel):
 
 
 async def cache_events(service: Service, request: Request) -> Response:
-    """GET /v1/cache/events. Raises OverloadedError if too many clients read them already,
-    PermissionDeniedError for a browser that could not read them."""
+    """Stream the cache's tree, its changes and the server's status: GET /v1/cache/events.
+
+    Raises:
+        OverloadedError: too many clients read the stream already.
+        PermissionDeniedError: a browser sent the request in a mode that hides the response.
+    """
     refuse_unknown(request.query_params, ())
     if request.headers.get("sec-fetch-mode") == "no-cors":
-        # Any website can make a browser ask like that, with no chance to read what comes.
+        # Any website can make a browser send such a request, but cannot read the response.
         raise PermissionDeniedError("this stream is for who can read it", code="no_cors")
     reader = _Reader(service, visible_root(service, request))
     if request.scope.get("is_head"):
@@ -64,10 +68,10 @@ async def cache_events(service: Service, request: Request) -> Response:
 
 
 class _Reader:
-    """One client.
+    """One subscriber.
 
     Args:
-        root: it sees what is below it, and no totals; None: it sees all.
+        root: it sees only the nodes below this root and no totals; None: it sees everything.
     """
 
     def __init__(self, service: Service, root: bytes | None) -> None:
@@ -78,7 +82,10 @@ class _Reader:
         self._number = 0
 
     async def events(self) -> Events:
-        """The messages, in pieces. They end with the server, or when one is not taken in time."""
+        """Yield the messages in pieces.
+
+        They end when the server does, or when the client takes too long to receive one.
+        """
         loop, feed = asyncio.get_running_loop(), self._feed
         with feed.subscribed():
             sequence, status_number, quiet = -1, 0, 0
@@ -101,7 +108,7 @@ class _Reader:
                     return
 
     def _news(self, sequence: int) -> tuple[int, Iterator[bytes]]:
-        """What to tell who knows all up to a batch, and up to which batch it is."""
+        """Return the latest batch's number, and the messages since batch `sequence`."""
         mirror = self._feed.mirror
         told = mirror.since(sequence)
         if told is None or len(told[1]) > max(MIN_CHANGES, len(mirror)):
@@ -134,14 +141,17 @@ class _Reader:
         yield f"id: {sequence}\nevent: status\ndata: {data}\n\n".encode()
 
     def _number_of(self, sequence: int) -> int:
-        """Who does not see all is not told how much happens either."""
+        """Return a message's number.
+
+        Tenants get numbers of their own, since a batch's number shows how much others do.
+        """
         if self._root is None:
             return sequence
         self._number += 1
         return self._number
 
     def _node(self, entry: Entry) -> dict[str, Any]:
-        """What `dataclasses.asdict` makes of it, in a third of the time."""
+        """Return the same as `dataclasses.asdict` in a third of the time."""
         node = self._engine.describe(entry)
         body: dict[str, Any] = dict(zip(_NODE_FIELDS, _values_of(node), strict=True))
         body["media"] = [dataclasses.asdict(each) for each in node.media]
@@ -164,7 +174,7 @@ class _Reader:
 
 
 def _joined(items: Sequence[_T], body_of: Callable[[_T], dict[str, Any]]) -> Iterator[bytes]:
-    """The bodies as the inside of a JSON list, a slice at a time."""
+    """Yield the bodies as the inside of a JSON list, one slice at a time."""
     for start in range(0, len(items), SLICE):
         texts = [_as_text(body_of(item)) for item in items[start : start + SLICE]]
         yield (("," if start else "") + ",".join(texts)).encode()

@@ -1,4 +1,4 @@
-"""The route: from a request to the job that answers it."""
+"""The route of POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vlm_serve.server.service import Service
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
-    """Answers one conversation. Raises as `respond`."""
+    """Answer a conversation. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
         service, request, await read_request(service, request, ChatCompletionRequest, make_spec)

@@ -1,4 +1,4 @@
-"""The answer to a chat request, whole and as a stream."""
+"""The response to a chat request, complete and as a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlm_serve.server.api.reports import cache_report_body, cache_report_fields,
 
 
 class ChatStream(AnswerStream):
-    """Choices as they grow, then the usage if it was asked for."""
+    """The chunks of all choices, then the usage if requested."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ChatStream(AnswerStream):
             )
             for index in range(chat.task.params.n)
         ]
-        # Goes with the first chunk that there is.
+        # Fields of the first chunk.
         self._extra: dict[str, Any] = {}
         if body.return_token_ids:
             self._extra["prompt_token_ids"] = list(generation.prompt.token_ids)

@@ -1,4 +1,4 @@
-"""One choice of a plain completion, in parts for a stream and as a whole."""
+"""One choice of a plain completion, in chunks for a stream and complete."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CompletionChoiceState:
         self._last: Delta | None = None
 
     def push(self, delta: Delta) -> CompletionChoice | None:
-        """Adds a delta; returns the stream's part, None if there is nothing to say."""
+        """Add a delta and return the stream's part for it, or None if it has nothing to report."""
         if self._body.only_echo:
             delta = _without_answer(delta)
         text, body, first = delta.text, self._body, self._last is None

@@ -1,4 +1,4 @@
-"""The route: from a request to the job that answers it."""
+"""The route of POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vlm_serve.server.service import Service
 
 
 async def completions(service: Service, request: Request) -> Response:
-    """Continues one or several prompts. Raises as `respond`."""
+    """Continue one or several prompts. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
         service, request, await read_request(service, request, CompletionRequest, make_spec)

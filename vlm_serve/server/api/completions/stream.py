@@ -1,4 +1,4 @@
-"""The answer to a completion request, whole and as a stream."""
+"""The response to a completion request, complete and as a stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vlm_serve.server.api.reports import (
 
 
 class CompletionStream(AnswerStream):
-    """Choice `p * n + i` is the i-th of prompt p."""
+    """The chunks of all choices. Choice `p * n + i` is the i-th of prompt p."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class CompletionStream(AnswerStream):
             for number, generation in enumerate(generations)
             for count in [generation.task.params.n]
         ]
-        # Choices whose last delta has yet to come; a generation may be ahead of that.
+        # Choices whose last delta has not been pushed; the generations may be ahead.
         self._unfinished = sum(map(len, self._choices))
 
     def push(self, prompt: int, delta: Delta) -> list[Event]:
@@ -94,7 +94,7 @@ class CompletionStream(AnswerStream):
         return usage_body(total, *(generation.prompt for generation in self._generations))
 
     def _report(self) -> CacheReportBody | list[CacheReportBody] | None:
-        """The prompt's report; a list of them if there are several prompts."""
+        """Return the prompt's cache report, or a list of reports for several prompts."""
         bodies = [cache_report_body(generation.cache_report) for generation in self._generations]
         found = [body for body in bodies if body is not None]
         return found[0] if len(bodies) == 1 and found else found or None

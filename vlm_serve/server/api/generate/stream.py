@@ -1,4 +1,4 @@
-"""The answer to a request for tokens, whole and as a stream."""
+"""The response to a request for tokens, complete and as a stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vlm_serve.server.api.reports import cache_report_body, routed_experts_field
 
 
 class GenerateStream(AnswerStream):
-    """Choices as their tokens come. No text is sent: tokens are named by their ids."""
+    """The chunks of all choices. Tokens are named by their ids; no text is sent."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ def _logprobs(
         content=[
             GeneratedToken(
                 **_rival(token, row[token]).model_dump(),
-                # With 0 rivals vLLM lists the token itself.
+                # With `logprobs` 0, vLLM lists the token itself.
                 top_logprobs=[_rival(other, value) for other, value in ranked(row, max(top, 1))],
             )
             for token, row in zip(tokens, rows, strict=True)

@@ -1,4 +1,4 @@
-"""The body of POST /v1/messages, and what it asks for."""
+"""The request body of POST /v1/messages, and parsing it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OutputConfig(RequestModel):
 
 
 class MessagesPrompt(AnswerRequest):
-    """What the prompt is made from; the body of POST /v1/messages/count_tokens."""
+    """Fields of the prompt; the body of POST /v1/messages/count_tokens."""
 
     messages: Items[MessageParam] = Field(max_length=MAX_MESSAGES)
     system: str | Items[Table[Any]] | None = None
@@ -65,7 +65,11 @@ class MessagesPrompt(AnswerRequest):
     output_config: OutputConfig | None = None
 
     def parsed(self) -> ParsedRequest:
-        """What the request asks for. Raises InvalidRequestError that names the field at fault."""
+        """Parse the request.
+
+        Raises:
+            InvalidRequestError: a field is invalid; the error names it.
+        """
         return self._parsed()
 
     @property
@@ -124,7 +128,7 @@ class MessagesRequest(MessagesPrompt):
         return self._parsed(max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ()))
 
 
-# Counting ignores what only the answer needs, so a message request can be counted as it is.
+# Counting ignores the fields that only the answer needs, so the same body serves both endpoints.
 MESSAGES_UNIMPLEMENTED = {
     name: neutral
     for name, neutral in (UNIMPLEMENTED | CHAT_ONLY | MESSAGES_REFUSED).items()
@@ -133,7 +137,8 @@ MESSAGES_UNIMPLEMENTED = {
 
 
 def _function(tool: MessagesTool) -> dict[str, Any]:
-    # In the order of chat's fields: templates print it, and equal tools should give equal prompts.
+    # Keep the field order of the chat API: templates print it, and equal tools should give equal
+    # prompts.
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description

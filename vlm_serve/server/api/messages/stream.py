@@ -1,4 +1,4 @@
-"""The answer to a message request, whole and as a stream."""
+"""The response to a message request, complete and as a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlm_serve.server.http.errors import messages_envelope
 
 
 class MessageBody(BaseModel):
-    """The answer of /v1/messages."""
+    """The response body of /v1/messages."""
 
     id: str
     type: Literal["message"] = "message"
@@ -110,7 +110,7 @@ class MessageStream(BlockStream):
             stop_reason=None,
             stop_sequence=None,
             usage={
-                # In this API the tokens that were read from the cache are counted apart.
+                # In this API `input_tokens` excludes tokens read from the cache.
                 "input_tokens": usage.prompt_tokens - usage.cached_tokens,
                 "cache_read_input_tokens": usage.cached_tokens,
                 "cache_creation_input_tokens": 0,
@@ -124,7 +124,7 @@ def _content(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    # Of a call that the limit has cut: what is whole, as clients put a stream of it together.
+    # The token limit may have cut the call. Keep its complete part, as clients do with a stream.
     arguments = from_json(block.text or "{}", allow_partial=True)
     return {
         "type": "tool_use",

@@ -1,4 +1,4 @@
-"""`input` of a response request, read into a conversation."""
+"""Reading the `input` field of a response request into a conversation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 def read_input(
     instructions: str | None, past: list[dict[str, Any]], given: str | list[dict[str, Any]]
 ) -> Conversation:
-    """The conversation of a request.
+    """Read a request's items into a conversation.
 
     Args:
         past: the items of the turns before it.
 
-    Raises InvalidRequestError that names the item or field at fault.
+    Raises:
+        InvalidRequestError: an item or field is invalid; the error names it.
     """
     conversation = Conversation()
     if instructions:
@@ -44,10 +45,10 @@ def read_input(
 
 
 class _Answer:
-    """Gathers the items of one answer (reasoning, text, calls), which are one message.
+    """Gathers the items of one answer (reasoning, text, calls) into one message.
 
     Args:
-        answered: ids of calls that have an output.
+        answered: ids of the calls that have an output.
     """
 
     def __init__(self, conversation: Conversation, answered: set[Any]) -> None:
@@ -69,7 +70,7 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
     if kind == "function_call":
         function = {name: text_of(item, name, where) for name in ("name", "arguments")}
         if item.get("status") == "incomplete" and not _is_complete(function["arguments"]):
-            # The token limit has cut it. Nobody can have run it, unless its output says so.
+            # The token limit has cut the call. No client can have run it, unless it has an output.
             if item.get("call_id") not in answer.answered:
                 return
             function["arguments"] = "{}"
@@ -96,7 +97,10 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
 
 
 def _given(item: Mapping[str, Any], name: str) -> Any:
-    """Return a field in which null, as clients write an answer of calls alone, is empty text."""
+    """Return a field's value; null becomes empty text.
+
+    Clients send null as the content of an answer with only calls.
+    """
     return "" if name in item and item[name] is None else item.get(name)
 
 
@@ -132,7 +136,7 @@ def _part(part: Any, where: str, conversation: Conversation) -> dict[str, Any]:
 
 
 def _texts(content: Any, where: str) -> list[str]:
-    """Return the texts of parts that may be nothing else."""
+    """Return the texts of content with only text parts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):

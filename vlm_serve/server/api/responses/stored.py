@@ -38,15 +38,22 @@ class ItemList(BaseModel):
 
 
 async def get_response(service: Service, request: Request) -> Response:
-    """A stored response as it was answered. Raises ResponseNotFoundError."""
+    """Return a stored response's body.
+
+    Raises:
+        ResponseNotFoundError: no such response is stored for this owner.
+    """
     if request.query_params.get("stream", "false") != "false":
         raise unsupported("stream", request.query_params["stream"])
     return JSONResponse(_turn(service, request).answer)
 
 
 async def delete_response(service: Service, request: Request) -> Response:
-    """Forgets a response; what later ones continue stays with them. Raises
-    ResponseNotFoundError."""
+    """Delete a stored response. Later responses in its conversation keep its items.
+
+    Raises:
+        ResponseNotFoundError: no such response is stored for this owner.
+    """
     _turn(service, request)
     assert service.state.responses is not None
     response_id = request.path_params["response_id"]
@@ -55,13 +62,15 @@ async def delete_response(service: Service, request: Request) -> Response:
 
 
 async def list_input_items(service: Service, request: Request) -> Response:
-    """A page of the items that a response was made from.
+    """Return a page of the items from which a response was made.
 
-    Raises ResponseNotFoundError, and InvalidRequestError for a bad place, order or size.
+    Raises:
+        ResponseNotFoundError: no such response is stored for this owner.
+        InvalidRequestError: `after`, `order` or `limit` is invalid.
     """
     turn, query = _turn(service, request), request.query_params
 
-    def page() -> Response:  # may be as long as the request was
+    def page() -> Response:  # It may be as long as the request was.
         return JSONResponse(_page(turn, query).model_dump())
 
     return await asyncio.to_thread(page)
@@ -99,7 +108,7 @@ def _page(turn: Turn, query: Mapping[str, str]) -> ItemList:
 
 
 def _listed(item: dict[str, Any]) -> dict[str, Any]:
-    """An item with the fields that may be left out of a request."""
+    """Return an item with defaults for the fields that a request may omit."""
     item = {"type": "message", "status": "completed"} | item
     if item["type"] != "message":
         return item

@@ -1,4 +1,4 @@
-"""The answer to a response request, whole and as a stream."""
+"""The response to a response request, complete and as a stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class ResponseBody(BaseModel):
-    """The answer of /v1/responses, also in the events of its stream."""
+    """The response body of /v1/responses, also in the events of its stream."""
 
     id: str
     object: Literal["response"] = "response"
@@ -193,7 +193,8 @@ def _item_id(block: Block) -> str:
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
-    """In this API a token without text has no bytes, not null."""
+    """Return a logprobs entry in this API's format: without text, `bytes` is empty instead of
+    null."""
     made = entry.model_dump()
     for each in (made, *made["top_logprobs"]):
         each["bytes"] = each["bytes"] or []
