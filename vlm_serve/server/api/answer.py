@@ -51,7 +51,7 @@ class AnswerStream(ABC):
         return [envelope(error)]
 
     @abstractmethod
-    def whole(self) -> BaseModel:
+    def result(self) -> BaseModel:
         """Return the complete response body, after the last delta."""
 
 
@@ -87,11 +87,11 @@ async def respond(service: Service, request: Request, spec: ResponseSpec) -> Res
         return await stream_response(
             request, events, spec.headers, named=spec.named, extra=coverage.take
         )
-    answer = await until_disconnected(request, _whole(service, spec, coverage))
+    answer = await until_disconnected(request, _complete(service, spec, coverage))
     return CoveredResponse(answer, spec.headers, coverage.take())
 
 
-async def _whole(service: Service, spec: ResponseSpec, coverage: Coverage) -> str:
+async def _complete(service: Service, spec: ResponseSpec, coverage: Coverage) -> str:
     """Return the complete response body as JSON.
 
     Log-probabilities make a response many times longer. With them, the body is built on a
@@ -100,22 +100,22 @@ async def _whole(service: Service, spec: ResponseSpec, coverage: Coverage) -> st
     params = [task.params for task in spec.tasks]
     long = any(each.logprobs is not None or each.prompt_logprobs is not None for each in params)
     async with _submitted(service, spec) as generations:
-        answer, kept = spec.stream_of(generations), list[tuple[int, Delta]]()
+        answer, deferred = spec.stream_of(generations), list[tuple[int, Delta]]()
         coverage.begin([generation.part for generation in generations])
 
-        def made() -> str:
-            for prompt, delta in kept:
+        def build() -> str:
+            for prompt, delta in deferred:
                 answer.push(prompt, delta)
-            return answer.whole().model_dump_json()
+            return answer.result().model_dump_json()
 
         async with aclosing(_merged(generations)) as deltas:
             async for prompt, delta in deltas:
                 coverage.add(prompt, delta)
                 if long:
-                    kept.append((prompt, delta))
+                    deferred.append((prompt, delta))
                 else:
                     answer.push(prompt, delta)
-        return await service.workers.prepare(made) if long else made()
+        return await service.workers.prepare(build) if long else build()
 
 
 async def _events(service: Service, spec: ResponseSpec, coverage: Coverage) -> Chunks:
@@ -148,7 +148,7 @@ async def _events(service: Service, spec: ResponseSpec, coverage: Coverage) -> C
             yield event
 
 
-async def _in_turn(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
+async def _round_robin(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
     streams = [generation.deltas() for generation in generations]
     unfinished = list(range(len(streams)))
     while unfinished:
@@ -176,27 +176,27 @@ async def _merged(
     Deltas of an attempt come round-robin, so that every attempt has the same order.
     """
     if len(generations) == 1 or generations[0].part is not None:
-        async for numbered in _in_turn(generations):
+        async for numbered in _round_robin(generations):
             yield numbered
         return
-    waiting: dict[asyncio.Future[Delta], int] = {}
+    pending: dict[asyncio.Future[Delta], int] = {}
     streams = [generation.deltas() for generation in generations]
 
-    def ask(number: int) -> None:
+    def request_next(number: int) -> None:
         if generations[number].unfinished:
-            waiting[asyncio.ensure_future(anext(streams[number]))] = number
+            pending[asyncio.ensure_future(anext(streams[number]))] = number
 
     try:
         for number in range(len(streams)):
-            ask(number)
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            request_next(number)
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for future in done:
-                number = waiting.pop(future)
+                number = pending.pop(future)
                 yield number, future.result()
-                ask(number)
+                request_next(number)
     finally:
-        for future in waiting:
+        for future in pending:
             future.cancel()
         # Retrieve their results: asyncio would report unretrieved errors.
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)

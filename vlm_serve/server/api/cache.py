@@ -18,9 +18,9 @@ from vlm_serve.cache.listing import Entry
 from vlm_serve.errors import InvalidRequestError, VlmServeError
 from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
-from vlm_serve.server.api.prompts import EitherPrompt, prepare_tokens
-from vlm_serve.server.api.reading import read_json, read_request
+from vlm_serve.server.api.prompts import PromptOrMessages, prepare_tokens
 from vlm_serve.server.api.reports import cache_report_body
+from vlm_serve.server.api.request_body import read_json, read_request
 from vlm_serve.server.http.tenants import is_tenant, refuse_tenants, salt_of
 from vlm_serve.server.service import Preparation, Service
 
@@ -36,7 +36,7 @@ class NodeNotFoundError(VlmServeError):
     type = "invalid_request_error"
 
 
-class CachePrompt(EitherPrompt):
+class CachePrompt(PromptOrMessages):
     """A prompt to look up or pin. Unknown fields are refused: if one that shapes the prompt were
     ignored, the result would be wrong."""
 
@@ -141,7 +141,7 @@ async def pin(service: Service, request: Request) -> Response:
         VlmServeError: the request is invalid, or the server does not admit it.
     """
     body, preparation = await read_request(
-        service, request, PinRequest, lambda body: (body, _to_pin(service, request, body))
+        service, request, PinRequest, lambda body: (body, _pin_target(service, request, body))
     )
     with service.admission.admitted():
         if isinstance(preparation, Entry):
@@ -191,7 +191,7 @@ async def tree(service: Service, request: Request) -> Response:
     refuse_unknown(query, ("offset", "limit"))
     offset = _number(query, "offset", 0)
     limit = _number(query, "limit", DEFAULT_TREE_NODES)
-    entries = seen_below(visible_root(service, request), service.engine.mirror.whole().entries)
+    entries = entries_below(visible_root(service, request), service.engine.mirror.whole().entries)
     page = service.engine.page(entries, offset, limit)
     return JSONResponse(CacheTree(**dataclasses.asdict(page)).model_dump())
 
@@ -219,7 +219,7 @@ def visible_root(service: Service, request: Request) -> bytes | None:
     return root
 
 
-def seen_below(root: bytes | None, entries: Sequence[Entry]) -> Sequence[Entry]:
+def entries_below(root: bytes | None, entries: Sequence[Entry]) -> Sequence[Entry]:
     """Return the nodes below a root; None: all nodes."""
     return entries if root is None else [entry for entry in entries if entry.root == root]
 
@@ -242,7 +242,7 @@ def _find(service: Service, request: Request, key: str) -> Entry:
     return entry
 
 
-def _to_pin(
+def _pin_target(
     service: Service, request: Request, body: PinRequest
 ) -> Entry | Callable[[], Preparation]:
     """Return the node named by the body, or a function that makes the prompt it describes."""

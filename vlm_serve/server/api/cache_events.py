@@ -17,7 +17,7 @@ from starlette.responses import Response
 from vlm_serve.cache.listing import Entry, NodeInfo
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.mirror import Change, Whole
-from vlm_serve.server.api.cache import CacheNode, refuse_unknown, seen_below, visible_root
+from vlm_serve.server.api.cache import CacheNode, entries_below, refuse_unknown, visible_root
 from vlm_serve.server.http.streaming import Events, EventStream, until_disconnected
 from vlm_serve.server.http.tenants import PermissionDeniedError
 from vlm_serve.server.service import Service
@@ -59,15 +59,17 @@ async def cache_events(service: Service, request: Request) -> Response:
     refuse_unknown(request.query_params, ())
     if request.headers.get("sec-fetch-mode") == "no-cors":
         # Any website can make a browser send such a request, but cannot read the response.
-        raise PermissionDeniedError("this stream is for who can read it", code="no_cors")
-    reader = _Reader(service, visible_root(service, request))
+        raise PermissionDeniedError(
+            "this stream is only for clients that can read the response", code="no_cors"
+        )
+    subscriber = _Subscriber(service, visible_root(service, request))
     if request.scope.get("is_head"):
         return Response(media_type=EventStream.media_type)
-    events = reader.events()
+    events = subscriber.events()
     return EventStream(await until_disconnected(request, anext(events)), events, {})
 
 
-class _Reader:
+class _Subscriber:
     """One subscriber.
 
     Args:
@@ -90,7 +92,7 @@ class _Reader:
         with feed.subscribed():
             sequence, status_number, quiet = -1, 0, 0
             while True:
-                sequence, pieces = self._news(sequence)
+                sequence, pieces = self._messages_since(sequence)
                 if self._root is None and feed.status_number != status_number:
                     status_number = feed.status_number
                     pieces = chain(pieces, self._status(sequence))
@@ -107,21 +109,21 @@ class _Reader:
                 if not await feed.next_poll():
                     return
 
-    def _news(self, sequence: int) -> tuple[int, Iterator[bytes]]:
+    def _messages_since(self, sequence: int) -> tuple[int, Iterator[bytes]]:
         """Return the latest batch's number, and the messages since batch `sequence`."""
         mirror = self._feed.mirror
-        told = mirror.since(sequence)
-        if told is None or len(told[1]) > max(MIN_CHANGES, len(mirror)):
+        update = mirror.since(sequence)
+        if update is None or len(update[1]) > max(MIN_CHANGES, len(mirror)):
             whole = mirror.whole()
             return whole.sequence, self._tree(whole)
-        sequence, changes = told
+        sequence, changes = update
         if self._root is not None:
             changes = tuple(change for change in changes if change.root == self._root)
         return sequence, self._changes(sequence, changes) if changes else iter(())
 
     def _tree(self, whole: Whole) -> Iterator[bytes]:
-        entries = seen_below(self._root, whole.entries)
-        number = self._number_of(whole.sequence)
+        entries = entries_below(self._root, whole.entries)
+        number = self._message_number(whole.sequence)
         roots = json.dumps([{"key": key.hex()} for key in dict.fromkeys(e.root for e in entries)])
         yield (
             f'id: {number}\nevent: tree\ndata: {{"object":"cache.tree","sequence":{number},'
@@ -131,7 +133,7 @@ class _Reader:
         yield b"]}\n\n"
 
     def _changes(self, sequence: int, changes: Sequence[Change]) -> Iterator[bytes]:
-        number = self._number_of(sequence)
+        number = self._message_number(sequence)
         yield (f'id: {number}\nevent: changes\ndata: {{"sequence":{number},"changes":[').encode()
         yield from _joined(changes, self._change)
         yield b"]}\n\n"
@@ -140,7 +142,7 @@ class _Reader:
         data = _as_text(self._feed.status)
         yield f"id: {sequence}\nevent: status\ndata: {data}\n\n".encode()
 
-    def _number_of(self, sequence: int) -> int:
+    def _message_number(self, sequence: int) -> int:
         """Return a message's number.
 
         Tenants get numbers of their own, since a batch's number shows how much others do.

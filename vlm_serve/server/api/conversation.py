@@ -23,7 +23,7 @@ from vlm_serve.server.api.fields import AnswerRequest
 from vlm_serve.server.api.media_sources import check_media_sources
 from vlm_serve.server.api.request_affinity import affinity_of
 from vlm_serve.server.api.structured import ToolChoice, with_tools
-from vlm_serve.server.api.truncation import prepare_what_fits
+from vlm_serve.server.api.truncation import prepare_truncated
 from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
@@ -108,13 +108,13 @@ def prepare(service: Service, given: ChatInput, cache_salt: str) -> Preparation:
         "cache_salt": cache_salt,
     }
     if given.answer_tokens is not None:
-        room = service.engine.max_model_len - max(given.answer_tokens, 1)
+        max_tokens = service.engine.max_model_len - max(given.answer_tokens, 1)
 
-        def fitting(stop: Stop) -> Prompt:
+        def truncated(stop: Stop) -> Prompt:
             prompt_of = partial(preprocessor.prepare, **options, stop=stop)
-            return prepare_what_fits(conversation, prompt_of, room)
+            return prepare_truncated(conversation, prompt_of, max_tokens)
 
-        return fitting if conversation.media else fitting(Stop())
+        return truncated if conversation.media else truncated(Stop())
     rendering: Rendering = preprocessor.begin(conversation, **options)
     if rendering.media:
         return rendering

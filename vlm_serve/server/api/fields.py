@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.api.structured import form_of
+from vlm_serve.server.api.structured import structured_outputs_of
 
 MAX_SALT_LENGTH = 128
 SALT_PATTERN = r"^[A-Za-z0-9._:=+/@-]*$"
@@ -28,7 +28,7 @@ MAX_TOOLS = 256
 T = TypeVar("T")
 
 
-def _few_keys(value: Any) -> Any:
+def _check_num_entries(value: Any) -> Any:
     """Refuse an object with too many entries before Pydantic validates them all."""
     if isinstance(value, dict) and len(value) > MAX_ENTRIES:
         raise PydanticCustomError(
@@ -44,7 +44,7 @@ one."""
 Tokens = Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]
 """Token ids of a prompt; the context sets a tighter limit."""
 
-Table = Annotated[dict[str, T], Field(max_length=MAX_ENTRIES), BeforeValidator(_few_keys)]
+Table = Annotated[dict[str, T], Field(max_length=MAX_ENTRIES), BeforeValidator(_check_num_entries)]
 """An object with a bounded number of entries. Every object without a model is one."""
 
 
@@ -59,7 +59,7 @@ class RequestModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, value: Any) -> Any:
+    def _check_num_fields(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             raise PydanticCustomError(
                 "too_long", "should have at most {most} fields", {"most": MAX_FIELDS}
@@ -114,7 +114,7 @@ def token_biases(bias: dict[str, float] | None) -> dict[int, float] | None:
     for token in bias or {}:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise InvalidRequestError(
-                f"logit_bias: {token[:32]!r} is no token id", param="logit_bias"
+                f"logit_bias: {token[:32]!r} is not a token id", param="logit_bias"
             )
     return {int(token): value for token, value in (bias or {}).items()} or None
 
@@ -170,8 +170,9 @@ class GenerationRequest(AnswerRequest, SamplingFields):
     @property
     def form_field(self) -> str:
         """The field that constrains the answer's text, if any does."""
-        asks = self.response_format is not None and self.response_format.get("type") != "text"
-        return "response_format" if asks else "structured_outputs"
+        given = self.response_format
+        constrained = given is not None and given.get("type") != "text"
+        return "response_format" if constrained else "structured_outputs"
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
@@ -202,7 +203,7 @@ class GenerationRequest(AnswerRequest, SamplingFields):
             if self.allowed_token_ids is None
             else tuple(self.allowed_token_ids),
             bad_words=tuple(self.bad_words or ()),
-            structured_outputs=form_of(self.response_format, self.structured_outputs),
+            structured_outputs=structured_outputs_of(self.response_format, self.structured_outputs),
             n=1 if self.n is None else self.n,
             return_routed_experts=bool(self.return_routed_experts),
             routed_experts_prompt_start=self.routed_experts_prompt_start or 0,

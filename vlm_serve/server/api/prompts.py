@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vlm_serve.server.service import Service
 
 
-class EitherPrompt(TemplateFields):
+class PromptOrMessages(TemplateFields):
     """A request with either `messages` or `prompt`. Subclasses declare `prompt`."""
 
     model: str | None = None

@@ -18,7 +18,7 @@ _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _KINDS = tuple(each.name for each in fields(StructuredOutputs) if each.name != "strict")
 
 
-def form_of(
+def structured_outputs_of(
     response_format: Mapping[str, Any] | None, structured_outputs: Mapping[str, Any] | None
 ) -> StructuredOutputs | None:
     """Return the constraint that the two fields request; None if they request none.
@@ -26,11 +26,11 @@ def form_of(
     Raises:
         InvalidRequestError: a field is invalid, or both are set; the error names the field.
     """
-    asked = _from_format(response_format or {"type": "text"})
+    from_format = _from_format(response_format or {"type": "text"})
     given = {name: value for name, value in (structured_outputs or {}).items() if value is not None}
     if not given:
-        return asked
-    if asked is not None:
+        return from_format
+    if from_format is not None:
         raise InvalidRequestError(
             "response_format and structured_outputs exclude each other", param="structured_outputs"
         )
@@ -143,7 +143,7 @@ class ToolChoice:
                 'the mode of allowed tools must be "auto" or "required"', param="tool_choice"
             )
         if not only:
-            raise InvalidRequestError("no tool is allowed", param="tool_choice")
+            raise InvalidRequestError("tool_choice allows no tool", param="tool_choice")
         for name in only:
             cls.function(name, names)
         return cls(mode, tuple(dict.fromkeys(only)), parallel is not False)
@@ -184,8 +184,8 @@ def with_tools(
     """
     if choice.mode == "none":
         return form
-    every = set(choice.names) == set(schemas)
-    if choice.mode == "auto" and form is None and choice.parallel and every:
+    all_allowed = set(choice.names) == set(schemas)
+    if choice.mode == "auto" and form is None and choice.parallel and all_allowed:
         return None
     if form is not None and form.json is not None:
         check_schema(form.json, form_field, strict=form.strict)

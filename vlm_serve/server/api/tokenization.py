@@ -17,13 +17,13 @@ from vlm_serve.server.api.conversation import ChatInput, prepare
 from vlm_serve.server.api.fields import RequestModel
 from vlm_serve.server.api.fields import Tokens as TokenIds
 from vlm_serve.server.api.logprobs import token_text
-from vlm_serve.server.api.prompts import EitherPrompt
-from vlm_serve.server.api.reading import read_request
+from vlm_serve.server.api.prompts import PromptOrMessages
+from vlm_serve.server.api.request_body import read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.service import Service
 
 
-class TokenizeRequest(EitherPrompt):
+class TokenizeRequest(PromptOrMessages):
     prompt: str | None = None
     return_token_strs: bool | None = None
 

@@ -92,14 +92,14 @@ def ignored_fields(
     for name, value in extra.items():
         if name not in unimplemented:
             ignored.append(name)
-        elif value is not None and not _asks_for_nothing(value, unimplemented[name]):
+        elif value is not None and not _is_neutral(value, unimplemented[name]):
             raise UnsupportedFieldError(
                 f"{name} is not implemented by this server", param=name, code="unsupported_field"
             )
     return ignored
 
 
-def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     # In Python `True == 1`, but a flag must not pass as the number one.
     return any(
         value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
@@ -109,12 +109,12 @@ def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
 def ignored_header(names: list[str]) -> dict[str, str]:
     """Return a response header with the ignored fields and suggestions; empty if there are none."""
     shown = [name for name in names if _PLAIN_NAME.fullmatch(name)][:MAX_IGNORED_NAMED]
-    shown = [name + _meant(name) for name in shown]
+    shown = [name + _suggestion(name) for name in shown]
     if len(shown) < len(names):
         shown.append("...")
     return {IGNORED_HEADER: ", ".join(shown)} if names else {}
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     found = difflib.get_close_matches(name, ChatCompletionRequest.model_fields, n=1, cutoff=0.85)
     return f" ({found[0]}?)" if found and found[0] != name else ""

@@ -130,7 +130,7 @@ class ChatChoiceState:
         self._experts = routed_experts_fields(delta)
         return part | self._experts
 
-    def whole(self) -> ChatChoice:
+    def result(self) -> ChatChoice:
         """Return the complete choice, after its last delta."""
         assert self._finish_reason, "the choice has not ended"
         reasoning = "".join(self._reasoning) or None

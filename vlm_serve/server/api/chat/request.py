@@ -11,6 +11,7 @@ from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.messages import Conversation, read_messages
 from vlm_serve.sampling_params import MAX_LOGPROBS
 from vlm_serve.server.api.conversation import ChatInput, ParsedRequest, with_thinking, with_variable
+from vlm_serve.server.api.field_checks import allowed_tools
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -20,7 +21,6 @@ from vlm_serve.server.api.fields import (
     Table,
     Verbosity,
 )
-from vlm_serve.server.api.parts import allowed_tools
 from vlm_serve.server.api.structured import ToolChoice
 
 

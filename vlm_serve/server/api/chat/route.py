@@ -15,7 +15,7 @@ from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.chat.stream import ChatStream
 from vlm_serve.server.api.conversation import conversation_task, template_ignores
-from vlm_serve.server.api.reading import read_request
+from vlm_serve.server.api.request_body import read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.service import Service
 

@@ -16,8 +16,8 @@ from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.completions.stream import CompletionStream
 from vlm_serve.server.api.prompts import prepare_tokens
-from vlm_serve.server.api.reading import read_request
 from vlm_serve.server.api.request_affinity import affinity_of
+from vlm_serve.server.api.request_body import read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of

@@ -60,20 +60,20 @@ class CompletionStream(AnswerStream):
             continuous = body.stream_option("continuous_usage_stats")
             chunk["usage"] = self._usage().model_dump() if continuous else None
         elif not self._unfinished:
-            chunk |= self._last_words()
+            chunk |= self._final_fields()
         return [chunk]
 
     def end(self) -> list[Event]:
         if not self._body.stream_option("include_usage"):
             return []
-        return [self._chunk([]) | {"usage": self._usage().model_dump()} | self._last_words()]
+        return [self._chunk([]) | {"usage": self._usage().model_dump()} | self._final_fields()]
 
-    def whole(self) -> Completion:
+    def result(self) -> Completion:
         return Completion(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[choice.whole() for choices in self._choices for choice in choices],
+            choices=[choice.result() for choices in self._choices for choice in choices],
             usage=self._usage(),
             cache_report=self._report() if self._body.cache_report else None,
         )
@@ -99,7 +99,7 @@ class CompletionStream(AnswerStream):
         found = [body for body in bodies if body is not None]
         return found[0] if len(bodies) == 1 and found else found or None
 
-    def _last_words(self) -> dict[str, Any]:
+    def _final_fields(self) -> dict[str, Any]:
         if not self._body.cache_report:
             return {}
         reports = [

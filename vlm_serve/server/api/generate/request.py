@@ -19,7 +19,7 @@ from vlm_serve.server.api.fields import (
     stop_texts,
     token_biases,
 )
-from vlm_serve.server.api.structured import form_of
+from vlm_serve.server.api.structured import structured_outputs_of
 from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED
 from vlm_serve.server.http.errors import renamed_params
 
@@ -72,7 +72,7 @@ class TokenSampling(SamplingFields):
             | {
                 "stop": stop_texts(self.stop),
                 "logit_bias": token_biases(self.logit_bias),
-                "structured_outputs": form_of(None, self.structured_outputs),
+                "structured_outputs": structured_outputs_of(None, self.structured_outputs),
             }
         )
 

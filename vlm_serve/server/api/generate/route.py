@@ -20,8 +20,8 @@ from vlm_serve.server.api.generate.request import (
 )
 from vlm_serve.server.api.generate.stream import GenerateStream
 from vlm_serve.server.api.prompts import prepare_tokens
-from vlm_serve.server.api.reading import read_request
 from vlm_serve.server.api.request_affinity import affinity_of
+from vlm_serve.server.api.request_body import read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.http.errors import renamed_params

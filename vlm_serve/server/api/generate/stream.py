@@ -65,15 +65,15 @@ class GenerateStream(AnswerStream):
         if self._option("continuous_usage_stats"):
             chunk["usage"] = self._usage()
         if not (self._generation.unfinished or self._option("include_usage")):
-            chunk |= self._last_words()
+            chunk |= self._final_fields()
         return [chunk]
 
     def end(self) -> list[Event]:
         if not self._option("include_usage"):
             return []
-        return [self._chunk([]) | {"usage": self._usage()} | self._last_words()]
+        return [self._chunk([]) | {"usage": self._usage()} | self._final_fields()]
 
-    def whole(self) -> Generated:
+    def result(self) -> Generated:
         generation = self._generation
         return Generated(
             request_id=generation.task.request_id,
@@ -111,7 +111,7 @@ class GenerateStream(AnswerStream):
     def _usage(self) -> dict[str, Any]:
         return usage_body(self._generation.usage, self._generation.prompt).model_dump()
 
-    def _last_words(self) -> dict[str, Any]:
+    def _final_fields(self) -> dict[str, Any]:
         report = cache_report_body(self._generation.cache_report)
         if not self._body.cache_report or report is None:
             return {}

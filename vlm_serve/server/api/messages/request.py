@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 
 from vlm_serve.errors import FieldError
 from vlm_serve.server.api.conversation import ChatInput, ParsedRequest, with_thinking, with_variable
+from vlm_serve.server.api.field_checks import text_of, unsupported
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -16,8 +17,7 @@ from vlm_serve.server.api.fields import (
     RequestModel,
     Table,
 )
-from vlm_serve.server.api.messages.blocks import Said, read_blocks
-from vlm_serve.server.api.parts import text_of, unsupported
+from vlm_serve.server.api.messages.input_blocks import InputMessage, read_blocks
 from vlm_serve.server.api.structured import ToolChoice, json_schema_form
 from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
 from vlm_serve.server.http.errors import renamed_params
@@ -78,9 +78,9 @@ class MessagesPrompt(AnswerRequest):
 
     def _parsed(self, **limits: Any) -> ParsedRequest:
         continues = bool(self.messages) and self.messages[-1].role == "assistant"
-        said = [Said(message.role, message.content or "") for message in self.messages]
+        messages = [InputMessage(message.role, message.content or "") for message in self.messages]
         given = ChatInput(
-            read=lambda: read_blocks(self.system, said),
+            read=lambda: read_blocks(self.system, messages),
             tools=[_function(tool) for tool in self.tools or []],
             add_generation_prompt=not continues,
             continue_final_message=continues,

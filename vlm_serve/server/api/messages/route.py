@@ -26,7 +26,7 @@ from vlm_serve.server.api.messages.request import (
     MessagesRequest,
 )
 from vlm_serve.server.api.messages.stream import MessageStream
-from vlm_serve.server.api.reading import read_request
+from vlm_serve.server.api.request_body import read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Service

@@ -7,7 +7,7 @@ from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.messages import Conversation, read_tool_call
-from vlm_serve.server.api.parts import object_of, text_of, unsupported
+from vlm_serve.server.api.field_checks import object_of, text_of, unsupported
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
@@ -27,7 +27,7 @@ def read_input(
     if instructions:
         conversation.add_turn("system", instructions, "instructions")
     items = given if isinstance(given, list) else []
-    answer = _Answer(
+    answer = _AnswerItems(
         conversation, {item.get("call_id") for item in (*past, *items) if _is_output(item)}
     )
     for index, item in enumerate(past):
@@ -44,7 +44,7 @@ def read_input(
     return conversation
 
 
-class _Answer:
+class _AnswerItems:
     """Gathers the items of one answer (reasoning, text, calls) into one message.
 
     Args:
@@ -64,7 +64,7 @@ class _Answer:
         self.texts, self.reasoning, self.calls = None, None, []
 
 
-def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
+def _read_item(answer: _AnswerItems, item: Mapping[str, Any], where: str) -> None:
     kind = item.get("type", "message")
     conversation = answer.conversation
     if kind == "function_call":
@@ -81,7 +81,7 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
         answer.reasoning = "".join(_texts(parts, f"{where}.content"))
     elif kind == "function_call_output":
         answer.end()
-        content = _content(_given(item, "output"), f"{where}.output", conversation)
+        content = _content(_field_or_empty(item, "output"), f"{where}.output", conversation)
         call_id = text_of(item, "call_id", where)
         conversation.add_turn("tool", content, where, tool_call_id=call_id)
     elif kind != "message":
@@ -89,14 +89,14 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
     elif item.get("role") == "assistant":
         if answer.texts is not None:
             answer.end()
-        answer.texts = _texts(_given(item, "content"), f"{where}.content")
+        answer.texts = _texts(_field_or_empty(item, "content"), f"{where}.content")
     else:
         answer.end()
-        content = _content(_given(item, "content"), f"{where}.content", conversation)
+        content = _content(_field_or_empty(item, "content"), f"{where}.content", conversation)
         conversation.add_turn(item.get("role"), content, where)
 
 
-def _given(item: Mapping[str, Any], name: str) -> Any:
+def _field_or_empty(item: Mapping[str, Any], name: str) -> Any:
     """Return a field's value; null becomes empty text.
 
     Clients send null as the content of an answer with only calls.

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.server.api.conversation import ChatInput, ParsedRequest, with_thinking, with_variable
+from vlm_serve.server.api.field_checks import allowed_tools, text_of, unsupported
 from vlm_serve.server.api.fields import (
     MAX_TOOLS,
     AnswerRequest,
@@ -18,7 +19,6 @@ from vlm_serve.server.api.fields import (
     Verbosity,
     stop_texts,
 )
-from vlm_serve.server.api.parts import allowed_tools, text_of, unsupported
 from vlm_serve.server.api.responses.items import read_input
 from vlm_serve.server.api.structured import ToolChoice, json_schema_form, simple_form
 from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
@@ -123,10 +123,10 @@ class ResponsesRequest(AnswerRequest):
         for name in self.include or ():
             if name not in (_LOGPROBS, *_NOTHING_TO_INCLUDE):
                 raise unsupported("include", name)
-        asked = _LOGPROBS in (self.include or ())
-        if self.top_logprobs and not asked:
+        requested = _LOGPROBS in (self.include or ())
+        if self.top_logprobs and not requested:
             raise FieldError("top_logprobs", f"needs {_LOGPROBS} in include")
-        return (self.top_logprobs or 0) if asked else None
+        return (self.top_logprobs or 0) if requested else None
 
     @property
     def verbosity(self) -> str | None:

@@ -21,10 +21,10 @@ from vlm_serve.server.api.conversation import (
     count_tokens,
     template_ignores,
 )
-from vlm_serve.server.api.reading import read_request
+from vlm_serve.server.api.request_body import read_request
+from vlm_serve.server.api.responses.new_turn import items_until, new_turn, parent_of
 from vlm_serve.server.api.responses.request import RESPONSES_UNIMPLEMENTED, ResponsesRequest
 from vlm_serve.server.api.responses.stream import ResponseStream
-from vlm_serve.server.api.responses.turns import items_until, new_turn, parent_of
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.tenants import owner_of
 from vlm_serve.server.service import Service

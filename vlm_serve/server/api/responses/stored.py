@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.api.parts import unsupported
-from vlm_serve.server.api.responses.turns import found
+from vlm_serve.server.api.field_checks import unsupported
+from vlm_serve.server.api.responses.new_turn import find_response
 from vlm_serve.server.http.tenants import Owner, owner_of
 from vlm_serve.server.response_store import Turn
 from vlm_serve.server.service import Service
@@ -81,7 +81,9 @@ def _owner(request: Request) -> Owner:
 
 
 def _turn(service: Service, request: Request) -> Turn:
-    return found(service.state.responses, _owner(request), request.path_params["response_id"])
+    return find_response(
+        service.state.responses, _owner(request), request.path_params["response_id"]
+    )
 
 
 def _page(turn: Turn, query: Mapping[str, str]) -> ItemList:
@@ -96,9 +98,9 @@ def _page(turn: Turn, query: Mapping[str, str]) -> ItemList:
     if "after" in query:
         ids = [item["id"] for item in items]
         if query["after"] not in ids:
-            raise InvalidRequestError("after is none of the items", param="after")
+            raise InvalidRequestError("after must be the id of one of the items", param="after")
         items = items[ids.index(query["after"]) + 1 :]
-    data = [_listed(item) for item in items[: int(limit)]]
+    data = [_with_defaults(item) for item in items[: int(limit)]]
     return ItemList(
         data=data,
         first_id=data[0]["id"] if data else None,
@@ -107,7 +109,7 @@ def _page(turn: Turn, query: Mapping[str, str]) -> ItemList:
     )
 
 
-def _listed(item: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(item: dict[str, Any]) -> dict[str, Any]:
     """Return an item with defaults for the fields that a request may omit."""
     item = {"type": "message", "status": "completed"} | item
     if item["type"] != "message":
@@ -116,10 +118,10 @@ def _listed(item: dict[str, Any]) -> dict[str, Any]:
     content = item["content"]
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
-    return item | {"content": [_listed_part(part, kind) for part in content]}
+    return item | {"content": [_part_with_defaults(part, kind) for part in content]}
 
 
-def _listed_part(part: dict[str, Any], kind: str) -> dict[str, Any]:
+def _part_with_defaults(part: dict[str, Any], kind: str) -> dict[str, Any]:
     if part["type"] in ("text", "input_text", "output_text"):
         if kind == "output_text":
             part = {"annotations": [], "logprobs": []} | part

@@ -85,8 +85,8 @@ def new_turn(service: Service, scope: Scope, body: ResponsesRequest) -> NewTurn:
     fits = held + num_bytes <= responses.max_bytes
     if not fits and body.store:
         raise InvalidRequestError(
-            f"store: with what it continues the request is larger than the {responses.max_bytes} "
-            "bytes that are kept",
+            "store: the request and the conversation it continues exceed the "
+            f"{responses.max_bytes} bytes of the response store",
             param="store",
         )
     response_id = new_response_id(attempt) if fits else None
@@ -106,7 +106,7 @@ def parent_of(service: Service, owner: Owner, previous: str | None) -> Turn | No
             param="previous_response_id",
             code="unsupported_field",
         )
-    return found(service.state.responses, owner, previous, "previous_response_id")
+    return find_response(service.state.responses, owner, previous, "previous_response_id")
 
 
 def items_until(turn: Turn | None) -> list[dict[str, Any]]:
@@ -114,7 +114,7 @@ def items_until(turn: Turn | None) -> list[dict[str, Any]]:
     return [] if turn is None else turn.past() + turn.answer["output"]
 
 
-def found(
+def find_response(
     responses: ResponseStore | None, owner: Owner, response_id: str, param: str | None = None
 ) -> Turn:
     """Return a stored response.

@@ -8,20 +8,20 @@ from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.messages import Conversation, MediaPart, read_tool_call
-from vlm_serve.server.api.parts import object_of, text_of, unsupported
+from vlm_serve.server.api.field_checks import object_of, text_of, unsupported
 
 Content = str | list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class InputMessage:
     """One message of the request."""
 
     role: str
     content: Content
 
 
-def read_blocks(system: Content | None, messages: Sequence[Said]) -> Conversation:
+def read_blocks(system: Content | None, messages: Sequence[InputMessage]) -> Conversation:
     """Read the messages into a conversation.
 
     Raises:
@@ -78,8 +78,8 @@ def _read_answer(blocks: list[dict[str, Any]], where: str, conversation: Convers
             calls.append(call | {"function": read_tool_call(function, place)})
         else:
             raise unsupported(f"{place}.type", kind)
-    said = texts["text"] if any(texts["text"]) else ()
-    conversation.add_answer(said, "".join(texts["thinking"]) or None, calls)
+    answer_texts = texts["text"] if any(texts["text"]) else ()
+    conversation.add_answer(answer_texts, "".join(texts["thinking"]) or None, calls)
 
 
 def _content(content: Any, where: str, conversation: Conversation) -> Content:

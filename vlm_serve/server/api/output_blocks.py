@@ -18,7 +18,7 @@ from vlm_serve.server.failover.attempt import Attempt, new_token
 
 
 @dataclass(slots=True)
-class Block:
+class OutputBlock:
     """One block of an answer.
 
     Attributes:
@@ -48,14 +48,14 @@ class BlockStream(AnswerStream):
 
     def __init__(self, parser: OutputParser, attempt: Attempt | None = None) -> None:
         self._attempt = attempt
-        self.blocks: list[Block] = []
+        self.blocks: list[OutputBlock] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.reasoning_tokens = 0
         self._num_tokens = 0
         self._parser = parser
         self._logprobs: list[dict[str, Any]] = []
-        self._open: Block | None = None
+        self._open: OutputBlock | None = None
 
     def push(self, prompt: int, delta: Delta) -> list[Event]:
         in_text = self._parser.in_content
@@ -79,10 +79,10 @@ class BlockStream(AnswerStream):
         return []
 
     @abstractmethod
-    def opened(self, block: Block) -> list[Event]: ...
+    def opened(self, block: OutputBlock) -> list[Event]: ...
 
     @abstractmethod
-    def grown(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+    def grown(self, block: OutputBlock, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
         """Return the events for text added to a block.
 
         Args:
@@ -91,7 +91,7 @@ class BlockStream(AnswerStream):
         """
 
     @abstractmethod
-    def closed(self, block: Block) -> list[Event]: ...
+    def closed(self, block: OutputBlock) -> list[Event]: ...
 
     def _take(self, piece: Piece) -> list[Event]:
         if piece.kind == "tool_name":
@@ -118,7 +118,7 @@ class BlockStream(AnswerStream):
             return []
         events = self._close()
         index = len(self.blocks)
-        self._open = Block(kind, index, new_token(self._attempt, "block", index), name)
+        self._open = OutputBlock(kind, index, new_token(self._attempt, "block", index), name)
         self.blocks.append(self._open)
         return events + self.opened(self._open)
 
