@@ -12,8 +12,8 @@ import contextlib
 import os
 import sys
 
-_FOLDER = os.path.dirname(os.path.realpath(__file__))
-_PACKAGE = "vlm_serve"  # A link of this name may lead to a folder of another one.
+PACKAGE_FOLDER = os.path.dirname(os.path.realpath(__file__))
+PACKAGE = "vlm_serve"  # A link of this name may lead to a folder of another one.
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -22,7 +22,7 @@ def command(module: str, *arguments: str) -> list[str]:
     flags = ["-P"]
     flags += ["-E"] if sys.flags.ignore_environment else []
     flags += ["-s"] if sys.flags.no_user_site else []
-    return [sys.executable, *flags, os.path.join(_FOLDER, "child.py"), module, *arguments]
+    return [sys.executable, *flags, os.path.join(PACKAGE_FOLDER, "child.py"), module, *arguments]
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -65,7 +65,7 @@ def _runs_module() -> bool:
     """Return whether the module that `python -m` is to run is one of this package."""
     option = sys.orig_argv[-len(sys.argv)]  # A word of its own, or it stands behind the `m`.
     module = option.partition("m")[2] if option.startswith("-") else option
-    return module.partition(".")[0] == _PACKAGE
+    return module.partition(".")[0] == PACKAGE
 
 
 def _main() -> None:
@@ -73,12 +73,12 @@ def _main() -> None:
     from importlib.util import module_from_spec, spec_from_file_location
     from runpy import run_module
 
-    file = os.path.join(_FOLDER, "__init__.py")
-    spec = spec_from_file_location(_PACKAGE, file, submodule_search_locations=[_FOLDER])
+    file = os.path.join(PACKAGE_FOLDER, "__init__.py")
+    spec = spec_from_file_location(PACKAGE, file, submodule_search_locations=[PACKAGE_FOLDER])
     assert spec is not None
     assert spec.loader is not None
     package = module_from_spec(spec)
-    sys.modules[_PACKAGE] = package
+    sys.modules[PACKAGE] = package
     spec.loader.exec_module(package)
     del sys.argv[0]
     run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -10,26 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.config_file import ALL_OPTIONS, DEMO_MODEL, read_config_file
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError, VlmServeError
 from vlm_serve.eval.flags import add_eval_commands
 from vlm_serve.flags import Parser, add_options, positive
-from vlm_serve.options import (
-    Option,
-    check_environment,
-    from_environment,
-    from_mapping,
-    options_of,
-)
+from vlm_serve.options import Option, check_environment, from_environment, options_of
 from vlm_serve.own_version import own_version
 from vlm_serve.server.config import ServerConfig
-
-DEMO_MODEL = "demo"
-ALL_OPTIONS = (
-    *options_of(DeployConfig),
-    *options_of(ServerConfig),
-    *options_of(EngineConfig),
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -213,24 +201,6 @@ def collect(
     values = {name: value for name, value in file.items() if name in names}
     values |= from_environment(options, environment)
     return values | {name: value for name, value in flags.items() if name in names}
-
-
-def read_config_file(path: str | None) -> dict[str, Any]:
-    """Options and, maybe, `model` from a YAML file. Raises ConfigError that names what is wrong."""
-    if path is None:
-        return {}
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not valid YAML"
-        raise ConfigError(f"config file {path}: {reason}", param="config") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"config file {path}: it must map options to values", param="config")
-    model = content.pop("model", None)
-    found = from_mapping(ALL_OPTIONS, content)
-    return found | ({} if model is None else {"model": model})
 
 
 def _engine_config(options: argparse.Namespace, file: Mapping[str, Any]) -> EngineConfig:

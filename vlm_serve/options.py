@@ -7,8 +7,8 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vlm_serve.errors import ConfigError
@@ -20,6 +20,15 @@ _SERVICE = re.compile(r"VLM_SERVE_(.+_)?(SERVICE_(HOST|PORT)(_.*)?|PORT_\d+_(TCP
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://\S+")
 
 Kind = Literal["int", "float", "bool", "size", "text", "list"]
+_KINDS: dict[str, Kind] = {
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+    "int | str": "size",
+    "str": "text",
+    "tuple[str, ...]": "list",
+}
+"""Kinds of options by the annotation of the field, without its `| None`."""
 
 _UNITS = {
     "": 1,
@@ -166,18 +175,30 @@ class Option:
         return ConfigError(f"{self.name} must be {wanted}, got {value!r}", param=self.name)
 
 
-def option(default: Any, help: str, *, group: str, kind: Kind, **details: Any) -> Any:
-    """A dataclass field that carries its Option (all but the name, which is the field's)."""
-    described = Option("", help, group, kind, default, **details)
-    return dataclasses.field(default=default, metadata={"option": described})
+def section(name: str) -> Callable[..., Any]:
+    """Return the function that declares the options of one section of a config dataclass.
+
+    It takes an option's default, its help and, by name, `choices`, `low`, `high`, `aliases`,
+    `metavar` and `default_text` of `Option`, and returns a dataclass field.
+    """
+
+    def option(default: Any, help: str, **details: Any) -> Any:
+        return field(default=default, metadata={"group": name, "help": help, **details})
+
+    return option
 
 
 def options_of(config: type | object) -> tuple[Option, ...]:
-    """The options of a config dataclass, in the order in which it declares them."""
+    """Return the options of a config dataclass in the order of their declaration."""
     assert dataclasses.is_dataclass(config)
     return tuple(
-        dataclasses.replace(field.metadata["option"], name=field.name)
-        for field in dataclasses.fields(config)
+        Option(
+            name=each.name,
+            kind=_KINDS[str(each.type).removesuffix(" | None")],
+            default=each.default,
+            **each.metadata,
+        )
+        for each in dataclasses.fields(config)
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlm_serve.options import normalise_all, option, refuse
+from vlm_serve.options import normalise_all, refuse, section
 
-_REPLICAS = "replicas"
+_replicas = section("replicas")
 
 
 @dataclass(frozen=True)
@@ -17,43 +17,29 @@ class DeployConfig:
         ConfigError: names every option whose value is bad, not only the first one.
     """
 
-    replicas: int = option(
-        2,
-        "engines that answer, each with weights and a cache of its own",
-        group=_REPLICAS,
-        kind="int",
-        low=1,
-        high=256,
+    replicas: int = _replicas(
+        2, "engines that answer, each with weights and a cache of its own", low=1, high=256
     )
-    max_replicas: int | None = option(
+    max_replicas: int | None = _replicas(
         None,
         "let their number grow up to this many while prompts wait, and shrink again",
-        group=_REPLICAS,
-        kind="int",
         low=1,
         high=256,
         default_text="none: their number stays",
     )
-    target_queued_tokens: int = option(
+    target_queued_tokens: int = _replicas(
         16_384,
         "prompt tokens of open requests that a replica should have when their number may grow",
-        group=_REPLICAS,
-        kind="int",
         low=1,
     )
-    silence_timeout: float = option(
+    silence_timeout: float = _replicas(
         10.0,
         "seconds without a sign of life after which a replica's requests go to another one",
-        group=_REPLICAS,
-        kind="float",
         low=2.0,
         metavar="SECONDS",
     )
-    without_keys: bool = option(
-        False,
-        "listen on another address than loopback although no API key is needed",
-        group=_REPLICAS,
-        kind="bool",
+    without_keys: bool = _replicas(
+        False, "listen on another address than loopback although no API key is needed"
     )
 
     def __post_init__(self) -> None:

@@ -12,8 +12,8 @@ from lmms_eval.api.instance import GenerationResult, TokenCounts
 from lmms_eval.api.model import lmms
 from lmms_eval.protocol import ChatMessages
 
-from vlm_serve.cli import DEMO_MODEL, read_config_file
 from vlm_serve.config import EngineConfig
+from vlm_serve.config_file import DEMO_MODEL, read_config_file
 from vlm_serve.errors import VlmServeError
 from vlm_serve.eval.lmms_samples import FAILED
 from vlm_serve.eval.replies import Reply, answer_of, tokens_of
