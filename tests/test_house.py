@@ -187,6 +187,42 @@ def test_no_module_takes_part_in_an_import_cycle() -> None:
     assert {"vlm_serve", "vlm_serve.pipeline"} <= in_or_above_cycles(imported)
 
 
+def imported_at_once(path: Path) -> list[str]:
+    """Return the modules that a file imports when it is imported, outside of functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = []
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting += ast.iter_child_nodes(node)
+    return names
+
+
+def test_nothing_needs_the_evaluation_or_the_examples() -> None:
+    """They stay removable: only the command line imports `eval`, when a command is run."""
+    examples = {path.stem for path in python_files("examples")} | {"examples"}
+    for path in python_files(*PRODUCT):
+        assert not examples & {name.split(".")[0] for name in imported_modules(path)}, path
+        if Path("vlm_serve/eval") in path.relative_to(ROOT).parents:
+            continue
+        needs = [name for name in imported_modules(path) if name.startswith("vlm_serve.eval")]
+        assert not needs or path == ROOT / "vlm_serve" / "cli.py"
+        assert not [name for name in imported_at_once(path) if name.startswith("vlm_serve.eval")]
+
+
+@pytest.mark.parametrize("folder", ["vlm_serve/eval", "examples/train_demo"])
+def test_what_stands_beside_the_core_explains_itself(folder: str) -> None:
+    text = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    for path in python_files(folder):
+        if path.stem != "__init__":
+            assert f"`{path.stem}" in text or "demo_*" in text and path.stem.startswith("demo_")
+
+
 def test_cache_reads_no_clock() -> None:
     for path in python_files("cache"):
         assert not {"time", "datetime"} & set(imported_modules(path)), path

@@ -13,7 +13,6 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.config_file import ALL_OPTIONS, DEMO_MODEL, read_config_file
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError, VlmServeError
-from vlm_serve.eval.flags import add_eval_commands
 from vlm_serve.flags import Parser, add_options, positive
 from vlm_serve.options import Option, check_environment, from_environment, options_of
 from vlm_serve.own_version import own_version
@@ -38,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; its result's `run` is the command's function."""
+    from vlm_serve.eval.flags import add_eval_commands
+
     parser = Parser(
         prog="vlm-serve",
         description="Serves hybrid vision-language models and reuses what it has computed.",
