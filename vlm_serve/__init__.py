@@ -1,6 +1,6 @@
-"""vlm-serve: serves hybrid vision-language models and reuses what it has computed.
+"""vlm-serve: a server for hybrid vision-language models that reuses what it has computed.
 
-The names below are imported on first use, so that `import vlm_serve` costs nothing.
+The names below are imported on first use, so `import vlm_serve` is cheap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line. What is slow to import is imported by the command that needs it."""
+"""The command line. Each command imports its slow modules itself."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from vlm_serve.server.config import ServerConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the process's exit status (2: bad options, 1: it failed, 3: a batch
-    or an evaluation has ended and could not answer all, 4: answers differ)."""
+    """Run a command and return the process's exit status.
+
+    0: success, 1: failure, 2: invalid options, 3: some requests of a batch or an evaluation failed,
+    4: answers of an evaluation differ.
+    """
     options = build_parser().parse_args(arguments)
     try:
         status: int = options.run(options)
@@ -70,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=run_plan)
     _add_model(plan, also="; or a config.json")
     plan.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    # The server's options change nothing here, but what follows `serve` may follow `plan`.
+    # The server's options have no effect, but a `serve` command line stays valid for `plan`.
     add_options(plan, options_of(ServerConfig))
     add_options(plan, options_of(EngineConfig))
 
@@ -112,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_batch_commands(commands: Any) -> None:
-    """run-batch and video-qa: files of requests, answered without a server."""
+    """Add run-batch and video-qa, which answer files of requests without a server."""
     batch = commands.add_parser(
         "run-batch", help="answer a file of requests in OpenAI's batch form", allow_abbrev=False
     )
@@ -198,7 +201,7 @@ def collect(
     environment: Mapping[str, str],
     file: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The values somebody set: flags win over the environment, which wins over the file."""
+    """Merge the values that are set: flags win over the environment, which wins over the file."""
     names = {item.name for item in options}
     values = {name: value for name, value in file.items() if name in names}
     values |= from_environment(options, environment)
@@ -220,7 +223,7 @@ def _model_and_configs(options: argparse.Namespace) -> tuple[str, EngineConfig, 
 
 
 def _model(options: argparse.Namespace, file: Mapping[str, Any]) -> str:
-    """Raises ConfigError for two different ones on the command line."""
+    """Return the model to serve. Raises ConfigError if the command line names two."""
     flag = getattr(options, "model_flag", None)
     if flag and options.model and flag != options.model:
         raise ConfigError(f"model is both {options.model!r} and {flag!r}", param="model")

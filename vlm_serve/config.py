@@ -1,5 +1,8 @@
-"""Options of the engine. The field list below is the single table from which the command line,
-config files, environment variables and the README's table are made."""
+"""Options of the engine.
+
+The fields below are the only declaration. Flags, config-file keys, environment variables and the
+documentation's table are made from them.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,11 @@ _media = section("media")
 class EngineConfig:
     """Options of one engine, validated together when it is built.
 
-    `cache_memory` may be given as text ("1GiB"); afterwards it is a number of bytes. The engine
-    replaces `block_size=None` by the number it chose (with `dataclasses.replace`, which validates
-    again).
+    `cache_memory` may be given as text ("1GiB") and becomes a number of bytes. The engine replaces
+    `block_size=None` with its choice (through `dataclasses.replace`, which validates again).
 
     Raises:
-        ConfigError: names every option whose value is bad, not only the first one.
+        ConfigError: names every invalid option, not only the first one.
     """
 
     device: str = _model(
@@ -279,13 +281,13 @@ class EngineConfig:
             )
         if isinstance(self.device, str) and not _DEVICE.fullmatch(self.device):
             problems.append(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        if not problems:  # the checks below compare options that are valid by themselves
+        if not problems:  # The next checks compare options of valid values.
             problems += self._conflicts()
         refuse(problems)
 
     def _conflicts(self) -> list[str]:
         problems = []
-        # Unknown until the checkpoint is known; the smallest one is the weakest demand.
+        # Unknown before the checkpoint is read; the smallest block demands the least.
         block_size = self.block_size or min(BLOCK_SIZES)
         least = self.max_num_seqs + block_size
         if self.max_num_batched_tokens < least:
@@ -302,13 +304,13 @@ class EngineConfig:
 
     @property
     def cache_memory_bytes(self) -> int | None:
-        """`cache_memory` in bytes, None if the engine is to choose."""
+        """`cache_memory` in bytes; None lets the engine choose."""
         assert self.cache_memory is None or isinstance(self.cache_memory, int)
         return self.cache_memory
 
     @property
     def max_media_per_prompt(self) -> dict[str, int] | None:
-        """`limit_mm_per_prompt` as numbers by modality; None if it cannot be read."""
+        """`limit_mm_per_prompt` as numbers by modality; None if it is malformed."""
         return read_media_limits(self.limit_mm_per_prompt)
 
     @property
@@ -319,6 +321,6 @@ class EngineConfig:
 
     @property
     def state_interval_blocks(self) -> int:
-        """`prefix_cache_state_interval`, or the blocks of 1 024 tokens."""
+        """`prefix_cache_state_interval`, by default the blocks of 1 024 tokens."""
         assert self.block_size is not None, "resolve block_size first"
         return self.prefix_cache_state_interval or max(1, 1024 // self.block_size)

@@ -24,7 +24,7 @@ from vlm_serve.cache.tiers.disk_place import (
     remove,
 )
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Sealed
-from vlm_serve.private_files import alone
+from vlm_serve.private_files import folder_lock
 
 PAGE_BYTES = 8192
 ROW_BYTES = 512
@@ -228,14 +228,14 @@ class DiskFile:
     def _replace(self) -> None:
         """Opens an empty file in place of the one that is open; closed if that raises OSError."""
         self._connection.close()
-        with alone(self._path.parent):
+        with folder_lock(self._path.parent):
             self._start_anew()
 
     def _start(self) -> None:
         """Opens the file, or an empty one in place of a damaged one. Raises OSError."""
         self._forget_all()
         # Another server may be about to begin the file anew as well.
-        with alone(self._path.parent):
+        with folder_lock(self._path.parent):
             try:
                 self._connection = self._open()
             except sqlite3.Error as error:

@@ -47,6 +47,6 @@ class Folder(TemporaryFolder):
         return str(path)
 
 
-def remove_left() -> None:
+def remove_leftovers() -> None:
     """Remove the folders of this user's processes that have ended without doing so."""
-    temporary_folder.remove_left(PREFIX)
+    temporary_folder.remove_leftovers(PREFIX)

@@ -1,4 +1,4 @@
-"""Options of `vlm-serve deploy` beside those of the server and the engine."""
+"""Options of `vlm-serve deploy`, in addition to those of the server and the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DeployConfig:
     """Options of a deployment, validated together when it is built.
 
     Raises:
-        ConfigError: names every option whose value is bad, not only the first one.
+        ConfigError: names every invalid option, not only the first one.
     """
 
     replicas: int = _replicas(
@@ -50,5 +50,5 @@ class DeployConfig:
 
     @property
     def most(self) -> int:
-        """Replicas that there may be."""
+        """The largest number of replicas."""
         return self.max_replicas or self.replicas

@@ -1,4 +1,4 @@
-"""Options of the HTTP server: the table from which its flags and the README's are made."""
+"""Options of the HTTP server, from which its flags and the documentation's tables are made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ServerConfig:
     """Options of one server, validated together when it is built.
 
     Raises:
-        ConfigError: names every option whose value is bad, not only the first one.
+        ConfigError: names every invalid option, not only the first one.
     """
 
     host: str = _server("127.0.0.1", "address to listen on")
