@@ -1,9 +1,9 @@
-"""Host-side validation of kernel arguments: an exception that names the argument, before any
-launch.
+"""Host-side validation of kernel arguments, before any launch.
 
-Checks read metadata only (shapes, strides, dtypes, host tuples), never a tensor's values, so they
-cost no device synchronisation. What depends on a step's metadata alone is checked once per step and
-remembered in `meta.checked`; every layer after the first pays a set look-up.
+A failed check raises an error that names the argument. Checks read metadata only (shapes, strides,
+dtypes, host tuples), never a tensor's values, so they cost no device synchronisation. Checks of a
+step's metadata run once per step and are remembered in `meta.checked`; every later layer pays one
+set lookup.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_CHUNK = 64
 
 
 class KernelArgumentError(ValueError):
-    """A kernel was called with an argument that it does not support.
+    """A kernel was called with an unsupported argument.
 
     Attributes:
         argument: the name of the offending argument.
@@ -38,12 +38,12 @@ def check_tensor(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
 ) -> None:
-    """Shape (None: any size), dtype, device and a dense last dimension.
+    """Check shape (None: any size), dtype, device and a dense last dimension.
 
     Raises:
         KernelArgumentError: naming the argument and what was expected.
     """
-    # Written for speed: a decode step at batch 1 makes some hundred of these calls.
+    # On the hot path: a decode step at batch 1 makes some hundred of these calls.
     have = tensor.shape
     if len(have) != len(shape):
         raise _shape_error(name, tensor, shape)
@@ -69,7 +69,7 @@ def _shape_error(
 
 
 def check_prefill_meta(meta: PrefillMeta, num_tokens: int, num_rows: int) -> None:
-    """Offsets, chunks and state rows of a prefill step over `num_rows` state rows, 0: no state.
+    """Check offsets, chunks and rows of a prefill step over `num_rows` state rows; 0: no state.
 
     Raises:
         KernelArgumentError: naming the field.
@@ -94,7 +94,7 @@ def check_prefill_meta(meta: PrefillMeta, num_tokens: int, num_rows: int) -> Non
 
 
 def check_decode_meta(meta: DecodeMeta, num_tokens: int, num_rows: int) -> None:
-    """State rows of a decode step over `num_rows` state rows, 0: no state.
+    """Check the state rows of a decode step over `num_rows` state rows; 0: no state.
 
     Raises:
         KernelArgumentError: naming the field.
@@ -112,7 +112,7 @@ def check_decode_meta(meta: DecodeMeta, num_tokens: int, num_rows: int) -> None:
 
 
 def check_verify_meta(meta: VerifyMeta, num_tokens: int, num_rows: int, num_updates: int) -> None:
-    """Offsets, state rows and updates of drafted tokens over pools of these sizes.
+    """Check offsets, state rows and updates of drafted tokens over pools of these sizes.
 
     Raises:
         KernelArgumentError: naming the field.
@@ -132,10 +132,10 @@ def check_verify_meta(meta: VerifyMeta, num_tokens: int, num_rows: int, num_upda
 
 
 def check_folds(folds: Sequence[tuple[int, int, int]], num_rows: int, num_updates: int) -> None:
-    """(row, first update, count): every row once, and no update for two of them.
+    """Check (row, first update, count) triples: each row appears once, and no two share an update.
 
     Raises:
-        KernelArgumentError: naming what is wrong.
+        KernelArgumentError: naming the problem.
     """
     rows = [row for row, _, _ in folds]
     if any(not 0 <= row < num_rows for row in rows):
@@ -159,7 +159,7 @@ def check_block_tables(
     num_blocks: int,
     block_size: int,
 ) -> None:
-    """Every sequence's table covers its keys and names existing blocks.
+    """Check that every sequence's table covers its keys and names existing blocks.
 
     Raises:
         KernelArgumentError: naming the field.
@@ -180,7 +180,7 @@ def check_block_tables(
 
 
 def check_kv_layer(kv: KVLayer, device: torch.device) -> None:
-    """Shapes, dtypes and scales of one layer's pages.
+    """Check shapes, dtypes and scales of one layer's pages.
 
     Raises:
         KernelArgumentError: naming the field.
@@ -235,6 +235,6 @@ def _check_rows(
     if len(written) != len(dst) + len(snapshots):
         raise KernelArgumentError("meta.snapshots", "a row is written twice")
     for i, row in enumerate(src):
-        # In place is fine for the sequence itself, but nobody else may read a row that changes.
+        # A sequence may update its own row in place; no other sequence may read that row.
         if row in written and not (row == dst[i] and src.count(row) == 1):
             raise KernelArgumentError("meta.src_rows", f"row {row} is read and written")

@@ -1,6 +1,6 @@
-"""What an op computes from a weight alone, made once and kept with the weight.
+"""Values derived from a weight alone: computed once and cached on the weight.
 
-At one token a layer's small launches cost as much as its arithmetic, and several of them would only
+At one token, a layer's small launches cost as much as its arithmetic. Several of them would only
 turn the same weight into the same factors again.
 """
 
@@ -16,7 +16,7 @@ _ATTRIBUTE = "_vlm_serve_derived"
 def derived(
     weight: torch.Tensor, name: str, build: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """`build(weight)`, remembered under `name` until the weight is written to or collected.
+    """Return `build(weight)`, cached under `name` until the weight is written to or collected.
 
     Args:
         weight: any tensor; the result is kept as an attribute of this object.

@@ -1,8 +1,8 @@
-"""The one place where a backend is chosen.
+"""Choice of backend: the only place where an op's implementation is picked.
 
-An op's folder has its implementations side by side: `torch_cpu`, `compiled` and `triton`, each as
-far as it has one, all of the same signature. Its `__init__` declares them as an `Op`, and its
-public functions check their arguments and call that.
+An op's folder holds its implementations side by side: `torch_cpu`, and where they exist `compiled`
+and `triton`, all with the same signature. Its `__init__` declares them as an `Op`. The public
+functions there check their arguments and call that op.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _triton_everywhere: ContextVar[bool] = ContextVar("Triton kernels for CPU tensor
 
 
 class Op(Generic[P, R]):
-    """A computation in up to three implementations, one of which every call takes.
+    """A computation with up to three implementations; each call runs one of them.
 
     Args:
-        torch: for CPU tensors; for those of every device if there is no Triton kernel.
-        compiled: for CPU tensors inside of a `compiled_kernels` block; it returns None, having done
-            nothing, for arguments that it does not know.
+        torch: for CPU tensors; for every device if there is no Triton kernel.
+        compiled: for CPU tensors inside a `compiled_kernels` block. It returns None, with nothing
+            done, if it does not support the arguments.
         triton: "module:function" for tensors of other devices. The module is imported at the first
-            such call, so that a machine without Triton never imports it.
+            such call, so a machine without Triton never imports it.
     """
 
     __slots__ = ("_compiled", "_found", "_torch", "triton")
@@ -52,14 +52,14 @@ class Op(Generic[P, R]):
         self._found: Callable[P, R] | None = None
 
     def __call__(self, device: torch.device, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Computes on a device, where all tensors among the arguments live.
+        """Compute on a device, on which all tensors among the arguments live.
 
         Raises:
             KernelArgumentError: no implementation for that device.
-            BuildError: there is no library of compiled kernels, though they are wanted.
+            BuildError: compiled kernels are enabled, but there is no library of them.
         """
-        # Written for speed: a decode step at batch 1 makes some hundred of these calls. Comparing
-        # devices takes a fraction of the time that their type does.
+        # On the hot path: a decode step at batch 1 makes some hundred of these calls. Comparing
+        # devices is much faster than reading their type.
         on_cpu = device == _CPU or device.type == "cpu"
         if self.triton is not None and (not on_cpu or _triton_everywhere.get()):
             return (self._found or self.load_triton())(*args, **kwargs)
@@ -70,7 +70,7 @@ class Op(Generic[P, R]):
         return self._torch(*args, **kwargs)
 
     def load_triton(self) -> Callable[P, R]:
-        """The Triton implementation, imported if it has not been.
+        """Return the Triton implementation; import it on first use.
 
         Raises:
             KernelArgumentError: there is none, or Triton is not installed.
@@ -86,8 +86,11 @@ class Op(Generic[P, R]):
 
 @contextmanager
 def triton_everywhere() -> Iterator[None]:
-    """Inside the block CPU tensors go to the Triton kernels too. For tests, under Triton's
-    interpreter (`TRITON_INTERPRET=1` before triton is imported), and for recording launches."""
+    """Send CPU tensors to the Triton kernels too, inside the block.
+
+    For tests under Triton's interpreter (`TRITON_INTERPRET=1` before triton is imported), and for
+    recording launches.
+    """
     token = _triton_everywhere.set(True)
     try:
         yield
@@ -97,8 +100,7 @@ def triton_everywhere() -> Iterator[None]:
 
 @contextmanager
 def compiled_kernels(wanted: bool = True) -> Iterator[None]:
-    """Inside the block an op takes compiled code for CPU tensors where there is some for its
-    arguments.
+    """Run compiled code for CPU tensors inside the block, where it supports the arguments.
 
     Args:
         wanted: False leaves everything to torch.
@@ -114,12 +116,12 @@ def compiled_kernels(wanted: bool = True) -> Iterator[None]:
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
-    """Inside the block launches go to this device; of itself each thread has the first GPU."""
+    """Direct launches inside the block to this device; a thread uses the first GPU otherwise."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def describe(device: torch.device) -> str:
-    """One line for the start-up log: which path the ops take on a device, and why."""
+    """Return a line for the start-up log: the path that ops take on a device, and why."""
     if device.type == "cpu":
         reason = "" if torch.cuda.is_available() else " (no GPU found)"
         return f"kernels: torch CPU path, {torch.get_num_threads()} threads{reason}"

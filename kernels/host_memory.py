@@ -1,8 +1,8 @@
-"""Keeps the memory of freed tensors in the process, for CPU inference.
+"""Retention of freed memory in the process, for CPU inference.
 
-glibc hands every block over 32 MB straight back to the kernel when it is freed and maps fresh pages
-for the next one. A prefill of 4 096 tokens makes several such tensors per layer, and touching fresh
-pages takes longer than the work on them: 41 ms instead of 2 ms for a tensor of 50 MB (measured; see
+When a block over 32 MB is freed, glibc returns it to the kernel at once and maps fresh pages for
+the next one. A prefill of 4 096 tokens makes several such tensors per layer. Touching fresh pages
+takes longer than the work on them: 41 ms instead of 2 ms for a tensor of 50 MB (measured; see
 benchmarks/NOTES.md).
 """
 
@@ -19,16 +19,16 @@ _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
 
 _reserve = 0
-"""By which the heap grows at once; 0: nothing was asked of it."""
+"""Bytes by which the heap grows at once; 0: `retain_freed_memory` was not called."""
 
 
 def retain_freed_memory(reserve: int = 4 << 30) -> bool:
-    """Tell the C library to serve large tensors from its heap and to keep what is freed.
+    """Tell the C library to serve large tensors from its heap and to keep freed memory.
 
-    For the whole process, from now on; what is mapped already stays as it is. Call it before the
-    thread that runs the model starts: threads started later share one heap, since a thread's own
-    heap cannot hold blocks over 64 MB. The process then stays at the peak of its memory, but for
-    what `release_freed_memory` gives back. Calling it again costs nothing.
+    The setting is for the whole process from now on; existing mappings stay as they are. Call it
+    before the thread that runs the model starts: threads started later share one heap, since a
+    thread's own heap cannot hold blocks over 64 MB. The process then stays at its peak memory,
+    minus whatever `release_freed_memory` returns. Calling it again costs nothing.
 
     Args:
         reserve: bytes of address space (not memory) by which the heap grows at once, so that they
@@ -36,7 +36,7 @@ def retain_freed_memory(reserve: int = 4 << 30) -> bool:
             few page faults too.
 
     Returns:
-        Whether freed memory is retained; False where the C library is not glibc.
+        True if freed memory is retained; False where the C library is not glibc.
     """
     try:
         libc = ctypes.CDLL(None)
@@ -53,7 +53,7 @@ def retain_freed_memory(reserve: int = 4 << 30) -> bool:
 
 
 def _advise(libc: ctypes.CDLL) -> None:
-    """Lets the heap grow by the reserve, in large pages where the kernel has them."""
+    """Grow the heap by the reserve, in large pages where the kernel has them."""
     malloc, free, madvise = libc.malloc, libc.free, libc.madvise
     malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     free.argtypes = [ctypes.c_void_p]
@@ -61,20 +61,21 @@ def _advise(libc: ctypes.CDLL) -> None:
     block = malloc(_reserve)
     if block is not None:
         first = -(-block // _HUGE_PAGE) * _HUGE_PAGE
-        # Advice only: where it is refused, pages are small and all else holds.
+        # Only a hint: if it is refused, pages are small and the rest still works.
         madvise(first, max(0, block + _reserve - first), _MADV_HUGEPAGE)
         free(block)
 
 
 def release_freed_memory(*, regrow: bool = False) -> bool:
-    """Give pages on which nothing lives back to the kernel, wherever in the heap they are.
+    """Return unused heap pages to the kernel, wherever in the heap they are. Takes milliseconds.
 
     Args:
-        regrow: a heap that is kept grows by its reserve again, with the advice that went with its
-            end. Not while others wait: the kernel may have to move much to find a large page.
+        regrow: let a retained heap grow by its reserve again, since trimming drops the page advice
+            for its end. Not while requests wait: the kernel may have to move much memory to find
+            a large page.
 
     Returns:
-        Whether there was a way to: False where the C library is not glibc. Takes milliseconds.
+        True if pages could be returned; False where the C library is not glibc.
     """
     libc = ctypes.CDLL(None)
     trim = getattr(libc, "malloc_trim", None)

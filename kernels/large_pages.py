@@ -1,8 +1,8 @@
-"""Tensors in pages of 2 MB, for what stays for long and is read again and again: weights and pools.
+"""Tensors in pages of 2 MB, for long-lived data that is read again and again: weights and pools.
 
-A processor keeps the places of few pages at hand, and at batch 1 all weights pass by for every
-token: in pages of 4 KB decoding is a tenth to a third slower (measured; see benchmarks/NOTES.md).
-They also leave no holes in the heap, where what is needed for a moment would lie between them.
+A processor's TLB holds few pages, and at batch 1 every token reads all weights: in pages of 4 KB
+decoding is a tenth to a third slower (measured; see benchmarks/NOTES.md). These tensors also stay
+out of the heap, which short-lived tensors between them would fragment.
 """
 
 from __future__ import annotations
@@ -16,56 +16,58 @@ import weakref
 import torch
 
 _PAGE = 2 << 20
-_ROOM = 256 << 20
+_ARENA = 256 << 20
 _ALIGNMENT = 64
 
 
-class _Rooms:
-    """Address space, from which tensors take one after the other. A room goes back to the system
-    with the last tensor in it; what was never written takes no memory."""
+class _Arenas:
+    """Bump allocator of tensors over mapped arenas.
+
+    An arena is unmapped with its last tensor. Pages never written to take no memory.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._room: weakref.ref[mmap.mmap] | None = None
+        self._arena: weakref.ref[mmap.mmap] | None = None
         self._used = 0
 
     def take(self, size: int) -> torch.Tensor:
-        """uint8 `[size]`, zero."""
+        """Allocate uint8 `[size]`, zeroed."""
         with self._lock:
-            room = self._room() if self._room is not None else None
+            arena = self._arena() if self._arena is not None else None
             begin = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-            if room is None or begin + size > len(room):
-                room, begin = _mapped(size)
-                self._room = weakref.ref(room)
+            if arena is None or begin + size > len(arena):
+                arena, begin = _mapped(size)
+                self._arena = weakref.ref(arena)
             self._used = begin + size
-        return torch.frombuffer(room, dtype=torch.uint8, count=size, offset=begin)
+        return torch.frombuffer(arena, dtype=torch.uint8, count=size, offset=begin)
 
 
 def _mapped(size: int) -> tuple[mmap.mmap, int]:
-    """A new room for that many bytes or more, and where its first whole page begins."""
-    room = mmap.mmap(-1, max(size, _ROOM) + _PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Map a new arena of at least `size` bytes; return it and its first whole page's offset."""
+    arena = mmap.mmap(-1, max(size, _ARENA) + _PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
-        # A kernel without them says so: pages are small then, and all else holds.
+        # A kernel without large pages refuses: pages are then small, and the rest still works.
         with contextlib.suppress(OSError):
-            room.madvise(advice)
-    address = torch.frombuffer(room, dtype=torch.uint8, count=1).data_ptr()
-    return room, -address % _PAGE
+            arena.madvise(advice)
+    address = torch.frombuffer(arena, dtype=torch.uint8, count=1).data_ptr()
+    return arena, -address % _PAGE
 
 
-_rooms = _Rooms()
+_arenas = _Arenas()
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous CPU tensor of zeros that begins at a multiple of 64 bytes.
+    """Return a contiguous CPU tensor of zeros, aligned to 64 bytes.
 
     Raises:
-        MemoryError: there is no address space for it.
+        MemoryError: the address space is exhausted.
     """
     size = math.prod(shape) * dtype.itemsize
     if size == 0:
         return torch.zeros(shape, dtype=dtype)
     try:
-        return _rooms.take(size).view(dtype).view(shape)
+        return _arenas.take(size).view(dtype).view(shape)
     except OSError as error:
-        raise MemoryError(f"no room for {size} bytes") from error
+        raise MemoryError(f"no address space for {size} bytes") from error

@@ -1,8 +1,8 @@
-"""Descriptions of one forward step that the ops share; built once per step, read by every layer.
+"""Descriptions of one forward step, shared by the ops; built once per step, read by every layer.
 
 A step packs its tokens as `[decode tokens | prefill slices]`: `num_decode` sequences contribute one
-token each, then every prefill sequence contributes its slice. Host values are plain tuples (the CPU
-paths loop over them); `tensors` holds what a device kernel needs, made at most once per step.
+token each, then every prefill sequence contributes its slice. Host values are plain tuples, over
+which the CPU paths loop. `tensors` holds the device copies for kernels, made at most once per step.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class DecodeMeta:
         kv_lens: number of keys each token attends to, its own included.
         src_rows: state row read by each sequence; -1 means zero state.
         dst_rows: state row written; may equal the source.
-        snapshot_rows: extra state row that also receives the new state, -1 for none.
+        snapshot_rows: second state row to receive the new state, -1 for none.
         tensors: device copies of the above, made at most once per step.
-        plans: what the CPU path derives from the above, made at most once per step.
-        checked: which host checks have passed already; see `kernels/checks.py`.
+        plans: CPU-side values derived from the above, made at most once per step.
+        checked: host checks passed so far; see `kernels/checks.py`.
     """
 
     block_tables: tuple[Sequence[int], ...]
@@ -48,19 +48,19 @@ class PrefillMeta:
 
     Attributes:
         cu_seqlens: P + 1 offsets into the packed prefill tokens (0 = first prefill token).
-        starts: absolute position of each slice's first token (the tokens before it are cached).
+        starts: absolute position of each slice's first token; the tokens before it are cached.
         block_tables: physical KV block ids of each sequence, covering start + slice.
         src_rows: state row each sequence starts from; -1 means zero state (selected, not
             multiplied).
-        dst_rows: state row that receives the final state; may equal the source. Several sequences
-            may read one source; destinations are unique.
-        chunk_ends: for each sequence the packed offsets (into the prefill tokens) at which its GDN
-            chunks end, ascending; the last one is cu_seqlens[i + 1].
+        dst_rows: destination row of the final state; may equal the source. Several sequences may
+            read one source; destinations are unique.
+        chunk_ends: for each sequence, ascending ends of its GDN chunks as packed offsets into the
+            prefill tokens; the last one is cu_seqlens[i + 1].
         snapshots: (sequence, chunk index within the sequence, state row): the state after that
             chunk (recurrent and conv tail) is also written to the row.
         tensors: device copies of the above, made at most once per step.
-        plans: what the CPU path derives from the above, made at most once per step.
-        checked: which host checks have passed already; see `kernels/checks.py`.
+        plans: CPU-side values derived from the above, made at most once per step.
+        checked: host checks passed so far; see `kernels/checks.py`.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -83,24 +83,26 @@ class PrefillMeta:
 
     @property
     def kv_lens(self) -> tuple[int, ...]:
-        """Keys that each slice's last token attends to."""
+        """Number of keys that each slice's last token attends to."""
         return _kv_lens(self.starts, self.cu_seqlens)
 
 
 @dataclass(frozen=True)
 class VerifyMeta:
-    """Packed slices of drafted tokens, S sequences, N tokens in all. Which of them hold is known
-    after the step, so they leave their state rows alone and what they would change as updates.
+    """Packed slices of drafted tokens, S sequences, N tokens in all.
+
+    Only after the step is it known how many drafts are accepted. So the step leaves the state rows
+    alone and records each token's change as an update.
 
     Attributes:
         cu_seqlens: S + 1 offsets into the packed tokens.
         starts: absolute position of each slice's first token.
         block_tables: physical KV block ids of each sequence, covering start + slice.
-        rows: state row of each sequence, which none of the others reads.
-        updates: where each sequence's updates begin: as many as it has tokens are written.
-        folded: so many of those that are there go into the row before, in place.
-        plans: what ops derive from the above, made at most once per step.
-        checked: which host checks have passed already; see `kernels/checks.py`.
+        rows: state row of each sequence; no other sequence reads it.
+        updates: index of each sequence's first update; the step writes one per token.
+        folded: number of the previous updates there to fold into the row first, in place.
+        plans: values that ops derive from the above, made at most once per step.
+        checked: host checks passed so far; see `kernels/checks.py`.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -121,12 +123,12 @@ class VerifyMeta:
 
     @property
     def kv_lens(self) -> tuple[int, ...]:
-        """Keys that each sequence's last token attends to."""
+        """Number of keys that each sequence's last token attends to."""
         return _kv_lens(self.starts, self.cu_seqlens)
 
     @property
     def folds(self) -> tuple[tuple[int, int, int], ...]:
-        """(row, first update, count) of what is folded."""
+        """(row, first update, count) of every fold."""
         return tuple(fold for fold in zip(self.rows, self.updates, self.folded, strict=True))
 
 
@@ -137,13 +139,13 @@ def _kv_lens(starts: Sequence[int], offsets: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Updates:
-    """What tokens do to a layer's state, an entry for each token whose state has yet to be written.
+    """Pending updates of a layer's state, one entry per token not yet folded into its row.
 
     Attributes:
         keys: float32 `[entries, Hk, Dk]`, of unit length.
         changes: float32 `[entries, Hv, Dv]`.
         decays: float32 `[entries, Hv]`.
-        inputs: of the convolution, `[entries, C]` in the type of activations.
+        inputs: inputs of the convolution, `[entries, C]` in the dtype of activations.
     """
 
     keys: torch.Tensor

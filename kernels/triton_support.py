@@ -1,4 +1,4 @@
-"""What the Triton kernels share: target, launches, dot precision, a step's device tables."""
+"""Support code of the Triton kernels: target, launches, dot precision, a step's device tables."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from vlm_serve.temporary_folder import TemporaryFolder
 Tables = dict[str, torch.Tensor]
 
 _SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227, 110: 227}
-"""Shared memory that a block may take, by compute capability (CUDA Programming Guide, technical
-specifications); others since 8.6, consumer Blackwell (12.x) among them, have 99 KiB."""
+"""Shared memory per block in KiB, by compute capability (CUDA Programming Guide, technical
+specifications). Others since 8.6, consumer Blackwell (12.x) among them, have 99 KiB."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a launch compiles for.
+    """Compilation target of a launch.
 
     Attributes:
         backend: "cuda", "hip" or "interpreter".
@@ -40,33 +40,39 @@ class Target:
 
     @property
     def dot_precision(self) -> str:
-        """How float32 operands are multiplied. Plain TF32 keeps 10 bits of them, which breaks the
-        parity of float32 models, so NVIDIA takes the three-product split (about float32 accuracy on
-        tensor cores); elsewhere float32 products are native. Ignored for 16-bit operands."""
+        """Precision of products of float32 operands; ignored for 16-bit operands.
+
+        Plain TF32 keeps 10 bits of an operand, which breaks the parity of float32 models. NVIDIA
+        therefore uses the three-product split: about float32 accuracy on tensor cores. Elsewhere
+        float32 products are native.
+        """
         return "tf32x3" if self.backend == "cuda" else "ieee"
 
     @property
     def native_float8(self) -> bool:
-        """Whether float8_e4m3fn is converted by hardware; otherwise by integer arithmetic."""
+        """True if hardware converts float8_e4m3fn; otherwise integer arithmetic does."""
         return self.backend == "cuda" and isinstance(self.arch, int) and self.arch >= 89
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that a program may take; on CDNA of local data share."""
+        """Bytes of shared memory available to a program; on CDNA, of local data share."""
         if self.backend != "cuda" or not isinstance(self.arch, int):
             return 64 << 10
         return _SHARED_KIB.get(self.arch, 99) << 10
 
     @property
     def roomy(self) -> bool:
-        """Tell whether products take operands from shared memory, of which there is much: Hopper's
-        and data-centre Blackwell's. An A100 has 163 KiB, but takes operands from registers."""
+        """True if products take operands from shared memory, and there is much of it.
+
+        So it is on Hopper and data-centre Blackwell. An A100 has 163 KiB, but its products take
+        operands from registers.
+        """
         return self.shared_memory >= 200 << 10
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One recorded kernel launch: enough to compile the same specialisation ahead of time."""
+    """A recorded kernel launch, with enough to compile the same specialisation ahead of time."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -81,7 +87,7 @@ _recording: ContextVar[list[Launch] | None] = ContextVar("triton launches", defa
 
 
 def current_target() -> Target:
-    """The target of launches: the device's, or the one of an enclosing `record_launches`."""
+    """Return the target of launches: that of an enclosing `record_launches`, or the device's."""
     return _target.get() or _device_target()
 
 
@@ -96,19 +102,20 @@ def _device_target() -> Target:
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter (decided when Triton is first imported)."""
+    """Return True if Triton interprets kernels, as decided when Triton is first imported."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
 
 
 def keep_private() -> None:
-    """Have Triton keep what it compiles, and loads at the next start, where nobody else can change
-    it: in our cache, or for this process alone in a temporary folder. The first engine of a process
-    calls this before anything is launched; processes of other ranks inherit it.
+    """Keep Triton's compile cache where no other user can modify it.
 
-    A user who has named a place (TRITON_CACHE_DIR, TRITON_HOME) has chosen it.
+    Compiled kernels are loaded again at the next start. They go to our cache, or for this process
+    alone to a temporary folder. The first engine of a process calls this before any launch;
+    processes of other ranks inherit the setting. If the user has set TRITON_CACHE_DIR or
+    TRITON_HOME, nothing changes.
 
     Raises:
-        ConfigError: there is no such place.
+        ConfigError: there is no usable folder.
     """
     if os.environ.get("TRITON_CACHE_DIR") or os.environ.get("TRITON_HOME"):
         return
@@ -137,7 +144,7 @@ def _temporary() -> str:
 
 @contextmanager
 def record_launches(target: Target) -> Iterator[list[Launch]]:
-    """Inside the block no kernel runs: the launches that `target` would see are collected."""
+    """Collect the launches that `target` would see inside the block, instead of running kernels."""
     launches: list[Launch] = []
     tokens = _target.set(target), _recording.set(launches)
     try:
@@ -156,10 +163,10 @@ def launch(
     num_stages: int = 1,
     fuse: bool = True,
 ) -> None:
-    """Start a kernel over a grid; an empty grid starts nothing.
+    """Launch a kernel over a grid; do nothing for an empty grid.
 
-    `fuse` lets the compiler contract products and sums (Triton's own default differs between
-    versions); kernels whose result must have the bits of separate operations forbid it.
+    `fuse` lets the compiler contract products and sums; Triton's own default differs between
+    versions. Kernels with results equal to separate operations, bit for bit, forbid it.
     """
     if 0 in grid:
         return
@@ -172,8 +179,10 @@ def launch(
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:
-    """The dtype, as Triton names it, in which operands of this dtype enter a dot. The interpreter
-    multiplies the bit patterns of bfloat16 operands, so there they go in as float32."""
+    """Return Triton's dtype for operands of a dot, given the tensor's dtype.
+
+    The interpreter multiplies the bit patterns of bfloat16 operands, so it gets them as float32.
+    """
     import triton.language as tl
 
     names = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -181,15 +190,15 @@ def dot_dtype(dtype: torch.dtype) -> Any:
 
 
 def power_of_two(size: int, least: int = 1) -> int:
-    """The smallest power of two that is not below `size` and `least`."""
+    """Return the smallest power of two not below `size` and `least`."""
     return 1 << (max(size, least) - 1).bit_length()
 
 
 def to_device(parts: dict[str, Sequence[int]], device: torch.device) -> Tables:
-    """int32 tables from host integers, in one transfer that does not wait for the device.
+    """Copy host integers to int32 tables, in one transfer without waiting for the device.
 
     Each table starts at a multiple of 16 bytes: Triton specialises kernels on the alignment of
-    their pointers, and tables that wander would recompile them.
+    their pointers, and a varying alignment would recompile them.
     """
     packed: list[int] = []
     places = {}
@@ -205,20 +214,20 @@ def to_device(parts: dict[str, Sequence[int]], device: torch.device) -> Tables:
 
 
 def once(tensors: Tables, key: str, build: Callable[[], Tables]) -> None:
-    """Adds `build()` to a step's tensors unless `key`, one of its names, is there already."""
+    """Add `build()` to a step's tensors unless `key`, one of its names, is already there."""
     if key not in tensors:
         tensors.update(build())
 
 
 def prefill_tables(meta: PrefillMeta, device: torch.device) -> Tables:
-    """A prefill step's tables, int32, made once and kept in `meta.tensors`.
+    """Return a prefill step's int32 tables, made once and kept in `meta.tensors`.
 
     Names: `cu_seqlens [P + 1]`, `starts`, `src_rows`, `dst_rows` `[P]`, `block_tables [P, W]`;
     `chunk_bounds [C + 1]` over all sequences' chunks in order, `chunk_sequence [C]`,
     `chunk_snapshot [C]` (state row or -1), `first_chunk [P + 1]`; `tail_stop`, `tail_row` (packed
     offset and state row of every conv tail to write, sequence by sequence, the final one last) and
-    `first_tail [P + 1]`. As with `decode_tables`, a graph may have tensors of its caller's under
-    these names: more chunks and sequences than a step has, of no tokens then.
+    `first_tail [P + 1]`. As with `decode_tables`, a graph may supply the caller's own tensors under
+    these names. They may have more chunks and sequences than the step; the extra ones are empty.
     """
 
     def build() -> Tables:
@@ -229,18 +238,18 @@ def prefill_tables(meta: PrefillMeta, device: torch.device) -> Tables:
 
 
 def decode_tables(meta: DecodeMeta, device: torch.device) -> Tables:
-    """A decode step's tables, int32, made once and kept in `meta.tensors`.
+    """Return a decode step's int32 tables, made once and kept in `meta.tensors`.
 
     Names: `kv_lens`, `src_rows`, `dst_rows`, `snapshot_rows` `[B]`, `block_tables [B, W]`. The
-    decode ops read nothing else that changes from step to step, so a CUDA graph captured with
-    tensors of the caller's own under these names replays on whatever they hold then.
+    decode ops read nothing else that changes between steps. A CUDA graph captured with the
+    caller's own tensors under these names therefore replays on their current contents.
     """
     once(meta.tensors, "kv_lens", lambda: _decode_tables(meta, device))
     return meta.tensors
 
 
 def prefill_parts(meta: PrefillMeta) -> dict[str, Sequence[int]]:
-    """What `prefill_tables` sends to the device, on the host; tables flat, row by row."""
+    """Build the tables of `prefill_tables` on the host, flat and row by row."""
     rows = {(sequence, chunk): row for sequence, chunk, row in meta.snapshots}
     assert len(rows) == len(meta.snapshots), "a chunk's state goes to one snapshot row"
     bounds, sequences, snapshots, first_chunk = [0], [], [], [0]
@@ -275,8 +284,11 @@ def prefill_parts(meta: PrefillMeta) -> dict[str, Sequence[int]]:
 
 
 def query_tiles(meta: PrefillMeta, rows: int, group: int) -> tuple[list[int], list[int]]:
-    """Tiles of attention's query rows, `group` of them for each token: sequence and first row of
-    each; long sequences' last tiles, which have the most keys, come first."""
+    """Cut attention's query rows, `group` of them per token, into tiles of `rows`.
+
+    Return the sequence and the first row of each tile. Long sequences' last tiles have the most
+    keys, so they come first.
+    """
     tiles = [
         (meta.starts[i] + row // group, i, row)
         for i in range(len(meta))

@@ -27,7 +27,7 @@ def on_ranks(
         try:
             results[rank] = work(ranks)
         except BaseException as error:
-            ranks.give_up()
+            ranks.abort()
             results[rank] = error
 
     try:
@@ -37,5 +37,5 @@ def on_ranks(
         for thread in threads:
             thread.join()
     finally:
-        memory.forget()
+        memory.unlink()
     return results

@@ -25,7 +25,9 @@ from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED
 from vlm_serve.server.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONFIGS = (EngineConfig, ServerConfig, DeployConfig)
+CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 HTTP = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
 
 
@@ -33,10 +35,35 @@ def section(text: str, name: str) -> str:
     return text.split(f"<!-- begin {name} -->\n")[1].split(f"<!-- end {name} -->")[0].strip() + "\n"
 
 
-def test_the_readme_has_the_option_tables() -> None:
-    assert section(README, "server options") == markdown_table(options_of(ServerConfig))
-    assert section(README, "deploy options") == markdown_table(options_of(DeployConfig))
-    assert section(README, "engine options") == markdown_table(options_of(EngineConfig))
+def test_the_documents_have_the_option_tables() -> None:
+    assert section(OPTIONS, "server options") == markdown_table(options_of(ServerConfig))
+    assert section(OPTIONS, "deploy options") == markdown_table(options_of(DeployConfig))
+    assert section(OPTIONS, "engine options") == markdown_table(options_of(EngineConfig))
+
+
+def test_the_readme_is_short_enough_to_be_read_once() -> None:
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 200
+
+
+def test_options_beside_those_of_vllm_exist() -> None:
+    text = (ROOT / "docs" / "coming-from-vllm.md").read_text(encoding="utf-8")
+    flags = {flag for config in CONFIGS for option in options_of(config) for flag in option.flags}
+    flags |= {f"--no-{flag[2:]}" for flag in flags}
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", section(text, "vllm flags"), re.MULTILINE)
+    assert len(rows) > 20
+    for theirs, ours in rows:
+        cells = theirs if ours == "the same" else ours
+        for flag in re.findall(r"`(?:vlm-serve deploy )?(--[\w-]+)", cells):
+            assert flag in flags, f"{theirs}: {flag}"
+
+
+def test_options_that_documents_advise_exist() -> None:
+    flags = {flag for config in CONFIGS for option in options_of(config) for flag in option.flags}
+    flags |= {f"--no-{flag[2:]}" for flag in flags}
+    for name in ("troubleshooting", "install", "checkpoints"):
+        text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        advised = set(re.findall(r"`(--[\w-]+)", text)) - {"--flag"}
+        assert advised and advised <= flags, f"{name}: {advised - flags}"
 
 
 def memory_table() -> str:
@@ -60,8 +87,8 @@ def memory_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_readme_says_what_real_checkpoints_take() -> None:
-    assert section(README, "memory") == memory_table()
+def test_the_documents_say_what_real_checkpoints_take() -> None:
+    assert section(CHECKPOINTS, "memory") == memory_table()
     held = []
     for compute in ("bfloat16", "float32"):
         config = EngineConfig("cpu", "bfloat16", compute_dtype=compute, cache_memory="4GiB")
@@ -69,8 +96,8 @@ def test_the_readme_says_what_real_checkpoints_take() -> None:
         held.append((f"{plan.memory.num_blocks * 64:,}".replace(",", " "), plan.memory))
     (tokens, memory), (fewer, _) = held
     snapshots = memory.num_snapshot_rows
-    assert f"holds {tokens} tokens and {snapshots}\nsnapshots" in README
-    assert f"take twice as much ({fewer} tokens)" in README
+    assert f"holds {tokens} tokens and {snapshots}\nsnapshots" in CHECKPOINTS
+    assert f"in twice the bytes ({fewer} tokens)" in CHECKPOINTS
 
 
 def fields_in(text: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution with SiLU over packed sequences, tails kept in state rows.
+"""Causal depthwise convolution with SiLU over packed sequences, with tails kept in state rows.
 
 The short convolution of a Gated DeltaNet layer (Yang et al. 2024; transformers' causal_conv1d_fn
 and causal_conv1d_update with activation "silu"). The tail of a sequence is its last K - 1 inputs.
@@ -40,12 +40,12 @@ _decode = Op(
 def causal_conv_prefill(
     x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta
 ) -> torch.Tensor:
-    """`y[t] = silu(sum_j weight[:, j] * x[t - K + 1 + j])` within each sequence.
+    """Compute `y[t] = silu(sum_j weight[:, j] * x[t - K + 1 + j])` within each sequence.
 
-    A sequence's first K - 1 outputs also see the tail in its source row (zeros for row -1); a slice
-    shorter than K - 1 combines the old tail with its tokens. New tails go to the destination row
-    and, at the chunks named in `meta.snapshots`, to snapshot rows. A token's bits depend on its K
-    inputs only.
+    A sequence's first K - 1 outputs also read the tail in its source row (zeros for row -1). A
+    slice shorter than K - 1 combines the old tail with its tokens. New tails go to the destination
+    row and, at the chunks named in `meta.snapshots`, to snapshot rows. A token's bits depend on
+    its K inputs only.
 
     Args:
         x: `[N, C]`, float32, bfloat16 or float16, dense last dimension.
@@ -54,7 +54,7 @@ def causal_conv_prefill(
             place.
         meta: the slices.
 
-    Returns:
+    Resteps:
         `[N, C]` in the dtype of x, contiguous.
 
     Raises:
@@ -68,14 +68,14 @@ def causal_conv_prefill(
 def causal_conv_decode(
     x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: DecodeMeta
 ) -> torch.Tensor:
-    """The same for one new token per sequence.
+    """Convolve one new token per sequence, as `causal_conv_prefill` would.
 
     Args:
         x: `[B, C]`, one token per sequence.
         weight, tails: as in `causal_conv_prefill`.
         meta: the sequences' rows.
 
-    Returns:
+    Resteps:
         `[B, C]` in the dtype of x.
 
     Raises:
@@ -93,16 +93,17 @@ def causal_conv_verify(
     inputs: torch.Tensor,
     meta: VerifyMeta,
 ) -> torch.Tensor:
-    """The same for drafted tokens, by the arithmetic of `causal_conv_decode`; tails stay as they
-    are, but for the inputs that are folded into them first.
+    """Convolve drafted tokens, by the arithmetic of `causal_conv_decode`.
+
+    First the tails absorb the folded inputs; beyond that, they stay as they are.
 
     Args:
         x: `[N, C]`.
         weight, tails: as in `causal_conv_prefill`.
-        inputs: `[entries, C]` of updates; x is written there.
+        inputs: `[entries, C]`, inputs of updates; x is written there.
         meta: the slices.
 
-    Returns:
+    Resteps:
         `[N, C]` in the dtype of x.
 
     Raises:
@@ -112,7 +113,7 @@ def causal_conv_verify(
     check_verify_meta(meta, x.shape[0], tails.shape[0], inputs.shape[0])
     fold_tails(tails, inputs, meta.folds)
     window, out = tails[list(meta.rows)], torch.empty_like(x)
-    for tokens, step in _turns(meta):
+    for tokens, step in _decode_steps(meta):
         out[tokens] = causal_conv_decode(x[tokens], weight, window, step)
     for first, (begin, end) in zip(meta.updates, pairwise(meta.cu_seqlens), strict=True):
         inputs[first : first + end - begin] = x[begin:end]
@@ -122,7 +123,7 @@ def causal_conv_verify(
 def fold_tails(
     tails: torch.Tensor, inputs: torch.Tensor, folds: Sequence[tuple[int, int, int]]
 ) -> None:
-    """Moves tails on by the inputs of updates, in place: (row, first update, count) each."""
+    """Shift the inputs of updates into tails, in place: (row, first update, count) each."""
     kept = tails.shape[2]
     for row, first, count in folds:
         if count:
@@ -130,19 +131,21 @@ def fold_tails(
             tails[row].copy_(seen[:, -kept:])
 
 
-def _turns(meta: VerifyMeta) -> list[tuple[list[int], DecodeMeta]]:
-    """The first tokens of all slices, the second ones, and so on, as decode steps over rows that
-    are numbered by sequence."""
-    if "turns" not in meta.plans:
+def _decode_steps(meta: VerifyMeta) -> list[tuple[list[int], DecodeMeta]]:
+    """Cut the slices into decode steps: their first tokens, their second ones, and so on.
+
+    The steps' state rows are numbered by sequence.
+    """
+    if "decode steps" not in meta.plans:
         slices = list(pairwise(meta.cu_seqlens))
-        turns = []
-        for turn in range(max(end - begin for begin, end in slices)):
-            own = tuple(i for i, (begin, end) in enumerate(slices) if begin + turn < end)
+        steps = []
+        for offset in range(max(end - begin for begin, end in slices)):
+            own = tuple(i for i, (begin, end) in enumerate(slices) if begin + offset < end)
             none = (-1,) * len(own)
             step = DecodeMeta(((),) * len(own), (0,) * len(own), own, own, none)
-            turns.append(([slices[i][0] + turn for i in own], step))
-        meta.plans["turns"] = turns
-    return cast("list[tuple[list[int], DecodeMeta]]", meta.plans["turns"])
+            steps.append(([slices[i][0] + offset for i in own], step))
+        meta.plans["decode steps"] = steps
+    return cast("list[tuple[list[int], DecodeMeta]]", meta.plans["decode steps"])
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor) -> None:

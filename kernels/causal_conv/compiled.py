@@ -20,7 +20,7 @@ _Convolution = struct("Convolution")
 def causal_conv(
     x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta | DecodeMeta
 ) -> torch.Tensor | None:
-    """Prefill and decode alike: a decode token is a slice of one."""
+    """Convolve prefill and decode alike: a decode token is a slice of one."""
     if x.dtype not in DTYPES or x.shape[1] % LANES or weight.shape[1] > MOST_TAPS:
         return None
     taps = derived(weight, "taps in rows", lambda w: w.float().T.contiguous())

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution, oracle."""
+"""Reference causal depthwise convolution, the oracle of tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def causal_conv_reference(
     x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Oracle for one sequence, token by token, in float64.
+    """Convolve one sequence, token by token, in float64; the oracle of tests.
 
     Args:
         x: `[n, C]`.

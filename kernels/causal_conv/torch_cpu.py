@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from vlm_serve.kernels.derived import derived
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
-# Elements worked on at a time: all taps and the activation of a block happen in the cache.
+# Elements processed at a time: a block stays in the cache for all taps and the activation.
 BLOCK = 1 << 17
 
 
 def causal_conv_prefill(
     x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta
 ) -> torch.Tensor:
-    # Negated taps, since the activation needs exp(-y) first; see `_convolve`.
+    # The activation needs exp(-y) first, so taps are negated; see `_convolve`.
     taps = derived(weight, "prefill taps", lambda w: w.float().neg().T.contiguous())
     kept = taps.shape[0] - 1
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -27,7 +27,7 @@ def causal_conv_prefill(
         begin, end = meta.cu_seqlens[i], meta.cu_seqlens[i + 1]
         src = meta.src_rows[i]
         old = x.new_zeros(kept, x.shape[1]) if src < 0 else tails[src].T
-        # The first tokens see the old tail; from then on x itself holds all that is needed.
+        # The first tokens need the old tail; the others find all their inputs in x.
         head = torch.cat([old, x[begin : min(begin + kept, end)]])
         _convolve(head, taps, out[begin : min(begin + kept, end)])
         for first in range(begin + kept, end, rows):
@@ -41,7 +41,7 @@ def causal_conv_prefill(
 
 
 def _tail_stops(meta: PrefillMeta) -> list[list[tuple[int, int]]]:
-    """For each sequence (packed offset, state row) of every tail to store."""
+    """Return for each sequence (packed offset, state row) of every tail to store."""
     stops = [[(meta.cu_seqlens[i + 1], row)] for i, row in enumerate(meta.dst_rows)]
     for sequence, chunk, row in meta.snapshots:
         stops[sequence].append((meta.chunk_ends[sequence][chunk], row))
@@ -49,10 +49,10 @@ def _tail_stops(meta: PrefillMeta) -> list[list[tuple[int, int]]]:
 
 
 def _convolve(padded: torch.Tensor, taps: torch.Tensor, out: torch.Tensor) -> None:
-    """`padded` is `[K - 1 + n, C]`, `taps` `[K, C]`, out `[n, C]`.
+    """Convolve `padded` `[K - 1 + n, C]` with `taps` `[K, C]` into out `[n, C]`.
 
-    silu(y) as -y / (-1 - exp(-y)): unlike sigmoid and silu, whose last elements take another path,
-    these operations give an element the same bits wherever it stands.
+    silu(y) is computed as -y / (-1 - exp(-y)). Unlike sigmoid and silu, where the last elements
+    take another path, these operations give an element the same bits at every place.
     """
     rows = out.shape[0]
     padded = padded.float()
@@ -73,7 +73,7 @@ def causal_conv_decode(
             old[i].zero_()
     old_taps = derived(weight, "old taps", lambda w: w[:, :kept].float().contiguous())
     new_tap = derived(weight, "new tap", lambda w: w[:, kept].float().contiguous())
-    # The sum over taps as a matrix-vector product: torch's sum over so short a dimension is slow.
+    # torch's sum over so short a dimension is slow: sum over taps by a matrix-vector product.
     total = (old * old_taps).view(-1, kept) @ _ones(kept)
     total = torch.addcmul(total.view(x.shape), x, new_tap)
     new = torch.empty_like(old)
@@ -92,7 +92,7 @@ def _ones(size: int) -> torch.Tensor:
 
 
 def _row_index(meta: DecodeMeta) -> tuple[torch.Tensor, torch.Tensor]:
-    """Source rows (-1 as 0) and destination rows, made once per step."""
+    """Return source rows (-1 as 0) and destination rows, made once per step."""
     if "cpu_src_rows" not in meta.tensors:
         meta.tensors["cpu_src_rows"] = torch.tensor(
             [max(row, 0) for row in meta.src_rows], dtype=torch.int64

@@ -1,8 +1,8 @@
 """Causal depthwise convolution on a GPU.
 
-Prefill takes two launches. The first computes outputs and only reads tails; the second writes the
-new ones. One launch could not do both: source and destination may be the same row, and the program
-that finishes a sequence does not wait for the one that starts it.
+Prefill takes two launches: the first computes outputs and only reads tails; the second writes the
+new ones. One launch could not do both. Source and destination may be the same row, and the program
+at the end of a sequence does not wait for the one at its start.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -29,7 +29,7 @@ def _silu(x):
 
 @triton.jit
 def _unread_columns(src, KEPT: tl.constexpr):
-    """How many leading columns of the old tail are not read: all of them for zero state."""
+    """Return the number of leading columns of the old tail to skip: all of them for zero state."""
     return tl.where(src >= 0, 0, KEPT)
 
 
@@ -102,7 +102,7 @@ def _tail_kernel(
     BLOCK_KEPT: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
 ):
-    """All tails of one sequence, some channels: snapshots, then the final one."""
+    """Write all tails of one sequence for some channels: snapshots, then the final one."""
     sequence = tl.program_id(0)
     begin = tl.load(cu_seqlens + sequence)
     src = tl.load(src_rows + sequence).to(tl.int64)
@@ -122,7 +122,7 @@ def _tail_kernel(
         places = src * tail_row_stride + channel_places + column[None, :]
         kept = tl.load(tails + places, mask=old, other=0.0)
         values = tl.where((source >= begin)[None, :], values, kept)
-        # The row may be the source: every thread must have read before one writes.
+        # The row may be the source: all threads must read before any writes.
         tl.debug_barrier()
         places = row * tail_row_stride + channel_places + columns[None, :]
         tl.store(tails + places, values, mask=inside)
@@ -214,7 +214,7 @@ def _decode_kernel(
     total = tl.sum(window.to(tl.float32) * factor.to(tl.float32), axis=1)
     places = sequence.to(tl.int64) * CHANNELS + channels
     tl.store(out + places, _silu(total).to(out.dtype.element_ty), mask=inside)
-    # Shifted by one column; the row may be the source, so every thread reads before one writes.
+    # Shift by one column. The row may be the source: all threads must read before any writes.
     tl.debug_barrier()
     shifted = tapped & (columns > 0)[None, :]
     tl.store(tails + dst * tail_row_stride + channel_places - 1, window, mask=shifted)

@@ -1,9 +1,9 @@
-"""Sigmoid and SiLU whose bits depend on the element alone.
+"""Sigmoid and SiLU with bits that depend on the element alone.
 
-torch's own run the last elements of each thread's share of a tensor through a scalar path that
-differs from the vector path in the last bit; so an element's bits depend on the size of its batch
-and on the number of threads. `exp`, `log1p` and exact operations do not (measured with torch 2.13
-on 1 to 8 threads), and cost no more. Everything is float32 inside.
+torch computes the last elements of each thread's share of a tensor on a scalar path. It differs
+from the vector path in the last bit, so an element's bits depend on the size of its batch and on
+the number of threads. `exp`, `log1p` and exact operations have no such path (measured with torch
+2.13 on 1 to 8 threads), and cost no more. Everything is float32 inside.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _silu_times = Op(torch_cpu.silu_times, compiled=compiled.silu_times, triton=f"{_
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """`x * sigmoid(x)`, in the dtype of x."""
+    """Compute `x * sigmoid(x)`, in the dtype of x."""
     return times_sigmoid(x, x)
 
 
 def times_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """`x * sigmoid(gate)` in the dtype of x; the gate's shape broadcasts to that of x."""
+    """Compute `x * sigmoid(gate)` in the dtype of x; the gate's shape broadcasts to that of x."""
     return _times_sigmoid(x.device, x, gate)
 
 
 def silu_times(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * x`, rounded once to their common dtype; both of one shape."""
+    """Compute `silu(gate) * x`, rounded once to their common dtype; both of one shape."""
     return _silu_times(x.device, gate, x)
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
-    """`log(1 + exp(x))` without overflow, float32."""
+    """Compute `log(1 + exp(x))` without overflow, float32."""
     x = x.float()
     return torch.abs(x).neg_().exp_().log1p_().add_(x.clamp(min=0))

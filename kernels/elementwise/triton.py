@@ -1,5 +1,7 @@
-"""Products with sigmoid and SiLU on a GPU: one launch instead of one for each operation, which is
-what short steps consist of there."""
+"""Products with sigmoid and SiLU on a GPU: one launch instead of one per operation.
+
+Launches dominate short steps there.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -27,7 +29,8 @@ def _product_kernel(
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`x * sigmoid(gate)`, times `gate` as well if SILU. COLUMN: the gate has one column."""
+    """Compute `x * sigmoid(gate)`, times `gate` as well if SILU; COLUMN: the gate has one
+    column."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

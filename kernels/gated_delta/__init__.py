@@ -1,4 +1,4 @@
-"""Gated delta rule over packed sequences, recurrent state kept in rows of a pool.
+"""Gated delta rule over packed sequences, with recurrent states kept in rows of a pool.
 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - k_t^T exp(g_t) S_{t-1})^T,    o_t = S_t^T q_t
 
@@ -56,14 +56,15 @@ def chunk_gated_delta(
     state: torch.Tensor,
     meta: PrefillMeta,
 ) -> torch.Tensor:
-    """Prefill: every slice in the chunks that `meta.chunk_ends` names, each of 1 to 64 tokens.
+    """Prefill every slice in the chunks that `meta.chunk_ends` names, each of 1 to 64 tokens.
 
-    Initial states are read straight from the source rows (zero state for -1), final states go to
-    the destination rows, and the states after the chunks in `meta.snapshots` to snapshot rows. A
-    run that
-    resumes at a chunk end gives the same bits as the unsplit one, whatever else is in the batch: a
-    chunk's arithmetic depends on its own tokens and incoming state alone. To keep that true for a
-    state pool that is not float32, the state is rounded to the pool's dtype after every chunk.
+    Initial states are read straight from the source rows (zero state for -1). Final states go to
+    the destination rows, and the states after the chunks in `meta.snapshots` to snapshot rows.
+
+    A run that resumes at a chunk end gives the same bits as the unsplit one, whatever else is in
+    the batch: a chunk's arithmetic depends on its own tokens and incoming state alone. To keep
+    this true for a pool that is not float32, the state is rounded to the pool's dtype after every
+    chunk.
 
     Args:
         q, k: `[N, Hk, Dk]`, float32, bfloat16 or float16, any strides with a dense last dimension.
@@ -93,7 +94,7 @@ def recurrent_gated_delta(
     state: torch.Tensor,
     meta: DecodeMeta,
 ) -> torch.Tensor:
-    """Decode: one token per sequence, one step of the recurrence each.
+    """Decode one token per sequence: one step of the recurrence each.
 
     Args:
         q, k, v, g, beta, state: as in `chunk_gated_delta`, with B tokens.
@@ -120,14 +121,14 @@ def verify_gated_delta(
     updates: Updates,
     meta: VerifyMeta,
 ) -> torch.Tensor:
-    """Drafted tokens: steps of the recurrence that leave updates instead of states.
+    """Step the recurrence over drafted tokens; leave updates instead of states.
 
-    What `meta` says is folded into the rows first. A state is rounded to the pool's dtype after
-    every token, as decode steps would.
+    Earlier updates are folded into the rows first, as `meta` says. A state is rounded to the pool's
+    dtype after every token, as decode steps would.
 
     Args:
         q, k, v, g, beta, state: as in `chunk_gated_delta`.
-        updates: keys, changes and decays of the tokens are written there.
+        updates: receives keys, changes and decays of the tokens.
         meta: the slices.
 
     Returns:
@@ -144,7 +145,7 @@ def verify_gated_delta(
 def fold_gated_delta(
     state: torch.Tensor, updates: Updates, folds: Sequence[tuple[int, int, int]]
 ) -> None:
-    """Folds updates into state rows, in place: (row, first update, count) each."""
+    """Fold updates into state rows, in place: (row, first update, count) each."""
     folds = [fold for fold in folds if fold[2]]
     if folds:
         _fold(state.device, state, updates, folds)
@@ -157,15 +158,15 @@ def gates(
     *,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write strength `sigmoid(b)` and log decay `neg_decay * softplus(a + dt_bias)`.
+    """Compute write strength `sigmoid(b)` and log decay `neg_decay * softplus(a + dt_bias)`.
 
     Args:
         raw: `[T, 2 Hv]`, float32, bfloat16 or float16: b and a side by side, any row stride.
         neg_decay, dt_bias: float32 `[Hv]`.
-        deterministic: an element's bits do not depend on its neighbours.
+        deterministic: make an element's bits independent of its neighbours.
 
     Returns:
-        (beta, g) as `chunk_gated_delta` takes them, float32 `[T, Hv]` each.
+        (beta, g) for `chunk_gated_delta`, float32 `[T, Hv]` each.
 
     Raises:
         KernelArgumentError: naming the argument at fault.

@@ -1,4 +1,4 @@
-"""Gated delta rule on a GPU, what a chunk's tokens determine without the incoming state.
+"""Gated delta rule on a GPU: the state-independent part of every chunk.
 
 Inside a chunk with incoming state S, cumulative log decay G and unit keys k, the recurrence is the
 unit lower triangular system (I + A) V' = diag(beta) (V - diag(exp G) K S) with
@@ -8,8 +8,8 @@ T = (I + A)^-1 the solution is V' = U - W S for U = T diag(beta) V, W = T diag(b
     O  = diag(exp G) Q S + (Q K^T * decay) V'
     S' = exp(G_last) S + (diag(exp(G_last - G)) K)^T V'
 
-This kernel runs for all chunks at once and stores W, U, the decayed Q K^T, and the row factors that
-turn raw queries and keys into the scaled ones, so that the sequential kernel is four products.
+This kernel runs for all chunks at once. It stores W, U, the decayed Q K^T, and the row factors that
+turn raw queries and keys into the scaled ones. The sequential kernel is then four products.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -34,10 +34,10 @@ EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def _invert_unit_lower(a, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 for strictly lower triangular a `[2 * HALF, 2 * HALF]`, in float32.
+    """Invert I + a for strictly lower triangular a `[2 * HALF, 2 * HALF]`, in float32.
 
-    Both diagonal blocks by forward substitution, row by row: products of powers of a would cancel
-    catastrophically where keys repeat. The block below follows from them.
+    Both diagonal blocks are inverted by forward substitution, row by row: products of powers of a
+    would cancel catastrophically where keys repeat. The block below follows from them.
     """
     blocks = tl.reshape(a, (2, HALF, 2, HALF))
     # Index vectors of the four axes, each shaped to broadcast over the blocks.
@@ -75,7 +75,7 @@ def _products(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Q K^T and K K^T of raw rows, and the reciprocal lengths of both, in tiles of their dims."""
+    """Compute Q K^T and K K^T of raw rows, and the reciprocal lengths of both, in tiles of dims."""
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
     system = tl.zeros((CHUNK, CHUNK), tl.float32)
     q_squares = tl.zeros((CHUNK,), tl.float32)
@@ -109,7 +109,7 @@ def _times_rows(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out = inverse @ diag(factors) source, in column tiles so that few rows of it are live."""
+    """Store inverse @ diag(factors) source in column tiles, so that few rows of it are live."""
     for start in tl.static_range(0, SIZE, TILE):
         columns = start + tl.arange(0, TILE)
         inside = inside_rows[:, None] & (columns < SIZE)[None, :]
@@ -185,7 +185,7 @@ def _prepare_kernel(
     tl.store(attention + places, scores.to(attention.dtype.element_ty))
     system = system * decay * (key_norm * strength)[:, None]
     system = tl.where(index[:, None] > index[None, :], system, 0.0)
-    # The inverse is float32 whatever the inputs: its errors would enter every later token.
+    # Errors of the inverse would enter every later token, so it is float32 for all inputs.
     inverse = _invert_unit_lower(system, CHUNK // 2, "ieee").to(DOT)
 
     rows = tokens * HEADS + head
@@ -230,12 +230,12 @@ def prepare_chunks(
     beta: torch.Tensor,
     meta: PrefillMeta,
 ) -> dict[str, torch.Tensor]:
-    """Everything of a chunk that needs no state.
+    """Compute the state-independent part of every chunk.
 
     Returns:
         w `[N, Hv, Dk]`, u `[N, Hv, Dv]`, attention `[C, Hv, 64, 64]` in the dtype of products;
-        float32 q_factor and k_factor `[N, Hv]`, chunk_factor `[C, Hv]`. C is the number of chunks;
-        the tile is 64 tokens however short they are, so that a chunk's bits do not depend on the
+        float32 q_factor and k_factor `[N, Hv]`, chunk_factor `[C, Hv]`. C is the number of chunks.
+        The tile is 64 tokens even for short chunks, so that a chunk's bits do not depend on the
         other chunks of the step.
     """
     tables = prefill_tables(meta, q.device)

@@ -1,4 +1,4 @@
-"""What a piece of the gated delta rule needs before the state arrives, for many pieces at once.
+"""State-independent factors of the gated delta rule, for many pieces of chunks at once.
 
 With G the cumulative log decay of a piece, D the lower triangle of exp(G_i - G_j) and S the state
 before it, the piece's writes u solve
@@ -8,10 +8,10 @@ before it, the piece's writes u solve
 (the UT transform of Yang et al. 2024). The triangular matrix is inverted here, which leaves three
 matrix products per piece to the sequential scan.
 
-A chunk is worked on in pieces of 32 tokens from its start, the last one padded with empty tokens
-(k = q = beta = g = 0) to 16 or 32: on a CPU that is a quarter faster than pieces of 64. Every
-operation used here gives a matrix the same bits however many others it is batched with (tested), so
-a piece's factors depend on its chunk alone.
+A chunk is processed in pieces of 32 tokens from its start. The last piece is padded with empty
+tokens (k = q = beta = g = 0) to 16 or 32; on a CPU this is a quarter faster than pieces of 64.
+Every operation used here gives a matrix the same bits however many others share its batch (tested),
+so a piece's factors depend on its chunk alone.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Factors:
 
     Attributes:
         kq: `[b, Hv, 2 L, Dk]`, unit keys above scaled queries, repeated for each value head.
-        mix: `[b, Hv, 2 L, L]`; times (v - exp(G) K S) gives the writes, decayed to the piece's end,
-            above what the piece's own tokens contribute to its outputs.
+        mix: `[b, Hv, 2 L, L]`, multiplies (v - exp(G) K S). The upper half gives the writes,
+            decayed to the piece's end; the lower half the own tokens' share of the outputs.
         growth: `[b, Hv, L, 1]`, exp(G).
         decay: `[b, Hv, 1, 1]`, exp(G) of the last token.
     """
@@ -61,18 +61,18 @@ class Factors:
 
 
 def padded_size(length: int) -> int:
-    """What a piece of 1 to 32 tokens is padded to."""
+    """Return the padded length of a piece of 1 to 32 tokens."""
     return PIECE if 2 * length > PIECE else PIECE // 2
 
 
 def inverse_norm(x: torch.Tensor) -> torch.Tensor:
-    """`rsqrt(sum(x ** 2) + eps)` over the last dimension, float32."""
+    """Compute `rsqrt(sum(x ** 2) + eps)` over the last dimension, float32."""
     norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
     return norm.square_().add_(EPS).rsqrt_()
 
 
 def piece_factors(inputs: Inputs, pieces: Sequence[tuple[int, int]], size: int) -> Factors:
-    """Factors of pieces with one padded size.
+    """Compute the factors of pieces with one padded size.
 
     Args:
         inputs: the step.
@@ -94,7 +94,7 @@ def piece_factors(inputs: Inputs, pieces: Sequence[tuple[int, int]], size: int) 
     unrepeated = kq.view(count * key_heads, shared, 2 * size, key_dim)[:, 0]
     products = torch.bmm(unrepeated, unrepeated[:, :size].mT)
     products = products.view(count, key_heads, 1, 2 * size, size)
-    # The upper triangle may overflow to inf; tril_ overwrites it, it is never multiplied.
+    # The upper triangle may overflow to inf; tril_ overwrites it before any product.
     decays = (total.unsqueeze(-1) - total.unsqueeze(-2)).exp_().tril_()
     decays = decays.view(count, key_heads, shared, size, size)
     reads = torch.mul(decays, products[..., size:, :]).view(count * heads, size, size)
@@ -112,7 +112,7 @@ def piece_factors(inputs: Inputs, pieces: Sequence[tuple[int, int]], size: int) 
 
 
 def _runs(pieces: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int, int]]:
-    """(begin, end, number): neighbouring full pieces together, every short one by itself."""
+    """Join neighbouring full pieces into (begin, end, number); short ones stay single."""
     runs: list[tuple[int, int, int]] = []
     for begin, end in pieces:
         full = end - begin == size
@@ -132,7 +132,7 @@ def _load(
     g: torch.Tensor,
     beta: torch.Tensor,
 ) -> None:
-    """Tokens begin:end into the first `number` pieces of the padded buffers."""
+    """Load tokens begin:end into the first `number` pieces of the padded buffers."""
     size, length = g.shape[-1], (end - begin) // number
     kq, g, beta = kq[:number], g[:number], beta[:number]
     if length < size:
@@ -152,11 +152,12 @@ def _load(
 
 
 def unit_lower_inverse(system: torch.Tensor) -> torch.Tensor:
-    """Inverse of `I + tril(system, -1)` for a batch of matrices.
+    """Invert `I + tril(system, -1)` for a batch of matrices.
 
-    Forward substitution on the diagonal blocks of 8, all of them side by side in the last
-    dimension, then pairs of blocks are merged: the lower left block of the inverse of
-    [[A, 0], [C, B]] is -B^-1 C A^-1. As stable as substitution, at the speed of matrix products.
+    The diagonal blocks of 8 are inverted by forward substitution, side by side in the last
+    dimension. Then pairs of blocks are merged: the lower left block of the inverse of
+    [[A, 0], [C, B]] is -B^-1 C A^-1. This is as stable as substitution, at the speed of matrix
+    products.
 
     Args:
         system: float32 `[B, n, n]`, n one of 8, 16, 32, 64; read below the diagonal only.

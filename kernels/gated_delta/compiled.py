@@ -1,7 +1,7 @@
-"""Gated delta rule, compiled CPU path: token by token, the state in the cache.
+"""Gated delta rule, compiled CPU path: token by token, with the state in the cache.
 
-That is no more arithmetic than chunks are, needs no triangular solve, and leaves a token's bits to
-its own sequence whatever chunks its prompt is cut into.
+That costs no more arithmetic than chunks and needs no triangular solve. A token's bits depend on
+its own sequence alone, however its prompt is cut into chunks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import DTYPES, LANES, bits, packed
 
 STATE_TYPES = {torch.float32: constant("FLOAT32"), torch.bfloat16: constant("BFLOAT16")}
-"""Of the pools that hold states; they are rounded after every token."""
+"""Dtypes of state pools; states are rounded to them after every token."""
 
 _Delta = struct("Delta")
 _Gates = struct("Gates")
@@ -58,7 +58,7 @@ def gated_delta(
     state: torch.Tensor,
     meta: PrefillMeta | DecodeMeta,
 ) -> torch.Tensor | None:
-    """Prefill and decode alike: a decode token is a slice of one."""
+    """Step through prefill and decode alike: a decode token is a slice of one."""
     whole = q.shape[2] % LANES == 0 and v.shape[2] % LANES == 0
     if not whole or q.dtype not in DTYPES or state.dtype not in STATE_TYPES:
         return None

@@ -1,8 +1,8 @@
 """Gated delta rule over drafted tokens on a GPU.
 
-As the decode step, with a tile of the state in registers from the row through all tokens of a
-slice. What was left by the tokens before is folded in while the tile is read. New updates go to
-memory of their own first: programs of other tiles may have yet to read the old ones.
+As in the decode step, a tile of the state stays in registers, from the row through all tokens of a
+slice. Updates of earlier tokens are folded in while the tile is read. New updates go to separate
+memory first: programs of other tiles may still have to read the old ones.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -139,8 +139,11 @@ def verify_gated_delta(
 
 
 def _tables(meta: VerifyMeta, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 `[S, 5]`: row, first update, updates to fold, first token, tokens; int64 `[N]`: each
-    token's update."""
+    """Build the kernel's table and the index of updates.
+
+    Return int32 `[S, 5]`: row, first update, updates to fold, first token, tokens; and int64 `[N]`:
+    each token's update.
+    """
     slices = [(begin, end - begin) for begin, end in pairwise(meta.cu_seqlens)]
     rows = [(*fold, *each) for fold, each in zip(meta.folds, slices, strict=True)]
     entries = [
@@ -155,7 +158,7 @@ def _tables(meta: VerifyMeta, device: torch.device) -> tuple[torch.Tensor, torch
 def fold_gated_delta(
     state: torch.Tensor, updates: Updates, folds: Sequence[tuple[int, int, int]]
 ) -> None:
-    """Slices of no tokens."""
+    """Run the verify kernel on slices of no tokens, which only folds."""
     device = state.device
     table = torch.tensor([(*fold, 0, 0) for fold in folds], dtype=torch.int32, device=device)
     keys, values = updates.keys[:0], updates.changes[:0]

@@ -28,7 +28,7 @@ def _gates_kernel(
     strength = tl.load(raw + row * raw_stride + heads, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(raw + row * raw_stride + HEADS + heads, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(dt_bias + heads, mask=inside, other=0.0)
-    # log(1 + exp(x)) without overflow. Where exp(-|x|) is lost beside 1 it is its own logarithm.
+    # log(1 + exp(x)) without overflow. If 1 + exp(-|x|) rounds to 1, its logarithm is exp(-|x|).
     small = tl.exp(-tl.abs(x))
     grown = 1.0 + small
     tail = tl.where(grown == 1.0, small, tl.log(grown) * (small / (grown - 1.0)))
@@ -45,7 +45,7 @@ def gates(
     *,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An element's bits depend on it alone, `deterministic` or not."""
+    """Compute both in one launch; an element's bits depend on it alone, `deterministic` or not."""
     rows, heads = raw.shape[0], neg_decay.shape[0]
     beta, decay = torch.empty(2, rows, heads, device=raw.device)
     arguments = {

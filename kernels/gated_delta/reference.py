@@ -1,4 +1,4 @@
-"""Gated delta rule, oracle."""
+"""Reference gated delta rule, the oracle of tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def gated_delta_reference(
     beta: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Oracle for one sequence, token by token and head by head, in float64.
+    """Run one sequence, token by token and head by head, in float64; the oracle of tests.
 
     Args:
         q, k, v, g, beta: as in `chunk_gated_delta`, n tokens.

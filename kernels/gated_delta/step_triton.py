@@ -1,4 +1,4 @@
-"""One token of the gated delta rule on a GPU, as the decode step and drafted tokens share it."""
+"""One token of the gated delta rule on a GPU, shared by the decode step and drafted tokens."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -19,8 +19,11 @@ STEP_COLUMNS = 32
 
 @triton.jit
 def step(current, query, key, value, gate, strength, scale):
-    """One token of the recurrence, for decode and drafts alike: the state behind it (not rounded),
-    what is read from that, and the unit key, change and decay that made it."""
+    """Step the recurrence over one token, for decode and drafts alike.
+
+    Return the state after it (not rounded), the output read from it, and the token's unit key,
+    change and decay.
+    """
     query *= tl.rsqrt(tl.sum(query * query, axis=0) + EPS) * scale
     key *= tl.rsqrt(tl.sum(key * key, axis=0) + EPS)
     decay = tl.exp(gate)
@@ -40,7 +43,7 @@ def step_arguments(
     state: torch.Tensor,
     out: torch.Tensor,
 ) -> dict[str, Any]:
-    """What kernels of single steps have in common, by the names of their parameters."""
+    """Return the arguments that kernels of single steps share, by parameter name."""
     heads, value_dim = v.shape[1:]
     key_dim = q.shape[2]
     return {

@@ -20,8 +20,8 @@ from vlm_serve.kernels.gated_delta.chunks_cpu import (
 )
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
-# Pieces whose factors are made together, times value heads: enough to keep threads busy, few enough
-# to stay near the caches (16 pieces of 8 heads of 128 x 128 are about 6 MB).
+# Pieces per batch of factors, times value heads: enough to keep threads busy, few enough to stay
+# near the caches (16 pieces of 8 heads of 128 x 128 are about 6 MB).
 WINDOW = 128
 
 
@@ -54,7 +54,7 @@ def chunk_gated_delta(
 
 
 def _pieces(meta: PrefillMeta, sequence: int) -> list[list[tuple[int, int]]]:
-    """(begin, end) in the packed tokens of the pieces of every chunk of a sequence."""
+    """Cut every chunk of a sequence into pieces: (begin, end) in the packed tokens."""
     chunks = []
     begin = meta.cu_seqlens[sequence]
     for end in meta.chunk_ends[sequence]:
@@ -64,7 +64,7 @@ def _pieces(meta: PrefillMeta, sequence: int) -> list[list[tuple[int, int]]]:
 
 
 class FactorWindow:
-    """Hands out the factors of one piece after another, made a window of pieces at a time."""
+    """Sequential access to the pieces' factors, made a window of pieces at a time."""
 
     def __init__(self, inputs: Inputs, pieces: Sequence[tuple[int, int]]) -> None:
         self._inputs = inputs
@@ -74,7 +74,7 @@ class FactorWindow:
         self._window: list[tuple[Factors, int]] = []
 
     def next(self) -> tuple[Factors, int]:
-        """The next piece's factors: a batch and an index into it."""
+        """Return the next piece's factors: a batch and an index into it."""
         place = self._taken % self._size
         if place == 0:
             self._window = self._make(self._pieces[self._taken : self._taken + self._size])
@@ -95,11 +95,11 @@ class FactorWindow:
 
 
 class Scan:
-    """The sequential part: carries the state of one sequence at a time through its chunks.
+    """The sequential part: it carries the state of one sequence at a time through its chunks.
 
     A float32 pool's destination row is updated in place. For another dtype a float32 copy is
-    carried and rounded after every chunk, so that a run resumed from a stored row sees what the
-    unsplit run saw.
+    carried and rounded after every chunk. A run resumed from a stored row thus reads the same state
+    as the unsplit run.
     """
 
     def __init__(self, v: torch.Tensor, out: torch.Tensor, state: torch.Tensor) -> None:
@@ -144,7 +144,7 @@ class Scan:
         state.mul_(factors.decay[index]).baddbmm_(kq[:, :size].mT, mixed[:, :size])
 
     def end_chunk(self, snapshot: int | None) -> None:
-        """Round the state as the pool would; store it in a snapshot row if one is wanted."""
+        """Round the state as the pool would; store it in a snapshot row if one is requested."""
         if not self._in_place:
             self.current.copy_(self.current.to(self._state.dtype))
         if snapshot is not None:
@@ -170,8 +170,9 @@ def recurrent_gated_delta(
     state: torch.Tensor,
     meta: DecodeMeta,
 ) -> torch.Tensor:
-    # With the decay outside, k and q can read the old state together, and the new one is needed by
-    # nobody: o = decay S^T q + (k . q) change. Each state crosses the memory bus once each way.
+    # With the decay factored out, k and q read the old state in one product. The output does not
+    # need the new state: o = decay S^T q + (k . q) change. Each state crosses the memory bus once
+    # each way.
     kq = unit_keys_and_queries(q, k, v.shape[1])
     decay, beta = g.exp().unsqueeze(-1), beta.unsqueeze(-1)
     change, strength = v * beta.float(), decay * beta
@@ -193,12 +194,12 @@ def recurrent_gated_delta(
 
 
 def _read_row(state: torch.Tensor, row: int) -> torch.Tensor:
-    """A row in float32, the row itself where it is that; zeros for row -1."""
+    """Return a row as float32, without a copy of a float32 row; zeros for row -1."""
     return torch.zeros(state.shape[1:]) if row < 0 else state[row].float()
 
 
 def unit_keys_and_queries(q: torch.Tensor, k: torch.Tensor, heads: int) -> torch.Tensor:
-    """Unit keys and scaled queries, repeated for each value head: float32 `[B, Hv, 2, Dk]`."""
+    """Return unit keys and scaled queries per value head: float32 `[B, Hv, 2, Dk]`."""
     kq = torch.stack((k, q), dim=2).float()
     floor, factors = _norm_constants(q.shape[-1], q.device)
     length: torch.Tensor = torch.linalg.vector_norm(kq, 2, -1, True)
@@ -225,6 +226,6 @@ def gates(
 
 @cache
 def _norm_constants(dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is added to a square norm, and the length that keys and queries get, `[2, 1]`."""
+    """Return the epsilon of squared norms, and the lengths of keys and queries, `[2, 1]`."""
     lengths = torch.tensor([[1.0], [dim**-0.5]], device=device)
     return torch.tensor(EPS, device=device), lengths

@@ -22,7 +22,7 @@ def verify_gated_delta(
     meta: VerifyMeta,
 ) -> torch.Tensor:
     fold_gated_delta(state, updates, [fold for fold in meta.folds if fold[2]])
-    # Statement by statement what recurrent_gated_delta does with each of the tokens.
+    # The same statements as in recurrent_gated_delta, so that every token gets the same bits.
     kq = unit_keys_and_queries(q, k, v.shape[1])
     decay, beta = g.exp().unsqueeze(-1), beta.unsqueeze(-1)
     change, strength = v * beta.float(), decay * beta
@@ -67,6 +67,6 @@ def _updated(
     change: torch.Tensor,
     stored: torch.dtype,
 ) -> torch.Tensor:
-    """The state after a token, as a pool of that dtype would hold it."""
+    """Return the state after a token, rounded as a pool of the dtype `stored` would hold it."""
     new = torch.mul(current, decay).addcmul_(keys, change.unsqueeze(1))
     return new if stored == torch.float32 else new.to(stored).float()

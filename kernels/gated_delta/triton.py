@@ -1,9 +1,9 @@
 """Gated delta rule on a GPU: the sequential pass over chunks, and the decode step.
 
 The state of one (sequence, value head, tile of value columns) stays in registers from the source
-row to the destination row: `Dk x 32` float32, 32 registers per thread at Dk = 128. Outputs are
-made in the same pass, and a snapshot is one more store of the tile, so no per-chunk states exist in
-memory; between chunks the state never leaves the program.
+row to the destination row: `Dk x 32` float32, 32 registers per thread at Dk = 128. The same pass
+makes the outputs, and a snapshot is one more store of the tile. So memory holds no per-chunk
+states, and between chunks the state never leaves the program.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -112,7 +112,7 @@ def _scan_kernel(
         result = tl.dot(scores.to(DOT), new.to(DOT), result, input_precision=PRECISION)
         tl.store(out + places, result.to(out.dtype.element_ty), mask=inside_values)
 
-        # A resumed run reads the state from the pool, so an unsplit one must see it rounded alike.
+        # A resumed run reads the rounded state from the pool, so an unsplit one must round it too.
         rounded = current.to(state.dtype.element_ty)
         current = rounded.to(tl.float32)
         snapshot = tl.load(chunk_snapshot + chunk).to(tl.int64)

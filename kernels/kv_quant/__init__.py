@@ -1,8 +1,8 @@
-"""Stored forms of keys and values: what pages hold and how it is read back.
+"""Stored forms of keys and values: the contents of pages and how to read them back.
 
 int8 pages hold unsigned codes with a float16 scale and zero point per token and head:
 `value = scale * (code - zero)`. The range always includes 0, so that the zero point is a code
-(0..255, exact in float16), and the scale is rounded up to float16, so that the range still fits 256
+(0..255, exact in float16). The scale is rounded up to float16, so that the range still fits 256
 codes.
 """
 
@@ -14,7 +14,8 @@ FLOAT8_MAX = 448.0
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`[..., D]` floats to uint8 codes `[..., D]`, float16 scale and zero point `[...]`."""
+    """Quantise `[..., D]` floats to uint8 codes `[..., D]`, float16 scale and zero point
+    `[...]`."""
     wide = x.float()
     low = wide.amin(-1).clamp_max_(0.0)
     spread = wide.amax(-1).clamp_min_(0.0) - low
@@ -28,18 +29,18 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def dequantise(
     codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The inverse of `quantise`, computed in float32 and returned in `dtype`."""
+    """Invert `quantise`: compute in float32 and return `dtype`."""
     wide = codes.float().sub_(zero.float().unsqueeze(-1)).mul_(scale.float().unsqueeze(-1))
     return wide.to(dtype)
 
 
 def to_float8(x: torch.Tensor) -> torch.Tensor:
-    """Saturating conversion to float8_e4m3fn; the plain cast turns values past 448 into NaN."""
+    """Convert to float8_e4m3fn with saturation; the plain cast turns values past 448 into NaN."""
     return x.float().clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
 
 
 def round_up_half(x: torch.Tensor) -> torch.Tensor:
-    """The smallest float16 not below x, for 0 <= x <= 65504."""
+    """Return the smallest float16 not below x, for 0 <= x <= 65504."""
     half = x.half()
     above = (half.view(torch.int16) + 1).view(torch.float16)
     return torch.where(half.float() < x, above, half)

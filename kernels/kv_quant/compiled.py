@@ -1,4 +1,4 @@
-"""Pages of keys and values as compiled CPU code finds them (`native/kv_pages.h`)."""
+"""Records of key and value pages for compiled CPU code (`native/kv_pages.h`)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _FORMS = {
     torch.float8_e4m3fn: constant("KV_FLOAT8"),
     torch.uint8: constant("KV_INT8"),
 }
-# What bfloat16 has exactly: the operands of its products.
+# Values that are exact in bfloat16, in which products take their operands.
 _NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 
 _Pages = struct("Pages")
 
 
 def pages_record(kv: KVLayer, compute: torch.dtype) -> ctypes.Structure | None:
-    """A layer's pages; None if activations of that type do not meet pages like these.
+    """Describe a layer's pages; return None if compiled code cannot attend to them in that dtype.
 
     Args:
-        kv: keys and values of one layer, all of its dims next to each other.
-        compute: float32 meets pages of every type, bfloat16 those whose values it has.
+        kv: keys and values of one layer, all of its dims contiguous.
+        compute: dtype of the activations: float32 reads pages of every type, bfloat16 those with
+            values that are exact in bfloat16.
     """
     known = tuple(_FORMS) if compute == torch.float32 else _NARROW
     scales = (kv.k_scale, kv.k_zero, kv.v_scale, kv.v_zero)

@@ -12,7 +12,7 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.metadata import KVLayer
 from vlm_serve.kernels.triton_support import Target
 
-# Constants of a kernel: which form its pages have.
+# Form of a kernel's pages.
 PLAIN = tl.constexpr(0)
 FLOAT8_NATIVE = tl.constexpr(1)
 FLOAT8_INTEGER = tl.constexpr(2)
@@ -20,7 +20,7 @@ INT8 = tl.constexpr(3)
 
 
 def stored_form(kv: KVLayer, target: Target) -> int:
-    """Which of the constants above a layer's pages take on a target."""
+    """Return the constant above for a layer's pages on a target."""
     if kv.k.dtype == torch.uint8:
         return int(INT8.value)
     if kv.k.dtype == torch.float8_e4m3fn:
@@ -29,7 +29,7 @@ def stored_form(kv: KVLayer, target: Target) -> int:
 
 
 def page_arguments(kv: KVLayer) -> dict[str, torch.Tensor | int]:
-    """A layer's pages as kernel arguments. float8 travels as bytes: not every target knows it.
+    """Return a layer's pages as kernel arguments; float8 as bytes: not all targets support it.
 
     Raises:
         KernelArgumentError: keys and values, or the four scale tensors, differ in strides.
@@ -47,7 +47,7 @@ def page_arguments(kv: KVLayer) -> dict[str, torch.Tensor | int]:
         "page_head_stride": k.stride(2),
         "block_size": k.shape[1],
     }
-    # Plain pages have no scales; their place is taken by any pointer, which is never read.
+    # Plain pages have no scales; any pointer takes their place and is never read.
     scales = (kv.k_scale, kv.k_zero, kv.v_scale, kv.v_zero)
     first = kv.k_scale if kv.k_scale is not None else k
     for name, scale in zip(("k_scale", "k_zero", "v_scale", "v_zero"), scales, strict=True):
@@ -63,8 +63,10 @@ def page_arguments(kv: KVLayer) -> dict[str, torch.Tensor | int]:
 
 @triton.jit
 def encode_float8(x):
-    """float32 to float8_e4m3fn codes, saturating, round to nearest even, by integer arithmetic:
-    the same bits on every target."""
+    """Convert float32 to float8_e4m3fn codes: saturating, round to nearest even.
+
+    Integer arithmetic gives the same bits on every target.
+    """
     x = tl.where(x > 448.0, 448.0, x)
     x = tl.where(x < -448.0, -448.0, x)
     bits = x.to(tl.uint32, bitcast=True)
@@ -81,7 +83,7 @@ def encode_float8(x):
 
 @triton.jit
 def decode_float8(codes):
-    """float8_e4m3fn codes to float16, exactly, by integer arithmetic."""
+    """Convert float8_e4m3fn codes to float16, exactly, by integer arithmetic."""
     wide = codes.to(tl.uint16)
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     value = half.to(tl.float16, bitcast=True) * 256.0
@@ -90,8 +92,10 @@ def decode_float8(codes):
 
 @triton.jit
 def decode_stored(pages, FORM: tl.constexpr, DTYPE: tl.constexpr):
-    """Loaded page contents in the dtype of a dot's operands. int8 codes come without their zero
-    point and scale."""
+    """Convert loaded page contents to the dtype of a dot's operands.
+
+    int8 codes stay without their zero point and scale.
+    """
     if FORM == FLOAT8_NATIVE:
         return pages.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(DTYPE)
     elif FORM == FLOAT8_INTEGER:
@@ -102,9 +106,10 @@ def decode_stored(pages, FORM: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def quantise_rows(x):
-    """float32 `[R, D]` to (uint8 codes `[R, D]`, float16 scale `[R]`, float16 zero point `[R]`).
+    """Quantise float32 `[R, D]` to uint8 codes `[R, D]`, float16 scale `[R]` and zero point `[R]`.
 
-    Divisions are rounded and ties go to even, as in `kv_quant.quantise`."""
+    Divisions are rounded and ties go to even, as in `kv_quant.quantise`.
+    """
     low = tl.minimum(tl.min(x, axis=1), 0.0)
     spread = tl.maximum(tl.max(x, axis=1), 0.0) - low
     exact = tl.math.div_rn(spread, tl.full(spread.shape, 255.0, tl.float32))
@@ -122,5 +127,5 @@ def quantise_rows(x):
 
 @triton.jit
 def round_half_even(x):
-    """For |x| < 2**22: adding 1.5 * 2**23 leaves no fraction bits."""
+    """Round |x| < 2**22 to whole numbers: adding 1.5 * 2**23 leaves no fraction bits."""
     return (x + 12582912.0) - 12582912.0

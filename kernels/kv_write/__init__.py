@@ -22,14 +22,14 @@ _copy = Op(torch_cpu.copy_kv_rows, triton=f"{_TRITON}:copy_kv_rows")
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, kv: KVLayer, slots: torch.Tensor) -> None:
-    """Store one layer's keys and values at their slots, quantising if the pages are quantised.
+    """Store one layer's keys and values at their slots; quantise them if the pages are quantised.
 
     Args:
         k, v: `[T, Hkv, D]`, float32, bfloat16 or float16, dense last dimension.
-        kv: the layer's pages; float8 saturates, int8 takes a scale and zero point per token and
+        kv: the layer's pages; float8 saturates, int8 has a scale and zero point per token and
             head (`kv_quant.quantise`).
         slots: int64 `[T]`, `block * block_size + offset`, unique; -1 skips the token. Slots are
-            device values and are not checked against the pool; the engine asserts them on the host.
+            device values, not checked against the pool here; the engine asserts them on the host.
 
     Raises:
         KernelArgumentError: naming the argument at fault.

@@ -151,7 +151,7 @@ def _copy_rows_kernel(
     INNER: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program copies a tile of one (copy, layer, part)'s leading rows."""
+    """Copy a tile of the leading rows of one (copy, layer, part)."""
     part = tl.program_id(1)
     copy = tl.program_id(2)
     src = tl.load(copies + 3 * copy).to(tl.int64)
@@ -195,5 +195,5 @@ def copy_kv_rows(
         launch(_copy_rows_kernel, grid, arguments, num_warps=4)
 
 
-# Copies move bits: the same kernel for every dtype of a size, and NaNs keep theirs.
+# Copies move bits: one kernel serves every dtype of a size, and NaNs keep their bits.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,13 +1,14 @@
-"""Projections: `x @ weight.T + bias` with what follows on the way out. A `Linear` owns its weight's
-format, its layout in memory and its arithmetic.
+"""Projections: `x @ weight.T + bias` with a fused activation, product or sum on the output.
 
-    dense.py      float32, bfloat16 and float16 weights in our own packed layout, compiled CPU code
-    torch_dense.py the same weights multiplied by torch: GPUs, and CPUs without a compiler
-    torch_quantised.py codes of 4, 6 or 8 bits multiplied by torch
-    integers.py   codes of 4, 6 or 8 bits, e2m1 among them, and
-    float8.py     e4m3 codes, in our own packed layout, compiled CPU code
-    joined.py     weights of several formats beside each other
-    quantising.py plain weights as codes
+A `Linear` owns its weight's format, its layout in memory and its arithmetic.
+
+    dense.py           float32, bfloat16 and float16 weights, packed for compiled CPU code
+    torch_dense.py     the same weights multiplied by torch: GPUs, and CPUs without a compiler
+    torch_quantised.py codes multiplied by Triton on GPUs and by torch on CPUs without a compiler
+    integers.py        codes of 4, 6 or 8 bits, e2m1 among them, packed for compiled CPU code
+    float8.py          e4m3 codes, packed for compiled CPU code
+    joined.py          weights of several formats side by side
+    quantising.py      quantisation of plain weights
 """
 
 from __future__ import annotations
@@ -47,17 +48,19 @@ def load(
     bias: list[Part] | None = None,
     shard: Shard | None = None,
 ) -> Linear:
-    """Several tensors of one input below each other, as one projection. Neighbours that are stored
-    alike become one weight; if there are several, they stay beside each other.
+    """Load several tensors of one input, stacked by rows, as one projection.
+
+    Neighbours in the same format become one weight. If there are several weights, they stay side
+    by side.
 
     Args:
-        source: where they come from, and for which device and kernels.
+        source: source of the tensors; it also names device and kernels.
         parts: the rows, in their order; all of one depth.
-        bias: as many of them, from one-dimensional tensors.
-        shard: the part of every row or of all rows that this rank holds.
+        bias: parts of the bias, as many rows, from one-dimensional tensors.
+        shard: this rank's part of every row or of all rows.
 
     Raises:
-        CheckpointError: as from the source.
+        CheckpointError: from the source.
     """
     offsets = stacked(source, bias or [], shard)
     found, first = [], 0
@@ -82,7 +85,7 @@ def _of_codes(
     depth: int,
     bias: torch.Tensor | None,
 ) -> Linear:
-    """By compiled code, if there is some and it knows such groups; else by torch."""
+    """Pack codes for compiled code if it is enabled and supports their groups; else for torch."""
     head = next(pieces)
     integer = isinstance(head, IntegerCodes)
     group = head.group if isinstance(head, IntegerCodes) else min(head.block[1], depth)
@@ -98,15 +101,15 @@ def _of_codes(
 def dense(
     weight: torch.Tensor, bias: torch.Tensor | None = None, *, compiled: bool = False
 ) -> Linear:
-    """A projection by a plain `[N, K]` weight, float32, bfloat16 or float16.
+    """Make a projection from a plain `[N, K]` weight, float32, bfloat16 or float16.
 
     Args:
         weight: copied into the layout of the projection.
         bias: `[N]` or None.
-        compiled: whether compiled CPU code is to multiply.
+        compiled: multiply with compiled CPU code.
 
     Raises:
-        BuildError: compiled code is wanted and cannot be had.
+        BuildError: compiled code is requested and unavailable.
     """
     kind = PackedDense if compiled else TorchDense
     return kind.of([weight], weight.shape[0], weight.shape[1], weight.dtype, bias, weight.device)

@@ -1,4 +1,4 @@
-"""What every weight format has in common."""
+"""Interface of projections and of their sources of weights."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from vlm_serve.kernels.native_layout import struct
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 CHUNK_BYTES = 16 << 20
-"""Rows are converted so many bytes at a time: loading needs no second copy of a tensor."""
+"""Bytes of rows to convert at a time, so that loading needs no second copy of a tensor."""
 
 
 class Source(Protocol):
-    """Where weights come from.
+    """Source of weights.
 
     Attributes:
-        dtype: the weights' type in memory.
-        device: where they are to live.
-        compiled: whether compiled CPU code multiplies by them.
-        dynamic: whether activations beside integer codes are quantised to int8, per row and group
+        dtype: dtype of the weights in memory.
+        device: device to place them on.
+        compiled: True if compiled CPU code multiplies by them.
+        dynamic: True if activations beside integer codes are quantised to int8, per row and group
             of k.
     """
 
@@ -38,24 +38,25 @@ class Source(Protocol):
     dynamic: bool
 
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor of the checkpoint, read-only."""
+        """Return a tensor of the checkpoint, read-only."""
         ...
 
     def codes(self, part: Part, shard: Shard | None) -> Iterator[Codes] | None:
-        """The rows of a part as codes, piece after piece, all of one kind; None if they are dense.
+        """Return an iterator over a part's rows as codes, in pieces of one kind; None if it is
+        dense.
 
-        A shard or a range of rows that cuts the blocks of scales makes the blocks smaller, exactly.
+        A shard or a range of rows that cuts through blocks of scales makes the blocks smaller,
+        exactly.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one of `size` ranks holds: its share of every part's rows (`axis` 0), or of the depth of
-    all rows (`axis` 1).
+    """Share of one of `size` ranks: of every part's rows (`axis` 0), or of the depth (`axis` 1).
 
     Raises:
-        KernelArgumentError: when it is applied to what cannot be split so.
+        KernelArgumentError: on use, if the rows or the depth do not split evenly.
     """
 
     rank: int
@@ -63,7 +64,7 @@ class Shard:
     axis: Literal[0, 1]
 
     def of(self, count: int) -> range:
-        """This rank's share of so many."""
+        """Return this rank's share of `count` items."""
         if count % self.size:
             raise KernelArgumentError("shard", f"{count} do not split into {self.size}")
         share = count // self.size
@@ -75,12 +76,12 @@ class Part:
     """Rows of one tensor of a checkpoint.
 
     Attributes:
-        name, shape: of the tensor; dimensions behind the rows are taken together.
-        rows: which ones, in their order; all if there are none.
-        index: in the first dimension, of a tensor that holds several weights.
-        transposed: whether the tensor has the weight's columns as rows.
-        least_bits: the fewest that its values may get where a plain weight is quantised while it
-            is loaded; 16: it stays as it is.
+        name, shape: of the tensor; dimensions after the rows are flattened.
+        rows: ranges of rows, in their order; empty means all.
+        index: in the first dimension, of a tensor that stacks several weights.
+        transposed: True if the tensor's rows are the weight's columns.
+        least_bits: fewest bits for its values when a plain weight is quantised on load; 16: never
+            quantised.
     """
 
     name: str
@@ -98,14 +99,14 @@ class Part:
         return (columns, rows) if self.transposed else (rows, columns)
 
     def ranges(self, shard: Shard | None) -> list[range]:
-        """The rows of a shard, or all of them."""
+        """Return the rows of a shard, or all of them."""
         ranges = list(self.rows) or [range(self.sizes[0])]
         if shard is None or shard.axis == 1:
             return ranges
         return list(_share(ranges, shard.of(sum(map(len, ranges)))))
 
     def pieces(self, source: Source, shard: Shard | None) -> Iterator[torch.Tensor]:
-        """`[n, K]` pieces (`[n]` of a bias) in the source's dtype, at most CHUNK_BYTES each."""
+        """Yield `[n, K]` pieces (`[n]` of a bias) in the source's dtype, up to CHUNK_BYTES each."""
         tensor = source.mapped(self.name, self.shape)
         if self.index is not None:
             tensor = tensor[self.index]
@@ -122,20 +123,20 @@ class Part:
 
 
 def shape(parts: Sequence[Part], shard: Shard | None) -> tuple[int, int]:
-    """N and K of parts one below the other."""
+    """Return N and K of parts stacked by rows."""
     columns = sum(len(rows) for part in parts for rows in part.ranges(shard))
     depth = parts[0].sizes[1]
     return columns, len(shard.of(depth)) if shard is not None and shard.axis == 1 else depth
 
 
 def stacked(source: Source, bias: Sequence[Part], shard: Shard | None) -> torch.Tensor | None:
-    """The parts of a bias one after the other, None if there is none."""
+    """Concatenate the parts of a bias; None if there are none."""
     pieces = [piece for part in bias for piece in part.pieces(source, shard)]
     return torch.cat(pieces) if pieces else None
 
 
 def _share(ranges: Sequence[range], wanted: range) -> Iterator[range]:
-    """Elements `wanted` of the ranges one after the other."""
+    """Yield the elements `wanted` of the concatenated ranges."""
     begin = 0
     for each in ranges:
         low, high = max(wanted.start - begin, 0), min(wanted.stop - begin, len(each))
@@ -169,7 +170,7 @@ class Linear(ABC):
         plus: torch.Tensor | None = None,
         deterministic: bool = False,
     ) -> torch.Tensor:
-        """`x @ weight.T + bias`, then at most one of: an activation, a product, a sum.
+        """Compute `x @ weight.T + bias`, then at most one of: an activation, a product, a sum.
 
         Args:
             x: `[T, K]` activations, dense rows.
@@ -187,10 +188,10 @@ class Linear(ABC):
 
     @abstractmethod
     def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
-        """`silu(self(x)) * up(x)`, `[T, N]`."""
+        """Compute `silu(self(x)) * up(x)`, `[T, N]`."""
 
     def partial(self, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
-        """float32 `[T, N]`: the product before it is rounded, to be added to that of other ranks.
+        """Compute the product before rounding, float32 `[T, N]`, to be summed over ranks.
 
         Args:
             x, deterministic: as above.
@@ -199,16 +200,16 @@ class Linear(ABC):
 
     @abstractmethod
     def record(self) -> ctypes.Structure | None:
-        """How compiled steps find the weight, which lives as long as this; None if they cannot."""
+        """Return the weight's record for compiled steps, owned by self; None if unsupported."""
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether compiled code multiplies it with activations of a type."""
+        """Return True if compiled code multiplies this weight with activations of that dtype."""
         return dtype != torch.bfloat16 or self.dtype == torch.bfloat16
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """What it takes in memory."""
+        """Bytes in memory."""
 
     def _check(
         self,

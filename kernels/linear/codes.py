@@ -1,7 +1,7 @@
-"""Quantised weights as every checkpoint format is read: codes and what gives them their values.
+"""Quantised weights as read from every checkpoint format: codes, with their scales and zero points.
 
 A weight is `[N, K]`; scales and zero points are per row and group of `group` consecutive k, or per
-block. Packing, nibble order and the offsets of file formats end where these begin.
+block. Packing, nibble order and offsets of the file formats are already undone here.
 """
 
 from __future__ import annotations
@@ -12,28 +12,30 @@ from dataclasses import dataclass, replace
 import torch
 
 FLOAT4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the values of e2m1 numbers, by their codes: whole numbers."""
+"""Values of e2m1 numbers by their codes, doubled so that they are integers."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerCodes:
-    """`(codes[n, k] - zeros[n, k // group]) * scales[n, k // group]`, or
+    """Integer or e2m1 codes with their scales.
+
+    The weight is `(codes[n, k] - zeros[n, k // group]) * scales[n, k // group]`, or for e2m1
     `FLOAT4_VALUES[codes[n, k]] * scales[n, k // group]`.
 
-    Scales of one byte have a factor of their row besides. Those of type int8 are roots: q stands
-    for `factors[n] * q * |q|`. If the factor is a power of two, that is a float32 number stored in
-    less, exactly: products have the bits of those with it, as long as no sum on the way is too
-    small or too large to be a normal number.
+    Scales of one byte have an additional factor per row. Scales of type int8 are roots: q stands
+    for `factors[n] * q * |q|`. If the factor is a power of two, this is a float32 number in less
+    space, exactly. Products then have the bits of those with float32 scales, as long as every
+    intermediate sum is a normal number.
 
     Attributes:
         codes: uint8 `[N, K]`, 0 … 2**bits - 1.
         scales: float32, bfloat16, float16, int8, float8_e4m3fn or float8_e8m0fnu `[N, K / group]`.
         zeros: uint8 `[N, K / group]`; `2**(bits - 1)` everywhere if None.
         bits: 4, 6 or 8.
-        group: values of one scale; divides K.
+        group: values per scale; divides K.
         factors: float32 `[N]` beside scales of one byte, powers of two beside int8; None beside
             others.
-        float4: whether codes are e2m1 numbers; their zeros are None, and they have 4 bits.
+        float4: True if codes are e2m1 numbers; they have 4 bits and no zeros.
     """
 
     codes: torch.Tensor
@@ -45,7 +47,7 @@ class IntegerCodes:
     float4: bool = False
 
     def of_columns(self, columns: range) -> IntegerCodes:
-        """Some k of all rows; a cut through a group makes groups as small as it needs, exactly."""
+        """Select some k of all rows; a cut through a group makes groups smaller, exactly."""
         group = math.gcd(self.group, columns.start, len(columns))
         chosen = torch.arange(columns.start, columns.stop, group) // self.group
         zeros = None if self.zeros is None else self.zeros[:, chosen]
@@ -54,7 +56,7 @@ class IntegerCodes:
 
 
 def scale_values(scales: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
-    """float32 `[N, groups]`: what scales of integer codes, and their factors, stand for."""
+    """Return the values of integer codes' scales, with their factors: float32 `[N, groups]`."""
     wide = scales.float()
     if scales.dtype == torch.int8:
         wide *= wide.abs()
@@ -63,7 +65,9 @@ def scale_values(scales: torch.Tensor, factors: torch.Tensor | None) -> torch.Te
 
 @dataclass(frozen=True, slots=True)
 class Float8Codes:
-    """`codes[n, k] * scales[n // block[0], k // block[1]]`.
+    """float8 codes with scales per block.
+
+    The weight is `codes[n, k] * scales[n // block[0], k // block[1]]`.
 
     Attributes:
         codes: float8_e4m3fn `[N, K]`.

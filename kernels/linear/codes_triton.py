@@ -1,9 +1,9 @@
-"""Products with quantised weights on a GPU; codes as `stored_codes` keeps them.
+"""Products with quantised weights on a GPU; codes in the layout of `stored_codes`.
 
-A group's codes, less their zero point, are whole numbers (or float8) that bfloat16 and float16 have
-exactly. So a group is one chain of products with the activations as they are, in float32, and is
-folded into the row's sum by one product with its scale; nothing else is rounded. Beside scales of
-one byte a sum gets its column's factor in the end.
+A group's codes, less their zero point, are whole numbers (or float8) and exact in bfloat16 and
+float16. So a group is one chain of products with the unscaled activations, in float32. One product
+with its scale then folds it into the row's sum; nothing else is rounded. Beside scales of one byte,
+the final sum is multiplied by its column's factor.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -26,7 +26,7 @@ from vlm_serve.kernels.triton_support import (
     power_of_two,
 )
 
-# What codes are; those that lie in halves of bytes come last.
+# Form of the codes; those packed in halves of bytes come last.
 FLOAT8_NATIVE = tl.constexpr(1)
 FLOAT8_INTEGER = tl.constexpr(2)
 INT8 = tl.constexpr(3)
@@ -34,7 +34,7 @@ INT4 = tl.constexpr(4)
 FLOAT4 = tl.constexpr(5)
 INT6 = tl.constexpr(6)
 
-# What scales are.
+# Form of the scales.
 NUMBERS = tl.constexpr(0)
 ROOTS = tl.constexpr(1)
 E4M3 = tl.constexpr(2)
@@ -43,7 +43,7 @@ E8M0 = tl.constexpr(3)
 
 @triton.jit
 def half_value(codes, zero, FORM: tl.constexpr):
-    """float32: what codes from halves of bytes stand for, before their scales."""
+    """Return the float32 values, before scales, of codes of up to 6 bits."""
     if FORM == FLOAT4:
         # Twice the number: 0 and 1 below 2, and from there on 2 or 3 times a power of two.
         size = codes & 7
@@ -57,7 +57,7 @@ def half_value(codes, zero, FORM: tl.constexpr):
 
 @triton.jit
 def scale_value(stored, SCALES: tl.constexpr):
-    """float32: scales without their factors."""
+    """Return the float32 values of scales, without their factors."""
     if SCALES == E4M3:
         scale = decode_float8(stored).to(tl.float32)
     elif SCALES == E8M0:
@@ -75,14 +75,9 @@ def grouped_product(
     x,
     x_rows,
     real,
-    codes,
-    scales,
-    zeros,
-    factors,
+    weight,
     columns,
     inside,
-    code_stride,
-    scale_stride,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     FORM: tl.constexpr,
@@ -94,8 +89,18 @@ def grouped_product(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """float32 `[ROWS, COLUMNS]`: rows of x (their offsets, where `real`) times columns of a weight
-    (int64, where `inside`)."""
+    """Multiply rows of x by columns of a quantised weight.
+
+    Args:
+        x: pointer to the activations.
+        x_rows: `[ROWS]`, offsets of the rows; rows count where `real`.
+        weight: (codes, scales, zeros, factors, code_stride, scale_stride) of `code_arguments`.
+        columns: int64 `[COLUMNS]`; columns count where `inside`.
+
+    Returns:
+        float32 `[ROWS, COLUMNS]`.
+    """
+    codes, scales, zeros, factors, code_stride, scale_stride = weight
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     own = tl.arange(0, STEP)
     # Byte j of a group has four bits of the codes of j and of j + GROUP / 2. Behind those bytes of
@@ -112,7 +117,7 @@ def grouped_product(
             zero = tl.load(zeros + at_scale, mask=inside, other=0).to(tl.float32)
         part = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, SPAN, STEP):
-            # The last block of float8 may be cut off.
+            # The last block of float8 may be partial.
             k = group * GROUP + start + own
             known = (start + own < SPAN) & (k < DEPTH)
             places = (columns * code_stride)[None, :] + (group * BYTES + start + own)[:, None]
@@ -182,14 +187,9 @@ def _linear_kernel(
         x,
         row.to(tl.int64) * x_stride,
         real,
-        codes,
-        scales,
-        zeros,
-        factors,
+        (codes, scales, zeros, factors, code_stride, scale_stride),
         columns,
         inside,
-        code_stride,
-        scale_stride,
         DEPTH,
         GROUP,
         FORM,
@@ -244,7 +244,7 @@ _KINDS = {torch.int8: ROOTS, torch.float8_e4m3fn: E4M3, torch.float8_e8m0fnu: E8
 
 
 def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str, Any]:
-    """A weight as the arguments of kernels that multiply by it; float8 travels as bytes."""
+    """Return a weight as arguments of the kernels that multiply by it; float8 as bytes."""
     zeros = None if isinstance(weight, StoredFloat8) else weight.zeros
     factors = None if isinstance(weight, StoredFloat8) else weight.factors
     if isinstance(weight, StoredFloat8):
@@ -257,7 +257,7 @@ def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str,
     return {
         "codes": weight.codes.view(torch.uint8),
         "scales": scales.view(torch.uint8) if kind in (E4M3, E8M0) else scales,
-        # Any pointer takes the place of what there is none of; it is never read.
+        # Any pointer takes the place of a missing tensor; it is never read.
         "zeros": weight.codes.view(torch.uint8) if zeros is None else zeros,
         "factors": scales if factors is None else factors,
         "code_stride": weight.codes.stride(0),
@@ -266,7 +266,7 @@ def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str,
         "FORM": int(form.value),
         "ZEROS": zeros is not None,
         "SCALES": int(kind.value),
-        # A dot has at least 16 products.
+        # A dot needs a depth of at least 16.
         "STEP": min(32 if x.dtype == torch.float32 else 64, power_of_two(span, 16)),
         "DOT": dot_dtype(x.dtype),
         "PRECISION": target.dot_precision,

@@ -1,8 +1,8 @@
 """Dense weights in our own layout (`native/product.h`), multiplied by compiled CPU code.
 
 One layout and one arithmetic serve one row and thousands: a row's bits depend on the row and the
-weight alone. The weight stays in its own type; where the processor has no products of it, values
-are widened in registers.
+weight alone. The weight keeps its dtype. If the processor has no products of that dtype, values are
+widened in registers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TYPES = {
     torch.bfloat16: constant("BFLOAT16"),
     torch.float16: constant("FLOAT16"),
 }
-"""What compiled code calls them."""
+"""Constants of compiled code by dtype."""
 
 _Packing = struct("Packing")
 
@@ -33,7 +33,7 @@ class PackedDense(Packed):
     bfloat16.
 
     Args:
-        packed: one-dimensional, as `of` makes it.
+        packed: one-dimensional, made by `of`.
         columns, depth: N and K.
         bias: float32 `[N]` or None.
     """
@@ -61,7 +61,7 @@ class PackedDense(Packed):
         bias: torch.Tensor | None = None,
         device: torch.device | None = None,
     ) -> PackedDense:
-        """Packs `[n, K]` pieces of `dtype`, one below the other.
+        """Pack `[n, K]` pieces of `dtype`, stacked by rows.
 
         Raises:
             BuildError: there is no compiled code.
@@ -86,7 +86,7 @@ class PackedDense(Packed):
         return cls(packed, columns, depth, None if bias is None else bias.float().contiguous())
 
     def plain(self) -> torch.Tensor:
-        """The weight as it was, `[N, K]`."""
+        """Unpack the weight to `[N, K]`."""
         pair = 2 if self.dtype == torch.bfloat16 else 1
         panels = self._packed.view(-(-self.columns // PANEL), -1, PANEL, pair)
         rows = panels.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -1,5 +1,7 @@
-"""e4m3 codes with scales per block or output channel; see `native/grouped.h` for their layout and
-arithmetic."""
+"""e4m3 codes with scales per block or output channel, packed for compiled CPU code.
+
+`native/grouped.h` describes their layout and arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,12 @@ class PackedFloat8(PackedCodes):
         depth: int,
         bias: torch.Tensor | None = None,
     ) -> PackedFloat8:
-        """Packs `[n, K]` pieces, one below the other, which share their blocks' sizes and type of
-        scales; a piece begins with a block.
+        """Pack `[n, K]` pieces, stacked by rows, all with the same block sizes and scale type.
+
+        A piece begins with a block.
 
         Raises:
-            KernelArgumentError: pieces that differ, or blocks that compiled code does not know.
+            KernelArgumentError: pieces that differ, or unsupported blocks.
         """
         pieces = iter(pieces)
         piece: Float8Codes | None = next(pieces)

@@ -1,5 +1,8 @@
-"""int8, int6, int4 and e2m1 codes with scales, and with or without zero points, in groups of k; see
-`native/grouped.h` for their layout and arithmetic."""
+"""int8, int6, int4 and e2m1 codes in groups of k, packed for compiled CPU code.
+
+They have scales, and may have zero points. `native/grouped.h` describes their layout and
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,16 @@ class PackedIntegers(PackedCodes):
         *,
         dynamic: bool = False,
     ) -> PackedIntegers:
-        """Packs `[n, K]` pieces, one below the other, which share kind, group and type of scales.
+        """Pack `[n, K]` pieces, stacked by rows, all of the same kind, group and scale type.
 
         Args:
             pieces: the codes.
             columns, depth: N and K of all of them.
             bias: `[N]` or None.
-            dynamic: whether activations are quantised to int8, per row and group of k.
+            dynamic: quantise activations to int8, per row and group of k.
 
         Raises:
-            KernelArgumentError: pieces that differ, or groups that compiled code does not know.
+            KernelArgumentError: pieces that differ, or unsupported groups.
         """
         pieces = iter(pieces)
         piece: IntegerCodes | None = next(pieces)
@@ -77,7 +80,7 @@ class PackedIntegers(PackedCodes):
 
 
 def _words(piece: IntegerCodes) -> torch.Tensor:
-    """int32 `[n, K * bits / 32]`."""
+    """Pack codes into int32 `[n, K * bits / 32]`."""
     codes = piece.codes.contiguous()
     if piece.bits == 4:
         codes = _halves(codes)
@@ -90,7 +93,7 @@ def _words(piece: IntegerCodes) -> torch.Tensor:
 
 
 def _halves(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 `[n, K / 2]` of four bits."""
+    """Pack four-bit codes into uint8 `[n, K / 2]`."""
     eights = codes.view(len(codes), -1, 2, 4)
     return (eights[:, :, 0] | eights[:, :, 1] << 4).flatten(1)
 

@@ -1,7 +1,7 @@
-"""Projections of one input whose weights have several formats, as one projection.
+"""Projections of one input with weights in several formats, as one projection.
 
-Each part keeps its own arithmetic; a row's bits depend on the row and the weights alone if those of
-every part do.
+Each part keeps its own arithmetic. A row's bits depend on the row and the weights alone if this
+holds for every part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vlm_serve.kernels.linear.base import Activation, Linear
 
 
 class Joined(Linear):
-    """Parts beside each other.
+    """Projections side by side.
 
     Args:
         parts: of one depth, in the order of their columns.

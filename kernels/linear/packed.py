@@ -1,5 +1,4 @@
-"""What packed weights have in common, whatever their values are: they are multiplied by
-compiled CPU code, as their record says.
+"""Base of packed weights, which compiled CPU code multiplies by.
 
 One layout and one arithmetic serve one row and thousands: a row's bits depend on the row and the
 weight alone.
@@ -19,7 +18,7 @@ from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import DTYPES, bits
 
 PANEL = constant("PANEL")
-"""Columns of a panel; the last one is filled up with zeros."""
+"""Columns of a panel; the last one is padded with zeros."""
 _PLAIN, _TIMES, _PLUS = constant("PLAIN"), constant("TIMES"), constant("PLUS")
 _ACTIVATIONS: dict[Activation, int] = {
     "silu": constant("SILU"),
@@ -34,9 +33,9 @@ class Packed(Linear):
     """A packed weight.
 
     Args:
-        record: how compiled code finds it.
+        record: describes it to compiled code.
         dtype: of its values, or of their codes.
-        tensors: all that the record points to.
+        tensors: everything that the record points to.
     """
 
     def __init__(

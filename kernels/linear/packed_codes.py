@@ -30,10 +30,10 @@ class PackedCodes(Packed):
         scales: of a type in SCALE_TYPES, `[panels, K / group, 32]`.
         zeros: uint8 like scales, or None.
         factors: float32 `[panels, 1, 32]` beside scales of one byte, else None.
-        kind: the constant of compiled code for such codes.
-        columns, depth, group: N, K and how many k share a scale.
+        kind: compiled code's constant for these codes.
+        columns, depth, group: N, K and number of k per scale.
         bias: float32 `[N]` or None.
-        dynamic: whether activations are quantised as well.
+        dynamic: quantise activations as well.
     """
 
     def __init__(
@@ -72,16 +72,18 @@ class PackedCodes(Packed):
 
 
 def packable(group: int, depth: int) -> bool:
-    """Whether compiled code knows groups like these, or parts of them."""
+    """Return True if compiled code supports such groups, or parts of them."""
     return _part_of(group, depth) is not None
 
 
 def packed_group(group: int, depth: int) -> int:
-    """How many k share a scale in memory: the file's group, or the largest part of it that compiled
-    code knows, whose scales are then repeated.
+    """Return the number of k per scale in memory.
+
+    This is the file's group, or the largest part of it that compiled code supports; scales are then
+    repeated.
 
     Raises:
-        KernelArgumentError: there is none.
+        KernelArgumentError: no part is supported.
     """
     size = _part_of(group, depth)
     if size is None:
@@ -96,13 +98,13 @@ def _part_of(group: int, depth: int) -> int | None:
 
 
 def panels(columns: int, rows: int, dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
-    """`[panels, rows, 32]` for so many columns."""
+    """Allocate `[panels, rows, 32]` for that many columns."""
     made = zeros(-(-columns // PANEL), rows, PANEL, dtype=dtype)
     return made.fill_(fill) if fill else made
 
 
 def put(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
-    """Columns of `[panels, rows, 32]` from `first` on; values are `[columns, rows]`."""
+    """Fill columns of `[panels, rows, 32]` from `first` on; values are `[columns, rows]`."""
     while len(values):
         panel, column = divmod(first, PANEL)
         whole = len(values) // PANEL

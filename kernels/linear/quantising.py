@@ -1,10 +1,10 @@
-"""Plain weights as codes: scales by least squares, per row and group of k.
+"""Quantisation of plain weights: scales by least squares, per row and group of k.
 
-A group's scale begins where its value of the largest magnitude is the lowest code, and is then the
-one that is best for its codes: of the codes of several beginnings those that leave the least error.
-It is kept in bfloat16 beside 8 bits. Beside fewer it is a byte, the root of the scale over a power
-of two of the row's own: steps are finer where scales are smaller, so that groups may differ a
-hundredfold.
+The first scale of a group maps its value of the largest magnitude to the lowest code. Codes follow
+from that scale, and the final scale is the best one for those codes. With 4 bits several first
+scales are tried, and the one with the least error wins. Scales are kept in bfloat16 beside 8 bits.
+Beside fewer they are one byte: the root of the scale over a power of two per row. Steps are finer
+where scales are smaller, so groups may differ a hundredfold.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import torch
 from vlm_serve.kernels.linear.codes import IntegerCodes, scale_values
 
 GROUPS = {8: (128, 64, 32, 16), 6: (32, 16), 4: (32, 16)}
-"""By bits, how many k share a scale: the first that divides K."""
+"""By bits, candidates for the number of k per scale; the first that divides K is used."""
 SCALES = {8: torch.bfloat16, 6: torch.int8, 4: torch.int8}
-"""By bits, how a scale is kept; int8: a root, beside a factor of the row."""
+"""By bits, dtype of the scales; int8: a root, beside a factor per row."""
 _BEGINNINGS = {8: (1.0,), 6: (1.0,), 4: (1.0, 0.8, 0.86, 0.92, 0.96, 1.05, 1.12)}
 _AT_ONCE = 1 << 20
 _MOST_ROOT = 127
 _EXPONENTS = (-126, 113)
-"""Of factors: so that they, and the largest root's square times them, are normal numbers."""
+"""Bounds of factors' exponents: factors, also times the largest root's square, stay normal."""
 
 
 def group_of(bits: int, depth: int) -> int | None:
-    """How many k would share a scale; None if rows do not consist of whole groups."""
+    """Return the number of k per scale; None if no group size divides the depth."""
     return next((group for group in GROUPS[bits] if depth % group == 0), None)
 
 
 def quantise(weight: torch.Tensor, bits: int, group: int) -> IntegerCodes:
-    """A weight as codes around their middle.
+    """Quantise a weight to codes around their middle.
 
     Args:
         weight: `[N, K]`, finite; K is a multiple of `group`.
         bits: 4, 6 or 8.
-        group: values of one scale.
+        group: values per scale.
 
     Returns:
-        Codes without zero points, with scales as `SCALES` says, which may be negative.
+        Codes without zero points; the scales have the dtype in `SCALES` and may be negative.
     """
     columns, depth = weight.shape
     codes = torch.empty(columns, depth, dtype=torch.uint8)
@@ -65,26 +65,26 @@ def quantise(weight: torch.Tensor, bits: int, group: int) -> IntegerCodes:
 def quantised(
     pieces: Iterator[torch.Tensor], bits: int, group: int, columns: range
 ) -> Iterator[IntegerCodes]:
-    """Some columns of whole rows, piece by piece: a row's factor depends on all of the row."""
+    """Quantise whole rows piece by piece (factors depend on whole rows); yield some columns."""
     for piece in pieces:
         yield quantise(piece, bits, group).of_columns(columns)
 
 
 def num_bytes(columns: int, depth: int, bits: int, group: int) -> int:
-    """What the codes of `[N, K]` take, with their scales and factors."""
+    """Return the size of `[N, K]` codes with their scales and factors."""
     of_scales = depth // group * SCALES[bits].itemsize + (4 if SCALES[bits] == torch.int8 else 0)
     return columns * (depth * bits // 8 + of_scales)
 
 
 def _best(plain: torch.Tensor, bits: int) -> torch.Tensor:
-    """float32 `[N, groups]`."""
+    """Choose the scales, float32 `[N, groups]`."""
     places = plain.abs().argmax(-1, keepdim=True)
     begin = plain.gather(-1, places).squeeze(-1) / -(1 << (bits - 1))
     best, most = torch.zeros_like(begin), torch.full_like(begin, -1.0)
     for factor in _BEGINNINGS[bits]:
         whole = _whole(plain, begin * factor, bits)
         along, size = (plain * whole).sum(-1), (whole * whole).sum(-1).clamp(min=1e-30)
-        # What the codes leave is the square of the weight less this.
+        # The remaining squared error is the square of the weight less this gain.
         gain = along * along / size
         better = gain > most
         best, most = torch.where(better, along / size, best), torch.where(better, gain, most)
@@ -92,19 +92,21 @@ def _best(plain: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _roots(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The roots of scales `[N, groups]`, and float32 `[N]` factors, the least that the largest
-    scale of a row lets be. Only a scale of 0 gets the root 0: the codes of any other leave less.
+    """Return the roots of scales `[N, groups]` and the factors, float32 `[N]`.
+
+    Factors are the least that the largest scale of a row allows. Only a scale of 0 gets the root 0;
+    rounding another one down to 0 would leave a larger error.
     """
     part, exponents = torch.frexp(scale.abs().amax(-1) / _MOST_ROOT**2)
     exponents = (exponents - (part == 0.5).int()).clamp_(*_EXPONENTS)
-    # Of their bits: a power that a processor computes may be off by the last one.
+    # Built from bits: a computed power of two may be off in the last bit.
     factors = ((exponents + 127) << 23).view(torch.float32)
     roots = (scale.abs() / factors[:, None]).sqrt_().round_().clamp_(1, _MOST_ROOT)
     return roots * scale.sign(), factors
 
 
 def _whole(plain: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
-    """The nearest codes less the middle; 0 where the scale is."""
+    """Round to the nearest codes, less their middle; 0 where the scale is."""
     inverse = torch.where(scale == 0, 0.0, 1.0 / scale).clamp(-3e38, 3e38)
     most = 1 << (bits - 1)
     return (plain * inverse[..., None]).round_().clamp_(-most, most - 1)

@@ -1,4 +1,4 @@
-"""Parts of a projection that are stored alike, and so can be one weight."""
+"""Grouping of neighbouring parts in the same format, so that they can be one weight."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
 
 @dataclass(slots=True)
 class Run:
-    """Neighbouring parts.
+    """Neighbouring parts of one kind.
 
     Attributes:
-        kind: what their codes have in common; None of dense ones.
+        kind: common kind of their codes; None for dense parts.
         parts: in their order.
     """
 
@@ -28,15 +28,17 @@ class Run:
     _tails: list[Iterator[Codes]] = field(default_factory=list)
 
     def add(self, part: Part, head: Codes | None, tail: Iterator[Codes]) -> None:
-        """Another part, of whose codes the first piece has been read."""
+        """Add a part; `head` is the first piece of its codes, `tail` yields the others."""
         self.parts.append(part)
         if head is not None:
             self._heads.append(head)
             self._tails.append(tail)
 
     def pieces(self) -> Iterator[Codes]:
-        """The codes of all parts, once: with zero points if any part has some, and in blocks of
-        as many rows as all of them allow."""
+        """Yield the codes of all parts, once.
+
+        They have zero points if any part has some, and blocks of as many rows as all parts allow.
+        """
         heads = self._heads
         zeros = any(isinstance(each, IntegerCodes) and each.zeros is not None for each in heads)
         high = math.gcd(*(each.block[0] for each in heads if isinstance(each, Float8Codes)))
@@ -49,7 +51,7 @@ class Run:
 
 
 def runs(source: Source, parts: Sequence[Part], shard: Shard | None) -> list[Run]:
-    """Parts, neighbours of one kind together."""
+    """Group parts into runs of neighbours of one kind."""
     found: list[Run] = []
     for part in parts:
         tail = source.codes(part, shard)
@@ -75,7 +77,7 @@ def _with_zeros(piece: IntegerCodes) -> IntegerCodes:
 
 
 def _in_rows(piece: Float8Codes, high: int) -> Float8Codes:
-    """The same in blocks of so many rows, a divisor of what they have, or of all that do."""
+    """Cut blocks to `high` rows, or to the largest common divisor with their own height."""
     high = math.gcd(high, piece.block[0])
     if high == piece.block[0]:
         return piece

@@ -1,8 +1,8 @@
-"""Quantised weights in memory where torch or Triton multiplies by them: the codes as they are.
+"""Quantised weights in memory for torch and Triton: codes as they are, not expanded.
 
 4-bit codes lie two to a byte, by halves of a group: byte j of a group of g holds code j in its low
-bits and code g / 2 + j in its high ones, so that both are neighbours of their own kind. Of 6-bit
-codes the low four bits lie like that, and behind those of a group its high two bits in quarters.
+bits and code g / 2 + j in its high ones, so codes of each half stay neighbours. The low four bits
+of 6-bit codes lie the same way. Behind those of a group follow its high two bits, in quarters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vlm_serve.kernels.linear.codes import (
 )
 
 _SHARES = {4: 2, 6: 4, 8: 1}
-"""By bits, how many codes share a byte, of which a group has whole ones."""
+"""Codes per byte, by bits; groups fill whole bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class StoredIntegers:
 
     Attributes:
         codes: uint8 `[N, K * bits / 8]`.
-        scales: `[N, K / group]`, in the type they came in.
+        scales: `[N, K / group]`, in their original dtype.
         zeros: uint8 `[N, K / group]`; `2**(bits - 1)` everywhere if None.
         bits, group, factors, float4: as in IntegerCodes.
     """
@@ -48,10 +48,10 @@ class StoredIntegers:
     def empty(
         cls, like: IntegerCodes, columns: int, depth: int, device: torch.device
     ) -> StoredIntegers:
-        """Room for `[N, K]` codes like these.
+        """Allocate space for `[N, K]` codes like these.
 
         Raises:
-            KernelArgumentError: a width or a group that is not known.
+            KernelArgumentError: an unsupported width or group.
         """
         if like.bits not in _SHARES:
             raise KernelArgumentError("bits", f"4, 6 or 8 are known, got {like.bits}")
@@ -72,7 +72,7 @@ class StoredIntegers:
         )
 
     def put(self, first: int, piece: Codes) -> None:
-        """Fills rows from `first` on.
+        """Fill rows from `first` on.
 
         Raises:
             KernelArgumentError: codes of another kind.
@@ -95,7 +95,7 @@ class StoredIntegers:
             self.factors[rows] = piece.factors
 
     def plain(self, rows: slice) -> torch.Tensor:
-        """float32 `[n, K]`: what the codes of these rows stand for."""
+        """Dequantise these rows to float32 `[n, K]`."""
         codes = self.codes[rows].view(-1, *self.scales.shape[1:], self.group * self.bits // 8)
         if self.bits < 8:
             low, high = codes[..., : self.group // 2], codes[..., self.group // 2 :]
@@ -121,7 +121,7 @@ class StoredIntegers:
 
     @property
     def nbytes(self) -> int:
-        """What they take in memory."""
+        """Bytes in memory."""
         others = (self.zeros, self.factors)
         more = sum(each.nbytes for each in others if each is not None)
         return self.codes.nbytes + self.scales.nbytes + more
@@ -129,13 +129,14 @@ class StoredIntegers:
 
 @dataclass(frozen=True, slots=True)
 class StoredFloat8:
-    """Codes that are numbers themselves, with a scale per row and block of k: those of blocks of
-    several rows are repeated, since rows of several tensors may lie below each other.
+    """Codes that are float8 numbers, with a scale per row and block of k.
+
+    Scales of blocks of several rows are repeated, since rows of several tensors may be stacked.
 
     Attributes:
         codes: float8_e4m3fn `[N, K]`.
-        scales: `[N, ceil(K / block)]`, in the type they came in.
-        block: values of one scale.
+        scales: `[N, ceil(K / block)]`, in their original dtype.
+        block: values per scale.
     """
 
     codes: torch.Tensor
@@ -146,7 +147,7 @@ class StoredFloat8:
     def empty(
         cls, like: Float8Codes, columns: int, depth: int, device: torch.device
     ) -> StoredFloat8:
-        """Room for `[N, K]` codes like these."""
+        """Allocate space for `[N, K]` codes like these."""
         block = min(like.block[1], depth)
         return cls(
             torch.empty(columns, depth, dtype=torch.float8_e4m3fn, device=device),
@@ -155,7 +156,7 @@ class StoredFloat8:
         )
 
     def put(self, first: int, piece: Codes) -> None:
-        """Fills rows from `first` on.
+        """Fill rows from `first` on.
 
         Raises:
             KernelArgumentError: codes of another kind.
@@ -173,7 +174,7 @@ class StoredFloat8:
         self.scales[rows] = piece.scales.repeat_interleave(piece.block[0], 0)[:count]
 
     def plain(self, rows: slice) -> torch.Tensor:
-        """float32 `[n, K]`: what the codes of these rows stand for."""
+        """Dequantise these rows to float32 `[n, K]`."""
         codes, scales = self.codes[rows].float(), self.scales[rows].float()
         return codes.mul_(scales.repeat_interleave(self.block, 1)[:, : codes.shape[1]])
 
@@ -184,7 +185,7 @@ class StoredFloat8:
 
     @property
     def nbytes(self) -> int:
-        """What they take in memory."""
+        """Bytes in memory."""
         return self.codes.nbytes + self.scales.nbytes
 
 
@@ -192,10 +193,10 @@ Stored = StoredIntegers | StoredFloat8
 
 
 def stored(pieces: Iterable[Codes], columns: int, depth: int, device: torch.device) -> Stored:
-    """`[n, K]` pieces one below the other.
+    """Store `[n, K]` pieces stacked by rows.
 
     Raises:
-        KernelArgumentError: there are none, or they are of several kinds, or one is not known.
+        KernelArgumentError: there are none, or they are of several kinds or an unsupported one.
     """
     kept: Stored | None = None
     first = 0
@@ -213,13 +214,13 @@ def stored(pieces: Iterable[Codes], columns: int, depth: int, device: torch.devi
 
 
 def paired(codes: torch.Tensor, group: int) -> torch.Tensor:
-    """uint8 `[n, K]` codes of 4 bits as `[n, K / 2]` bytes."""
+    """Pack uint8 `[n, K]` codes of 4 bits into `[n, K / 2]` bytes."""
     low, high = codes.reshape(codes.shape[0], -1, 2, group // 2).unbind(2)
     return (low | (high << 4)).flatten(1)
 
 
 def _split(codes: torch.Tensor, group: int) -> torch.Tensor:
-    """uint8 `[n, K]` codes of 6 bits as `[n, K * 3 / 4]` bytes."""
+    """Pack uint8 `[n, K]` codes of 6 bits into `[n, K * 3 / 4]` bytes."""
     rows = codes.shape[0]
     low = paired(codes & 15, group).view(rows, -1, group // 2)
     a, b, c, d = (codes >> 4).reshape(rows, -1, 4, group // 4).unbind(2)

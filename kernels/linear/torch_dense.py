@@ -1,10 +1,9 @@
 """Dense weights multiplied by torch: on GPUs, and on CPUs without compiled code.
 
-On a CPU the weight goes through oneDNN, in its opaque blocked layout, which applies an activation,
+On a CPU the weight goes through oneDNN, in its opaque blocked layout. oneDNN applies an activation,
 a factor or a residual while the product is still in registers, in float32. That saves a pass over
-the activations, and it keeps a row's bits apart from the rest of its batch: torch's own silu,
-sigmoid and gelu do not (the last elements of each thread's share take a scalar path, whose last bit
-differs).
+the activations and keeps a row's bits independent of its batch. torch's own silu, sigmoid and gelu
+would not: they compute the last elements of each thread's share on a scalar path with other bits.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from vlm_serve.kernels.linear.base import Activation, Linear
 MIN_ROWS = 16
 MIN_COLUMNS = 16
 ROWS_AT_ONCE = 128
-"""Of a deterministic product on a GPU."""
+"""Rows of a deterministic product on a GPU."""
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -32,7 +31,7 @@ _POST_OPS = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gel
 
 
 class TorchDense(Linear):
-    """A weight as torch multiplies by it.
+    """A dense weight, multiplied by torch.
 
     Args:
         weight: `[N, K]`.
@@ -58,7 +57,7 @@ class TorchDense(Linear):
         bias: torch.Tensor | None,
         device: torch.device,
     ) -> TorchDense:
-        """From `[n, K]` pieces, one below the other."""
+        """Stack `[n, K]` pieces by rows."""
         weight = torch.empty(columns, depth, dtype=dtype, device=device)
         first = 0
         for piece in pieces:
@@ -75,12 +74,15 @@ class TorchDense(Linear):
         plus: torch.Tensor | None = None,
         deterministic: bool = False,
     ) -> torch.Tensor:
-        """A GEMM library picks another algorithm for a handful of rows, so a row's last bits depend
-        on how many rows share the call, and with some code also on its place in a tile that is not
-        full. In whole tiles of 16 rows they do not (measured, float32 and bfloat16), except that
-        one-column products of a plain weight take a GEMV path of their own. `deterministic` pads
-        both away; on a GPU, where algorithms go by the number of rows whatever that is, products
-        have always as many."""
+        """Multiply; `deterministic` pads rows and columns to whole tiles.
+
+        A GEMM library picks another algorithm for a handful of rows. A row's last bits then depend
+        on the number of rows in the call, and in some code on its place in a partial tile. In whole
+        tiles of 16 rows they do not (measured, float32 and bfloat16). One exception remains:
+        one-column products of a plain weight take a GEMV path. `deterministic` pads both away. On a
+        GPU, algorithms depend on the number of rows at every size, so products always have the same
+        number.
+        """
         self._check(x, activation, times, plus)
         if not deterministic:
             return self._product(x, self._weight, self._bias, activation, times, plus)
@@ -172,6 +174,6 @@ def _packable_dtypes() -> tuple[torch.dtype, ...]:
     return (torch.float32,)
 
 
-# The overloads themselves: looking them up anew costs more than a small product.
+# Resolved once: the lookup of an overload costs more than a small product.
 _packed_unary = torch.ops.mkldnn._linear_pointwise.default
 _packed_binary = torch.ops.mkldnn._linear_pointwise.binary

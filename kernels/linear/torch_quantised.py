@@ -1,8 +1,8 @@
-"""Quantised weights multiplied by torch: CPUs without a compiler. GPUs multiply by the same codes
-with Triton (`codes_triton.py`).
+"""Quantised weights kept as codes, multiplied by Triton on GPUs and by torch on CPUs.
 
-The codes stay as they are in memory. A call expands a chunk of rows at a time to float32 and
-multiplies in float32, whatever the activations are, so that nothing but sums is rounded.
+The codes stay unexpanded in memory. GPUs multiply by them in `codes_triton.py`. On a CPU, where
+there are no compiled kernels, a call expands a chunk of rows at a time to float32. It multiplies in
+float32, whatever the dtype of the activations, so only sums are rounded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return x * 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
-# An element's bits depend on the element alone, which those of torch's own do not.
+# Unlike torch's own, these give bits that depend on the element alone.
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu,
     "gelu": _gelu,
@@ -39,7 +39,7 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class TorchQuantised(Linear):
-    """A quantised weight as torch multiplies by it.
+    """A quantised weight on a GPU, or on a CPU without a compiler.
 
     Args:
         weight: its codes.
@@ -61,10 +61,10 @@ class TorchQuantised(Linear):
         bias: torch.Tensor | None = None,
         device: torch.device | None = None,
     ) -> TorchQuantised:
-        """From pieces of `[n, K]` codes of one kind, one below the other.
+        """Store pieces of `[n, K]` codes of one kind, stacked by rows.
 
         Raises:
-            KernelArgumentError: pieces of several kinds, or of one that is not known.
+            KernelArgumentError: pieces of several kinds, or of an unsupported one.
         """
         device = device or torch.device("cpu")
         bias = None if bias is None else bias.to(device, torch.float32)
@@ -79,7 +79,7 @@ class TorchQuantised(Linear):
         plus: torch.Tensor | None = None,
         deterministic: bool = False,
     ) -> torch.Tensor:
-        """On a CPU `deterministic` pads as TorchDense does, and for its reasons."""
+        """Multiply; on a CPU `deterministic` pads as in TorchDense, for the same reasons."""
         self._check(x, activation, times, plus)
         follows = activation is not None or times is not None or plus is not None
         kind = torch.float32 if follows else x.dtype
@@ -112,12 +112,12 @@ def _expanded(
     *,
     deterministic: bool,
 ) -> torch.Tensor:
-    """Products of x `[T, K]`, plus the bias, in the type `out`."""
+    """Multiply x `[T, K]` by the expanded weight and add the bias, in the dtype `out`."""
     (rows, depth), columns = x.shape, weight.codes.shape[0]
     wide = x.float()
     if deterministic and rows % MIN_ROWS:
         wide = with_rows(wide, -(-rows // MIN_ROWS) * MIN_ROWS)
-    # Not fewer columns than a call pads to: a chunk of one would take a path of its own.
+    # At least as many columns as a call pads to: a chunk of one would take the GEMV path.
     step = max(MIN_COLUMNS, CHUNK_BYTES // (4 * max(1, depth)))
     parts = []
     for first in range(0, columns, step):

@@ -22,7 +22,7 @@ _experts = Op(torch_cpu.routed_experts, triton=f"{_TRITON}:routed_experts")
 
 
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The top_k experts of each token and their weights, which sum to 1.
+    """Return the top_k experts of each token and their weights, which sum to 1.
 
     Softmax in float32 over all experts, then top-k, then renormalisation.
 
@@ -51,18 +51,21 @@ def routed_experts(
     *,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """`sum_j weights[t, j] * down[e] @ (silu(gate) * up)`, where `e = ids[t, j]` and
-    `gate, up = gate_up[e] @ x[t]`. The sum is taken in float32, over ascending expert ids.
+    """Compute `sum_j weights[t, j] * down[e] @ (silu(gate) * up)` for every token t.
+
+    Here `e = ids[t, j]` and `gate, up = gate_up[e] @ x[t]`. The sum is taken in float32, over
+    ascending expert ids.
 
     Args:
         x: `[T, H]`, float32, bfloat16 or float16.
         weights: `[T, k]`, the dtype of x.
         ids: int64 `[T, k]`, distinct within a token, 0..E-1.
         gate_up: `[E, 2I, H]`, gate rows first, the dtype of x; or quantised, `[E * 2I, H]`; or on a
-            CPU gate and up of expert 0, of expert 1, ...
+            CPU the projections gate and up of expert 0, of expert 1, ...
         down: `[E, H, I]`, the dtype of x; or quantised, `[E * H, I]`; or on a CPU one projection
             per expert.
-        deterministic: a token's bits do not depend on the other tokens; of projections only.
+        deterministic: make a token's bits independent of the other tokens; on a CPU only with
+            projections.
 
     Returns:
         `[T, H]` in the dtype of x.

@@ -1,4 +1,4 @@
-"""The grouped products of routed experts whose weights are quantised, on a GPU."""
+"""Grouped products of routed experts with quantised weights, on a GPU."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.linear.codes_triton import grouped_product
+from vlm_serve.kernels.moe.pairs_triton import store_gated, store_weighted, tile_pairs
 
 
 @triton.jit
@@ -38,29 +39,25 @@ def gate_up_codes_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """silu(x gate^T) * (x up^T) for up to ROWS sorted (token, expert) pairs of one expert."""
+    """Compute silu(x gate^T) * (x up^T) for up to ROWS sorted (token, expert) pairs of one
+    expert."""
     tile = tl.program_id(1)
     expert = tl.load(tile_expert + tile).to(tl.int64)
     if expert >= 0:
-        pairs = tl.load(tile_first + tile) + tl.arange(0, ROWS)
-        real = pairs < tl.load(ends + expert)
-        token = tl.load(order + pairs, mask=real, other=0) // TOP_K
+        pairs, real, origin = tile_pairs(order, tile_first, ends, tile, expert, ROWS)
+        token = origin // TOP_K
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         inside = columns < WIDTH
         x_rows = token.to(tl.int64) * x_stride
         first = expert * (2 * WIDTH) + columns
+        weight = (codes, scales, zeros, factors, code_stride, scale_stride)
         gate = grouped_product(
             x,
             x_rows,
             real,
-            codes,
-            scales,
-            zeros,
-            factors,
+            weight,
             first,
             inside,
-            code_stride,
-            scale_stride,
             HIDDEN,
             GROUP,
             FORM,
@@ -76,14 +73,9 @@ def gate_up_codes_kernel(
             x,
             x_rows,
             real,
-            codes,
-            scales,
-            zeros,
-            factors,
+            weight,
             first + WIDTH,
             inside,
-            code_stride,
-            scale_stride,
             HIDDEN,
             GROUP,
             FORM,
@@ -95,10 +87,7 @@ def gate_up_codes_kernel(
             DOT,
             PRECISION,
         )
-        result = gate * tl.sigmoid(gate) * up
-        places = pairs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-        mask = real[:, None] & inside[None, :]
-        tl.store(out + places, result.to(out.dtype.element_ty), mask=mask)
+        store_gated(out, gate, up, pairs, real, columns, WIDTH)
 
 
 @triton.jit
@@ -128,27 +117,22 @@ def down_codes_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """weight * x down^T, stored at the pair's place in token order."""
+    """Compute weight * x down^T, stored at the pair's place in token order."""
     tile = tl.program_id(1)
     expert = tl.load(tile_expert + tile).to(tl.int64)
     if expert >= 0:
-        pairs = tl.load(tile_first + tile) + tl.arange(0, ROWS)
-        real = pairs < tl.load(ends + expert)
-        pair = tl.load(order + pairs, mask=real, other=0).to(tl.int64)
+        pairs, real, origin = tile_pairs(order, tile_first, ends, tile, expert, ROWS)
+        pair = origin.to(tl.int64)
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         inside = columns < HIDDEN
+        weight = (codes, scales, zeros, factors, code_stride, scale_stride)
         total = grouped_product(
             x,
             pairs.to(tl.int64) * WIDTH,
             real,
-            codes,
-            scales,
-            zeros,
-            factors,
+            weight,
             expert * HIDDEN + columns,
             inside,
-            code_stride,
-            scale_stride,
             WIDTH,
             GROUP,
             FORM,
@@ -160,8 +144,4 @@ def down_codes_kernel(
             DOT,
             PRECISION,
         )
-        share = tl.load(weights + pair, mask=real, other=0.0).to(tl.float32)
-        total *= share[:, None]
-        mask = real[:, None] & inside[None, :]
-        places = pair[:, None] * HIDDEN + columns[None, :]
-        tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+        store_weighted(out, weights, total, pair, real, columns, HIDDEN)

@@ -1,4 +1,4 @@
-"""Routed experts, oracle."""
+"""Reference routed experts, the oracle of tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def routed_experts_reference(
     gate_up: torch.Tensor,
     down: torch.Tensor,
 ) -> torch.Tensor:
-    """Oracle, token by token and expert by expert, in float64."""
+    """Compute `routed_experts` token by token and expert by expert, in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token].tolist(), ids[token].tolist(), strict=True):

@@ -27,8 +27,8 @@ def routed_experts(
     *,
     deterministic: bool,
 ) -> torch.Tensor:
-    # Each expert adds to a token at most once, and experts run in ascending order: the order of a
-    # token's sum is its own.
+    # Each expert adds to a token at most once, and experts run in ascending order. So the order of
+    # a token's sum depends on its own experts alone.
     total = x.new_zeros(x.shape, dtype=torch.float32)
     flat = ids.flatten()
     order = flat.argsort(stable=True)

@@ -14,6 +14,7 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes_triton import code_arguments
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe.codes_triton import down_codes_kernel, gate_up_codes_kernel
+from vlm_serve.kernels.moe.pairs_triton import store_gated, store_weighted, tile_pairs
 from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch, power_of_two
 
 
@@ -102,13 +103,13 @@ def _gate_up_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """silu(x gate^T) * (x up^T) for up to ROWS sorted (token, expert) pairs of one expert."""
+    """Compute silu(x gate^T) * (x up^T) for up to ROWS sorted (token, expert) pairs of one
+    expert."""
     tile = tl.program_id(1)
     expert = tl.load(tile_expert + tile).to(tl.int64)
     if expert >= 0:
-        pairs = tl.load(tile_first + tile) + tl.arange(0, ROWS)
-        real = pairs < tl.load(ends + expert)
-        token = tl.load(order + pairs, mask=real, other=0) // TOP_K
+        pairs, real, origin = tile_pairs(order, tile_first, ends, tile, expert, ROWS)
+        token = origin // TOP_K
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
         x_rows = token.to(tl.int64) * x_stride
@@ -125,10 +126,7 @@ def _gate_up_kernel(
             below = weight[None, :] + WIDTH * row_stride
             part = tl.load(below + at[:, None], mask=inside, other=0.0).to(DOT)
             up = tl.dot(rows, part, up, input_precision=PRECISION)
-        result = gate * tl.sigmoid(gate) * up
-        places = pairs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-        mask = real[:, None] & (columns < WIDTH)[None, :]
-        tl.store(out + places, result.to(out.dtype.element_ty), mask=mask)
+        store_gated(out, gate, up, pairs, real, columns, WIDTH)
 
 
 @triton.jit
@@ -151,13 +149,12 @@ def _down_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """weight * x down^T, stored at the pair's place in token order."""
+    """Compute weight * x down^T, stored at the pair's place in token order."""
     tile = tl.program_id(1)
     expert = tl.load(tile_expert + tile).to(tl.int64)
     if expert >= 0:
-        pairs = tl.load(tile_first + tile) + tl.arange(0, ROWS)
-        real = pairs < tl.load(ends + expert)
-        pair = tl.load(order + pairs, mask=real, other=0).to(tl.int64)
+        pairs, real, origin = tile_pairs(order, tile_first, ends, tile, expert, ROWS)
+        pair = origin.to(tl.int64)
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
         x_rows = pairs.to(tl.int64) * WIDTH
@@ -170,16 +167,12 @@ def _down_kernel(
             rows = tl.load(x + x_rows[:, None] + at[None, :], mask=mask, other=0.0).to(DOT)
             part = tl.load(weight[None, :] + at[:, None], mask=inside, other=0.0).to(DOT)
             total = tl.dot(rows, part, total, input_precision=PRECISION)
-        share = tl.load(weights + pair, mask=real, other=0.0).to(tl.float32)
-        total *= share[:, None]
-        mask = real[:, None] & (columns < HIDDEN)[None, :]
-        places = pair[:, None] * HIDDEN + columns[None, :]
-        tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+        store_weighted(out, weights, total, pair, real, columns, HIDDEN)
 
 
 @triton.jit
 def _sum_kernel(parts, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr):
-    """A token's experts, summed in the order of its router: no atomics, always the same bits."""
+    """Sum a token's experts in the order of its router: no atomics, always the same bits."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < HIDDEN
@@ -199,7 +192,7 @@ def routed_experts(
     *,
     deterministic: bool,
 ) -> torch.Tensor:
-    """Parts are rounded to the dtype of x, then summed in float32 in the router's order."""
+    """Round parts to the dtype of x, then sum them in float32 in the router's order."""
     tokens, hidden = x.shape
     if isinstance(gate_up, Stored) and isinstance(down, Stored):
         experts, width = down.codes.shape[0] // hidden, down.depth
@@ -211,7 +204,7 @@ def routed_experts(
     tile = _tile(x.dtype, tokens * top_k, experts, deterministic)
     coded = isinstance(gate_up, Stored)
     if coded and tile["ROWS"] > 16:
-        # Codes on their way to values take registers too.
+        # The conversion of codes to values takes registers too.
         tile["COLUMNS"] = 32
     plan = _group(ids, experts, tile["ROWS"])
     shared: dict[str, Any] = {
@@ -258,7 +251,7 @@ def routed_experts(
 def _weight(
     name: str, weight: torch.Tensor | Stored, x: torch.Tensor, tile: dict[str, int]
 ) -> dict[str, Any]:
-    """All experts' weights as arguments of their kernel."""
+    """Return all experts' weights as arguments of their kernel."""
     if isinstance(weight, torch.Tensor):
         strides = {"expert_stride": weight.stride(0), "row_stride": weight.stride(1)}
         return {name: weight, **strides, "DEPTH": tile["DEPTH"]}
@@ -266,8 +259,11 @@ def _weight(
 
 
 def _tile(dtype: torch.dtype, pairs: int, experts: int, deterministic: bool) -> dict[str, int]:
-    """Tile sizes: few rows where experts have few tokens each, since a weight tile is read once per
-    row tile either way. `deterministic` takes one shape whatever the step holds."""
+    """Choose tile sizes; `deterministic` takes one shape whatever the step holds.
+
+    Rows are few where experts have few tokens each: a weight tile is read once per row tile either
+    way.
+    """
     columns, depth = (32, 32) if dtype == torch.float32 else (64, 64)
     few = 32 if pairs > 8 * experts else 16
     rows = 64 if deterministic or pairs > 32 * experts else few
@@ -275,8 +271,11 @@ def _tile(dtype: torch.dtype, pairs: int, experts: int, deterministic: bool) -> 
 
 
 def _group(ids: torch.Tensor, experts: int, rows: int) -> dict[str, torch.Tensor]:
-    """Pairs sorted by expert and cut into tiles of one expert, without reading from the device: the
-    number of tiles is an upper bound and unused ones name expert -1."""
+    """Sort pairs by expert and cut them into tiles of one expert each.
+
+    Nothing is read from the device: the number of tiles is an upper bound, and unused ones name
+    expert -1.
+    """
     flat = ids.flatten()
     pairs = flat.shape[0]
     order = torch.argsort(flat, stable=True)

@@ -1,7 +1,7 @@
 """Root-mean-square norms of the decoder layers.
 
-Zero-centred norm and gated norm as in Qwen3.5 (transformers' Qwen3_5RMSNorm, Qwen3_5RMSNormGated):
-both reduce in float32, whatever the input.
+Zero-centred norm and gated norm as in Qwen3.5 (transformers' Qwen3_5RMSNorm, Qwen3_5RMSNormGated).
+Both reduce in float32, whatever the dtype of the input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _gated_rms_norm = Op(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Zero-centred RMS norm, `y = x / rms(x) * (1 + weight)`.
+    """Apply a zero-centred RMS norm, `y = x / rms(x) * (1 + weight)`.
 
     Args:
         x: `[..., H]`, float32, bfloat16 or float16, dense last dimension.
@@ -46,7 +46,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """`(weight * (x / rms(x))) * silu(gate)`: norm before gate, plain (not zero-centred) weight.
+    """Compute `(weight * (x / rms(x))) * silu(gate)`.
+
+    The norm comes before the gate, and the weight is plain, not zero-centred.
 
     Args:
         x: `[..., Dv]`, float32, bfloat16 or float16, dense last dimension.

@@ -38,5 +38,5 @@ def gated_rms_norm(
 
 
 def centred(weight: torch.Tensor) -> torch.Tensor:
-    """The factors of a zero-centred norm, float32."""
+    """Return the factors of a zero-centred norm, float32 `[D]`."""
     return derived(weight, "centred factors", lambda w: w.float() + 1.0)

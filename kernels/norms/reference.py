@@ -1,4 +1,4 @@
-"""RMS norms, oracles."""
+"""Reference RMS norms, the oracles of tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Oracle of `rms_norm` without residual, in float64, returned in float64."""
+    """Compute `rms_norm` in float64 and return float64."""
     wide = x.double()
     return wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (1 + weight.double())
 
@@ -14,7 +14,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def gated_rms_norm_reference(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Oracle of `gated_rms_norm`, in float64, returned in float64."""
+    """Compute `gated_rms_norm` in float64 and return float64."""
     wide, gate = x.double(), gate.double()
     normed = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()
     return normed * weight.double() * gate / (1 + (-gate).exp())

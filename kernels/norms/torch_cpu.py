@@ -2,8 +2,8 @@
 
     x / sqrt(mean(x^2) + eps) = x * sqrt(D) * rsqrt(|x|^2 + eps * D)
 
-saves a pass; the weight takes the factor sqrt(D). Rows are worked on in blocks that stay in the
-cache through all passes.
+saves a pass over x; the weight absorbs the factor sqrt(D). Rows are processed in blocks that stay
+in the cache through all passes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from vlm_serve.kernels.derived import derived
 
-# Elements worked on at a time.
+# Elements processed at a time.
 BLOCK = 1 << 17
 
 
@@ -43,25 +43,25 @@ def gated_rms_norm(
 
 def _gated(x: torch.Tensor, gate: torch.Tensor, factor: torch.Tensor, eps: float) -> torch.Tensor:
     gate = gate.float()
-    # Not F.silu: its bits depend on the element's place, see elementwise.
+    # F.silu would give bits that depend on the element's place; see elementwise.
     denominator = torch.neg(gate).exp_().add_(1)
     return unit_rows(x.float(), eps).mul_(factor).mul_(gate).div_(denominator)
 
 
 def unit_rows(wide: torch.Tensor, eps: float) -> torch.Tensor:
-    """A new tensor: float32 rows `[..., D]` times `rsqrt(|x|^2 + eps * D)`."""
+    """Return float32 rows `[..., D]` times `rsqrt(|x|^2 + eps * D)`, as a new tensor."""
     length: torch.Tensor = torch.linalg.vector_norm(wide, 2, -1, True)
     scale = torch.addcmul(_floor(eps * wide.shape[-1]), length, length).rsqrt_()
     return wide * scale
 
 
 def centred_factor(weight: torch.Tensor) -> torch.Tensor:
-    """What `unit_rows` is multiplied with for a zero-centred norm, float32 `[D]`."""
+    """Return the factor of `unit_rows` for a zero-centred norm, float32 `[D]`."""
     return derived(weight, "norm", lambda w: (w.float() + 1.0).mul_(math.sqrt(w.shape[0])))
 
 
 def blocks(x: torch.Tensor) -> list[slice]:
-    """Slices of the first dimension that cover it, of about BLOCK elements each."""
+    """Cut the first dimension into slices of about BLOCK elements each."""
     rows = x.shape[0]
     size = max(1, BLOCK * rows // x.numel())
     return [slice(start, start + size) for start in range(0, rows, size)]

@@ -78,7 +78,7 @@ def _gated_kernel(
     factor = tl.load(weight + columns, mask=columns < SIZE, other=0.0)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
-    # Rounded to the input's dtype before the weight and before the gate, as transformers does.
+    # As in transformers, round to the input's dtype before the weight and before the gate.
     normed = (wide * scale[:, None]).to(values.dtype).to(tl.float32)
     normed = normed * factor.to(tl.float32)[None, :]
     if factor.dtype == values.dtype:
@@ -119,7 +119,7 @@ def gated_rms_norm(
 
 
 def _token_heads(x: torch.Tensor) -> torch.Tensor:
-    """As `[tokens, heads, size]`, without a copy for the layouts that the layers use."""
+    """View as `[tokens, heads, size]`, without a copy for the layouts that the layers use."""
     if x.dim() == 3:
         return x
     return x.reshape(-1, 1, x.shape[-1])

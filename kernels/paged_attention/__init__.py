@@ -1,7 +1,7 @@
 """Causal attention over paged keys and values: packed prefill slices and single decode tokens.
 
 Softmax attention with grouped query heads (query head h reads key head `h * Hkv / Hq`). Keys and
-values are read from the pages as they are stored, this step's tokens included, so a cached token
+values are read from the pages in their stored form, this step's tokens included. So a cached token
 and a fresh one look the same to a query.
 """
 
@@ -45,7 +45,7 @@ def attention_prefill(
     scale: float,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """Queries of each slice against its cached prefix and, causally, the slice itself.
+    """Attend from each slice's queries to its cached prefix and, causally, to the slice itself.
 
     Args:
         q: `[N, Hq, D]`, float32, bfloat16 or float16, dense last dimension; `Hq` a multiple of
@@ -53,8 +53,8 @@ def attention_prefill(
         kv: the layer's pages, already holding this step's keys and values.
         meta: slices, their absolute starts and block tables.
         scale: factor on the scores, usually `D ** -0.5`.
-        deterministic: a query's bits depend on its sequence alone, not on where the slice starts or
-            what else is in the batch.
+        deterministic: make a query's bits depend on its sequence alone, not on the start of the
+            slice or the rest of the batch.
 
     Returns:
         `[N, Hq, D]` in the dtype of q, contiguous.
@@ -72,7 +72,7 @@ def attention_prefill(
 def attention_decode(
     q: torch.Tensor, kv: KVLayer, meta: DecodeMeta, *, scale: float
 ) -> torch.Tensor:
-    """One query per sequence against its `kv_lens` keys.
+    """Attend from one query per sequence to its `kv_lens` keys.
 
     Args:
         q: `[B, Hq, D]`, float32, bfloat16 or float16, dense last dimension.
@@ -96,10 +96,10 @@ def attention_decode(
 def attention_verify(
     q: torch.Tensor, kv: KVLayer, meta: VerifyMeta, *, scale: float
 ) -> torch.Tensor:
-    """Drafted tokens, each as the decode token that it is if the ones before it hold.
+    """Attend from drafted tokens as if each were the decode token after the previous ones.
 
     Args:
-        q: `[N, Hq, D]`; it, kv and scale as for `attention_decode`.
+        q: `[N, Hq, D]`; q, kv and scale as for `attention_decode`.
         meta: slices, their absolute starts and block tables.
 
     Returns:

@@ -25,7 +25,7 @@ def attention(
     scale: float,
     deterministic: bool = False,
 ) -> torch.Tensor | None:
-    """Prefill and decode alike: a decode token is a slice of one."""
+    """Attend in prefill and decode alike: a decode token is a slice of one."""
     pages = pages_record(kv, q.dtype)
     if pages is None or q.shape[2] % LANES:
         return None
@@ -55,7 +55,7 @@ def attention(
 
 
 def _arrays(meta: PrefillMeta | DecodeMeta) -> tuple[array[int], ...]:
-    """Offsets, starts, where each table lies; then the tables, to be kept."""
+    """Return offsets, starts and the tables' addresses; then the tables, which must stay alive."""
     if isinstance(meta, DecodeMeta):
         starts = tuple(length - 1 for length in meta.kv_lens)
     else:

@@ -1,4 +1,5 @@
-"""Split-KV decode attention on a GPU: parts of a sequence's keys in parallel, then their sum."""
+"""Split-KV decode attention on a GPU: splits of the keys are attended in parallel, then
+combined."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -10,19 +11,20 @@ import triton.language as tl
 
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer
 from vlm_serve.kernels.paged_attention.tiles_triton import (
-    attend_range,
+    attend,
     attention_arguments,
     decode_tile,
 )
 from vlm_serve.kernels.triton_support import decode_tables, launch, power_of_two
 
-# About two programs for each multiprocessor of an H100; more only adds partial sums.
+# About two programs per multiprocessor of an H100; more only adds partial sums.
 WANTED_PROGRAMS = 256
 MAX_SPLITS = 64
 KEYS_WORTH_A_SPLIT = 256
 
 
-# The table's stride is the longest sequence's blocks: no reason to compile anew amid work.
+# The table's stride is the longest sequence's number of blocks: specialising on it would recompile
+# the kernel while serving.
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q,
@@ -61,7 +63,7 @@ def _decode_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One part of one sequence's keys for the query heads of one key head."""
+    """Attend to one split of a sequence's keys from the query heads of one key head."""
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -77,44 +79,30 @@ def _decode_kernel(
     q_places = token * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
     queries = tl.load(q + q_places, mask=inside, other=0.0).to(DOT)
     positions = tl.zeros((ROWS,), tl.int32) + length - 1
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    norm = tl.zeros((ROWS,), tl.float32)
-    total = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
     table = block_tables + token * table_stride
-    # Whole tiles, then what is left of the last one; an empty part does neither.
+    # Whole tiles, then the rest of the last one; an empty split has neither.
     whole = first_key + tl.maximum(last_key - first_key, 0) // KEY_TILE * KEY_TILE
-    for masked in tl.static_range(2):
-        best, norm, total = attend_range(
-            queries,
-            positions,
-            best,
-            norm,
-            total,
-            whole if masked else first_key,
-            last_key if masked else whole,
-            length,
-            table,
-            k_pages + kv_head * page_head_stride,
-            v_pages + kv_head * page_head_stride,
-            k_scales + kv_head * scale_head_stride,
-            k_zeros + kv_head * scale_head_stride,
-            v_scales + kv_head * scale_head_stride,
-            v_zeros + kv_head * scale_head_stride,
-            page_block_stride,
-            page_slot_stride,
-            scale_block_stride,
-            scale_slot_stride,
-            block_size,
-            score_scale,
-            DIM,
-            BLOCK_DIM,
-            KEY_TILE,
-            masked,
-            ONE_BLOCK,
-            FORM,
-            DOT,
-            PRECISION,
-        )
+    best, norm, total = attend(
+        queries,
+        positions,
+        (first_key, whole, last_key),
+        length,
+        table,
+        kv_head,
+        (k_pages, v_pages, k_scales, k_zeros, v_scales, v_zeros),
+        (page_block_stride, page_slot_stride, page_head_stride),
+        (scale_block_stride, scale_slot_stride, scale_head_stride),
+        block_size,
+        score_scale,
+        DIM,
+        BLOCK_DIM,
+        ROWS,
+        KEY_TILE,
+        ONE_BLOCK,
+        FORM,
+        DOT,
+        PRECISION,
+    )
     if SPLITS == 1:
         places = (token * HEADS + heads)[:, None] * DIM + dims[None, :]
         result = total / norm[:, None]
@@ -136,13 +124,13 @@ def _combine_kernel(
     BLOCK_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One query head of one sequence: the parts, each rescaled to the largest score of all."""
+    """Combine the splits of one query head and sequence, each rescaled to the largest score."""
     row = tl.program_id(0).to(tl.int64)
     parts = row * SPLITS + tl.arange(0, SPLITS)
     dims = tl.arange(0, BLOCK_DIM)
     inside = dims < DIM
     best = tl.load(best_parts + parts)
-    # In powers of two; a part without keys has a best of -inf and weighs nothing.
+    # Scores are exponents of two; a split without keys has a best of -inf and no weight.
     weights = tl.exp2(best - tl.max(best, axis=0))
     norm = tl.sum(tl.load(norm_parts + parts) * weights, axis=0)
     places = parts[:, None] * DIM + dims[None, :]
@@ -152,8 +140,11 @@ def _combine_kernel(
 
 
 def split_count(programs: int, longest: int) -> int:
-    """Parts to cut each sequence into, a power of two: enough to fill the device, none so short
-    that summing the parts costs more than it hides."""
+    """Return the number of splits per sequence, a power of two.
+
+    It is large enough to fill the device. Splits stay so long that their combination costs less
+    than the parallelism gains.
+    """
     wanted = min(-(-WANTED_PROGRAMS // programs), -(-longest // KEYS_WORTH_A_SPLIT), MAX_SPLITS)
     return power_of_two(wanted)
 
@@ -165,7 +156,7 @@ def attention_decode(
     batch, heads, dim = q.shape
     kv_heads = kv.k.shape[2]
     tile = decode_tile(q.dtype, dim, heads // kv_heads)
-    # From the host's lengths: under a CUDA graph they are the longest that it may replay on.
+    # The host's lengths: under a CUDA graph, the longest that it may replay on.
     splits = split_count(batch * kv_heads, max(meta.kv_lens))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = {

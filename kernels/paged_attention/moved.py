@@ -1,4 +1,4 @@
-"""Keys and values of sequences whose first slots hold none, for kernels that begin with slot 0."""
+"""Copies of keys and values without a sequence's first slots, for kernels that begin at slot 0."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _STEP = 64
 def without_first(
     kv: KVLayer, meta: PrefillMeta, first: int, dtype: torch.dtype
 ) -> tuple[KVLayer, PrefillMeta]:
-    """Copies keys and values, a page for each sequence.
+    """Copy keys and values without each sequence's first slots, into one page per sequence.
 
     Args:
         kv: the layer's pages.
         meta: slices; `starts` count keys, and each table covers `first` slots more.
-        first: slots of a table that come before its first key.
+        first: slots of a table before its first key.
         dtype: of the copy.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values, oracle."""
+"""Reference attention over paged keys and values, the oracle of tests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vlm_serve.kernels.metadata import KVLayer
 def attention_reference(
     q: torch.Tensor, kv: KVLayer, table: Sequence[int], start: int, scale: float
 ) -> torch.Tensor:
-    """Oracle for one sequence, query by query and head by head, in float64.
+    """Attend in one sequence, query by query and head by head, in float64; the oracle of tests.
 
     Args:
         q: `[n, Hq, D]`, the queries at positions start, start + 1, ...
         kv: the layer's pages.
-        table: the sequence's blocks.
+        table: block ids of the sequence.
         start: absolute position of the first query.
         scale: factor on the scores.
 

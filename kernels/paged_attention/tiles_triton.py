@@ -19,7 +19,7 @@ from vlm_serve.kernels.triton_support import Tables, current_target, dot_dtype, 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a program is cut: query rows, keys per step, warps, and stages of the key loop."""
+    """Tile shape of a program: query rows, keys per step, warps, and stages of the key loop."""
 
     rows: int
     keys: int
@@ -28,11 +28,12 @@ class Tile:
 
 
 def prefill_tile(dtype: torch.dtype, dim: int, int8: bool) -> Tile:
-    """By target, dtypes and head dim alone: equal tiles in every batch keep a token's bits.
+    """Return the prefill tile for a target, dtype and head dim.
 
-    At head dim 256 the running output of 128 rows takes 128 registers per thread of 8 warps. The
-    conversion of int8 pages spills with more than 16 keys at a time, and an A100, whose products
-    take operands from registers, with more than 64 rows. CDNA has 64 KiB for keys and values.
+    Nothing else decides: equal tiles in every batch keep a token's bits. At head dim 256 the
+    running output of 128 rows takes 128 registers per thread of 8 warps. The conversion of int8
+    pages spills with more than 16 keys at a time. An A100 spills with more than 64 rows, since its
+    products take operands from registers. CDNA has 64 KiB for keys and values.
     """
     target = current_target()
     if dtype == torch.float32:
@@ -45,8 +46,10 @@ def prefill_tile(dtype: torch.dtype, dim: int, int8: bool) -> Tile:
 
 
 def decode_tile(dtype: torch.dtype, dim: int, group: int) -> Tile:
-    """Query heads of one key head, padded to the smallest dot; enough keys in flight per program
-    that a few programs per multiprocessor keep the memory busy."""
+    """Return the decode tile: query heads of one key head, padded to the smallest dot.
+
+    It has enough keys in flight for a few programs per multiprocessor to keep the memory busy.
+    """
     rows = power_of_two(group, 16)
     if dtype == torch.float32:
         return Tile(rows, 16, 8, 1) if dim > 128 else Tile(rows, 32, 4, 1)
@@ -57,7 +60,10 @@ def decode_tile(dtype: torch.dtype, dim: int, group: int) -> Tile:
 def attention_arguments(
     q: torch.Tensor, kv: KVLayer, tables: Tables, scale: float, tile: Tile
 ) -> dict[str, Any]:
-    """What both kernels take: pages, block tables, head layout, score scale (for exp2), dtypes."""
+    """Return the arguments of both kernels.
+
+    These are pages, block tables, head layout, score scale (for exp2) and dtypes.
+    """
     heads, dim = q.shape[1:]
     target = current_target()
     return {
@@ -82,104 +88,123 @@ def attention_arguments(
 
 
 @triton.jit
-def attend_range(
+def attend(
     queries,
     positions,
-    best,
-    norm,
-    total,
-    first_key,
-    last_key,
+    keys_of_program,
     length,
     table,
-    k_pages,
-    v_pages,
-    k_scales,
-    k_zeros,
-    v_scales,
-    v_zeros,
-    page_block_stride,
-    page_slot_stride,
-    scale_block_stride,
-    scale_slot_stride,
+    kv_head,
+    pages,
+    page_strides,
+    scale_strides,
     block_size,
     score_scale,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
     KEY_TILE: tl.constexpr,
-    MASKED: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     FORM: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Fold keys [first_key, last_key) into the running (best, norm, total).
+    """Attend with one tile of queries to a range of keys of one key head.
 
     A row's arithmetic depends on its own query and the keys before it alone: a tile of keys that
-    masks all of a row leaves its three values bit for bit as they were. Pages and scales point at
-    the key head. MASKED: some keys are invisible to some rows or lie past `length`; rows past the
-    end of a sequence hold whatever was there, so values and scales are selected, never multiplied.
-    ONE_BLOCK: a tile of keys never crosses a block: one 64-bit address per tile instead of one per
-    key and thread, which would take half of a prefill program's registers.
+    masks all of a row leaves its three values bit for bit as they were. Keys from `whole` on are
+    masked, because some are invisible to some rows or lie past `length`. Slots past the end of a
+    sequence may hold anything, NaN included, so values and scales are selected, never multiplied.
+    ONE_BLOCK: a tile of keys never crosses a block. It then has one 64-bit address instead of one
+    per key and thread, which would take half of a prefill program's registers.
 
     Args:
-        queries: `[R, BLOCK_DIM]`; positions: `[R]`, the last key each row sees.
-        best, norm: float32 `[R]`, largest score and sum of weights so far. `score_scale`, by which
-            scores become powers of two, is positive.
-        total: float32 `[R, BLOCK_DIM]`, weighted values so far.
+        queries: `[ROWS, BLOCK_DIM]` in DOT.
+        positions: `[ROWS]`, the last key that each row sees.
+        keys_of_program: (first, whole, last): every row sees all keys in [first, whole); keys in
+            [whole, last) are masked.
+        length: keys of the sequence.
+        table: the sequence's row of the block table.
+        pages: pointers to keys, values, and the scales and zero points of each.
+        page_strides, scale_strides: (block, slot, head).
+        score_scale: factor on the scores that makes them powers of two; positive.
+
+    Returns:
+        best, norm: float32 `[ROWS]`, largest score and sum of weights.
+        total: float32 `[ROWS, BLOCK_DIM]`, weighted values.
     """
+    first_key, whole, last_key = keys_of_program
+    k_pages, v_pages, k_scales, k_zeros, v_scales, v_zeros = pages
+    page_block_stride, page_slot_stride, page_head_stride = page_strides
+    scale_block_stride, scale_slot_stride, scale_head_stride = scale_strides
+    k_pages += kv_head * page_head_stride
+    v_pages += kv_head * page_head_stride
+    k_scales += kv_head * scale_head_stride
+    k_zeros += kv_head * scale_head_stride
+    v_scales += kv_head * scale_head_stride
+    v_zeros += kv_head * scale_head_stride
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    norm = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
     offsets = tl.arange(0, KEY_TILE)
     dims = tl.arange(0, BLOCK_DIM)
-    for start in range(first_key, last_key, KEY_TILE):
-        keys_at = start + offsets
-        known = keys_at < length
-        if ONE_BLOCK:
-            block = tl.load(table + start // block_size).to(tl.int64)
-            page = block * page_block_stride + start % block_size * page_slot_stride
-            scale_at = block * scale_block_stride + start % block_size * scale_slot_stride
-            page_rows = offsets * page_slot_stride
-            scale_rows = offsets * scale_slot_stride
-        else:
-            blocks = tl.load(table + keys_at // block_size, mask=known, other=0).to(tl.int64)
-            page = 0
-            scale_at = 0
-            page_rows = blocks * page_block_stride + keys_at % block_size * page_slot_stride
-            scale_rows = blocks * scale_block_stride + keys_at % block_size * scale_slot_stride
-        places = page_rows[:, None] + dims[None, :]
-        if MASKED or BLOCK_DIM != DIM:
-            inside = known[:, None] & (dims < DIM)[None, :]
-            keys = tl.load(k_pages + page + places, mask=inside, other=0)
-        else:
-            keys = tl.load(k_pages + page + places)
-        keys = decode_stored(keys, FORM, DOT)
-        if FORM == INT8:
-            zero = tl.load(k_zeros + scale_at + scale_rows, mask=known, other=0.0)
-            # Whole numbers up to 255: exact in every operand dtype.
-            keys = keys - zero.to(DOT)[:, None]
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        if FORM == INT8:
-            scale = tl.load(k_scales + scale_at + scale_rows, mask=known, other=0.0).to(tl.float32)
-            scores = scores * scale[None, :]
-        if MASKED:
-            scores = tl.where(keys_at[None, :] <= positions[:, None], scores, float("-inf"))
-        larger = tl.maximum(best, tl.max(scores, axis=1))
-        # Fused by hand: what the compiler fuses differs with and without masks, and a row that
-        # meets a key in either must give it the same weight.
-        shrink = tl.exp2((best - larger) * score_scale)
-        weights = tl.exp2(tl.fma(scores, score_scale, (-larger * score_scale)[:, None]))
-        norm = norm * shrink + tl.sum(weights, axis=1)
-        total = total * shrink[:, None]
-        best = larger
-        if MASKED or BLOCK_DIM != DIM:
-            inside = known[:, None] & (dims < DIM)[None, :]
-            values = tl.load(v_pages + page + places, mask=inside, other=0)
-        else:
-            values = tl.load(v_pages + page + places)
-        values = decode_stored(values, FORM, DOT)
-        if FORM == INT8:
-            zero = tl.load(v_zeros + scale_at + scale_rows, mask=known, other=0.0)
-            values = values - zero.to(DOT)[:, None]
-            scale = tl.load(v_scales + scale_at + scale_rows, mask=known, other=0.0).to(tl.float32)
-            weights = weights * scale[None, :]
-        total = tl.dot(weights.to(DOT), values, total, input_precision=PRECISION)
+    for masked in tl.static_range(2):
+        first = whole if masked else first_key
+        last = last_key if masked else whole
+        for start in range(first, last, KEY_TILE):
+            keys_at = start + offsets
+            known = keys_at < length
+            if ONE_BLOCK:
+                block = tl.load(table + start // block_size).to(tl.int64)
+                page = block * page_block_stride + start % block_size * page_slot_stride
+                scale_at = block * scale_block_stride + start % block_size * scale_slot_stride
+                page_rows = offsets * page_slot_stride
+                scale_rows = offsets * scale_slot_stride
+            else:
+                blocks = tl.load(table + keys_at // block_size, mask=known, other=0).to(tl.int64)
+                page = 0
+                scale_at = 0
+                page_rows = blocks * page_block_stride + keys_at % block_size * page_slot_stride
+                scale_rows = blocks * scale_block_stride + keys_at % block_size * scale_slot_stride
+            places = page_rows[:, None] + dims[None, :]
+            if masked or BLOCK_DIM != DIM:
+                inside = known[:, None] & (dims < DIM)[None, :]
+                keys = tl.load(k_pages + page + places, mask=inside, other=0)
+            else:
+                keys = tl.load(k_pages + page + places)
+            keys = decode_stored(keys, FORM, DOT)
+            if FORM == INT8:
+                zero = tl.load(k_zeros + scale_at + scale_rows, mask=known, other=0.0)
+                # Integers up to 255 are exact in every operand dtype.
+                keys = keys - zero.to(DOT)[:, None]
+            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            if FORM == INT8:
+                scale = tl.load(k_scales + scale_at + scale_rows, mask=known, other=0.0).to(
+                    tl.float32
+                )
+                scores = scores * scale[None, :]
+            if masked:
+                scores = tl.where(keys_at[None, :] <= positions[:, None], scores, float("-inf"))
+            larger = tl.maximum(best, tl.max(scores, axis=1))
+            # Fused by hand: the compiler's fusions differ with and without masks, and a row that
+            # meets a key in either must give it the same weight.
+            shrink = tl.exp2((best - larger) * score_scale)
+            weights = tl.exp2(tl.fma(scores, score_scale, (-larger * score_scale)[:, None]))
+            norm = norm * shrink + tl.sum(weights, axis=1)
+            total = total * shrink[:, None]
+            best = larger
+            if masked or BLOCK_DIM != DIM:
+                inside = known[:, None] & (dims < DIM)[None, :]
+                values = tl.load(v_pages + page + places, mask=inside, other=0)
+            else:
+                values = tl.load(v_pages + page + places)
+            values = decode_stored(values, FORM, DOT)
+            if FORM == INT8:
+                zero = tl.load(v_zeros + scale_at + scale_rows, mask=known, other=0.0)
+                values = values - zero.to(DOT)[:, None]
+                scale = tl.load(v_scales + scale_at + scale_rows, mask=known, other=0.0).to(
+                    tl.float32
+                )
+                weights = weights * scale[None, :]
+            total = tl.dot(weights.to(DOT), values, total, input_precision=PRECISION)
     return best, norm, total

@@ -3,7 +3,7 @@
 Prefill runs over tiles of 64 queries: scores of all query heads that share a key head in one
 product, softmax in place, one product with the values. At 64 rows this is as fast as torch's fused
 kernel, and its bits depend on a tile's shape only. `deterministic` fixes that shape: tiles start at
-absolute multiples of 64, queries and keys are padded with zeros to the tile's end.
+absolute multiples of 64, and queries and keys are padded with zeros to the tile's end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from vlm_serve.kernels.kv_quant import dequantise
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 
 TILE = 64
-# Scores of one product, in elements: beyond this, key heads take turns.
+# Most scores of one product, in elements: beyond this, each key head has a pass of its own.
 MAX_SCORES = 1 << 23
-# Keys of one decode call, in elements; more sequences than that take turns.
+# Most keys of one decode call, in elements; more sequences are split into several calls.
 MAX_KEYS = 1 << 20
 
 
@@ -30,7 +30,7 @@ def attention_prefill(
 ) -> torch.Tensor:
     out = torch.empty(q.shape, dtype=q.dtype)
     tables = _tables(meta)
-    # Values meet probabilities in bfloat16 where the CPU multiplies that fast; scores never.
+    # In bfloat16 models, probabilities multiply values in bfloat16; scores stay in float32.
     value_dtype = q.dtype if q.dtype == torch.bfloat16 else torch.float32
     for i in range(len(meta)):
         begin, end = meta.cu_seqlens[i], meta.cu_seqlens[i + 1]
@@ -62,14 +62,16 @@ class _Tiles:
         self._shared = heads // self._key_heads
         self._queries = torch.zeros(self._key_heads, self._shared, TILE, dim)
         most = heads * TILE * keys.shape[0]
-        self._turns = self._key_heads if most > MAX_SCORES else 1
-        self._scores = torch.empty(most // self._turns)
+        self._passes = self._key_heads if most > MAX_SCORES else 1
+        self._scores = torch.empty(most // self._passes)
 
     def __call__(
         self, q: torch.Tensor, offset: int, rows: int, visible: int, out: torch.Tensor
     ) -> None:
-        """Queries q are rows offset, offset + 1, ... of a tile of `rows` rows whose last one sees
-        `visible` keys."""
+        """Attend from rows offset, offset + 1, ... of a tile of `rows` queries.
+
+        The tile's last row sees `visible` keys.
+        """
         own = slice(offset, offset + q.shape[0])
         queries = self._queries[:, :, :rows]
         if q.shape[0] < rows:
@@ -78,7 +80,7 @@ class _Tiles:
         torch.mul(q.view(grouped).permute(1, 2, 0, 3), self._scale, out=queries[:, :, own])
         queries = queries.flatten(1, 2)
         target = out.view(grouped).permute(1, 2, 0, 3)
-        step = self._key_heads // self._turns
+        step = self._key_heads // self._passes
         for first in range(0, self._key_heads, step):
             heads = slice(first, first + step)
             mixed = self._mix(queries[heads], heads, rows, visible)
@@ -97,7 +99,7 @@ class _Tiles:
 
 @cache
 def _future(rows: int) -> torch.Tensor:
-    """True where a key of the tile comes after the query."""
+    """Return a mask that is True where a key of the tile comes after the query."""
     return torch.ones(rows, rows, dtype=torch.bool).triu(1)
 
 
@@ -120,10 +122,11 @@ class _Group:
     """Sequences that attend in one call, padded to the longest.
 
     Attributes:
-        members: places in the batch; None for all of them in order.
-        table: int64 `[n * W]` blocks, a sequence's missing ones filled with its first.
+        members: indices in the batch; None for all of them in order.
+        table: int64 `[n * W]` blocks; a sequence's missing ones repeat its first.
         lengths: keys of each sequence.
-        mask: float32 `[n, 1, 1, W * block_size]`, -inf where a sequence has no key; None if all do.
+        mask: float32 `[n, 1, 1, W * block_size]`, -inf where a sequence has no key; None if no
+            sequence needs one.
     """
 
     members: torch.Tensor | None
@@ -133,7 +136,7 @@ class _Group:
 
 
 def _decode_groups(meta: DecodeMeta, size: int, width: int) -> list[_Group]:
-    """All sequences together if that stays small, else neighbours in order of length."""
+    """Group all sequences together if that stays small, else neighbours in order of length."""
     if "attention_decode" not in meta.plans:
         groups: list[_Group] = []
         longest = -(-max(meta.kv_lens, default=0) // size) * size
@@ -177,16 +180,16 @@ def _decode_group(q: torch.Tensor, kv: KVLayer, group: _Group, scale: float) -> 
     keys = pick(kv.k, kv.k_scale, kv.k_zero, group.table, q.dtype).view(count, -1, key_heads, dim)
     values = pick(kv.v, kv.v_scale, kv.v_zero, group.table, q.dtype).view(keys.shape)
     mask = group.mask
-    if count == 1:  # A slice needs no mask.
+    if count == 1:  # One sequence is cut to its length and needs no mask.
         keys, values = keys[:, : group.lengths[0]], values[:, : group.lengths[0]]
         mask = None
     elif mask is not None:
-        # What pages hold past a sequence's end may be NaN, which no mask removes.
+        # Slots past a sequence's end may hold NaN, which no mask removes.
         for i, length in enumerate(group.lengths):
             keys[i, length:].zero_()
             values[i, length:].zero_()
         mask = mask.to(q.dtype)
-    # Query heads that share keys are the rows of one product, so keys are read once.
+    # Query heads with shared keys are the rows of one product, so keys are read once.
     mixed = F.scaled_dot_product_attention(
         query.reshape(count, key_heads, -1, dim),
         keys.transpose(1, 2),
@@ -198,7 +201,7 @@ def _decode_group(q: torch.Tensor, kv: KVLayer, group: _Group, scale: float) -> 
 
 
 def _tables(meta: PrefillMeta) -> list[torch.Tensor]:
-    """Block tables as index tensors, made once per step."""
+    """Return block tables as index tensors, made once per step."""
     if "attention_prefill" not in meta.plans:
         tables = [torch.tensor(table, dtype=torch.int64) for table in meta.block_tables]
         meta.plans["attention_prefill"] = tables
@@ -214,11 +217,12 @@ def _gather(
     padded: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One sequence's keys or values, `[padded, Hkv, D]` in `dtype`, zero from `length` on."""
+    """Gather one sequence's keys or values, `[padded, Hkv, D]` in `dtype`, zero from `length`
+    on."""
     size = pages.shape[1]
     table = table[: -(-length // size)]
     missing = -(-padded // size) - len(table)
-    if missing > 0:  # Any block will do, it is overwritten with zeros.
+    if missing > 0:  # Any block will do: zeros overwrite it.
         table = torch.cat([table, table[:1].expand(missing)])
     rows = pick(pages, scale, zero, table, dtype).flatten(0, 1)[:padded]
     rows[length:].zero_()
@@ -232,7 +236,7 @@ def pick(
     blocks: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A copy of some blocks as they are stored, `[n, block_size, Hkv, D]`, in `dtype`."""
+    """Copy some blocks from their stored form to `[n, block_size, Hkv, D]` in `dtype`."""
     if scale is not None and zero is not None:
         return dequantise(
             pages.index_select(0, blocks),

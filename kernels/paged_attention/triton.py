@@ -11,7 +11,7 @@ import triton.language as tl
 from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
 from vlm_serve.kernels.paged_attention.decode_triton import attention_decode
 from vlm_serve.kernels.paged_attention.tiles_triton import (
-    attend_range,
+    attend,
     attention_arguments,
     prefill_tile,
 )
@@ -63,8 +63,11 @@ def _prefill_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Query rows of one sequence and key head: row r is token r // GROUP, head r % GROUP, so that
-    few new tokens still fill a tile and each key is read once for all heads that share it."""
+    """Attend from query rows of one sequence and key head.
+
+    Row r is token r // GROUP, head r % GROUP. So few new tokens still fill a tile, and each key is
+    read once for all heads that share it.
+    """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.load(tile_sequence + tile)
@@ -76,7 +79,7 @@ def _prefill_kernel(
     real = rows < tokens_in_slice * GROUP
     token = rows // GROUP
     head = kv_head * GROUP + rows % GROUP
-    # Rows past the slice compute something finite and are not stored.
+    # Rows past the slice compute finite values and are not stored.
     positions = start + tl.where(real, token, 0)
     dims = tl.arange(0, BLOCK_DIM)
     inside = real[:, None] & (dims < DIM)[None, :]
@@ -85,50 +88,30 @@ def _prefill_kernel(
 
     last_token = tl.minimum((first_row + ROWS - 1) // GROUP, tokens_in_slice - 1)
     length = start + last_token + 1
-    # Keys that every row sees come first, without masks.
+    # Keys visible to every row come first, without masks.
     common = (start + first_row // GROUP + 1) // KEY_TILE * KEY_TILE
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    norm = tl.zeros((ROWS,), tl.float32)
-    total = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
     table = block_tables + sequence * table_stride
-    k_pages += kv_head * page_head_stride
-    v_pages += kv_head * page_head_stride
-    k_scales += kv_head * scale_head_stride
-    k_zeros += kv_head * scale_head_stride
-    v_scales += kv_head * scale_head_stride
-    v_zeros += kv_head * scale_head_stride
-    for masked in tl.static_range(2):
-        best, norm, total = attend_range(
-            queries,
-            positions,
-            best,
-            norm,
-            total,
-            common if masked else 0,
-            length if masked else common,
-            length,
-            table,
-            k_pages,
-            v_pages,
-            k_scales,
-            k_zeros,
-            v_scales,
-            v_zeros,
-            page_block_stride,
-            page_slot_stride,
-            scale_block_stride,
-            scale_slot_stride,
-            block_size,
-            score_scale,
-            DIM,
-            BLOCK_DIM,
-            KEY_TILE,
-            masked,
-            ONE_BLOCK,
-            FORM,
-            DOT,
-            PRECISION,
-        )
+    _best, norm, total = attend(
+        queries,
+        positions,
+        (0, common, length),
+        length,
+        table,
+        kv_head,
+        (k_pages, v_pages, k_scales, k_zeros, v_scales, v_zeros),
+        (page_block_stride, page_slot_stride, page_head_stride),
+        (scale_block_stride, scale_slot_stride, scale_head_stride),
+        block_size,
+        score_scale,
+        DIM,
+        BLOCK_DIM,
+        ROWS,
+        KEY_TILE,
+        ONE_BLOCK,
+        FORM,
+        DOT,
+        PRECISION,
+    )
     result = total / norm[:, None]
     places = ((begin + token).to(tl.int64) * HEADS + head)[:, None] * DIM + dims[None, :]
     tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
@@ -137,8 +120,11 @@ def _prefill_kernel(
 def attention_prefill(
     q: torch.Tensor, kv: KVLayer, meta: PrefillMeta, *, scale: float, deterministic: bool
 ) -> torch.Tensor:
-    """`deterministic` changes nothing: keys are walked in tiles at absolute positions, tile shapes
-    depend on dtypes and head dims only, and a row's arithmetic on its own query and keys."""
+    """Attend with the same bits whether `deterministic` or not.
+
+    Keys are read in tiles at absolute positions. Tile shapes depend on dtypes and head dims only,
+    and a row's arithmetic on its own query and keys.
+    """
     tables = prefill_tables(meta, q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kv_heads = kv.k.shape[2]

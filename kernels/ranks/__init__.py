@@ -1,7 +1,7 @@
-"""Ranks that share one model: who holds which part of it, and what they tell each other.
+"""Ranks that share one model: their parts of it, and the exchanges between them.
 
-base.py    what every way of sharing has in common; a model that is not shared
-shared.py  processes of one host, in memory that they share
+base.py    the interface, and a model that is not shared
+shared.py  processes of one host, in shared memory
 group.py   torch.distributed: NCCL between GPUs, gloo where there are no compiled kernels
 """
 

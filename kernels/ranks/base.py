@@ -1,4 +1,4 @@
-"""What every way of sharing a model has in common."""
+"""Interface of the ranks that share a model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 class Ranks:
     """One of `size` ranks that compute the same steps, each with its part of the weights.
 
-    This one is alone. All others call `begin` before a step and then, in the same order on every
-    rank, the exchanges. What a rank gets is the same to the bit whatever shares the step.
+    This class is a single rank without others. With several, each rank calls `begin` before a step
+    and then the exchanges, in the same order on every rank. The result of an exchange is the same
+    to the bit, whatever shares the step.
 
     Args:
         rank: 0 ... size - 1.
-        size: how many there are.
+        size: number of ranks.
 
     Raises:
-        RanksApartError: from an exchange: another rank has given up the step, or has not come in
-            time.
+        RanksApartError: from an exchange: another rank has aborted the step, or timed out.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -29,53 +29,58 @@ class Ranks:
 
     @property
     def shared(self) -> bool:
-        """Whether there are others."""
+        """True if there are other ranks."""
         return self.size > 1
 
     def share(self, count: int) -> range:
-        """This rank's part of so many things; parts differ by one at most."""
+        """Return this rank's part of `count` items; parts differ by one at most."""
         first, last = (each * count // self.size for each in (self.rank, self.rank + 1))
         return range(first, last)
 
     def share_or_copy(self, count: int) -> range:
-        """Likewise of heads that several ranks hold where there are fewer heads than ranks."""
+        """Return this rank's part of `count` heads.
+
+        Where there are fewer heads than ranks, several ranks hold the same head.
+        """
         if count >= self.size:
             return self.share(count)
         own = self.rank * count // self.size
         return range(own, own + 1)
 
     def begin(self, step: int) -> None:
-        """A step with a number higher than any before; all ranks have finished the last one."""
+        """Begin a step, with a number above all before; all ranks have finished the last one."""
 
-    def give_up(self) -> None:
-        """This rank cannot go on with the step: the others are not to wait for it."""
+    def abort(self) -> None:
+        """Abort the step, so that the other ranks stop waiting for this one."""
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """float32 `[T, N]` of every rank, added in the order of the ranks, on every rank."""
+        """Sum float32 `[T, N]` of all ranks in rank order; every rank gets the result."""
         return part
 
     def columns(self, part: torch.Tensor, count: int) -> torch.Tensor:
-        """float32 `[R, share(count)]` of every rank beside each other, `[R, count]`, on rank 0; the
-        others get what they gave."""
+        """Join float32 `[R, share(count)]` of all ranks side by side.
+
+        Rank 0 gets `[R, count]`; the others get their own part back.
+        """
         del count
         return part
 
-    def tell(self, tensor: torch.Tensor | None, root: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of rank `root` on every rank; `like` has its shape and dtype."""
+    def broadcast(self, tensor: torch.Tensor | None, root: int, like: torch.Tensor) -> torch.Tensor:
+        """Broadcast a tensor of rank `root` to all ranks; `like` has its shape and dtype."""
         del root, like
-        assert tensor is not None, "who is alone asks itself"
+        assert tensor is not None, "a single rank is the root"
         return tensor
 
     def record(self) -> ctypes.Structure | None:
-        """How compiled steps meet the others; None if they cannot, or if there are none."""
+        """Return the record for compiled steps; None if unsupported, or for a single rank."""
         return None
 
     def close(self) -> None:
-        """No exchange follows."""
+        """Release the ranks' resources; no exchange follows."""
 
 
 def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A new tensor: the sum, element by element in the order of the parts."""
+    """Sum the parts into a new tensor, element by element in their order."""
     total = parts[0] + parts[1] if len(parts) > 1 else parts[0].clone()
     for part in parts[2:]:
         total += part

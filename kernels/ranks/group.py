@@ -15,16 +15,16 @@ from vlm_serve.kernels.ranks.base import Ranks, in_order
 
 
 class GroupRanks(Ranks):
-    """See `Ranks`. The group meets in a file and binds to this host's loopback alone.
+    """Ranks of a process group; see `Ranks`. They meet in a file and bind to loopback alone.
 
-    Parts are gathered and then added by us: a library's own sum takes them in an order that depends
-    on the size of the message from three ranks on, and so on what shares the step.
+    Parts are gathered and then added by us. With three ranks or more, a library's own sum takes
+    them in an order that depends on the size of the message, and so on the rest of the step.
 
     Args:
         rank, size: as in `Ranks`.
-        store: a file that all of them name; made by the first.
-        device: of the tensors that are exchanged.
-        limit: seconds that a rank waits for the others. A group that has waited in vain is over.
+        store: file for the rendezvous, the same for all; the first rank creates it.
+        device: of the tensors to exchange.
+        limit: seconds that a rank waits for the others. After a timeout the group is unusable.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GroupRanks(Ranks):
             return part
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
 
-    def tell(self, tensor: torch.Tensor | None, root: int, like: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor | None, root: int, like: torch.Tensor) -> torch.Tensor:
         out = tensor
         if out is None:
             out = torch.empty(like.shape, dtype=like.dtype, device=self._device)

@@ -1,4 +1,4 @@
-"""Ranks of one host in memory that they share; compiled steps and ops meet in the same place."""
+"""Ranks of one host in shared memory; compiled steps and ops use the same slots and barrier."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _Record = struct("Ranks")
 MOST_RANKS = constant("MOST_RANKS")
 _SPINS = 2000
 ENDED = (1 << 63) // constant("MOST_MEETINGS") - 1
-"""A step that comes after every other: who gives this up ends all of them."""
+"""A step after every other: aborting it ends all steps."""
 
 
 class SharedMemory:
-    """The file behind it, on this rank's side. Pages that nobody touches cost nothing.
+    """The shared file, mapped by this rank. Untouched pages cost nothing.
 
     Args:
-        path: made by `create`.
-        size: ranks.
-        slot_bytes: of one of a rank's two slots.
+        path: file made by `create`.
+        size: number of ranks.
+        slot_bytes: size of a slot; each rank has two.
     """
 
     def __init__(self, path: Path, size: int, slot_bytes: int) -> None:
@@ -39,7 +39,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, size: int, slot_bytes: int) -> SharedMemory:
-        """A new one, full of zeros, that only this user can open."""
+        """Create a file of zeros that only this user can open, and map it."""
         slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         descriptor, name = tempfile.mkstemp(prefix=f"vlm-serve-ranks-{os.getpid()}-", dir=folder)
@@ -47,8 +47,8 @@ class SharedMemory:
             file.truncate(_bytes(size, slot_bytes))
         return cls(Path(name), size, slot_bytes)
 
-    def forget(self) -> None:
-        """Nobody else opens it; it lasts as long as somebody has it open."""
+    def unlink(self) -> None:
+        """Unlink the file: no other process can open it; it lasts as long as its mappings."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
@@ -58,13 +58,15 @@ def _bytes(size: int, slot_bytes: int) -> int:
 
 
 class SharedRanks(Ranks):
-    """See `Ranks` and `native/ranks.h`. Only one thread of a process takes part in exchanges.
+    """Ranks in shared memory; see `Ranks` and `native/ranks.h`.
+
+    Only one thread of a process takes part in exchanges.
 
     Args:
         rank: 0 ... size - 1.
-        memory: of all of them.
+        memory: shared by all ranks.
         limit: seconds that a rank waits for the others.
-        threads: of each rank's model.
+        threads: threads of each rank's model.
 
     Raises:
         BuildError: there are no compiled kernels.
@@ -88,11 +90,11 @@ class SharedRanks(Ranks):
         self._step = step
         call("vlm_ranks_begin", ctypes.byref(self._record), step)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         call("vlm_ranks_give_up", ctypes.byref(self._record), self._step)
 
     def end(self) -> None:
-        """Gives up this step and all others; from any thread."""
+        """Abort this step and all later ones; callable from any thread."""
         call("vlm_ranks_give_up", ctypes.byref(self._record), ENDED)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -111,7 +113,7 @@ class SharedRanks(Ranks):
         for first in range(0, len(part), rows):
             some = part[first : first + rows].contiguous()
             self._place(some)
-            self._meet()
+            self._barrier()
             if self.rank == 0:
                 self._take(out[first : first + rows], count)
         return out
@@ -120,16 +122,16 @@ class SharedRanks(Ranks):
         for rank in range(self.size):
             own = Ranks(rank, self.size).share(count)
             size = 4 * len(out) * len(own)
-            told = self._slot(rank, self._record.count - 1)[:size].view(torch.float32)
-            out[:, own.start : own.stop] = told.view(len(out), len(own))
+            values = self._slot(rank, self._record.count - 1)[:size].view(torch.float32)
+            out[:, own.start : own.stop] = values.view(len(out), len(own))
 
-    def tell(self, tensor: torch.Tensor | None, root: int, like: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor | None, root: int, like: torch.Tensor) -> torch.Tensor:
         out = torch.empty(like.shape, dtype=like.dtype) if tensor is None else tensor.contiguous()
         whole, size = out.view(-1).view(torch.uint8), self._memory.slot_bytes
         for piece in torch.split(whole, size):
             if self.rank == root:
                 self._slot(root, self._record.count)[: len(piece)] = piece
-            self._meet()
+            self._barrier()
             if self.rank != root:
                 piece.copy_(self._slot(root, self._record.count - 1)[: len(piece)])
         return out
@@ -141,18 +143,18 @@ class SharedRanks(Ranks):
         return max(1, self._memory.slot_bytes // (4 * part.shape[1]))
 
     def _exchange(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """What every rank has placed; it lasts until the next exchange but one."""
+        """Return every rank's part; the views are valid until the next exchange but one."""
         size = self._place(part)
-        self._meet()
+        self._barrier()
         count = self._record.count - 1
         return [self._slot(rank, count)[:size] for rank in range(self.size)]
 
     def _place(self, part: torch.Tensor) -> int:
-        told = part.contiguous().view(-1).view(torch.uint8)
-        self._slot(self.rank, self._record.count)[: len(told)] = told
-        return len(told)
+        raw = part.contiguous().view(-1).view(torch.uint8)
+        self._slot(self.rank, self._record.count)[: len(raw)] = raw
+        return len(raw)
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         call("vlm_ranks_meet", ctypes.byref(self._record))
 
     def _slot(self, rank: int, count: int) -> torch.Tensor:

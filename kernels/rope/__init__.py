@@ -1,9 +1,9 @@
 """Interleaved multimodal rotary embedding (M-RoPE), partial, with the query/key norm before it.
 
 As in Qwen3.5 (transformers' Qwen3_5TextRotaryEmbedding and apply_rotary_pos_emb): the first `rot`
-dims of a head are rotated, in halves (`rotate_half`), the rest pass through. Of the `rot / 2`
-frequencies, those at 1, 4, 7, ... take the height position and those at 2, 5, 8, ... the width
-position, as many as `sections` says; all others take the temporal one.
+dims of a head are rotated in halves (`rotate_half`); the rest pass through. Of the `rot / 2`
+frequencies, those at 1, 4, 7, ... use the height position and those at 2, 5, 8, ... the width
+position, as many as `sections` says. All others use the temporal one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _norm_rope = Op(
 def mrope_cos_sin(
     positions: torch.Tensor, inv_freq: torch.Tensor, sections: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of every token's angles, once per step for all layers.
+    """Compute cosine and sine of every token's angles, once per step for all layers.
 
     Args:
         positions: int64 `[3, T]`: temporal, height and width position.
         inv_freq: float32 `[rot / 2]`.
-        sections: how many frequencies (temporal, height, width) take; interleaved.
+        sections: number of frequencies of (temporal, height, width); interleaved.
 
     Returns:
         (cos, sin), float32 `[T, rot / 2]` each.
@@ -56,11 +56,11 @@ def qk_norm_rope(
     sin: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zero-centred RMS norm over each head, then the partial rotation; float32 inside.
+    """Apply a zero-centred RMS norm to each head, then the partial rotation; float32 inside.
 
     Args:
         q: `[T, Hq, D]`, float32, bfloat16 or float16, any strides with a dense last dimension.
-        k: `[T, Hkv, D]`, likewise.
+        k: `[T, Hkv, D]`, as q.
         q_weight, k_weight: `[D]` norm weights; 0 means a factor of 1.
         cos, sin: float32 `[T, rot / 2]` from `mrope_cos_sin`, `rot <= D`.
         eps: added to the mean square.

@@ -14,12 +14,12 @@ from vlm_serve.kernels.native_records import bits, knows_rows, rows
 from vlm_serve.kernels.norms.compiled import centred
 
 MOST_DIM = constant("MOST_DIM")
-"""Numbers in a head."""
+"""Largest head dim that compiled code supports."""
 
 
 @cache
 def axes(half: int, sections: tuple[int, ...]) -> torch.Tensor:
-    """The row of the positions that every frequency takes, int32 `[rot / 2]`."""
+    """Return each frequency's row of `positions`, int32 `[rot / 2]`."""
     taken = torch.zeros(half, dtype=torch.int32)
     for axis in (1, 2):
         taken[axis : 3 * sections[axis] : 3] = axis
@@ -64,7 +64,7 @@ def qk_norm_rope(
 def _norm_rope(
     x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Norm and rotation of all heads; `cos` and `sin` are contiguous."""
+    """Normalise and rotate all heads; `cos` and `sin` are contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype)
     call(
         "vlm_norm_rope",

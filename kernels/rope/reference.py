@@ -1,4 +1,4 @@
-"""Query/key norm and partial rotation, oracle."""
+"""Reference query/key norm and partial rotation, the oracle of tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def qk_norm_rope_reference(
     x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Oracle for one of q and k: `[T, H, D]`, pair by pair, in float64."""
+    """Normalise and rotate one of q and k, `[T, H, D]`, pair by pair in float64."""
     wide = x.double()
     wide = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (1 + weight.double())
     out = wide.clone()

@@ -46,7 +46,7 @@ def _norm_rotate(
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the first dims of each head in halves, in place."""
+    """Rotate the first dims of each head in halves, in place."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     turned = first * sin

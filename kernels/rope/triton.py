@@ -28,8 +28,10 @@ def _norm_rotate(
     BLOCK_REST: tl.constexpr,
     eps,
 ):
-    """One token, some heads: x and out point at the token. The rotated dims are loaded as two
-    halves, so that a rotation needs no exchange between threads."""
+    """Normalise and rotate some heads of one token; x and out point at the token.
+
+    The rotated dims are loaded as two halves, so a rotation needs no exchange between threads.
+    """
     heads = first_head + tl.arange(0, BLOCK_HEADS)
     pairs = tl.arange(0, BLOCK_HALF)
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)

@@ -16,14 +16,14 @@ _copy_runs = Op(torch_cpu.copy_runs, triton="vlm_serve.kernels.state_copy.triton
 def copy_rows(
     tensors: Sequence[torch.Tensor], src_rows: Sequence[int], dst_rows: Sequence[int]
 ) -> None:
-    """`tensor[dst_rows[i]] = tensor[src_rows[i]]` for every i and every tensor, in place.
+    """Copy `tensor[dst_rows[i]] = tensor[src_rows[i]]` for every i and every tensor, in place.
 
-    Pairs are sorted and neighbours coalesced into runs, so that a copy of adjacent rows is one
-    copy. Rows are host integers; nothing is read back from the device.
+    Pairs are sorted and neighbours coalesced into runs, so that adjacent rows are one copy. Rows
+    are host integers; nothing is read back from the device.
 
     Args:
         tensors: pools that share a row index, `[rows, ...]`, any dtype, the same number of rows.
-        src_rows, dst_rows: equally long; destinations unique; no row is both.
+        src_rows, dst_rows: equally long; destinations unique; no row in both.
 
     Raises:
         KernelArgumentError: naming the argument at fault, before anything is copied.
@@ -46,8 +46,7 @@ def copy_rows(
 
 
 def coalesce(src_rows: Sequence[int], dst_rows: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Sort pairs by source and join those that continue each other: (source, destination,
-    count)."""
+    """Sort pairs by source and join consecutive ones: (source, destination, count)."""
     runs: list[tuple[int, int, int]] = []
     for src, dst in sorted(zip(src_rows, dst_rows, strict=True)):
         if runs:

@@ -1,4 +1,4 @@
-"""Row copies, oracle."""
+"""Reference row copies, the oracle of tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 def copy_rows_reference(
     tensor: torch.Tensor, src_rows: Sequence[int], dst_rows: Sequence[int]
 ) -> torch.Tensor:
-    """Oracle of `copy_rows` for one tensor; returns a new one."""
+    """Copy rows of one tensor into a new one."""
     result = tensor.clone()
     for src, dst in zip(src_rows, dst_rows, strict=True):
         result[dst] = tensor[src]

@@ -13,7 +13,7 @@ import triton.language as tl
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.triton_support import launch, to_device
 
-# Bytes per program: enough loads in flight to hide latency, small enough that one row of a large
+# Bytes per program: enough loads in flight to hide latency, few enough that one row of a large
 # pool (tens of MiB) still spreads over every multiprocessor.
 TILE_BYTES = 16384
 
@@ -53,8 +53,10 @@ def copy_runs(tensors: Sequence[torch.Tensor], runs: Sequence[tuple[int, int, in
 
 
 def words(pool: torch.Tensor) -> torch.Tensor:
-    """A pool `[rows, ...]` as `[rows, words]` of the widest integer its bytes divide into, so that
-    a copy is the same for every dtype and keeps every bit (also those of a NaN)."""
+    """View a pool `[rows, ...]` as `[rows, words]` of the widest integer that divides its bytes.
+
+    A copy is then the same for every dtype and keeps every bit, also those of a NaN.
+    """
     if not pool[:1].is_contiguous():
         raise KernelArgumentError("tensors", "a row must be contiguous")
     size = pool.element_size()

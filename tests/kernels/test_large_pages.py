@@ -57,20 +57,20 @@ def test_nothing_has_no_memory() -> None:
     assert zeros(0, 4, dtype=torch.float32).shape == (0, 4)
 
 
-def test_what_is_larger_than_a_room_has_one_of_its_own() -> None:
+def test_what_is_larger_than_an_arena_has_one_of_its_own() -> None:
     large = zeros(300 << 20, dtype=torch.uint8)
     large[-1] = 1
     assert large.numel() == 300 << 20 and large.data_ptr() % (2 << 20) == 0
 
 
 def test_too_much_is_a_memory_error() -> None:
-    with pytest.raises(MemoryError, match="no room for"):
+    with pytest.raises(MemoryError, match="no address space for"):
         zeros(1 << 60, dtype=torch.uint8)
 
 
 @needs_large_pages
-def test_rooms_end_with_their_last_tensor() -> None:
-    one = large_pages._Rooms()
+def test_arenas_end_with_their_last_tensor() -> None:
+    one = large_pages._Arenas()
     first, second = one.take(5 << 20), one.take(5 << 20)
     address = first.data_ptr()
     assert second.data_ptr() == address + (5 << 20) and advised(first)

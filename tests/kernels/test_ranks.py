@@ -59,7 +59,7 @@ def test_a_tensor_of_one_rank_is_told_to_all(dtype: torch.dtype) -> None:
     def work(ranks: SharedRanks) -> torch.Tensor:
         ranks.begin(1)
         like = torch.empty(told.shape, dtype=dtype, device="meta")
-        return ranks.tell(told if ranks.rank == 2 else None, 2, like)
+        return ranks.broadcast(told if ranks.rank == 2 else None, 2, like)
 
     for heard in on_ranks(3, work, slot_bytes=4096):
         assert isinstance(heard, torch.Tensor)
@@ -98,7 +98,7 @@ def test_who_gives_up_keeps_nobody_waiting_and_the_next_step_works() -> None:
                 raise MemoryError
             ranks.sum(torch.ones(1, 4))
         except MemoryError:
-            ranks.give_up()
+            ranks.abort()
         except RanksApartError:
             pass
         else:
@@ -144,5 +144,5 @@ def test_shares_cover_everything_once() -> None:
 def test_who_is_alone_hears_itself() -> None:
     part = torch.randn(2, 3)
     assert not ALONE.shared
-    assert ALONE.sum(part) is ALONE.columns(part, 3) is ALONE.tell(part, 0, part) is part
+    assert ALONE.sum(part) is ALONE.columns(part, 3) is ALONE.broadcast(part, 0, part) is part
     assert ALONE.record() is None

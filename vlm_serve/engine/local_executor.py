@@ -193,7 +193,7 @@ class LocalExecutor:
         for encode, owner in zip(encodes, owners, strict=True):
             mine = _alone(next(embeddings)) if owner == ranks.rank else None
             like = self._model.embedding_like(encode.grid, encode.merge_size)
-            self._embeddings[encode.slot] = ranks.tell(mine, owner, like)
+            self._embeddings[encode.slot] = ranks.broadcast(mine, owner, like)
         self.model_seconds += time.perf_counter() - begin
 
     def _output(

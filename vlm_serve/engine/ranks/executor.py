@@ -129,7 +129,7 @@ class ShardedExecutor(LocalExecutor):
             except RanksApartError as error:
                 problem = error
             except BaseException:
-                ranks.give_up()
+                ranks.abort()
                 self._processes.receive(self._limit)
                 raise
             self._processes.receive(self._limit if problem is None else _GRACE_SECONDS)

@@ -110,7 +110,7 @@ def _meeting(what: Loading, config: EngineConfig) -> Iterator[Meeting]:
         try:
             yield Meeting(memory.path, memory.slot_bytes, limit)
         finally:
-            memory.forget()
+            memory.unlink()
         return
     try:
         folder = TemporaryFolder("vlm-serve-ranks-")

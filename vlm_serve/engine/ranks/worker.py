@@ -92,7 +92,7 @@ class _Following:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None:
-            self._ranks.give_up()
+            self._ranks.abort()
 
 
 def main(descriptor: int) -> None:
