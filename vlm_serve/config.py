@@ -40,36 +40,36 @@ class EngineConfig:
     """
 
     device: str = _model(
-        "auto", "where the model runs: auto (a GPU if there is one), cpu, cuda or cuda:N"
+        "auto", "device of the model: auto (a GPU if there is one), cpu, cuda or cuda:N"
     )
     dtype: str = _model(
         "auto",
-        "type of weights in memory; auto: the checkpoint's own, but float32 on a CPU without "
+        "type of the weights in memory; auto: the checkpoint's type, but float32 on a CPU without "
         "compiled kernels",
         choices=_DTYPES,
     )
     compute_dtype: str = _model(
         "auto",
-        "type of activations; compiled CPU kernels take float32 beside any weights, and bfloat16 "
-        "beside bfloat16 ones; auto: what the processor is best at",
+        "type of activations; compiled CPU kernels accept float32 with all weights, and bfloat16 "
+        "with bfloat16 weights; auto: the fastest on this processor",
         choices=_DTYPES,
     )
     quantization: str | None = _model(
         None,
-        "quantise a plain checkpoint's projections and experts while it is loaded; the head gets 6 "
-        "bits at least",
+        "quantise the projections and experts of an unquantised checkpoint while loading; the head "
+        "gets at least 6 bits",
         choices=("int8", "int6", "int4"),
-        default_text="as the checkpoint has them",
+        default_text="as in the checkpoint",
     )
     quantized_activations: str = _model(
         "auto",
-        "quantise activations beside int8, int6 and int4 weights, per row and group; auto: int8 "
-        "with compiled kernels where the processor sums products of bytes, else none",
+        "quantise activations for int8, int6 and int4 weights, per row and group; auto: int8 with "
+        "compiled kernels on processors with byte dot products, else none",
         choices=("auto", "none", "int8"),
     )
     max_model_len: int | None = _model(
         None,
-        "longest prompt plus answer, in tokens",
+        "maximum length of prompt plus answer, in tokens",
         low=1,
         default_text="the checkpoint's context",
     )
@@ -82,32 +82,32 @@ class EngineConfig:
     )
     tensor_parallel_size: int = _model(
         1,
-        "processes that share the model: heads, columns of feed-forwards and experts, vocabulary; "
-        "on GPUs, one each",
+        "processes that split the model by heads, columns of feed-forwards and experts, and "
+        "vocabulary; on GPUs, one process per GPU",
         low=1,
         high=64,
         aliases=("tp",),
     )
     stall_timeout: float = _model(
         120.0,
-        "seconds without a step, although there is work, after which /health says 503; and that "
-        "the processes of one model wait for each other before the engine ends",
+        "seconds without a step despite pending work until /health returns 503; also the time that "
+        "the processes of one model wait for each other before the engine stops",
         low=0.001,
         high=3600,
         metavar="SECONDS",
     )
     cuda_graphs: bool | None = _model(
         None,
-        "on a GPU, run decode steps and short prefills from CUDA graphs, captured at start-up",
+        "on a GPU, run decode steps and short prefills as CUDA graphs, captured at start-up",
         default_text="on with a GPU",
     )
     compiled_kernels: bool | None = _model(
         None,
-        "on a CPU, compute with kernels that the first start compiles",
+        "on a CPU, use native kernels, compiled at the first start",
         default_text="on with a C++ compiler",
     )
     enable_prefix_caching: bool = _cache(
-        True, "reuse KV and state of equal prefixes (text and media)"
+        True, "reuse KV and state of shared prefixes (text and media)"
     )
     block_size: int | None = _cache(
         None,
@@ -117,29 +117,29 @@ class EngineConfig:
     )
     cache_memory: int | str | None = _cache(
         None,
-        "memory for KV blocks and state snapshots together, such as 512MiB or 4GiB",
+        "memory for KV blocks and state snapshots in total, such as 512MiB or 4GiB",
         low=1,
         default_text="a share of free memory, printed at start-up",
     )
     kv_cache_dtype: str = _cache(
         "auto",
-        "type in which keys and values are stored; auto is compute_dtype",
+        "type of stored keys and values; auto is compute_dtype",
         choices=_KV_DTYPES,
         aliases=("kv_dtype",),
     )
     state_dtype: str = _cache(
-        "auto", "type in which recurrent state is stored; auto is float32", choices=_STATE_DTYPES
+        "auto", "type of stored recurrent state; auto is float32", choices=_STATE_DTYPES
     )
     prefix_cache_state_interval: int | None = _cache(
         None,
-        "distance of the regular state snapshots of a long prompt, in blocks",
+        "blocks between regular state snapshots of a long prompt",
         low=1,
         aliases=("state_interval",),
         default_text="the blocks of 1024 tokens",
     )
     prefix_cache_state_budget: int | None = _cache(
         None,
-        "snapshot rows beyond one live row per running sequence; 0 borrows idle live rows only",
+        "snapshot rows, in addition to one live row per running sequence; 0: idle live rows only",
         low=0,
         default_text="half of the cache memory",
     )
@@ -150,123 +150,121 @@ class EngineConfig:
     )
     expert_replay: str = _cache(
         "best_effort",
-        "cached tokens whose routed experts are unknown, when a request asks for them: best_effort "
-        "reuses and reports them, complete computes them again",
+        "requests for routed experts, at cached tokens without recorded experts: best_effort "
+        "reuses and reports these tokens, complete recomputes them",
         choices=("best_effort", "complete"),
     )
     host_cache_memory: int | str = _cache(
         0,
-        "host memory below the cache memory: what is evicted stays there and comes up on demand",
+        "host memory for evicted cache entries, which return to the cache on demand",
         low=0,
         default_text="none",
     )
     disk_cache_path: str | None = _cache(
-        None,
-        "folder for what host memory has no room for either; it survives a restart",
-        metavar="DIR",
+        None, "folder for entries evicted from host memory; they survive a restart", metavar="DIR"
     )
     disk_cache_size: int | str = _cache(
-        10 << 30, "most bytes of the entries in disk_cache_path", low=1
+        10 << 30, "maximum size of the entries in disk_cache_path", low=1
     )
     shared_store: str | None = _cache(
         None,
-        "store that servers of one model share, below all other tiers: redis://HOST:PORT/DB, or "
-        "rediss:// with TLS; valkey:// and valkeys:// are the same",
+        "store shared by servers of one model, below all other tiers: redis://HOST:PORT/DB, or "
+        "rediss:// with TLS; valkey:// and valkeys:// are equivalent",
         metavar="URL",
     )
     shared_store_key_file: str | None = _cache(
         None,
-        "file with at least 32 secret bytes, the same for all these servers: without them nobody "
-        "can write what they believe; needed unless the store is on this machine",
+        "file of at least 32 secret bytes, the same for all servers of the store, which ignore "
+        "entries written without it; required unless the store is on this machine",
         metavar="FILE",
     )
     shared_store_insecure: bool = _cache(
-        False, "talk to a shared store on another machine without TLS"
+        False, "connect to a shared store on another machine without TLS"
     )
     shared_store_timeout: float = _cache(
         1.0,
-        "seconds that one request may wait for the shared store, look-up and reading together",
+        "seconds that a request may wait for the shared store, for lookups and reads in total",
         low=0.001,
         high=60,
         metavar="SECONDS",
     )
     shared_store_ttl: int = _cache(
         24 * 3600,
-        "seconds after which an entry of the shared store expires, unless it is used again",
+        "seconds until an unused entry of the shared store expires",
         low=60,
         high=365 * 24 * 3600,
         metavar="SECONDS",
     )
     shared_store_write: str = _cache(
         "stable",
-        "what is written to the shared store: media (up to the ends of media, of the system prompt "
-        "and of what two prompts share), stable (also up to the ends of turns), all (up to every "
-        "snapshot)",
+        "entries to write to the shared store: media (up to the ends of media, of the system "
+        "prompt and of prefixes that two prompts share), stable (also up to the ends of turns), all "
+        "(up to every snapshot)",
         choices=("media", "stable", "all"),
     )
     shared_store_write_bandwidth: int | str = _cache(
-        256 << 20, "most bytes a second that are written to the shared store", low=1
+        256 << 20, "maximum write rate to the shared store, in bytes per second", low=1
     )
     cache_audit: float = _cache(
         0.0,
-        "share (0 to 1) of the greedy requests with a hit that are run again cold, in the "
-        "background, and compared",
+        "fraction (0 to 1) of greedy requests with a hit to repeat cold, in the background, and "
+        "compare",
         low=0.0,
         high=1.0,
         metavar="RATE",
     )
-    max_num_seqs: int = _scheduler(8, "most sequences that run at the same time", low=1, high=4096)
+    max_num_seqs: int = _scheduler(
+        8, "maximum number of concurrently running sequences", low=1, high=4096
+    )
     max_num_batched_tokens: int = _scheduler(
-        2048, "most tokens in one step, prefill and decode together", low=1
+        2048, "maximum tokens per step, prefill and decode in total", low=1
     )
     step_time_target: float = _scheduler(
         25.0,
-        "milliseconds that a step is to take: where more prompt tokens would take longer, it takes "
-        "fewer, but at least 256, and 1024 for one request alone; 0: no target",
+        "target duration of a step in milliseconds, reached by fewer prompt tokens per step, but "
+        "at least 256, or 1024 for a single request; 0: no target",
         low=0.0,
         high=60_000,
         metavar="MS",
     )
     speculative: str = _scheduler(
         "auto",
-        "where drafts of the next tokens come from, several of which one step verifies: suffix "
-        "finds them in the sequence's own text, in a request's prediction and in earlier answers "
-        "to the same tenant; mtp takes them from the checkpoint's multi-token-prediction layer; "
-        "auto: suffix on a CPU with compiled kernels, else off. Drafts change no token",
+        "source of draft tokens for speculative decoding: suffix finds them in the sequence's own "
+        "text, in a request's prediction and in earlier answers to the same tenant; mtp takes them "
+        "from the checkpoint's multi-token-prediction layer; auto: suffix on a CPU with compiled "
+        "kernels, else off. Drafts never change the output",
         choices=("auto", "off", "suffix", "mtp", "mtp,suffix"),
     )
     speculative_tokens: int = _scheduler(
         7,
-        "most drafts of a sequence in one step; twice as many and one while few sequences run",
+        "maximum drafts per sequence and step (N); up to 2N + 1 while few sequences run",
         low=1,
         high=32,
     )
     allowed_local_media_path: str | None = _media(
-        None, "folder below which file:// URLs may name media", metavar="DIR"
+        None, "folder from which file:// URLs may load media", metavar="DIR"
     )
     allowed_media_domains: tuple[str, ...] = _media(
         (),
         "hosts from which media may be fetched (comma-separated)",
         default_text="every public host",
     )
-    allow_private_networks: bool = _media(
-        False, "also fetch media from addresses that are not public"
-    )
+    allow_private_networks: bool = _media(False, "also fetch media from non-public addresses")
     limit_mm_per_prompt: str = _media(
         "",
-        "most images and videos in one prompt, such as image=4,video=1",
+        "maximum images and videos per prompt, such as image=4,video=1",
         metavar="LIMITS",
         default_text="none",
     )
     max_image_pixels: int = _media(
         1 << 26,
-        "most pixels of an image, read from its header before it is decoded",
+        "maximum pixels of an image, checked in its header before decoding",
         low=1,
         high=178_956_970,
     )
     media_fetch_timeout: float = _media(
         30.0,
-        "seconds for fetching one medium, redirects included",
+        "time limit for fetching one medium, redirects included, in seconds",
         low=0.001,
         high=3600,
         metavar="SECONDS",

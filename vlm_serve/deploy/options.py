@@ -18,29 +18,25 @@ class DeployConfig:
     """
 
     replicas: int = _replicas(
-        2, "engines that answer, each with weights and a cache of its own", low=1, high=256
+        2, "number of engines, each with its own weights and cache", low=1, high=256
     )
     max_replicas: int | None = _replicas(
         None,
-        "let their number grow up to this many while prompts wait, and shrink again",
+        "scale up to this many replicas while prompts wait, and down again",
         low=1,
         high=256,
-        default_text="none: their number stays",
+        default_text="none: no scaling",
     )
     target_queued_tokens: int = _replicas(
-        16_384,
-        "prompt tokens of open requests that a replica should have when their number may grow",
-        low=1,
+        16_384, "target for scaling: prompt tokens of open requests per replica", low=1
     )
     silence_timeout: float = _replicas(
         10.0,
-        "seconds without a sign of life after which a replica's requests go to another one",
+        "seconds without a heartbeat until a replica's requests move to another replica",
         low=2.0,
         metavar="SECONDS",
     )
-    without_keys: bool = _replicas(
-        False, "listen on another address than loopback although no API key is needed"
-    )
+    without_keys: bool = _replicas(False, "allow listening beyond loopback without API keys")
 
     def __post_init__(self) -> None:
         refuse(normalise_all(self))

@@ -28,113 +28,110 @@ class ServerConfig:
     port: int = _server(8000, "port to listen on; 0 takes any free one", low=0, high=65535)
     served_model_name: tuple[str, ...] = _server(
         (),
-        "name or names under which requests may ask for the model (comma-separated)",
+        "name or names of the model in requests (comma-separated)",
         default_text="the model as given",
     )
     api_key: tuple[str, ...] = _server(
-        (), "keys of which a request must bring one as a bearer token (comma-separated)"
+        (), "accepted API keys; a request must send one as a bearer token (comma-separated)"
     )
     tenant_keys: str | None = _server(
         None,
-        "YAML file of further API keys, each with the cache salt that its requests always have",
+        "YAML file of further API keys, each with a fixed cache salt for its requests",
         metavar="FILE",
     )
-    page: bool = _server(True, "serve the page at /: chat, and what the cache does")
+    page: bool = _server(True, "serve the web page at /, with a chat and views of the cache")
     allowed_hosts: tuple[str, ...] = _server(
         (),
-        "names that requests may give as their Host, besides loopback's (comma-separated); "
-        "* allows all",
-        default_text="none; on another address than loopback a server takes any name",
+        "accepted Host headers besides those of loopback (comma-separated); * allows all",
+        default_text="none; all if the server listens on another address than loopback",
     )
     allowed_origins: tuple[str, ...] = _server(
         (),
-        "origins of other websites whose scripts may use this server (comma-separated or as JSON); "
-        "* allows all",
+        "CORS: origins whose scripts may use this server (comma-separated or JSON); * allows all",
     )
     allowed_methods: tuple[str, ...] = _server(
-        ("*",), "methods that they may use", default_text="all"
+        ("*",), "CORS: methods for these origins", default_text="all"
     )
     allowed_headers: tuple[str, ...] = _server(
-        ("*",), "headers that they may send", default_text="all"
+        ("*",), "CORS: request headers for these origins", default_text="all"
     )
-    allow_credentials: bool = _server(False, "let them send cookies and the like")
+    allow_credentials: bool = _server(
+        False, "CORS: let these origins send credentials such as cookies"
+    )
     tool_call_parser: str = _server(
         "auto",
-        "form of tool calls in the answers: auto is the one that the chat template asks for",
+        "format of tool calls in answers; auto: the format that the chat template asks for",
         choices=("auto", "qwen3_xml", "hermes", "none"),
     )
     reasoning_parser: str = _server(
         "none",
-        "qwen3 moves what stands before </think> into the field `reasoning`",
+        "qwen3 moves the text before </think> to the field `reasoning`",
         choices=("none", "qwen3"),
     )
     otlp_traces_endpoint: str | None = _server(
-        None,
-        "URL to which OpenTelemetry traces are sent (OTLP over HTTP); needs the extra `otel`",
-        metavar="URL",
+        None, "URL for OpenTelemetry traces (OTLP over HTTP); needs the extra `otel`", metavar="URL"
     )
     max_queued_requests: int = _limits(
-        256, "requests that may be open beyond max_num_seqs; more are answered 503 at once", low=0
+        256, "maximum open requests beyond max_num_seqs; further ones get 503 at once", low=0
     )
     max_queued_tokens: int = _limits(
         4_000_000,
-        "prompt tokens of all open requests beyond which new ones are answered 503 at once",
+        "maximum prompt tokens of all open requests; beyond it, new requests get 503 at once",
         low=1,
     )
-    max_body_size: int | str = _limits(64 << 20, "largest request body", low=1)
+    max_body_size: int | str = _limits(64 << 20, "maximum size of a request body", low=1)
     response_store: int | str | None = _limits(
         None,
-        "memory in which /v1/responses keeps answers for later turns, for each API key",
+        "memory per API key for answers that /v1/responses keeps for later turns",
         low=1,
-        default_text="none: nothing is kept",
+        default_text="none: no answer is kept",
     )
     response_store_ttl: float = _limits(
-        86_400.0, "seconds that such an answer is kept", low=0.001, metavar="SECONDS"
+        86_400.0, "seconds that /v1/responses keeps an answer", low=0.001, metavar="SECONDS"
     )
     max_request_memory: int | str = _limits(
         1 << 30,
-        "memory that the bodies of all open requests may take, as JSON is held; more wait unread",
+        "maximum memory for the parsed bodies of all open requests; further bodies wait unread",
         low=1,
     )
     max_connections: int = _limits(
-        1024, "open connections; a further one closes the longest idle one", low=1
+        1024, "maximum open connections; a further one closes the longest idle connection", low=1
     )
     header_timeout: float = _limits(
         10.0,
-        "seconds that a client has for a request's head, and for the first bytes of its body",
+        "seconds that a client has to send a request's head, and the first bytes of its body",
         low=0.001,
         metavar="SECONDS",
     )
     min_body_rate: int | str = _limits(
         64 << 10,
-        "bytes a second that a body must come with after the first header_timeout seconds",
+        "minimum bytes per second of a body, after the first header_timeout seconds",
         low=1,
     )
     send_timeout: float = _limits(
         30.0,
-        "seconds in which a client must take 64 KiB of an answer that waits for it, or all of it",
+        "seconds that a client has to read 64 KiB of a waiting response, or the rest of it",
         low=0.001,
         metavar="SECONDS",
     )
     keep_alive_timeout: int = _limits(
-        75, "seconds after which a connection without a request is closed", low=1, metavar="SECONDS"
+        75, "seconds until an idle connection is closed", low=1, metavar="SECONDS"
     )
     request_timeout: float | None = _limits(
-        None, "seconds after which a request is ended with an error", low=0.001, metavar="SECONDS"
+        None, "seconds until a request is aborted with an error", low=0.001, metavar="SECONDS"
     )
     preprocess_threads: int = _limits(
-        4, "threads that render templates and split text into tokens", low=1, high=256
+        4, "threads that render chat templates and tokenize", low=1, high=256
     )
     shutdown_timeout: float = _life(
         30.0,
-        "seconds that running requests have after SIGTERM; a second SIGTERM ends at once",
+        "seconds that running requests get after SIGTERM; a second SIGTERM stops at once",
         low=0.0,
         metavar="SECONDS",
     )
     idle_check: bool = _life(
         True,
-        "check the cache's invariants whenever no request has been open for a while; one that "
-        "comes ends the check",
+        "check the cache's invariants while the server is idle; a new request interrupts the check",
     )
 
     def __post_init__(self) -> None:
