@@ -12,7 +12,7 @@ from dataclasses import replace
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import EngineClosedError, VlmServeError
 from vlm_serve.eval.comparing import Comparison, compare
-from vlm_serve.eval.replies import BenchmarkPart, Reply, Run, Tokens
+from vlm_serve.eval.replies import BenchmarkPart, Case, Reply, Run, Tokens
 from vlm_serve.pipeline import Pipeline
 
 Opener = Callable[[bool], AbstractContextManager[Pipeline]]
