@@ -1,4 +1,4 @@
-"""What the front and Ray cost: `vlm-serve deploy` beside `vlm-serve serve`, in one run.
+"""What the gateway and Ray cost: `vlm-serve deploy` beside `vlm-serve serve`, in one run.
 
     python benchmarks/deploy.py [--streams 16] [--tokens 96] [--rounds 5] [--leavers 500]
 
@@ -116,20 +116,20 @@ async def leave(url: str, leavers: int) -> float:
 def both(model: str) -> Iterator[tuple[ServerProcess, ServerProcess]]:
     with (
         server_process(model, *OPTIONS) as one,
-        server_process(model, *OPTIONS, "--replicas", "1", command="deploy") as front,
+        server_process(model, *OPTIONS, "--replicas", "1", command="deploy") as gateway,
     ):
-        yield one, front
+        yield one, gateway
 
 
 def compare(options: argparse.Namespace) -> None:
-    with both(options.model) as (one, front):
-        for server in (one, front):
+    with both(options.model) as (one, gateway):
+        for server in (one, gateway):
             asyncio.run(throughput(server.url, options.streams, 8, 99))
             asyncio.run(first_token_ms(server.url, 0))
         ratios, added = [], []
         for number in range(options.rounds):
             rates, firsts = [], []
-            for server in (one, front):
+            for server in (one, gateway):
                 rates.append(
                     asyncio.run(throughput(server.url, options.streams, options.tokens, number))
                 )
@@ -175,18 +175,18 @@ def processor_seconds(pid: int) -> dict[str, float]:
 
 def count_leavers(options: argparse.Namespace) -> None:
     command = ("--replicas", "1")
-    with server_process(options.model, *OPTIONS, *command, command="deploy") as front:
-        seconds = asyncio.run(leave(front.url, options.leavers))
+    with server_process(options.model, *OPTIONS, *command, command="deploy") as gateway:
+        seconds = asyncio.run(leave(gateway.url, options.leavers))
         print(f"{options.leavers} clients left: nothing runs {seconds:.1f} s later")
 
 
 def start(options: argparse.Namespace) -> None:
     begin = time.perf_counter()
-    with server_process(options.model, "--replicas", "2", command="deploy") as front:
-        asyncio.run(throughput(front.url, 1, 4, 0))
+    with server_process(options.model, "--replicas", "2", command="deploy") as gateway:
+        asyncio.run(throughput(gateway.url, 1, 4, 0))
         seconds = time.perf_counter() - begin
-        asyncio.run(throughput(front.url, 16, 32, 1))
-        parts = pss_of_tree(front.process.pid)
+        asyncio.run(throughput(gateway.url, 16, 32, 1))
+        parts = pss_of_tree(gateway.process.pid)
         gib = sum(parts.values()) / 2**30
     print(f"start of two replicas: {seconds:.0f} s to the first answer", end="")
     print(

@@ -206,8 +206,8 @@ def main() -> int:
         words = [*OPTIONS.split(), *PATIENCE.split(), silence, "--speculative", options.speculative]
         with server_process(
             "demo", *words, "--replicas", str(options.replicas), command="deploy"
-        ) as front:
-            equal &= asyncio.run(compare(front.url, front.process.pid, options, part))
+        ) as gateway:
+            equal &= asyncio.run(compare(gateway.url, gateway.process.pid, options, part))
     return 0 if equal else 1
 
 

@@ -13,7 +13,7 @@ from routing_trace import Question
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.preprocess.affinity import AffinityDigest
 from vlm_serve.routing.router import Policy, Router
-from vlm_serve.routing.view import ReplicaView, Spent
+from vlm_serve.routing.view import ReplicaView, RequestUsage
 
 ROUTERS = 4
 
@@ -25,7 +25,7 @@ class Chooser(Protocol):
         """`queues`: requests at each replica now; ours does not look at them."""
         ...
 
-    def ended(self, question: Question, replica: int, spent: Spent) -> None: ...
+    def ended(self, question: Question, replica: int, spent: RequestUsage) -> None: ...
 
     def told(self, replica: int, digest: AffinityDigest, load: float) -> None:
         """What a replica has said some seconds ago."""
@@ -40,7 +40,7 @@ class Random:
     def choose(self, question: Question, queues: Sequence[int]) -> int:
         return self._rng.randrange(self._replicas)
 
-    def ended(self, question: Question, replica: int, spent: Spent) -> None:
+    def ended(self, question: Question, replica: int, spent: RequestUsage) -> None:
         pass
 
     def told(self, replica: int, digest: AffinityDigest, load: float) -> None:
@@ -111,7 +111,7 @@ class Ours:
         self._chose[id(question)] = router
         return int(name.rpartition("-")[2])
 
-    def ended(self, question: Question, replica: int, spent: Spent) -> None:
+    def ended(self, question: Question, replica: int, spent: RequestUsage) -> None:
         name = self._views[replica].id
         self._chose.pop(id(question)).ended(name, question.affinity, 0, spent)
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from server_process import server_process
 
 from vlm_serve.preprocess.affinity import AffinityDigest
-from vlm_serve.routing.view import Spent
+from vlm_serve.routing.view import RequestUsage
 
 OPTIONS = ("--threads", "1", "--max-num-seqs", "8", "--no-page", "--speculative", "off")
 WORDS_PER_WORD = 5
@@ -154,7 +154,7 @@ class _Run:
         assert usage is not None, "the answer broke off"
         self._queues[number] -= 1
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        spent = Spent(usage["prompt_tokens"], cached, usage["completion_tokens"])
+        spent = RequestUsage(usage["prompt_tokens"], cached, usage["completion_tokens"])
         self._chooser.ended(question, number, spent)
         self._outcome.first_tokens.append(first)
         self._outcome.prompt_tokens += usage["prompt_tokens"]

@@ -17,7 +17,7 @@ from vlm_serve.cache.prefix_cache import Lease, PrefixCache
 from vlm_serve.engine.affinity import AffinityMap
 from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.preprocess.affinity import AffinityDigest
-from vlm_serve.routing.view import Spent
+from vlm_serve.routing.view import RequestUsage
 
 WINDOW_SECONDS = 10.0
 DIGEST_SECONDS, DIGEST_AGE = 1.0, 5.0
@@ -96,7 +96,7 @@ class Replica:
         self._note_work(now, end)
         return first, end
 
-    def end(self) -> tuple[Question, Spent]:
+    def end(self) -> tuple[Question, RequestUsage]:
         """The running request has been answered."""
         assert self.running is not None
         question, lease, cached = self.running
@@ -110,7 +110,7 @@ class Replica:
         self.mirror.publish()
         self.affinity.note(question.affinity, prompt, states)
         self.running = None
-        return question, Spent(len(prompt), cached, len(question.answer))
+        return question, RequestUsage(len(prompt), cached, len(question.answer))
 
     def _note_work(self, begin: float, end: float) -> None:
         while begin < end:

@@ -34,7 +34,7 @@ from make_checkpoint import make_checkpoint  # noqa: E402
 
 from vlm_serve.kernels.host_memory import retain_freed_memory  # noqa: E402
 from vlm_serve.models import Model, load_model  # noqa: E402
-from vlm_serve.server.draining import SWITCH_SECONDS  # noqa: E402
+from vlm_serve.server.http.draining import SWITCH_SECONDS  # noqa: E402
 
 SPEC = replace(BENCHMARK_SPEC, num_layers=4, vision_depth=4, vision_intermediate_size=3072)
 TOWERS = {

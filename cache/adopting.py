@@ -1,4 +1,4 @@
-"""Content that comes up from a lower tier: it gets room, then it is published like computed one."""
+"""Content from a lower tier: it is given blocks and a row, then published like computed content."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What was read for one prompt.
+    """The content read for one prompt.
 
     Attributes:
-        boundary: position up to which the prompt is to be covered.
-        kv: keys of nodes whose KV is at hand.
-        state: the snapshot at `boundary` is at hand.
-        exact_until: everything up to there was made by prefill alone.
+        boundary: position up to which the prompt will be covered.
+        kv: keys of nodes whose KV was read.
+        state: whether the snapshot at `boundary` was read.
+        exact_until: everything before this position was computed by prefill alone.
         experts: expert rows by node key.
     """
 
@@ -39,7 +39,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Places:
-    """Where it goes: node key -> block, and the row of the snapshot or -1."""
+    """The destinations: node key -> block, and the row of the snapshot or -1."""
 
     blocks: Mapping[bytes, int]
     row: int
@@ -53,7 +53,7 @@ def adopt(
     arrival: Arrival,
     fill: Callable[[Places], None],
 ) -> bool:
-    """See `PrefixCache.adopt`; `match` is fresh and ends before the boundary."""
+    """Implement `PrefixCache.adopt`; `match` is fresh and ends before the boundary."""
     lease = leasing.open(match)
     try:
         places = _reserve(ledger, leasing, lease, keys, arrival)
@@ -72,7 +72,8 @@ def adopt(
 def _reserve(
     ledger: Ledger, leasing: Leasing, lease: Lease, keys: PromptKeys, arrival: Arrival
 ) -> Places | None:
-    """Blocks and a row for the part that the device lacks; None if something is missing."""
+    """Reserve blocks and a row for the part that the device lacks; return None if something is
+    missing."""
     config, boundary = ledger.config, arrival.boundary
     full, rest = divmod(boundary, config.block_size)
     present = len(lease.path)
@@ -92,7 +93,7 @@ def _reserve(
         if reserved is None:
             return None
         row = reserved
-    # Making room may have evicted the tail that was to be relied on.
+    # Reserving may have evicted the tail on which the boundary depends.
     on_device = rest and full >= present and key_at(keys, boundary) not in wanted
     if on_device and not _has_tail(ledger, lease, keys, boundary):
         return None
@@ -100,7 +101,7 @@ def _reserve(
 
 
 def _has_tail(ledger: Ledger, lease: Lease, keys: PromptKeys, boundary: int) -> bool:
-    """Whether the tail that ends at `boundary` hangs from the end of the lease's path."""
+    """Return True if the tail that ends at `boundary` is a child of the lease's last node."""
     index = boundary // keys.block_size
     if index != len(lease.path):
         return False

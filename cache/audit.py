@@ -1,6 +1,6 @@
-"""Every invariant of the cache, recomputed from scratch (docs/architecture.md#invariants).
+"""Recompute every invariant of the cache from scratch (docs/architecture.md#invariants).
 
-The numbers in the messages are those there.
+Messages use the numbers from there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from vlm_serve.cache.timed_pins import TimedPin
 
 T = TypeVar("T")
 _AT_ONCE = 256
-"""Nodes or blocks that are looked at between two questions whether to go on: a fraction of a
-millisecond."""
+"""Nodes or blocks per batch between two calls of `wanted`: a fraction of a millisecond."""
 
 
 @dataclass(frozen=True)
 class Books:
-    """All that holds something, and the ledger that says what is held."""
+    """Everything that holds a resource, and the ledger that records it."""
 
     ledger: Ledger
     leases: Sequence[Lease]
@@ -39,11 +38,11 @@ class Books:
 
 
 class _Interrupted(Exception):
-    """Somebody has something better to do."""
+    """The caller has more urgent work."""
 
 
 class _Nodes(list[Node]):
-    """All nodes. Whoever goes through them is interrupted as soon as `wanted` says so."""
+    """All nodes. Iteration raises `_Interrupted` as soon as `wanted` returns True."""
 
     def __init__(self, nodes: Iterable[Node], wanted: Callable[[], bool]) -> None:
         self._wanted = wanted
@@ -53,7 +52,7 @@ class _Nodes(list[Node]):
         return self.watched(super().__iter__())
 
     def watched(self, items: Iterable[T]) -> Iterator[T]:
-        """The items. Raises _Interrupted."""
+        """Yield the items, checking for interruption. Raises _Interrupted."""
         source = iter(items)
         while piece := list(islice(source, _AT_ONCE)):
             if self._wanted():
@@ -62,13 +61,13 @@ class _Nodes(list[Node]):
 
 
 def audit(books: Books, wanted: Callable[[], bool]) -> bool:
-    """Recomputes everything, a few hundred nodes at a time.
+    """Recompute everything, a few hundred nodes at a time.
 
     Args:
-        wanted: whether to leave it at that, which is asked in between.
+        wanted: returns True to interrupt the audit; called between batches.
 
     Returns:
-        Whether all of it was looked at.
+        True if the audit ran to its end.
 
     Raises AssertionError that names the violated invariant.
     """
@@ -202,7 +201,7 @@ def _check_block(block: Block, nodes: list[Node], hard: int, soft: int) -> None:
     assert block.hard == hard, f"invariant 2: holds of block {block.id} are wrong"
     assert block.soft == soft, f"invariant 2: parked holds of block {block.id} are wrong"
     assert len(block.nodes) == len(nodes), f"invariant 1: block {block.id} has a node twice"
-    if len(nodes) == 1:  # nearly every block: a scan that nobody wants to wait for
+    if len(nodes) == 1:  # this covers nearly every block, so the scan must be interruptible
         assert block.nodes[0] is nodes[0], f"invariant 1: nodes of block {block.id} are wrong"
         return
     assert {id(node) for node in block.nodes} == {id(node) for node in nodes}, (
@@ -247,7 +246,7 @@ def _check_rows(books: Books, nodes: list[Node]) -> None:
 
 
 def _row_owners(books: Books, nodes: list[Node]) -> Iterator[tuple[int, RowState]]:
-    """Every row that something holds, with the state it must be in."""
+    """Yield every held row with the state that it must have."""
     for lease in books.leases:
         if lease.row >= 0:
             yield lease.row, RowState.LIVE

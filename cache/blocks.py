@@ -1,4 +1,4 @@
-"""Physical KV blocks and who holds them."""
+"""Physical KV blocks and their holders."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class BlockPool:
         return tuple(self._free)
 
     def take(self) -> Block:
-        """A free block, held once by a running request."""
+        """Return a free block, held once by a running request."""
         block = self.blocks[self._free.pop()]
         block.hard = 1
         return block
 
     def harden(self, block: Block) -> None:
-        """One more running request holds the block or pins a node on it."""
+        """Add a running request's hold on the block, or its pin of a node there."""
         if block.hard == 0 and (block.soft or block.nodes):
             self.num_reclaimable -= 1
         block.hard += 1
 
     def loosen(self, block: Block) -> None:
-        """A running request lets go; the block is free once nothing else holds it."""
+        """Remove a running request's hold; the block is freed if nothing else holds it."""
         assert block.hard > 0, f"block {block.id} let go twice"
         block.hard -= 1
         if block.hard == 0:
@@ -59,35 +59,35 @@ class BlockPool:
                 self._release(block)
 
     def park(self, block: Block) -> None:
-        """A running request's hold becomes a suspended one's."""
+        """Turn a running request's hold into a suspended one's."""
         block.soft += 1
         self.loosen(block)
 
     def unpark(self, block: Block) -> None:
-        """A suspended request's hold becomes a running one's."""
+        """Turn a suspended request's hold into a running one's."""
         assert block.soft > 0, f"block {block.id} is not parked"
         self.harden(block)
         block.soft -= 1
 
     def drop_parked(self, block: Block) -> None:
-        """A suspended request lets go."""
+        """Remove a suspended request's hold."""
         assert block.soft > 0, f"block {block.id} let go twice"
         block.soft -= 1
         self._settle(block)
 
     def attach(self, block: Block, node: Node) -> None:
-        """A node is published on a block that a running request holds."""
+        """Record a node published on a block that a running request holds."""
         assert block.hard > 0, "only a held block can be published"
         block.nodes = (*block.nodes, node)
 
     def detach(self, block: Block, node: Node) -> None:
-        """A node leaves the trie."""
+        """Remove a node that leaves the trie."""
         assert node in block.nodes, f"block {block.id} does not hold this node"
         block.nodes = tuple(other for other in block.nodes if other is not node)
         self._settle(block)
 
     def _settle(self, block: Block) -> None:
-        """Frees a block whose last soft hold or node has just gone."""
+        """Free a block after its last soft hold or node is gone."""
         if block.hard == 0 and not block.soft and not block.nodes:
             self.num_reclaimable -= 1
             self._release(block)

@@ -1,4 +1,4 @@
-"""What the prefix cache is told once, at start-up."""
+"""Settings of the prefix cache, fixed at start-up."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """Sizes and switches of a `PrefixCache`. The engine validates what users give.
+    """Sizes and switches of a `PrefixCache`. The engine validates user input.
 
     Attributes:
         num_blocks: physical KV blocks in the pool.
         block_size: tokens per block.
         num_live_rows: most state rows that running requests may hold at once.
-        num_snapshot_rows: state rows beyond the live ones. The pool has the sum of both, and
-            snapshots may borrow live rows that are idle; they give them back on demand.
+        num_snapshot_rows: state rows beyond the live ones. The pool has the sum of both. Snapshots
+            may borrow idle live rows and return them on demand.
         has_state: False for a model without state layers: no rows, KV alone decides.
         enabled: False: requests get blocks and rows, but nothing is matched or published.
         min_snapshot_gain: blocks that a junction snapshot must save.
-        policy: which unpinned entries go first: "value" or "lru".
+        policy: which unpinned entries are evicted first: "value" or "lru".
         block_bytes, snapshot_bytes: size of one KV block and one state row, for the value policy.
-        logprob_bytes: most bytes of kept prompt log-probabilities, which come on top of the pools.
+        logprob_bytes: most bytes of kept prompt log-probabilities, in addition to the pools.
         ghost_entries: evicted keys that are remembered to explain misses; None: one per block.
     """
 

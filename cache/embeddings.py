@@ -1,4 +1,4 @@
-"""Bookkeeping of vision embeddings: which are kept, where, and who needs them."""
+"""Accounting of vision embeddings: which are kept, in which slot, and who uses them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ class _Entry:
     num_bytes: int
     pins: int
     made: bool
-    """False after `invalidate`: the slot holds nothing, and the next user makes it anew."""
+    """False after `invalidate`: the slot is empty, and the next user computes it again."""
 
 
 class EmbeddingCache:
-    """Embeddings by key, least recently used first out, within a byte budget.
+    """Embeddings by key, evicted least recently used first, within a byte budget.
 
-    It knows slots, not tensors: the owner of the tensors drops what `take_evicted` names. Pinned
-    entries never go, so that running requests may exceed the budget for a while; the excess goes as
-    soon as it is unpinned.
+    It manages slots, not tensors: the owner of the tensors frees the slots that `take_evicted`
+    returns. Pinned entries are never evicted, so running requests may exceed the budget for a
+    while. The excess is evicted when it is unpinned.
 
     Args:
-        capacity: bytes that unpinned entries may fill together with the pinned ones.
+        capacity: bytes for pinned and unpinned entries together, as far as unpinned ones can be
+            evicted.
 
     Attributes:
         used: bytes of all entries.
-        hits, misses, evictions: counts of what `acquire` found and of what had to go.
-        on_eviction: called with key and slot before an embedding goes for want of room.
+        hits, misses, evictions: counts of `acquire`'s results and of evicted entries.
+        on_eviction: called with key and slot before an embedding is evicted for lack of space.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -46,7 +47,7 @@ class EmbeddingCache:
         self._next_slot = 0
 
     def __contains__(self, key: bytes) -> bool:
-        """True if the embedding is there, or about to be made by the current step."""
+        """Return True if the embedding exists or the current step is about to compute it."""
         entry = self._entries.get(key)
         return entry is not None and entry.made
 
@@ -54,10 +55,10 @@ class EmbeddingCache:
         return len(self._entries)
 
     def acquire(self, key: bytes, num_bytes: int) -> tuple[int, bool]:
-        """Pins an embedding. Returns its slot and whether it is there; if not, the caller makes it.
+        """Pin an embedding. Return its slot and whether it exists; if not, the caller computes it.
 
-        `key` covers everything that the embedding depends on (root key and content hash), so that
-        equal keys mean equal embeddings at every position of every prompt.
+        `key` covers everything that the embedding depends on (root key and content hash). Equal
+        keys mean equal embeddings at every position of every prompt.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -75,7 +76,7 @@ class EmbeddingCache:
         return entry.slot, hit
 
     def release(self, key: bytes) -> None:
-        """Takes one pin back."""
+        """Remove one pin."""
         entry = self._entries.get(key)
         assert entry is not None and entry.pins > 0, "an embedding was released twice"
         entry.pins -= 1
@@ -88,7 +89,7 @@ class EmbeddingCache:
             self._drop(key)
 
     def invalidate(self, key: bytes) -> None:
-        """The step that was to make this embedding failed: nobody may rely on it any more."""
+        """Mark an embedding as missing because the step that should have computed it failed."""
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -98,17 +99,17 @@ class EmbeddingCache:
             self._drop(key)
 
     def take_evicted(self) -> tuple[int, ...]:
-        """Slots that were given up since the last call. Slot numbers are never used twice."""
+        """Return the slots freed since the last call. Slot numbers are never reused."""
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
 
     def flush(self) -> None:
-        """Evicts every unpinned embedding."""
+        """Evict every unpinned embedding."""
         while self._idle:
             self._evict_oldest()
 
     def check(self) -> None:
-        """Recomputes the books; AssertionError names what is wrong."""
+        """Recompute the accounting; AssertionError names the fault."""
         entries = self._entries
         assert self.used == sum(entry.num_bytes for entry in entries.values()), "bytes are wrong"
         slots = [entry.slot for entry in entries.values()]

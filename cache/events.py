@@ -1,6 +1,6 @@
-"""What happens in the cache: told at once to whoever subscribed.
+"""Changes of the cache, published immediately to subscribers.
 
-Nothing here knows who listens. What a step has caused is published when the step has succeeded.
+Nothing here knows the subscribers. The effects of a step are published when the step has succeeded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class Topic(Generic[_T]):
-    """Events of one kind. Without subscribers publishing costs a call and nothing else."""
+    """Events of one kind. Without subscribers, publishing costs one call."""
 
     __slots__ = ("failures", "subscribers")
 
@@ -31,7 +31,8 @@ class Topic(Generic[_T]):
         self.subscribers = tuple(each for each in self.subscribers if each != subscriber)
 
     def publish(self, event: _T) -> None:
-        """Calls the subscribers in order; if one raises, that is logged and counted, no more."""
+        """Call the subscribers in order; an exception is logged and counted, and the next one is
+        called."""
         for subscriber in self.subscribers:
             try:
                 subscriber(event)
@@ -46,12 +47,13 @@ class CacheEvents:
     Attributes:
         node_added: the node is in the trie.
         node_evicted: it is about to leave; its block is still intact.
-        node_used: its pins, its hits or its size are other ones.
+        node_used: its pins, hits or size have changed.
         snapshot_ready: the snapshot is attached to its node.
         snapshot_evicted: it is about to leave its node; its row is still intact.
-        hit: the first step of a request has succeeded with what was found for it, or not found.
-        block_freed, row_freed: the content is not valid any more, and nothing has reused the place.
-        counted: (counter, kind) of what changes no tree; see `CacheStats`.
+        hit: the first step of a request has succeeded, with or without a hit.
+        block_freed, row_freed: the content is no longer valid, and the place has not been reused
+            yet.
+        counted: (counter, kind) of an event without effect on the tree; see `CacheStats`.
     """
 
     def __init__(self) -> None:
@@ -67,5 +69,5 @@ class CacheEvents:
 
     @property
     def failures(self) -> int:
-        """How often a subscriber has raised."""
+        """Number of exceptions that subscribers raised."""
         return sum(topic.failures for topic in vars(self).values())

@@ -1,4 +1,4 @@
-"""Making room: which block or row goes when none is free (docs/architecture.md#state)."""
+"""Choose victims: the block or row to evict when none is free (docs/architecture.md#state)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Evictor:
     """Frees blocks and rows that no running request needs.
 
-    Blocks: KV beyond the last snapshot of its path, then suspended requests, then the rest by
-    policy. Rows: suspended requests, then snapshots by policy.
+    Order of blocks: KV beyond the last snapshot of its path, then suspended requests, then the rest
+    by policy. Order of rows: suspended requests, then snapshots by policy.
     """
 
     def __init__(self, ledger: Ledger, suspensions: Suspensions) -> None:
@@ -25,7 +25,8 @@ class Evictor:
         self._suspensions = suspensions
 
     def make_blocks(self, count: int) -> bool:
-        """True with at least `count` free blocks; False, and nothing changed, if that cannot be."""
+        """Evict until `count` blocks are free; return False, without any change, if that is
+        impossible."""
         blocks = self._ledger.blocks
         if count > blocks.num_free + blocks.num_reclaimable:
             return False
@@ -39,7 +40,7 @@ class Evictor:
         return bool(ledger.rows.num_free or len(self._suspensions) or len(ledger.spare_snapshots))
 
     def make_row(self) -> bool:
-        """True with at least one free row; False, and nothing changed, if that cannot be."""
+        """Evict until a row is free; return False, without any change, if that is impossible."""
         if self._ledger.rows.num_free or self._suspensions.evict_oldest():
             return True
         snapshot = self._cheapest_snapshot()
@@ -49,7 +50,7 @@ class Evictor:
         return True
 
     def evict_everything(self) -> None:
-        """Evicts all that no running request needs."""
+        """Evict everything that no running request needs."""
         ledger = self._ledger
         while self._suspensions.evict_oldest():
             pass
@@ -59,7 +60,7 @@ class Evictor:
             ledger.remove_snapshot(spare[1])
 
     def _free_some_block(self) -> None:
-        """One step towards a free block."""
+        """Evict one candidate, as a step towards a free block."""
         unit = self._cheapest_unit()
         if (unit is None or unit[0][0] != WORTHLESS) and self._suspensions.evict_oldest():
             return
@@ -69,12 +70,12 @@ class Evictor:
         self._evict_unit(block)
 
     def _evict_unit(self, block: Block) -> None:
-        """Evicts every node on a block, which frees it."""
+        """Evict every node on a block, which frees it."""
         for node in block.nodes:
             self._ledger.remove_node(node)
 
     def _cheapest_unit(self) -> tuple[Priority, Block] | None:
-        """The block of least priority. A value that has grown since it was queued counts anew."""
+        """Return the block of least priority, re-queueing those whose value has grown since."""
         ledger = self._ledger
         while (top := ledger.units.peek()) is not None:
             priority, block = top

@@ -1,7 +1,7 @@
-"""Routed expert rows of mixture-of-experts models, kept with the KV they belong to.
+"""Routed expert rows of mixture-of-experts models, stored with the KV of their tokens.
 
-Rows are numpy arrays `[tokens, layers, top_k]` of expert ids, and no part of a node's identity:
-a node made without them gets them from whoever computes its tokens again.
+Rows are numpy arrays `[tokens, layers, top_k]` of expert ids. They are not part of a node's
+identity: a node created without rows gets them when its tokens are computed again.
 
 docs/architecture.md#routed-experts
 """
@@ -25,7 +25,7 @@ __all__ = ["ExpertPiece", "Rows", "cached_rows", "record", "seed"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertPiece:
-    """Rows of tokens `[start, end)`; None: nobody has recorded them."""
+    """Rows of tokens `[start, end)`; None if they were never recorded."""
 
     start: int
     end: int
@@ -33,7 +33,7 @@ class ExpertPiece:
 
 
 def seed(lease: Lease, block_size: int) -> None:
-    """Notes the rows between the last block boundary and the point where the lease starts."""
+    """Copy the rows between the last block boundary and the lease's start into the lease."""
     index, rest = divmod(lease.boundary, block_size)
     if rest == 0:
         lease.expert_rows = []
@@ -46,7 +46,8 @@ def seed(lease: Lease, block_size: int) -> None:
 
 
 def cached_rows(lease: Lease, block_size: int) -> tuple[ExpertPiece, ...]:
-    """Rows of the tokens that were cached when the lease was opened, in order and without holes."""
+    """Return the rows of all tokens that were cached when the lease was opened, in order and
+    without holes."""
     depth, rest = divmod(lease.boundary, block_size)
     pieces = [
         ExpertPiece(index * block_size, (index + 1) * block_size, node.experts)
@@ -58,9 +59,9 @@ def cached_rows(lease: Lease, block_size: int) -> tuple[ExpertPiece, ...]:
 
 
 def record(ledger: Ledger, lease: Lease, keys: PromptKeys, end: int, rows: Rows | None) -> None:
-    """Stores the rows of tokens `[lease.length, end)` with the nodes that have none yet.
+    """Store the rows of tokens `[lease.length, end)` with the nodes that have none yet.
 
-    To be called when the nodes up to `end` are published and before the lease's length moves on.
+    Call it after the nodes up to `end` are published and before the lease's length advances.
     """
     block_size, start = ledger.config.block_size, lease.length
     if rows is None:
@@ -80,7 +81,7 @@ def record(ledger: Ledger, lease: Lease, keys: PromptKeys, end: int, rows: Rows 
 
 
 def _fill(ledger: Ledger, lease: Lease, keys: PromptKeys, start: int, stop: int) -> None:
-    """Gives the lease's rows of one block to the nodes that end in `(start, stop]`."""
+    """Store the lease's rows of one block in the nodes that end in `(start, stop]`."""
     targets = _nodes_without_rows(ledger, lease, keys, start, stop)
     if not targets or lease.expert_rows is None:
         return

@@ -1,10 +1,10 @@
-"""A bounded memory of evicted keys. It tells "evicted" from "never seen"; it holds no data."""
+"""A bounded memory of evicted keys: it tells "evicted" from "never seen" and holds no data."""
 
 from __future__ import annotations
 
 
 class GhostMemory:
-    """The last `limit` keys added, oldest forgotten first."""
+    """The last `limit` keys added; the oldest is dropped first."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -23,7 +23,7 @@ class GhostMemory:
             del self._keys[next(iter(self._keys))]
 
     def discard(self, key: bytes) -> None:
-        """The key is back in the cache."""
+        """Remove a key that is back in the cache."""
         self._keys.pop(key, None)
 
     def clear(self) -> None:

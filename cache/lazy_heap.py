@@ -1,4 +1,4 @@
-"""A priority queue whose entries can be replaced or withdrawn in O(1)."""
+"""A priority queue with O(1) replacement and removal of entries."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 Priority = tuple[int, float, int]
-"""(class, value, last use): a lower class goes first, then a lower value, then the older use."""
+"""(class, value, last use): lower class first, then lower value, then older use."""
 
 
 class Ticketed(Protocol):
-    """An item knows the ticket of its one valid entry; 0: it has none."""
+    """An item with the ticket of its one valid entry; 0: it has none."""
 
     ticket: int
 
@@ -19,11 +19,11 @@ Item = TypeVar("Item", bound=Ticketed)
 
 
 class LazyHeap(Generic[Item]):
-    """Least priority first, ties in order of insertion.
+    """A heap with the least priority first, ties in order of insertion.
 
-    Replacing or withdrawing an item leaves a dead entry behind, recognised by its ticket. Before
-    dead entries outnumber the valid ones by more than a constant, the heap is rebuilt: every
-    operation is O(log n) amortised.
+    Replacing or removing an item leaves a dead entry behind, recognised by its ticket. The heap is
+    rebuilt before dead entries outnumber the valid ones by more than a constant. Every operation is
+    O(log n) amortised.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class LazyHeap(Generic[Item]):
         return self._size
 
     def push(self, item: Item, priority: Priority) -> None:
-        """Adds `item`, or moves it to another priority."""
+        """Add `item`, or change its priority."""
         if item.ticket == 0:
             self._size += 1
         self._last_ticket += 1
@@ -46,13 +46,13 @@ class LazyHeap(Generic[Item]):
             heapify(self._entries)
 
     def discard(self, item: Item) -> None:
-        """Withdraws `item` if it is in the heap."""
+        """Remove `item` if it is in the heap."""
         if item.ticket:
             item.ticket = 0
             self._size -= 1
 
     def peek(self) -> tuple[Priority, Item] | None:
-        """The item of least priority with its priority, left in place; None if empty."""
+        """Return the least priority and its item, left in place; None if empty."""
         while self._entries:
             priority, ticket, item = self._entries[0]
             if ticket == item.ticket:
@@ -61,7 +61,7 @@ class LazyHeap(Generic[Item]):
         return None
 
     def items(self) -> dict[int, tuple[Priority, Item]]:
-        """Valid entries by ticket, for `check()`."""
+        """Return the valid entries by ticket, for `check()`."""
         return {
             ticket: (priority, item)
             for priority, ticket, item in self._entries

@@ -1,4 +1,4 @@
-"""A request's life in the cache: what it takes, what it publishes, what it gives back."""
+"""The life of a request in the cache: what it acquires, publishes and returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Leasing:
-    """Opens, feeds and closes leases: the part of the cache that requests see.
+    """Opens, feeds and closes leases: the part of the cache that requests use.
 
     Attributes:
         leases: the open ones, oldest first.
@@ -35,9 +35,10 @@ class Leasing:
         self._timed_pins = TimedPins(ledger)
 
     def open(self, match: Match | None, *, private: bool = False) -> Lease:
-        """Pins everything a match found; None: an empty lease. Never fails on a fresh match.
+        """Pin everything that a match found; None: open an empty lease. Never fails on a fresh
+        match.
 
-        A private lease is empty, and nothing it computes is published.
+        A private lease is empty, and nothing that it computes is published.
         """
         assert not (private and match is not None), "a private lease shares nothing"
         lease = Lease(private=private)
@@ -67,10 +68,10 @@ class Leasing:
         return lease
 
     def take_row(self, lease: Lease) -> bool:
-        """Gives the lease its live row; False, and nothing changed, if there is none to have.
+        """Give the lease its live row; return False, without any change, if none is available.
 
-        Takes a free row, else evicts; as a last resort a lease that alone reads its snapshot goes
-        on in the snapshot's own row. A model without state layers needs no row.
+        It takes a free row, or evicts. As a last resort, a lease that is the only reader of its
+        snapshot continues in the snapshot's own row. A model without state layers needs no row.
         """
         assert lease.state is LeaseState.OPEN
         if not self.config.has_state:
@@ -89,16 +90,17 @@ class Leasing:
         return False
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens in total; False, and nothing changed, if too few are left.
+        """Acquire blocks for `num_tokens` tokens in total; return False, without any change, if too
+        few are left.
 
-        After a hit on a tail the first call also asks for its rows to be copied (`lease.copies`).
+        After a hit on a tail, the first call also requests a copy of its rows (`lease.copies`).
         """
         assert lease.state is LeaseState.OPEN
         missing = self._blocks_for(num_tokens) - len(lease.blocks)
         if missing <= 0:
             return True
         if not self._evictor.make_blocks(missing):
-            # A request that runs alone always fits: timed pins give way to it, and to nothing else.
+            # A request that runs alone must always fit, so it alone may release timed pins.
             if len(self.leases) > 1 or missing > self.config.num_blocks - len(lease.held_blocks):
                 return False
             while not self._evictor.make_blocks(missing):
@@ -111,16 +113,17 @@ class Leasing:
         return True
 
     def shrink(self, lease: Lease, num_tokens: int) -> None:
-        """Gives back the blocks beyond `num_tokens` tokens: what was to be there did not hold."""
+        """Return the blocks beyond `num_tokens` tokens, after drafts were rejected."""
         assert lease.state is LeaseState.OPEN and num_tokens >= lease.length
         while len(lease.blocks) > max(self._blocks_for(num_tokens), lease.num_shared):
             self._ledger.let_go(self._ledger.blocks[lease.blocks.pop()])
 
     def reserve_snapshot(self, lease: Lease, position: int, kind: str) -> int | None:
-        """A row for the state after `position` tokens, or None: skip it. Never fails.
+        """Return a row for the state after `position` tokens, or None to skip the snapshot. Never
+        fails.
 
-        `position` must be a cut point outside spans, beyond what has been computed. Asking twice
-        gives the same row.
+        `position` must be a cut point outside spans, beyond the computed tokens. A repeated call
+        returns the same row.
         """
         assert lease.state is LeaseState.OPEN
         assert position > lease.length, "the state at this position has gone by"
@@ -148,14 +151,14 @@ class Leasing:
         experts: Rows | None = None,
         logprobs: RowPiece | None = None,
     ) -> None:
-        """Tokens `[0, length)` are computed now: publishes them and the snapshots up to there.
+        """Publish tokens `[0, length)`, which are computed now, and the snapshots up to there.
 
-        Tokens from `exact_until` on were made by decode steps. Releases the restore pins after the
-        first step. Committing the same length again changes nothing.
+        Tokens from `exact_until` on were computed by decode steps. The first commit releases the
+        restore pins. Committing the same length again changes nothing.
 
         `experts` are the routed expert rows `[n, layers, top_k]` of the n tokens computed since the
-        last commit; nodes without rows get them, whoever made the nodes. `logprobs` are all prompt
-        log-probabilities that the request knows, for the nodes that were passed and know less.
+        last commit. Nodes without rows get them, whoever created the nodes. `logprobs` are all
+        prompt log-probabilities that the request knows, for passed nodes with fewer of them.
         """
         assert lease.state is LeaseState.OPEN
         assert lease.length <= length <= len(keys), "a commit goes forward, within its tokens"
@@ -186,14 +189,15 @@ class Leasing:
         lease.src_row = lease.row
 
     def abandon(self, lease: Lease) -> None:
-        """The step failed: the lease's reserved rows go back. Nothing of the step is published."""
+        """Return the lease's reserved rows after a failed step; nothing of the step is
+        published."""
         assert lease.state is LeaseState.OPEN
         for position in sorted(lease.reserved):
             row = lease.reserved.pop(position).row
             self._ledger.rows.change(row, RowState.RESERVED, RowState.FREE)
 
     def close(self, lease: Lease) -> None:
-        """Gives everything back: pins, own blocks, live row, reservations."""
+        """Return everything: pins, own blocks, live row, reservations."""
         assert lease.state is LeaseState.OPEN, f"the lease is {lease.state.value}"
         ledger = self._ledger
         self.abandon(lease)
@@ -213,10 +217,11 @@ class Leasing:
         del self.leases[lease]
 
     def fork(self, parent: Lease) -> Lease | None:
-        """A second lease at the same position (n > 1); None, and nothing changed, without room.
+        """Open a second lease at the same position (n > 1); return None, without any change, if
+        space is short.
 
-        It shares the full blocks, copies the rows of the partial one (`copies`) and has a row of
-        its own, into which the caller copies the parent's before the next step.
+        It shares the full blocks, copies the rows of the partial one (`copies`), and has its own
+        row. The caller copies the parent's row into it before the next step.
         """
         assert parent.state is LeaseState.OPEN and parent.committed, "nothing to fork"
         ledger, block_size = self._ledger, self.config.block_size
@@ -255,9 +260,9 @@ class Leasing:
         return lease
 
     def suspend(self, lease: Lease) -> Suspended | None:
-        """Preempts a request: its state and private blocks stay until something needs them.
+        """Preempt a request: its state and private blocks stay until something needs them.
 
-        None: nothing was computed since the lease was opened, so it is simply closed.
+        Returns None if nothing was computed since the lease was opened; it is then simply closed.
         """
         assert lease.state is LeaseState.OPEN
         if not lease.committed:
@@ -270,10 +275,10 @@ class Leasing:
         return self._suspensions.add(lease)
 
     def resume(self, suspended: Suspended) -> Lease | None:
-        """The lease as it was, its row live again.
+        """Reopen a suspended lease with its row live again.
 
-        None if it has been evicted, or, while it stays valid, if no more rows may be live now: a
-        request that has ended may hold its row until a forked choice has read it.
+        Returns None if it has been evicted, or if no more rows may be live now. In the latter case
+        it stays valid: a finished request may hold its row until a forked choice has read it.
         """
         if suspended.lease is None:
             return None
@@ -287,7 +292,7 @@ class Leasing:
         return -(-num_tokens // self.config.block_size)
 
     def _count_use(self, lease: Lease, now: int) -> None:
-        """The first step after a hit has succeeded: only now it counts as a use."""
+        """Count a hit as a use, after its first step has succeeded."""
         for node in lease.path if lease.tail is None else [*lease.path, lease.tail]:
             node.hits += 1
             self._ledger.touch(node, now)
@@ -297,7 +302,7 @@ class Leasing:
             self._ledger.touch_snapshot(lease.snapshot, now)
 
     def _release_restore(self, lease: Lease) -> None:
-        """Unpins what the first step has read."""
+        """Unpin the blocks and snapshot that the first step read."""
         ledger = self._ledger
         if lease.snapshot is not None:
             ledger.unpin_snapshot(lease.snapshot)
@@ -310,7 +315,7 @@ class Leasing:
             lease.copy_source = -1
 
     def _expect(self, lease: Lease, key: bytes | None) -> None:
-        """Notes which block the lease publishes next, so that others can tell it is in flight."""
+        """Record which block the lease publishes next, so that others see it is in flight."""
         pending = self._ledger.pending
         if lease.pending_key is not None:
             pending[lease.pending_key] -= 1

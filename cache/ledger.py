@@ -1,7 +1,7 @@
-"""The books of the cache: pools, trie, pins and eviction candidates, kept consistent together.
+"""The cache's ledger: pools, trie, pins and eviction candidates, kept consistent together.
 
-Everything else in this package changes them through the methods here, so that holder counts, the
-candidate queues and the free lists agree after every call.
+The rest of this package changes them only through the methods here. Holder counts, candidate queues
+and free lists therefore agree after every call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vlm_serve.cache.config import CacheConfig
 
 WORTHLESS, VALUED = 0, 1
-"""Classes of candidates: KV with no snapshot at or below it saves a hybrid model nothing."""
+"""Classes of candidates: for a hybrid model, KV without a snapshot at or below it saves nothing."""
 
 
 class Ledger:
@@ -32,7 +32,7 @@ class Ledger:
         units: blocks whose nodes are all unpinned leaves: evicting one frees it.
         spare_snapshots: READY and unpinned snapshots.
         expert_bytes: size of all routed expert rows.
-        logprobs: which nodes hold prompt log-probabilities.
+        logprobs: the nodes that hold prompt log-probabilities.
         version: number of removals so far; an older match is stale.
         additions: number of nodes and snapshots published so far.
     """
@@ -74,12 +74,12 @@ class Ledger:
         self.used(node)
 
     def let_go(self, block: Block) -> None:
-        """A running request releases its hold on a block."""
+        """Release a running request's hold on a block."""
         self.blocks.loosen(block)
         self.refresh_unit(block)
 
     def park(self, node: Node) -> None:
-        """A running request's pin becomes a suspended one's."""
+        """Turn a running request's pin into a suspended one's."""
         node.pins -= 1
         node.parked += 1
         self.blocks.park(node.block)
@@ -114,12 +114,12 @@ class Ledger:
     # Use
 
     def used(self, node: Node) -> None:
-        """Tells that a node's pins, hits or size are other ones."""
+        """Publish that a node's pins, hits or size have changed."""
         if self.events.node_used.subscribers:
             self.events.node_used.publish(node)
 
     def tick(self) -> int:
-        """The next value of the counter that orders uses."""
+        """Return the next value of the counter that orders uses."""
         self._counter += 1
         return self._counter
 
@@ -134,7 +134,7 @@ class Ledger:
     # Publication and removal
 
     def add_node(self, node: Node) -> None:
-        """Publishes a node on a block that a running request holds."""
+        """Publish a node on a block that a running request holds."""
         self.additions += 1
         self.trie.insert(node)
         self.blocks.attach(node.block, node)
@@ -146,7 +146,7 @@ class Ledger:
             self.events.node_added.publish(node)
 
     def remove_node(self, node: Node) -> None:
-        """Evicts an unpinned leaf with its snapshot."""
+        """Evict an unpinned leaf with its snapshot."""
         assert node.pins == 0 and node.parked == 0, "a pinned node cannot go"
         if node.snapshot is not None:
             self.remove_snapshot(node.snapshot)
@@ -155,7 +155,7 @@ class Ledger:
         self.evicted_nodes.add(node.key)
         if node.experts is not None:
             self.expert_bytes -= node.experts.nbytes
-            node.experts = None  # readers of the tree may keep the node a while
+            node.experts = None  # readers of the tree may keep a reference to the node
         self.logprobs.drop(node)
         self.trie.remove(node)
         self.blocks.detach(node.block, node)
@@ -164,7 +164,7 @@ class Ledger:
             self.refresh_unit(node.parent.block)
 
     def attach_snapshot(self, snapshot: Snapshot, node: Node) -> None:
-        """RESERVED -> READY at a node that has none."""
+        """Move a snapshot from RESERVED to READY at a node that has none."""
         assert node.snapshot is None and snapshot.position == node.end
         self.additions += 1
         self.rows.change(snapshot.row, RowState.RESERVED, RowState.READY)
@@ -178,13 +178,13 @@ class Ledger:
         self.used(node)
 
     def remove_snapshot(self, snapshot: Snapshot) -> None:
-        """READY -> FREE; the KV behind it is demoted."""
+        """Move a snapshot from READY to FREE; the KV behind it is demoted."""
         self._detach_snapshot(snapshot)
         self.events.counted.publish(("evictions", "snapshot"))
         self.rows.change(snapshot.row, RowState.READY, RowState.FREE)
 
     def steal_snapshot(self, snapshot: Snapshot) -> int:
-        """READY -> LIVE: the only reader goes on in the snapshot's own row."""
+        """Move a snapshot from READY to LIVE: its only reader goes on in the snapshot's own row."""
         assert snapshot.pins == 1, "others still read the snapshot"
         snapshot.pins = 0
         self._detach_snapshot(snapshot)
@@ -208,7 +208,7 @@ class Ledger:
     # Candidates
 
     def refresh_unit(self, block: Block) -> None:
-        """Enters or withdraws a block as an eviction candidate."""
+        """Add a block to the eviction candidates or remove it from them."""
         if is_unit(block):
             self.units.push(block, self.unit_priority(block))
         else:
@@ -221,7 +221,7 @@ class Ledger:
             self.spare_snapshots.discard(snapshot)
 
     def unit_priority(self, block: Block) -> Priority:
-        """Class and value of the most valuable node on a block."""
+        """Return class and value of the most valuable node on a block."""
         return max(self._node_priority(node) for node in block.nodes)
 
     def _node_priority(self, node: Node) -> Priority:
@@ -246,7 +246,7 @@ class Ledger:
 
 
 def is_unit(block: Block) -> bool:
-    """Whether evicting every node on the block frees it and orphans nothing."""
+    """Return True if evicting every node on the block frees it and orphans nothing."""
     return (
         block.hard == 0
         and block.soft == 0

@@ -1,4 +1,4 @@
-"""What the cache holds, for people: gauges and a paged listing of the trie."""
+"""The contents of the cache for people: gauges and a paged listing of the trie."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vlm_serve.cache.records import Node
 
 HASH_CHARACTERS = 16
-"""So much of a content hash is shown: enough to recognise a medium among thousands."""
+"""Digits of a content hash that are shown: enough to recognise a medium among thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class CacheUsage:
     """Gauges.
 
     Attributes:
-        blocks, free_blocks: physical KV blocks, and those that hold nothing.
+        blocks, free_blocks: physical KV blocks, and the empty ones among them.
         cached_blocks: blocks that eviction can free; the rest belongs to running requests.
         nodes: trie nodes, tails included.
         rows: state rows by state ("free", "live", "reserved", "ready", "private").
@@ -41,11 +41,11 @@ class CacheUsage:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A node as of one batch of changes. What only ever counts (pins, hits, sizes) is read from the
-    node itself, by any thread, and may be newer.
+    """A node as of one batch of changes. Counters (pins, hits, sizes) are read from the node
+    itself, by any thread, and may be newer.
 
     Attributes:
-        node: with its place, which never changes; not to be changed.
+        node: with its immutable place; read-only.
         root: key of its root.
         snapshot: kind of the state at its end, or None.
     """
@@ -61,7 +61,7 @@ class MediaInfo:
 
     Attributes:
         offset: of its first token, from the node's start.
-        length: in tokens; the span may go on in further nodes.
+        length: in tokens; the span may continue in further nodes.
         kind: "image" or "video".
         hash: the first digits of its content hash, hexadecimal.
     """
@@ -81,12 +81,12 @@ class NodeInfo:
         start, end: positions covered.
         tail: it covers only the first tokens of a block.
         block: physical block.
-        pins, hits: users now, and so far.
-        exact: made by prefill alone.
+        pins, hits: current users, and uses so far.
+        exact: computed by prefill alone.
         media: the media spans that start in it.
         snapshot: kind of the snapshot at its end, or None.
         snapshot_hits: requests that started from that snapshot.
-        tier: where it is: "device".
+        tier: its location: "device".
         num_bytes: of its share of the block, the snapshot, the expert rows and the
             log-probabilities.
     """
@@ -130,7 +130,7 @@ def usage(ledger: Ledger) -> CacheUsage:
 
 
 def describe(config: CacheConfig, entry: Entry) -> NodeInfo:
-    """A node as it is now. Any thread may ask."""
+    """Return the current information about a node. Any thread may call it."""
     node, has_snapshot = entry.node, entry.snapshot is not None
     num_bytes = config.block_bytes * node.num_tokens // config.block_size
     num_bytes += config.snapshot_bytes if has_snapshot else 0

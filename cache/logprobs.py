@@ -1,9 +1,9 @@
-"""Rows of prompt log-probabilities, kept with the KV of the tokens that they are about.
+"""Rows of prompt log-probabilities, stored with the KV of their tokens.
 
-The row of a token says how likely the model found it after everything before it, and which tokens
-it found likelier. So it belongs to the node that contains the token itself, not to the one before:
-two prompts that part at a token share every row but that one. Rows are no part of a node's
-identity; a node made without them gets them from whoever computes its tokens with them.
+The row of a token holds its log-probability given everything before it, and the likelier tokens. It
+belongs to the node of the token itself, not to the one before: two prompts that diverge at a token
+share every row but that one. Rows are not part of a node's identity. A node created without them
+gets them when its tokens are computed with log-probabilities.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def row_type(top: int) -> np.dtype[Any]:
-    """Of one token's row.
+    """Return the dtype of one token's row.
 
     Fields: `logprob` of the token itself (natural log, float32) and its `rank` (1: the likeliest);
-    `ids` and `logprobs` of the `top` likeliest tokens, best first, of equals the lower id first.
+    `ids` and `logprobs` of the `top` likeliest tokens, best first, the lower id first among equals.
     """
     return np.dtype(
         [
@@ -40,13 +40,13 @@ def row_type(top: int) -> np.dtype[Any]:
 
 
 def top_of(rows: LogprobRows) -> int:
-    """How many of the likeliest tokens each row names."""
+    """Return how many of the likeliest tokens each row names."""
     count: int = rows.dtype["ids"].shape[0]
     return count
 
 
 def narrowed(rows: LogprobRows, top: int) -> LogprobRows:
-    """A copy that names the `top` likeliest tokens; the rows name at least as many."""
+    """Return a copy that names the `top` likeliest tokens; the rows name at least as many."""
     assert top <= top_of(rows), "what nobody computed cannot be told"
     copy = np.empty(len(rows), row_type(top))
     for name in ("logprob", "rank"):
@@ -58,7 +58,7 @@ def narrowed(rows: LogprobRows, top: int) -> LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class WantedRows:
-    """What a request has yet to know of its prompt: the rows of the tokens from `first` (at least
+    """The rows that a request still needs of its prompt: those of the tokens from `first` (at least
     1) on, with the `top` likeliest tokens."""
 
     first: int
@@ -78,17 +78,18 @@ class RowPiece:
 
 
 class RowKeeper:
-    """Which nodes hold rows, within a bound. Rows of nodes that a running request pins stay.
+    """The nodes that hold rows, within a byte limit. Rows of nodes pinned by a running request
+    stay.
 
     Args:
         limit: most bytes of all rows.
-        changed: is told which node was given rows or has lost them.
+        changed: called with each node that gained or lost rows.
 
     Attributes:
         num_bytes: of all rows.
-        additions: how often a node was given rows.
-        spare: unpinned nodes with rows, least recently used first, the deepest of a path before
-            the others: rows are of use from the first one on.
+        additions: number of times that a node was given rows.
+        spare: unpinned nodes with rows, least recently used first. On one path the deepest comes
+            first, because rows are useful only from the first one on.
     """
 
     def __init__(self, limit: int, changed: Callable[[Node], None]) -> None:
@@ -99,14 +100,15 @@ class RowKeeper:
         self.spare: LazyHeap[Node] = LazyHeap()
 
     def refresh(self, node: Node) -> None:
-        """Enters or withdraws a node with rows as one that may lose them."""
+        """Add a node with rows to those that may lose them, or remove it."""
         if node.logprobs is not None and not node.pins:
             self.spare.push(node, (0, node.last_used, -node.end))
         else:
             self.spare.discard(node)
 
     def give(self, node: Node, rows: LogprobRows) -> None:
-        """Stores a copy of the rows; drops rows of others for it, or does nothing without room."""
+        """Store a copy of the rows, dropping other nodes' rows for space; do nothing if that is not
+        enough."""
         kept = rows.copy()
         kept.flags.writeable = False
         self.spare.discard(node)
@@ -119,7 +121,7 @@ class RowKeeper:
         self.refresh(node)
 
     def drop(self, node: Node) -> None:
-        """The node has no rows any more."""
+        """Remove a node's rows."""
         if node.logprobs is not None:
             self.num_bytes -= sys.getsizeof(node.logprobs)
             node.logprobs = None
@@ -138,7 +140,8 @@ class RowKeeper:
 def kept_rows(
     root: Branch | None, path: list[Node], keys: PromptKeys, wanted: WantedRows
 ) -> tuple[RowPiece, ...]:
-    """The kept ones of the wanted rows, from the first on and without a hole, in the form wanted.
+    """Return the stored ones of the wanted rows, from the first on and without a hole, in the
+    wanted form.
 
     Args:
         root: of the prompt, if it has any node.
@@ -163,7 +166,8 @@ def kept_rows(
 def _deepest_with_rows(
     full: list[Node], branch: Branch | None, keys: PromptKeys, index: int, top: int
 ) -> Node | None:
-    """The full node of a block if it knows enough, else the longest of its tails that does."""
+    """Return the full node of a block if it has enough rows, else the longest of its tails that
+    does."""
     if branch is None:
         return None
     start = index * keys.block_size
@@ -184,8 +188,8 @@ def keep(
     end: int,
     known: RowPiece,
 ) -> None:
-    """Stores what a request knows with the nodes that end in `(lease.length, end]`, where they know
-    less. To be called when those are published and before the lease's length moves on."""
+    """Store a request's rows in the nodes that end in `(lease.length, end]` and have fewer. Call it
+    after they are published and before the lease's length advances."""
     size = keys.block_size
     cuts = keys.cuts[bisect_right(keys.cuts, lease.length) : bisect_right(keys.cuts, end)]
     for cut in cuts:
@@ -203,7 +207,7 @@ def keep(
 
 
 def check_rows(keeper: RowKeeper, nodes: list[Node]) -> None:
-    """AssertionError unless the books agree with the nodes."""
+    """Raise AssertionError unless the accounting agrees with the nodes."""
     holders = [node for node in nodes if node.logprobs is not None]
     for node in holders:
         assert node.logprobs is not None

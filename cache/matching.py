@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the cache has of a prompt. A description: it pins nothing and ages at the next eviction.
+    """The cached part of a prompt. It only describes: it pins nothing and is stale after the next
+    eviction.
 
     Attributes:
         boundary: deepest usable position; 0: none.
@@ -27,12 +28,12 @@ class Match:
         state_boundary: deepest allowed cut point <= limit with KV and a snapshot; for a model
             without state layers `kv_boundary`.
         snapshot: the one at `boundary`.
-        exact: everything matched was made by prefill.
+        exact: everything matched was computed by prefill.
         reason: why the boundary is not deeper; "full" if it cannot be.
         blocks: physical ids of the matched full blocks.
-        junction: KV goes so much deeper than state that a snapshot at `kv_boundary` pays.
-        limit: how deep it might have gone.
-        logprobs: the kept ones of the prompt log-probabilities that were wanted, without a hole.
+        junction: KV is so much deeper than state that a snapshot at `kv_boundary` pays.
+        limit: the deepest boundary that was allowed.
+        logprobs: the stored ones of the requested prompt log-probabilities, without a hole.
         root: key of the prompt's root.
     """
 
@@ -53,7 +54,7 @@ class Match:
     pending_key: bytes | None = field(default=None, repr=False)
     """Key of the first full block that is missing."""
     version: int = 0
-    """Of the trie; a removal makes the match stale."""
+    """Version of the trie; a removal makes the match stale."""
     root: bytes = field(default=b"", repr=False)
 
 
@@ -69,7 +70,7 @@ class Boundaries:
 
 
 def walk(root: Branch | None, keys: PromptKeys) -> list[Node]:
-    """Full nodes from the root on, as deep as the prompt's keys go."""
+    """Return the full nodes from the root on, as deep as the prompt's keys match."""
     path: list[Node] = []
     branch = root
     if branch is None:
@@ -92,7 +93,7 @@ def find_boundaries(
     has_state: bool,
     complete_experts: bool,
 ) -> Boundaries:
-    """Looks from the deepest candidate down, at cut points outside spans only."""
+    """Search from the deepest candidate down, at cut points outside spans only."""
     block_size = trie.block_size
     covered = len(path) * block_size
     root = trie.root(keys.root)
@@ -124,7 +125,7 @@ def find_boundaries(
 
 
 def _leading_experts(path: list[Node]) -> int:
-    """Number of nodes from the root on that hold expert rows without a gap."""
+    """Count the nodes from the root on that hold expert rows without a gap."""
     for index, node in enumerate(path):
         if node.experts is None:
             return index
@@ -132,7 +133,7 @@ def _leading_experts(path: list[Node]) -> int:
 
 
 def _has_experts(depth: int, rest: int, node: Node | None, with_experts: int) -> bool:
-    """Whether rows are complete up to the cut after `depth` blocks and `rest` tokens."""
+    """Return True if rows are complete up to the cut after `depth` blocks and `rest` tokens."""
     if depth > with_experts:
         return False
     in_tail = node is not None and node.experts is not None

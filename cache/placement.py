@@ -12,7 +12,7 @@ MAX_NEW_SNAPSHOTS = 8
 
 
 class PromptMarks(Protocol):
-    """What a prompt says about its structure; `Prompt` is one."""
+    """The structure of a prompt; implemented by `Prompt`."""
 
     def __len__(self) -> int: ...
     @property
@@ -37,22 +37,27 @@ def plan_snapshots(
     first_row: int | None = None,
     max_new: int = MAX_NEW_SNAPSHOTS,
 ) -> tuple[tuple[int, str], ...]:
-    """The positions to snapshot, most important first, each with its kind.
+    """Choose the positions to snapshot, most important first, each with its kind.
 
-    In order: the end of the last media item, the junction, the prompt's end and, if its
-    log-probabilities are reported, where those of another continuation can start; the stable end;
-    the ends of earlier media items, deepest first; the system message and the last two messages;
-    the regular points. Of the media ends only the last comes before the other places, so that a
-    prompt with many pictures still leaves a snapshot at its own end.
+    The order is:
+    1. the end of the last media item, then the junction;
+    2. the prompt's end and, if its log-probabilities are reported, where those of another
+      continuation can start;
+    3. the stable end, then the ends of earlier media items, deepest first;
+    4. the system message and the last two messages;
+    5. the regular points.
+
+    Only the last of the media ends comes first, so that a prompt with many pictures still gets a
+    snapshot at its own end.
 
     Args:
         prompt: marks and keys of the whole prompt.
-        start: tokens that are cached; there is a snapshot there, or it is 0.
+        start: cached tokens; there is a snapshot there, or it is 0.
         junction: where KV ends beyond the state; 0 for none.
-        interval: tokens between regular points; a point inside a span moves down. If there are more
-            points than room, they spread evenly.
+        interval: tokens between regular points; a point inside a span moves down. If there are too
+            many points, they are thinned out evenly.
         min_gain: tokens by which a message or regular point must lie past the snapshot before it.
-        first_row: the first token whose log-probability is reported; None: no token's is.
+        first_row: the first token whose log-probability is reported; None: none is.
         max_new: most positions to return.
 
     Returns:
@@ -69,7 +74,7 @@ def plan_snapshots(
     plan.add([junction], "junction")
     plan.add([end], "prompt_end")
     if first_row is not None:
-        # Without the first token that differs the row before it cannot be computed: one cut less.
+        # The row of a token is computed at the token before it, so stop one cut point earlier.
         plan.add([keys.last_cut((first_row if first_row > 1 else end) - 1)], "logprobs")
     if stable // keys.block_size != end // keys.block_size:
         plan.add([stable], "stable_end")
@@ -98,7 +103,7 @@ class _Plan:
         return self._max_new - len(self.chosen)
 
     def add(self, positions: Iterable[int], kind: str, min_gain: int = 0) -> None:
-        """Takes the positions that are possible, new and far enough past the one before them."""
+        """Add the positions that are allowed, new, and far enough past the one before them."""
         for position in positions:
             possible = self._start < position <= self._last
             if not possible or position in self.chosen or self.room <= 0:

@@ -1,4 +1,4 @@
-"""Which unpinned entry is worth least."""
+"""Eviction policies: which unpinned entry is worth least."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a policy may know about an entry.
+    """The facts about an entry that a policy may use.
 
     Attributes:
         last_used: counter at its last use.
         credit: the policy's age at its last use.
-        saved_tokens: tokens whose recomputation the entry saves.
-        reuse: how often it was used, its making included.
-        num_bytes: what evicting it frees.
+        saved_tokens: tokens that need no recomputation thanks to the entry.
+        reuse: number of uses, its creation included.
+        num_bytes: bytes that its eviction frees.
     """
 
     last_used: int
@@ -26,15 +26,15 @@ class Use:
 
 
 class EvictionPolicy(Protocol):
-    """Gives entries a value; the least valuable one is evicted first."""
+    """Rates entries; the least valuable one is evicted first."""
 
     age: float
-    """Remembered as an entry's credit whenever it is used."""
+    """Stored as an entry's credit at each use."""
 
     def value(self, use: Use) -> float: ...
 
     def evicted(self, value: float) -> None:
-        """An entry of this value was evicted."""
+        """Record that an entry of this value was evicted."""
         ...
 
 
@@ -54,8 +54,8 @@ class LruPolicy:
 class ValuePolicy:
     """Recompute saved x reuse / bytes, aged: Greedy-Dual-Size-Frequency (Cherkasova, 1998).
 
-    The age rises to the value of each victim and is added to what is used from then on, so that an
-    entry that was worth much long ago gives way in the end. No clock is needed.
+    The age rises to the value of each victim and is added to every later use. An entry of great
+    value long ago is therefore evicted eventually. No clock is needed.
     """
 
     def __init__(self) -> None:

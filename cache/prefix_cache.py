@@ -1,8 +1,8 @@
-"""The joint KV and state prefix cache: the one object the scheduler talks to.
+"""The joint KV and state prefix cache: the single object that the scheduler uses.
 
-It hands out ids of blocks and rows and touches no tensor. A request goes through
-`match -> open -> take_row -> grow -> reserve_snapshot -> (forward) -> commit -> ... -> close`;
-nothing that a step wrote can be matched before its `commit`.
+It hands out ids of blocks and rows and touches no tensor. A request goes through `match -> open ->
+take_row -> grow -> reserve_snapshot -> (forward) -> commit -> ... -> close`. Nothing that a step
+wrote can be matched before its `commit`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["CacheConfig", "Lease", "Match", "PrefixCache", "Suspended"]
 
 
 class PrefixCache(Leasing):
-    """Blocks, state rows, the trie over them, and who holds what.
+    """Blocks, state rows, the trie over them, and their holders.
 
     Not thread-safe: the engine thread owns it. Misuse (closing twice, committing backwards, a stale
     match) raises AssertionError; exhaustion never raises.
@@ -43,7 +43,7 @@ class PrefixCache(Leasing):
         config: sizes and switches.
 
     Attributes:
-        events: what happens in it.
+        events: changes of the cache, for subscribers.
         stats: counters.
     """
 
@@ -63,12 +63,13 @@ class PrefixCache(Leasing):
         complete_experts: bool = False,
         logprobs: WantedRows | None = None,
     ) -> Match:
-        """The deepest boundary <= `limit` that a request with these keys can start from. Pure.
+        """Return the deepest boundary <= `limit` from which a request with these keys can start.
+        Pure.
 
         `limit` is at most the number of tokens less one: one token is always computed.
-        With `complete_experts` the boundary is clamped to where routed expert rows are complete.
-        With `logprobs` it is clamped so that the first of those rows that is not kept is computed:
-        the one of token i comes out of the token before it.
+        `complete_experts` clamps the boundary to where routed expert rows are complete. `logprobs`
+        clamps it so that the first missing one of those rows is computed: the row of token i is
+        computed at the token before it.
         """
         assert limit < max(1, len(keys)), "at least one token is always computed"
         if not self.config.enabled:
@@ -115,10 +116,10 @@ class PrefixCache(Leasing):
         used: int | None = None,
         replay: bool = False,
     ) -> None:
-        """Notes an admission; it is told once the lease's first step has succeeded. Recomputation
-        after preemption (`replay`) is no hit and no miss.
+        """Record an admission; it is published once the lease's first step has succeeded.
+        Recomputation after preemption (`replay`) counts as neither hit nor miss.
 
-        `used` tokens were taken from the cache: 0 if the request went on without its match.
+        `used` tokens were taken from the cache: 0 if the request ran without its match.
         """
         events = self._ledger.events
         if replay:
@@ -137,14 +138,15 @@ class PrefixCache(Leasing):
                 root=match.root,
             )
 
-    # A request's life beyond what `Leasing` does
+    # The rest of a request's life
 
     def cached_experts(self, lease: Lease) -> tuple[ExpertPiece, ...]:
-        """Expert rows of tokens `[0, lease.boundary)`, in order; pieces without rows are gaps."""
+        """Return the expert rows of tokens `[0, lease.boundary)`, in order; pieces without rows are
+        gaps."""
         return cached_rows(lease, self.config.block_size)
 
     def snapshot_positions(self, keys: PromptKeys, limit: int) -> tuple[int, ...]:
-        """Cut points up to `limit` at which there is a state."""
+        """Return the cut points up to `limit` that have a state."""
         root = self._ledger.trie.root(keys.root)
         if root is None or not self.config.has_state:
             return ()
@@ -160,7 +162,7 @@ class PrefixCache(Leasing):
         return tuple(found)
 
     def drop(self, suspended: Suspended) -> None:
-        """Gives back what a suspended request holds; nothing if it has been evicted."""
+        """Return the resources of a suspended request, if it has not been evicted."""
         if suspended.valid:
             self._suspensions.drop(suspended)
 
@@ -169,8 +171,8 @@ class PrefixCache(Leasing):
     def question(
         self, keys: PromptKeys, match: Match, *, limit: int, origin: Origin
     ) -> Question | None:
-        """What lower tiers could add to a fresh match: at least `min_snapshot_gain` blocks, up to
-        `limit`. None: nothing. Pure."""
+        """Describe what lower tiers could add to a fresh match: at least `min_snapshot_gain`
+        blocks, up to `limit`. Returns None if nothing. Pure."""
         if not self.config.enabled:
             return None
         least = match.boundary + self.config.min_snapshot_gain * self.config.block_size
@@ -180,11 +182,11 @@ class PrefixCache(Leasing):
         )
 
     def adopt(self, keys: PromptKeys, arrival: Arrival, fill: Callable[[Places], None]) -> bool:
-        """Takes in what was read from a lower tier, so that the next match finds it.
+        """Publish content read from a lower tier, so that the next match finds it.
 
-        `fill` copies it into the blocks and the row it is given; nothing is published before it
-        has returned, and nothing is held if it raises. False, and nothing published, if there is
-        no room or if what was read no longer meets what the device has.
+        `fill` copies it into the given blocks and row. Nothing is published before it returns, and
+        nothing stays reserved if it raises. Returns False, without publishing, if space is short or
+        if the content no longer fits what the device has.
         """
         match = self.match(keys, limit=arrival.boundary)
         if match.boundary >= arrival.boundary:
@@ -192,24 +194,24 @@ class PrefixCache(Leasing):
         return adopt(self._ledger, self, match, keys, arrival, fill)
 
     def nodes(self) -> Iterator[Node]:
-        """Every node with its snapshot, parents before children. Not to be changed."""
+        """Yield every node with its snapshot, parents before children. Read-only."""
         return self._ledger.trie.walk()
 
     # Gauges and upkeep
 
     @property
     def free_block_count(self) -> int:
-        """Blocks that hold nothing."""
+        """Number of empty blocks."""
         return self._ledger.blocks.num_free
 
     @property
     def available_block_count(self) -> int:
-        """Blocks that `grow` can hand out, evicting if need be."""
+        """Number of blocks that `grow` can hand out, evicting if necessary."""
         return self._ledger.blocks.num_free + self._ledger.blocks.num_reclaimable
 
     @property
     def version(self) -> tuple[int, ...]:
-        """While it stays, no match finds more or other room than before."""
+        """Unchanged as long as no match can find more content or other free space."""
         ledger, rows = self._ledger, self._ledger.rows
         return (
             ledger.version,
@@ -230,10 +232,11 @@ class PrefixCache(Leasing):
         return usage(self._ledger)
 
     def pin(self, keys: PromptKeys, until: float) -> int:
-        """Keeps the KV and the state of a prompt's deepest usable prefix until time `until`.
+        """Keep the KV and the state of a prompt's deepest usable prefix until time `until`.
 
-        Pinning a prefix again moves its end. Returns the tokens pinned; 0 if nothing is there, or
-        if pins would hold more than half of the blocks or more snapshots than the budget has rows.
+        Pinning a prefix again changes its expiry. Returns the tokens pinned. That is 0 if nothing
+        is cached, or if pins would hold more than half of the blocks or more snapshots than the
+        budget has rows.
         """
         if not self.config.enabled:
             return 0
@@ -248,9 +251,9 @@ class PrefixCache(Leasing):
         return found.usable if pinned else 0
 
     def pin_node(self, node: Node, until: float) -> int:
-        """Keeps a node, all before it and the deepest state there until time `until`.
+        """Keep a node, all nodes before it and the deepest state there until time `until`.
 
-        Returns the tokens pinned; 0 if the node has left, or if pins would hold too much.
+        Returns the tokens pinned; 0 if the node was evicted, or if pins would hold too much.
         """
         if node.parent.children.get(node.key) is not node:
             return 0
@@ -261,29 +264,30 @@ class PrefixCache(Leasing):
         return node.end if self._timed_pins.add(tuple(reversed(path)), snapshot, until) else 0
 
     def expire(self, now: float) -> int:
-        """Releases the pins whose time has come; returns how many."""
+        """Release the expired pins and return their number."""
         return self._timed_pins.expire(now)
 
     @property
     def next_expiry(self) -> float | None:
-        """When `expire` will have something to release; None: there are no pins."""
+        """Time of the next expiry; None if there are no pins."""
         return self._timed_pins.next_end
 
     def flush(self) -> None:
-        """Evicts all that no running request holds, timed pins included, and forgets it."""
+        """Evict everything that no running request holds, timed pins included, and forget it."""
         self._timed_pins.clear()
         self._evictor.evict_everything()
         self._ledger.evicted_nodes.clear()
         self._ledger.evicted_snapshots.clear()
 
     def check(self, wanted: Callable[[], bool] = lambda: False) -> bool:
-        """Recomputes every invariant; AssertionError names the one that is violated.
+        """Recompute every invariant; AssertionError names the violated one.
 
         Args:
-            wanted: whether somebody has better use for the thread, asked many times meanwhile.
+            wanted: returns True to interrupt the check, because the thread has other work; called
+                often.
 
         Returns:
-            Whether all of it was looked at: False if it was wanted.
+            True if the check ran to its end.
         """
         books = Books(
             self._ledger, list(self.leases), self._suspensions.items(), self._timed_pins.pins
@@ -293,7 +297,7 @@ class PrefixCache(Leasing):
     def _find(
         self, keys: PromptKeys, limit: int, *, complete_experts: bool
     ) -> tuple[list[Node], Boundaries]:
-        """The matched full nodes and the boundaries along them."""
+        """Return the matched full nodes and the boundaries along them."""
         path = walk(self._ledger.trie.root(keys.root), keys)
         return path, self._boundaries(path, keys, limit, complete_experts=complete_experts)
 

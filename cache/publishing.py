@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 MAX_NODES_PER_BLOCK = 16
-"""Tails without a snapshot beyond that are not published: a prompt made of nothing but end-of-turn
-tokens would otherwise cost a node per token."""
+"""Limit of tails without a snapshot per block. A prompt of nothing but end-of-turn tokens would
+otherwise cost one node per token."""
 
 
 class Publisher:
     """Publishes the blocks, tails and snapshots of one lease up to `length` tokens.
 
-    Where the trie has a key already the existing node stays and joins the lease's path; the request
-    goes on in that node's block and gives its own back.
+    If the trie already has a key, the existing node joins the lease's path. The request continues
+    in that node's block and returns its own.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Publisher:
                 self._publish_snapshot(self._lease.reserved.pop(position))
 
     def publish_loaded(self) -> None:
-        """Publishes what came up from a lower tier: of the tails only the one at `length`, for
-        nobody has seen the others."""
+        """Publish content from a lower tier; of the tails only the one at `length`, because the
+        others were not loaded."""
         self._publish_blocks()
         index, rest = divmod(self._length, self._block_size)
         if rest and self._child(index, self._keys.tails[self._length]) is None:
@@ -65,7 +65,7 @@ class Publisher:
             self._move_into(node, index)
 
     def _move_into(self, node: Node, index: int) -> None:
-        """The path's pin holds the block from now on, and an own duplicate goes back: a lease never
+        """Let the path's pin hold the block from now on, and return an own duplicate: a lease never
         holds more blocks than its tokens need."""
         lease, blocks = self._lease, self._ledger.blocks
         own = blocks[lease.blocks[index]]
@@ -87,7 +87,7 @@ class Publisher:
                     self._add(index, self._keys.tails[cut], cut)
 
     def _publish_snapshot(self, snapshot: Snapshot) -> None:
-        """RESERVED -> READY, or back to FREE if the node has one."""
+        """Move a snapshot from RESERVED to READY, or back to FREE if the node has one."""
         keys, ledger, position = self._keys, self._ledger, snapshot.position
         index, rest = divmod(position, self._block_size)
         if rest:
@@ -104,7 +104,7 @@ class Publisher:
         ledger.attach_snapshot(snapshot, node)
 
     def _snapshot_before(self, position: int) -> Snapshot | None:
-        """The nearest shallower snapshot that this prompt could use."""
+        """Return the nearest shallower snapshot that this prompt could use."""
         cuts = self._keys.cuts
         for i in range(bisect_right(cuts, position - 1) - 1, -1, -1):
             index, rest = divmod(cuts[i], self._block_size)
@@ -117,18 +117,18 @@ class Publisher:
         return None
 
     def _parent(self, index: int) -> Branch:
-        """What block `index` hangs from: the path's node before it, or the root."""
+        """Return the parent of block `index`: the path's node before it, or the root."""
         if index:
             return self._lease.path[index - 1]
         root = self._ledger.trie.root(self._keys.root)
         return root if root is not None else Branch(self._keys.root, 0, 0)
 
     def _child(self, index: int, key: bytes) -> Node | None:
-        """The node of block `index` with this key, full or tail."""
+        """Return the node of block `index` with this key, full or tail."""
         return self._parent(index).children.get(key)
 
     def _add(self, index: int, key: bytes, end: int) -> Node:
-        """A new node on the block that holds tokens up to `end`."""
+        """Add a node on the block that holds tokens up to `end`."""
         start = index * self._block_size
         node = Node(key, self._parent(index), end - start, self._block(index))
         node.exact = self._exact_up_to(end)
@@ -141,7 +141,8 @@ class Publisher:
         return node
 
     def _block(self, index: int) -> Block:
-        """Where the KV of block `index` is: the path's block, so that a duplicate is not kept."""
+        """Return the block that holds the KV of block `index`: the path's block, so that a
+        duplicate is not kept."""
         if index < len(self._lease.path):
             return self._lease.path[index].block
         return self._ledger.blocks[self._lease.blocks[index]]

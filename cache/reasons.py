@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the cache remembers about what it does not have.
+    """The cache's knowledge about missing content.
 
     Attributes:
-        trie: the nodes there are.
-        evicted_nodes, evicted_snapshots: keys of what eviction took, most recent ones only.
+        trie: the existing nodes.
+        evicted_nodes, evicted_snapshots: keys of evicted objects, most recent ones only.
         pending: keys of the blocks that running requests publish next -> number of requests.
     """
 
@@ -34,7 +34,7 @@ class Evidence:
 
 
 def media_offset(keys: PromptKeys, start: int, end: int) -> int:
-    """Offset of the first media span that starts in `[start, end)`, or NO_MEDIA."""
+    """Return the offset of the first media span that starts in `[start, end)`, or NO_MEDIA."""
     index = bisect_left(keys.span_bounds, (start, 0))
     if index == len(keys.span_bounds) or keys.span_bounds[index][0] >= end:
         return NO_MEDIA
@@ -42,7 +42,7 @@ def media_offset(keys: PromptKeys, start: int, end: int) -> int:
 
 
 def media_starts(keys: PromptKeys, start: int, end: int) -> tuple[MediaStart, ...]:
-    """The media spans that start in `[start, end)`, as seen from `start`."""
+    """Return the media spans that start in `[start, end)`, relative to `start`."""
     first = bisect_left(keys.span_bounds, (start, 0))
     last = bisect_left(keys.span_bounds, (end, 0))
     return tuple(
@@ -57,7 +57,7 @@ def media_starts(keys: PromptKeys, start: int, end: int) -> tuple[MediaStart, ..
 
 
 def key_at(keys: PromptKeys, cut: int) -> bytes:
-    """Key of the node that ends at a cut point."""
+    """Return the key of the node that ends at a cut point."""
     depth, rest = divmod(cut, keys.block_size)
     return keys.tails[cut] if rest else keys.block_keys[depth - 1]
 
@@ -65,7 +65,7 @@ def key_at(keys: PromptKeys, cut: int) -> bytes:
 def miss_reason(
     evidence: Evidence, keys: PromptKeys, limit: int, path: list[Node], found: Boundaries
 ) -> str:
-    """One word for a match that found these boundaries."""
+    """Return one word for a match that found these boundaries."""
     possible = keys.last_cut(len(keys) - 1)
     if possible == 0:
         return "below_granularity"
@@ -79,7 +79,7 @@ def miss_reason(
 
 
 def _state_reason(evidence: Evidence, keys: PromptKeys, found: Boundaries) -> str:
-    """KV is there and the state is not."""
+    """Return the reason for a match with KV beyond its state."""
     first = bisect_right(keys.cuts, found.state)
     last = bisect_right(keys.cuts, found.kv)
     evicted = evidence.evicted_snapshots
@@ -91,7 +91,7 @@ def _state_reason(evidence: Evidence, keys: PromptKeys, found: Boundaries) -> st
 def _kv_reason(
     evidence: Evidence, keys: PromptKeys, limit: int, path: list[Node], found: Boundaries
 ) -> str:
-    """KV ends where the state does."""
+    """Return the reason for a match whose KV ends where its state does."""
     block_size = keys.block_size
     start = len(path) * block_size
     end = min(start + block_size, len(keys))
@@ -118,7 +118,7 @@ def _kv_reason(
 
 
 def _in_a_video(keys: PromptKeys, boundary: int) -> bool:
-    """True if what comes next is a video of which all before is there."""
+    """Return True if the next token continues a video whose earlier part is fully cached."""
     index = bisect_left(keys.span_bounds, (boundary, 0))
     if index == len(keys.span_bounds) or not keys.span_continues[index]:
         return False
@@ -126,5 +126,5 @@ def _in_a_video(keys: PromptKeys, boundary: int) -> bool:
 
 
 def _cuts_between(keys: PromptKeys, start: int, end: int) -> list[int]:
-    """Cut points in `(start, end]`."""
+    """Return the cut points in `(start, end]`."""
     return keys.cuts[bisect_right(keys.cuts, start) : bisect_right(keys.cuts, end)]

@@ -1,4 +1,4 @@
-"""The records that point at each other: nodes, the blocks under them, snapshots and leases."""
+"""The records that refer to each other: nodes, their blocks, snapshots and leases."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class MediaStart:
 
     Attributes:
         offset: of its first token in the node's block.
-        length: of the span in tokens; it may go on in further nodes.
+        length: of the span in tokens; it may continue in further nodes.
         kind: "image" or "video".
-        content_hash: of what it shows.
+        content_hash: of its content.
     """
 
     offset: int
@@ -60,18 +60,18 @@ class Node(Branch):
         num_tokens: tokens covered; fewer than a block for a tail.
         block: the physical block that holds the KV rows.
         pins: running requests (and timed pins) that rely on the node.
-        parked: suspended requests that do.
+        parked: suspended requests that rely on it.
         snapshot: the state at exactly `end`, if there is one.
-        exact: the KV was made by prefill alone, on an exact prefix.
+        exact: the KV was computed by prefill alone, on an exact prefix.
         hits: requests that used the node.
-        last_used, credit: the counter and the policy's age when it was used last.
+        last_used, credit: the counter and the policy's age at its last use.
         media_offset: offset in the block of the first media span that starts in it, or NO_MEDIA.
         media: all spans that start in it.
         packed_tokens: the ids of its tokens, four little-endian bytes each.
         inside_span: `end` lies strictly inside a media span: no snapshot belongs here.
         experts: routed expert rows `[num_tokens, layers, top_k]`, if known.
-        logprobs: a row for each token, the prompt's first one excepted, if known.
-        ticket: of its entry among the nodes that may lose those.
+        logprobs: a row for each token except the prompt's first one, if known.
+        ticket: of its entry among the nodes that may lose their log-probabilities.
     """
 
     __slots__ = (
@@ -118,13 +118,13 @@ class Node(Branch):
 class Block:
     """One physical block.
 
-    A block may be held at once by running requests, by suspended ones and by several nodes: a full
-    node and the tails of the same tokens. All its nodes are siblings, because only the request that
-    wrote a block, or one that shares it through its path, publishes nodes on it.
+    Running requests, suspended ones and several nodes may hold a block at once: a full node and the
+    tails of the same tokens. All its nodes are siblings. Only a request that wrote a block, or
+    shares it through its path, publishes nodes on it.
 
     Attributes:
         hard: holds of running requests, plus the pins of the nodes on this block.
-        soft: the same of suspended requests, which eviction may take back.
+        soft: holds and pins of suspended requests, which eviction may revoke.
         nodes: the trie nodes on this block.
         ticket: of its entry among the eviction candidates.
     """
@@ -146,7 +146,7 @@ class Snapshot:
         row: the state row.
         position: tokens that the state contains.
         kind: why it was taken (see placement).
-        node: the node it is attached to; None while reserved and after it has gone.
+        node: the node to which it is attached; None while reserved and after its eviction.
         pins: requests about to read it.
         exact: computed by prefill alone, on an exact prefix.
         previous: the nearest snapshot before it on its path when it was attached.
@@ -193,10 +193,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What the cache gave a request, or why it gave nothing.
+    """The result of a request's look-up in the cache.
 
     Attributes:
-        key: of the deepest node that was used; empty: none was.
+        key: of the deepest node that was used; empty if none was.
         prompt_tokens: length of the prompt.
         kv_boundary, state_boundary: as of its match.
         boundary: tokens that were taken from the cache.
@@ -232,7 +232,7 @@ class Lease:
         length: tokens computed so far, cached ones included.
         shared_tokens: a multiple of the block size, possibly beyond `boundary`. The blocks below
             were full when the lease was opened: no KV is written there.
-        exact: everything this request reads was made by prefill.
+        exact: everything that this request reads was computed by prefill.
         copies: (source block, destination block, rows) to copy before the first step.
         committed: a step has succeeded since the lease was opened.
         private: nothing that it computes is ever published.
@@ -256,13 +256,13 @@ class Lease:
     """The pinned full nodes from the root on."""
     tail: Node | None = field(default=None, repr=False)
     snapshot: Snapshot | None = field(default=None, repr=False)
-    """What the request starts from: pinned until the first commit."""
+    """The snapshot that the request starts from: pinned until the first commit."""
     copy_source: int = -1
-    """The block that a forked request copies its first rows from, held until the first commit."""
+    """The block from which a forked request copies its first rows, held until the first commit."""
     reserved: dict[int, Snapshot] = field(default_factory=dict, repr=False)
     """Reserved snapshots by position."""
     hit: Hit | None = field(default=None, repr=False)
-    """What is to be told of the request once its first step has succeeded."""
+    """The report to publish once the first step has succeeded."""
     pending_key: bytes | None = field(default=None, repr=False)
     """Key of the block that this request publishes next."""
     expert_seed: Rows | None = field(default=None, repr=False)
@@ -277,7 +277,7 @@ class Lease:
 
     @property
     def held_blocks(self) -> set[int]:
-        """Every block that this request keeps from being evicted."""
+        """Every block that this request protects from eviction."""
         held = {*self.blocks, *((self.copy_source,) if self.copy_source >= 0 else ())}
         if self.tail is not None:
             held.add(self.tail.block.id)

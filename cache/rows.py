@@ -48,13 +48,13 @@ class RowPool:
         return self.num_live < self.num_live_rows
 
     def take(self, state: RowState) -> int:
-        """A free row, now in `state`."""
+        """Return a free row, now in `state`."""
         row = self._free.pop()
         self.change(row, RowState.FREE, state)
         return row
 
     def change(self, row: int, old: RowState, new: RowState) -> None:
-        """Moves a row from one state to another; FREE gives it back."""
+        """Move a row from one state to another; FREE returns it to the pool."""
         assert self.states[row] is old, f"row {row} is {self.states[row].value}, not {old.value}"
         self.num_live += (new is RowState.LIVE) - (old is RowState.LIVE)
         assert self.num_live <= self.num_live_rows, "more live rows than running requests may hold"

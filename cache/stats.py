@@ -1,5 +1,5 @@
-"""Counters of the prefix cache. They live on its events and only ever
-grow; gauges are properties of the cache."""
+"""Counters of the prefix cache. They follow its events and only ever grow; gauges are properties of
+the cache."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class CacheStats:
-    """What happened since start-up.
+    """Counts since start-up.
 
     Attributes:
-        requests: those whose first step has succeeded; replays after preemption are counted apart.
+        requests: those whose first step has succeeded; replays after preemption are counted
+            separately.
         query_tokens, hit_tokens: prompt tokens of those requests, and those served by the cache.
         replays: recorded admissions that resumed preempted work.
         reasons: admissions by match reason.
         saves: snapshots published, by kind.
         skips: snapshots not taken for lack of a row, by kind.
-        duplicates: snapshots given back because the node had one already.
-        evictions: by what went: "kv" and "tail" nodes, "snapshot", "suspended".
-        stolen: pinned snapshots that their only reader took over as its live row.
+        duplicates: snapshots returned because the node already had one.
+        evictions: by kind: "kv" and "tail" nodes, "snapshot", "suspended".
+        stolen: pinned snapshots taken over by their only reader as its live row.
     """
 
     requests: int = 0
@@ -40,7 +41,7 @@ class CacheStats:
     stolen: int = 0
 
     def listen(self, events: CacheEvents, block_size: int) -> None:
-        """Counts from now on."""
+        """Start counting."""
 
         def node_evicted(node: Node) -> None:
             self.evictions["kv" if node.num_tokens == block_size else "tail"] += 1
@@ -68,7 +69,7 @@ class CacheStats:
             setattr(self, name, value + 1)
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:
-        """A copy made of plain integers and dicts."""
+        """Return a copy made of plain integers and dicts."""
         return {
             name: dict(value) if isinstance(value, Counter) else value
             for name, value in ((each.name, getattr(self, each.name)) for each in fields(self))

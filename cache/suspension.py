@@ -1,4 +1,4 @@
-"""What is left of a preempted request until it resumes or something needs the room."""
+"""The remains of a preempted request, until it resumes or its space is needed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Suspended:
-    """A private snapshot at the exact position, the private blocks, and the path they stand on.
+    """A private snapshot at the exact position, the private blocks, and their path.
 
-    Only its own request can resume from it, and it is the first to be evicted.
+    Only its own request can resume from it. It is evicted before anything else.
     """
 
     lease: Lease | None
@@ -28,7 +28,7 @@ class Suspended:
 
     @property
     def length(self) -> int:
-        """Tokens computed, all of which `resume` gives back; 0 if invalid."""
+        """Tokens computed, all of which `resume` returns; 0 if invalid."""
         return self.lease.length if self.lease is not None else 0
 
 
@@ -46,7 +46,7 @@ class Suspensions:
         return list(self._leases.items())
 
     def add(self, lease: Lease) -> Suspended:
-        """Turns a running request's holds into ones that eviction may take back."""
+        """Turn a running request's holds into ones that eviction may revoke."""
         ledger = self._ledger
         for node in lease.path:
             ledger.park(node)
@@ -60,7 +60,7 @@ class Suspensions:
         return suspended
 
     def resume(self, suspended: Suspended) -> Lease:
-        """The reverse of `add`."""
+        """Reverse `add`."""
         ledger = self._ledger
         lease = self._leases.pop(suspended)
         suspended.lease = None
@@ -74,7 +74,7 @@ class Suspensions:
         return lease
 
     def drop(self, suspended: Suspended) -> None:
-        """Gives back everything a suspended request holds; it turns invalid."""
+        """Return all resources of a suspended request and invalidate it."""
         ledger = self._ledger
         lease = self._leases.pop(suspended)
         suspended.lease = None
@@ -87,7 +87,8 @@ class Suspensions:
         lease.state = LeaseState.CLOSED
 
     def evict_oldest(self) -> bool:
-        """Drops the one suspended first: the scheduler preempts the least urgent request first."""
+        """Drop the request that was suspended first: the scheduler preempts the least urgent
+        request first."""
         if not self._leases:
             return False
         self.drop(next(iter(self._leases)))

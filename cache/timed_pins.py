@@ -1,4 +1,4 @@
-"""Pins with an end: KV and state of a prompt that stay until a given time."""
+"""Pins with an expiry: KV and state of a prompt that stay until a given time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class TimedPin:
 
 
 class TimedPins:
-    """Times come from the caller, in any unit; there is no clock here.
+    """Pins with expiry times. Times come from the caller, in any unit; there is no clock here.
 
     Pins hold at most half of the blocks, and no more snapshots than there are rows beyond the live
-    ones. A request that runs alone and still lacks blocks takes them back, earliest end first.
+    ones. A request that runs alone and still lacks blocks releases them, earliest expiry first.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -34,13 +34,13 @@ class TimedPins:
 
     @property
     def next_end(self) -> float | None:
-        """When the next one ends; None: there are none."""
+        """The next expiry; None if there are no pins."""
         return min((pin.until for pin in self._pins.values()), default=None)
 
     def add(self, nodes: tuple[Node, ...], snapshot: Snapshot | None, until: float) -> bool:
-        """Pins a path (its deepest node names it), or gives an existing pin another end.
+        """Pin a path (its deepest node names it), or change the expiry of an existing pin.
 
-        False, and nothing changed, if pins would hold too much.
+        Returns False, without any change, if pins would hold too much.
         """
         assert nodes, "nothing to pin"
         others = [pin for key, pin in self._pins.items() if key != nodes[-1].key]
@@ -59,14 +59,14 @@ class TimedPins:
         return True
 
     def expire(self, now: float) -> int:
-        """Releases the pins whose time has come; returns how many."""
+        """Release the expired pins and return their number."""
         due = [key for key, pin in self._pins.items() if pin.until <= now]
         for key in due:
             self._release(key)
         return len(due)
 
     def give_way(self) -> None:
-        """Releases the pin that would end first."""
+        """Release the pin with the earliest expiry."""
         self._release(min(self._pins, key=lambda key: self._pins[key].until))
         self._ledger.events.counted.publish(("evictions", "timed_pin"))
 

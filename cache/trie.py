@@ -27,7 +27,7 @@ class Trie:
         return self.roots.get(key)
 
     def insert(self, node: Node) -> None:
-        """Adds a node under its parent; a new root is entered with its first node."""
+        """Add a node under its parent; a new root is entered with its first node."""
         branch = node.parent
         assert branch.end == branch.depth * self.block_size, "a tail is a leaf"
         assert node.key not in branch.children, "the key is already in the trie"
@@ -41,7 +41,7 @@ class Trie:
             self.media_starts[place] = self.media_starts.get(place, 0) + 1
 
     def remove(self, node: Node) -> None:
-        """Takes a leaf out. An entry that names another object stays."""
+        """Remove a leaf. An entry that names another object stays."""
         assert not node.children, "only leaves are removed"
         branch = node.parent
         assert branch.children.get(node.key) is node, "the entry names another node"
@@ -59,7 +59,7 @@ class Trie:
         return node.num_tokens == self.block_size
 
     def walk(self) -> Iterator[Node]:
-        """Every node, parents before children, in order of insertion among siblings."""
+        """Yield every node, parents before children, siblings in order of insertion."""
         stack: list[Node] = []
         for root in self.roots.values():
             stack.extend(reversed(root.children.values()))

@@ -30,7 +30,7 @@ _ENVIRONMENT = {
 }
 
 
-class Nursery:
+class ForkServer:
     """The process that all decoding processes are forked from: it has imported what they need, so
     that one is there within milliseconds, and most of their memory is its own.
 
@@ -96,12 +96,12 @@ class DecodeProcess:
     Raises VlmServeError if it does not start.
     """
 
-    def __init__(self, nursery: Nursery, niceness: int) -> None:
+    def __init__(self, fork_server: ForkServer, niceness: int) -> None:
         self.awaiting = False
         self.pid = 0
         self._lock = threading.Lock()
         self._life = -1
-        self._sock = nursery.fork(niceness)
+        self._sock = fork_server.fork(niceness)
         self._deadline = time.monotonic() + _START_SECONDS
 
     def wait_until_ready(self) -> None:

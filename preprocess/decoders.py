@@ -21,7 +21,7 @@ import numpy as np
 
 from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
 from vlm_serve.preprocess.decode_places import Places
-from vlm_serve.preprocess.decode_process import DecodeProcess, Nursery, take_array
+from vlm_serve.preprocess.decode_process import DecodeProcess, ForkServer, take_array
 from vlm_serve.preprocess.decode_wire import GoneError, share
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_image import Pixels
@@ -63,8 +63,8 @@ class Decoders:
         self._closed = False
         self._idle: list[DecodeProcess] = []
         self._all: set[DecodeProcess] = set()
-        self._nursery = Nursery()
-        self._end = weakref.finalize(self, _close_all, self._all, self._nursery)
+        self._fork_server = ForkServer()
+        self._end = weakref.finalize(self, _close_all, self._all, self._fork_server)
 
     def close(self) -> None:
         """Ends all processes; what is being decoded fails."""
@@ -164,7 +164,7 @@ class Decoders:
             if process.alive:
                 return process
             self._drop(process)
-        process = DecodeProcess(self._nursery, HEAVY_NICENESS if heavy else 0)
+        process = DecodeProcess(self._fork_server, HEAVY_NICENESS if heavy else 0)
         with self._lock:
             self._all.add(process)
         try:
@@ -254,7 +254,7 @@ def _too_slow(kind: str, seconds: float) -> MediaError:
     return MediaError(f"decoding the {kind} takes longer than {seconds:g} seconds")
 
 
-def _close_all(processes: set[DecodeProcess], nursery: Nursery) -> None:
+def _close_all(processes: set[DecodeProcess], fork_server: ForkServer) -> None:
     while processes:
         processes.pop().close()
-    nursery.close()
+    fork_server.close()

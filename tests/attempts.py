@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.server.app import create_app
-from vlm_serve.server.attempt import ATTEMPT, Attempt, Delivery
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.failover.attempt import ATTEMPT, Attempt, Delivery
 from vlm_serve.server.service import Service
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")

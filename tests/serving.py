@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.draining import DrainingServer, listen, url_of
+from vlm_serve.server.http.draining import DrainingServer, listen, url_of
 from vlm_serve.server.run import make_server
 from vlm_serve.server.service import Service
 

@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 def ask(server: ServerProcess) -> None:
     with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as client:
-        # A front listens before its replicas have told it of themselves.
+        # A gateway listens before its replicas have told it of themselves.
         wait_for(lambda: client.get("/ready").status_code == 200)
         for body in (structured(), with_picture()):
             answer = client.post("/v1/chat/completions", json=body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from vlm_serve.server.output_parser import OutputParser
+from vlm_serve.server.answers.output_parser import OutputParser
 
 CALL = (
     "Let me look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"

@@ -1,4 +1,4 @@
-"""vlm-serve: a server for hybrid vision-language models that reuses what it has computed.
+"""vlm-serve: a server for hybrid vision-language models with prefix caching of text and media.
 
 The names below are imported on first use, so `import vlm_serve` is cheap.
 """

@@ -1,4 +1,4 @@
-"""`vlm-serve chat`: one question about some media, answered on standard output as it is made."""
+"""`vlm-serve chat`: answers one question about media, streamed to standard output."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def chat(
     temperature: float | None,
     report: bool,
 ) -> int:
-    """Prints the answer; returns the exit status. Raises VlmServeError for bad input.
+    """Print the answer; return the exit status. Raises VlmServeError for bad input.
 
-    Kernels are used if they have been compiled: one answer is not worth the seconds that takes.
+    Compiled kernels are used only if they exist: a single answer is not worth compiling them.
     """
     if config.compiled_kernels is None and not built():
         config = dataclasses.replace(config, compiled_kernels=False)
@@ -49,8 +49,10 @@ def chat(
 
 
 def _part(kind: str, source: str) -> dict[str, Any]:
-    """Who runs the command may read any file, and is told which one cannot be read; a URL goes the
-    way of all URLs."""
+    """Build a message part: the command may read any local file; a URL is fetched as usual.
+
+    Raises ConfigError for an unreadable file.
+    """
     if "://" not in source and not source.startswith("data:"):
         try:
             Path(source).open("rb").close()

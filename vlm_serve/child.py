@@ -2,7 +2,7 @@
 
 `python -m MODULE` and `python -c` search the current folder first, and a server may be started in a
 folder of untrusted files. A child is therefore started as this file, by its path and with `-P`. It
-finds the package by that path, installed or not, and nothing that lies beside it in a source tree.
+finds the package by its path, installed or not, and nothing beside it in a source tree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PACKAGE = "vlm_serve"  # The folder may have another name, with a link to it.
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Return the command that starts a module of this package with `arguments` in `sys.argv`."""
+    """Return the command to start a module of this package with `arguments` in `sys.argv`."""
     flags = ["-P"]
     flags += ["-E"] if sys.flags.ignore_environment else []
     flags += ["-s"] if sys.flags.no_user_site else []
@@ -29,7 +29,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def search_path() -> dict[str, str]:
-    """Return the variables that set the import path of a child and of its own children.
+    """Return the variables for the import path of a child and of its own children.
 
     An empty entry of PYTHONPATH (after a trailing colon, say) means the current folder and is
     dropped. The other entries stay and become absolute.
@@ -43,8 +43,8 @@ def forget_current_folder() -> None:
     """Remove the current folder from the command line's import path, unless the user put it there.
 
     `python -m` makes Python search it first, and so does an empty entry of PYTHONPATH (a stray
-    colon). By now Python has looked up a few modules of its own there, but none of this package,
-    which are found below its folder. Programs that merely import this package keep their path.
+    colon). By now Python has looked up a few modules of its own there, but none of this package:
+    they are found below its folder. Programs merely importing this package keep their path.
     """
     begins = sys.argv[:1] == ["-m"]  # Python replaces it with the file's name once it is found.
     if not (_runs_module() if begins else os.path.basename("".join(sys.argv[:1])) == "vlm-serve"):

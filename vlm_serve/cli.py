@@ -115,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_batch_commands(commands: Any) -> None:
-    """Add run-batch and video-qa, which answer files of requests without a server."""
+    """Add run-batch and video-qa: they answer files of requests without a server."""
     batch = commands.add_parser(
         "run-batch", help="answer a file of requests in OpenAI's batch form", allow_abbrev=False
     )
@@ -201,7 +201,7 @@ def collect(
     environment: Mapping[str, str],
     file: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Merge the values that are set: flags win over the environment, which wins over the file."""
+    """Merge the given values: flags win over the environment, the environment over the file."""
     names = {item.name for item in options}
     values = {name: value for name, value in file.items() if name in names}
     values |= from_environment(options, environment)

@@ -33,7 +33,7 @@ class EngineConfig:
     """Options of one engine, validated together when it is built.
 
     `cache_memory` may be given as text ("1GiB") and becomes a number of bytes. The engine replaces
-    `block_size=None` with its choice (through `dataclasses.replace`, which validates again).
+    `block_size=None` with its choice through `dataclasses.replace`, and so validates again.
 
     Raises:
         ConfigError: names every invalid option, not only the first one.

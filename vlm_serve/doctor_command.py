@@ -1,4 +1,4 @@
-"""`vlm-serve doctor`: what this machine has, and what would compute here and why."""
+"""`vlm-serve doctor`: reports the hardware, and which arithmetic and kernels would run and why."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ INSTRUCTIONS = {
     "__ARM_FEATURE_DOTPROD": "NEON dot products",
     "__ARM_FEATURE_MATMUL_INT8": "NEON int8 matrices",
 }
-"""The macros of instructions that kernels are written for, and their names."""
+"""Compiler macros of the instruction sets with kernels -> their names."""
 
 _CHECKPOINTS = (torch.bfloat16, torch.float32)
-"""Types of weights that checkpoints come in."""
+"""Weight types of checkpoints."""
 
 
 def run(*, as_json: bool) -> None:
-    """Prints what was found. Nothing is built or loaded."""
+    """Print the report. Nothing is built or loaded."""
     found = examine()
     if as_json:
         print(json.dumps(found))
@@ -50,7 +50,7 @@ def run(*, as_json: bool) -> None:
 
 
 def examine() -> dict[str, str]:
-    """A sentence for each thing that decides what runs."""
+    """Describe everything that decides what runs: topic -> text."""
     return {
         "vlm-serve": f"{own_version()}, Python {platform.python_version()}",
         "processor": f"{processor_name()}, {os.cpu_count()} threads",
@@ -64,13 +64,13 @@ def examine() -> dict[str, str]:
 
 
 def _compiler() -> str:
-    """The compiler, and for which instructions it would compile."""
+    """Describe the compiler and the instruction sets it would compile for."""
     try:
         how = native_build.recipe()
         deadline = time.monotonic() + native_build.TIME_LIMIT_S
         macros = native_build.instructions(how, deadline)
     except BuildError as error:
-        return f"none that can be used: {error}"
+        return f"none usable: {error}"
     names = [name for macro, name in INSTRUCTIONS.items() if macro in macros]
     return f"{how.compiler} -march={how.arch}: {', '.join(names) or 'no vector instructions'}"
 
@@ -80,19 +80,19 @@ def _kernels() -> str:
         how = native_build.recipe()
         kept, path = native_kept.is_kept(how), how.path()
     except BuildError:
-        return "there will be none: torch computes"
+        return "none: torch computes"
     except OSError as error:
         return f"built at every start, in a temporary folder: {error}"
     return (
-        f"built, in {path}" if kept else f"not built yet: the first start does, into {path.parent}"
+        f"built, in {path}"
+        if kept
+        else f"not built yet: the first start builds them, in {path.parent}"
     )
 
 
 def _gpu() -> str:
     if not torch.cuda.is_available():
-        built = (
-            "" if torch.version.cuda or torch.version.hip else "; this torch is a build for CPUs"
-        )
+        built = "" if torch.version.cuda or torch.version.hip else "; this is a CPU build of torch"
         return f"none{built}"
     cards = []
     for index in range(torch.cuda.device_count()):

@@ -11,7 +11,7 @@ from vlm_serve.options import Option, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that reports a mistake in one line and suggests the closest flag."""
+    """Argument parser with errors of one line and a suggestion of the closest flag."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
@@ -44,7 +44,7 @@ def positive(text: str) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
-    """Add one flag per option, in groups. Flags that are not given leave no attribute behind."""
+    """Add one flag per option, in groups. Flags not given leave no attribute behind."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for item in options:
         if item.group not in groups:

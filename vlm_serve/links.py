@@ -1,4 +1,4 @@
-"""Tell whether the folders that are linked into this package are there.
+"""Check for the folders linked into this package.
 
 `setup.py` runs this file by its path, so it imports nothing of the package.
 """
@@ -12,8 +12,9 @@ LINKS = ("cache", "kernels", "preprocess")
 
 
 def find_problem(package: str) -> str | None:
-    """Return what is wrong with the links in the package's folder, and its remedy; None if all
-    are folders or lead to one.
+    """Return the problem with the links in the package's folder and its remedy, or None.
+
+    In an installed package the links are folders.
 
     Git without symbolic links (the default on Windows) and some unpackers write a small text file
     in place of each.

@@ -1,7 +1,7 @@
 """Options, declared once as fields of a config dataclass.
 
 The flag, the config-file key, the environment variable, the check of the value and the row of the
-documentation all come from that declaration, so they cannot drift apart.
+documentation all come from this declaration, so they cannot drift apart.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Option:
         return text
 
     def _parse_json(self, text: str) -> tuple[str, ...]:
-        """Parse a JSON list, the form that vLLM takes."""
+        """Parse a JSON list, the form of vLLM."""
         try:
             items = json.loads(text)
         except ValueError:
@@ -178,7 +178,7 @@ class Option:
 
 
 def section(name: str) -> Callable[..., Any]:
-    """Return the function that declares the options of one section of a config dataclass.
+    """Return a function to declare the options of one section of a config dataclass.
 
     It takes an option's default, its help and, by name, `choices`, `low`, `high`, `aliases`,
     `metavar` and `default_text` of `Option`, and returns a dataclass field.
@@ -246,7 +246,7 @@ def format_size(count: int) -> str:
 
 
 def from_environment(options: Iterable[Option], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options that `VLM_SERVE_*` variables set. Raises ConfigError."""
+    """Return the options set by `VLM_SERVE_*` variables. Raises ConfigError."""
     return {
         item.name: item.parse(environment[item.env])
         for item in options
@@ -258,7 +258,7 @@ def is_service_link(name: str, value: str) -> bool:
     """Return True if Kubernetes set the variable, as it does in every pod for every service.
 
     A service called vlm-serve gives VLM_SERVE_SERVICE_HOST, and VLM_SERVE_PORT=tcp://10.0.0.1:80,
-    which looks like an option of this program. A pod's `enableServiceLinks: false` turns that off.
+    seemingly an option of this program. A pod's `enableServiceLinks: false` turns this off.
     """
     if name.endswith("_PORT") and _SERVICE_URL.fullmatch(value):
         return True
@@ -266,7 +266,7 @@ def is_service_link(name: str, value: str) -> bool:
 
 
 def check_environment(options: Iterable[Option], environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for a `VLM_SERVE_*` variable that sets nothing, since it is mistyped."""
+    """Raise ConfigError for a `VLM_SERVE_*` variable without an option: it is mistyped."""
     known = {*(item.env for item in options), *OTHER_VARIABLES}
     for name in environment:
         if not name.startswith(ENV_PREFIX) or name in known:
@@ -282,9 +282,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def from_mapping(options: Iterable[Option], values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the options that a config file sets; keys may use dashes or underscores.
+    """Return the options of a config file; keys may use dashes or underscores.
 
-    Raises ConfigError that names every unknown key.
+    Raises ConfigError with every unknown key.
     """
     names = {
         name.replace("-", "_"): item.name for item in options for name in (item.name, *item.aliases)

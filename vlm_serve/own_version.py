@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def own_version() -> str:
-    """Return the installed version; a source tree that is only on the path has none."""
+    """Return the installed version; a source tree only on the path has none."""
     try:
         return version("vlm-serve")
     except PackageNotFoundError:

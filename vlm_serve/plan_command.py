@@ -1,4 +1,4 @@
-"""`vlm-serve plan`: what fits into the cache memory, from a config alone.
+"""`vlm-serve plan`: computes from a config alone how much fits in the cache memory.
 
 docs/architecture.md#memory
 """
@@ -39,12 +39,12 @@ _MIB = float(1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a start with these options would give. All sizes are per rank.
+    """The result of starting with these options. All sizes are per rank, in bytes.
 
     Attributes:
-        rows: tokens and snapshots that fit, for each of TABLE_INTERVALS; none without state.
-        embedding_bytes: of one token of a picture or video, with its features; 0 without them.
-        max_model_len: longest prompt with its answer, in tokens.
+        rows: capacity in tokens and snapshots per TABLE_INTERVALS; empty for models without state.
+        embedding_bytes: per vision token, with its features; 0 for text-only models.
+        max_model_len: longest prompt plus answer, in tokens.
     """
 
     model: ModelSpec
@@ -58,17 +58,18 @@ class Plan:
 
 
 def run(model: str, config: EngineConfig, *, as_json: bool) -> None:
-    """Prints the plan.
+    """Print the plan.
 
     Raises:
-        CheckpointError: no readable config there. ConfigError: it cannot fit; names the option.
+        CheckpointError: there is no readable config.
+        ConfigError: it cannot fit; names the option.
     """
     plan = make(model, config)
     print(json.dumps(_as_json(plan)) if as_json else render(plan))
 
 
 def make(model: str, config: EngineConfig) -> Plan:
-    """The plan; raises as `run`. Nothing is loaded, and no kernel is compiled for it."""
+    """Compute the plan without loading weights or compiling kernels. Raises as `run`."""
     config, ranks = with_block_size(config, model), config.tensor_parallel_size
     named = Path(model).suffix == ".json"
     spec = read_spec(model if named else find_checkpoint(model, configs_only=True))
@@ -78,7 +79,7 @@ def make(model: str, config: EngineConfig) -> Plan:
     backend = find_backend(config, device, build=False)
     config = with_drafts(config, device, compiled=backend.compiled)
     arithmetic = decide(config, spec.dtype, backend, spec.quantization)
-    # The memory of a GPU that is not here is unknown: this machine's stands in for it.
+    # The memory of an absent GPU is unknown: use this machine's instead.
     here = device if torch.cuda.is_available() else torch.device("cpu")
     cache_memory = config.cache_memory_bytes or default_cache_memory(here, ranks)
     memory = plan_memory(layout, config, arithmetic.types, cache_memory)
@@ -106,7 +107,7 @@ def make(model: str, config: EngineConfig) -> Plan:
 
 
 def _device(name: str) -> torch.device:
-    """Where it would run: a named GPU may be another machine's."""
+    """Return the device that it would run on; a named GPU may be another machine's."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
@@ -151,7 +152,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 
 def render(plan: Plan) -> str:
-    """The plan as text."""
+    """Format the plan as text."""
     memory = plan.memory
     facts = [
         *_ranks(plan),
@@ -160,8 +161,7 @@ def render(plan: Plan) -> str:
         *plan.arithmetic.rows(),
         (
             "cache memory",
-            f"{memory.cache_memory / _MIB:.0f} MiB pays for blocks and snapshots; "
-            "the rest comes on top",
+            f"{memory.cache_memory / _MIB:.0f} MiB for blocks and snapshots; the rest is extra",
         ),
         *_drafts(plan),
         *_tiers(plan.config),
@@ -207,25 +207,27 @@ def _buckets(plan: Plan) -> list[str]:
 
 
 def _ranks(plan: Plan) -> list[tuple[str, str]]:
-    """What several ranks take beside their parts, if there are several."""
+    """Describe the extra memory of several ranks, if there are several."""
     config = plan.config
     if config.tensor_parallel_size == 1:
         return []
     exchange = format_size(2 * slot_bytes(plan.model, config))
-    text = f"{config.tensor_parallel_size}; all sizes are of one of them, which has up to "
-    return [("ranks", f"{text}{exchange} more for what it tells the others")]
+    text = f"{config.tensor_parallel_size}; all sizes are per rank, plus up to {exchange} each"
+    return [("ranks", f"{text} for exchanges")]
 
 
 def _drafts(plan: Plan) -> list[tuple[str, str]]:
-    """What the model's own layer for drafts costs, if it is used."""
+    """Describe the cost of the model's MTP layer, if it drafts."""
     if "mtp" not in plan.config.speculative:
         return []
-    price = f"prompts cost {prompt_price(plan.model):.1%} more; its KV and states are in the above"
+    price = (
+        f"prompts cost {prompt_price(plan.model):.1%} more; its KV and states are included above"
+    )
     return [("mtp", price)]
 
 
 def _tiers(config: EngineConfig) -> list[tuple[str, str]]:
-    """What lies below the cache memory, if anything does."""
+    """Describe the tiers below the cache memory, if any."""
     host, disk = config.host_cache_memory, config.disk_cache_size
     assert isinstance(host, int) and isinstance(disk, int)
     found = [("host memory", f"{format_size(host)} below the cache memory")] if host else []

@@ -128,7 +128,7 @@ def make_private(folder: Path) -> None:
 
 
 def cache_path() -> Path | None:
-    """Return the folder for files that can be rebuilt; None if there is no home folder.
+    """Return the folder for rebuildable files; None if there is no home folder.
 
     A relative XDG_CACHE_HOME is ignored, as its specification demands: it would depend on the
     current folder.

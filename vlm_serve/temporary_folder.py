@@ -45,7 +45,7 @@ class TemporaryFolder:
 
 
 def remove_leftovers(prefix: str, root: str | None = None) -> None:
-    """Remove the folders that this user's killed processes left behind."""
+    """Remove the folders left behind by this user's killed processes."""
     for path in Path(root or tempfile.gettempdir()).glob(prefix + "*"):
         with contextlib.suppress(OSError):  # Another user's, or another process is faster.
             lock = _opened(path)
@@ -58,7 +58,7 @@ def remove_leftovers(prefix: str, root: str | None = None) -> None:
 
 
 def _root(longest: int | None, for_code: bool) -> str:
-    """Return the first parent folder that is short enough, writable and trusted."""
+    """Return the first writable and trusted parent folder with a short enough path."""
     problem: OSError | None = None
     for root in dict.fromkeys([tempfile.gettempdir(), *FALLBACKS]):
         if longest is not None and len(root) > longest:

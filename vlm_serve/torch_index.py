@@ -5,7 +5,7 @@
 INDEX is PyTorch's index of CPU builds. It is printed if torch should come from there, and nothing
 if torch should come from pip's default index. Standard error gives the choice and the reason.
 
-On Linux the public index only has torch with CUDA. Without an NVIDIA driver that wastes 2.3 GB of
+On Linux the public index only has torch with CUDA. Without an NVIDIA driver this wastes 2.3 GB of
 download and 3.3 GB of disk. This script uses Python's standard library alone.
 """
 
@@ -69,7 +69,7 @@ def choose(index: str, root: Path) -> tuple[bool, str]:
 
 
 def find_driver(root: Path) -> str | None:
-    """Return the file that shows an NVIDIA driver on this machine; None if there is none.
+    """Return the evidence of an NVIDIA driver on this machine; None if there is none.
 
     The program `nvidia-smi` counts as a driver. A false positive installs unused libraries; a
     missed driver would cost the GPU.

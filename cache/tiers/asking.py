@@ -1,5 +1,5 @@
-"""How a store is asked: for so long and no longer, not before it is open, and not again right after
-it has failed."""
+"""Calls of stores: within a time limit, only while the store is open, and not right after a
+failure."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _T = TypeVar("_T")
 _A = TypeVar("_A")
 
 REST_SECONDS = 10.0
-"""How long a store is left alone after it has failed."""
+"""Pause after a store's failure."""
 LONGEST_REST = 8
-"""Times that, if it fails whenever it is tried again."""
+"""Longest pause after repeated failures, as a multiple of the first."""
 SLOW_SHARE = 0.5
-"""A call that takes more of its time limit than that is slow."""
+"""A call that takes a larger share of its time limit is slow."""
 MOST_SLOW = 3
-"""Slow calls in a row after which a store is left alone."""
+"""Slow calls in a row that open the breaker."""
 MOST_LETTERS = 300
-"""Of what an error says that are logged."""
+"""Longest logged part of an error's message, in characters."""
 OPEN_SECONDS = 5.0
-"""How long a store may take to open; a start waits for that, once for all of them together."""
+"""Time limit for opening a store; a start waits for it once, for all stores together."""
 
 
 @dataclass
 class Patience:
-    """What one request has waited for lower tiers so far: a store's time limit is for all of it.
+    """The time that one request has waited for lower tiers: a store's time limit covers all of it.
 
     Attributes:
         spent: seconds.
@@ -47,8 +47,9 @@ Turn = Literal["call", "probe"]
 
 
 class Breaker:
-    """Whether a store is asked: closed, everybody may; open, nobody; when it has rested, one call
-    decides, or somebody has seen that it answers. Times are seconds of any one clock."""
+    """A circuit breaker for one store. Closed: every call is allowed. Open: none is. After a
+    pause one call probes the store, unless it has been seen to answer. Times are seconds of any
+    one clock."""
 
     def __init__(self, rest_seconds: float) -> None:
         self._rest = self._next_rest = rest_seconds
@@ -57,7 +58,7 @@ class Breaker:
         self._num_slow = 0
 
     def admit(self, now: float) -> Turn | None:
-        """What may begin, if anything; `ended` is to be called for it."""
+        """Return the kind of call that may start, or None; pass it to `ended`."""
         if self._open_until is None:
             return "call"
         if now < self._open_until or self._probing:
@@ -66,12 +67,12 @@ class Breaker:
         return "probe"
 
     def ended(self, turn: Turn, now: float, *, failed: bool, slow: bool = False) -> bool:
-        """Takes in how a call went; True if the breaker has opened."""
+        """Record the outcome of a call; return True if the breaker has opened."""
         probe = turn == "probe"
         if probe:
             self._probing = False
         elif self._open_until is not None:
-            return False  # it began before the breaker opened
+            return False  # the call began before the breaker opened
         self._num_slow = self._num_slow + 1 if slow else 0
         if failed or self._num_slow >= MOST_SLOW or (probe and slow):
             self.rest(now)
@@ -81,14 +82,14 @@ class Breaker:
         return False
 
     def rest(self, now: float) -> None:
-        """Opens, or stays open for longer: the store is of no use now."""
+        """Open, or stay open for longer, because the store is unusable now."""
         self._open_until = now + self._next_rest
         self._next_rest = min(2 * self._next_rest, LONGEST_REST * self._rest)
         self._num_slow = 0
 
     def answered(self) -> None:
-        """Closes: the store answers. Only a call shows that it does its work too: until one has,
-        the next rest is as long as it would be."""
+        """Close, because the store answers. Only a successful call shows that it works too, so the
+        next pause is not shortened before one."""
         self._open_until = None
 
     @property
@@ -96,7 +97,7 @@ class Breaker:
         return self._open_until is not None
 
     def seconds_left(self, now: float) -> float:
-        """Return how long the store is still to be left alone."""
+        """Return how many seconds the store stays dropped."""
         return 0.0 if self._open_until is None else max(0.0, self._open_until - now)
 
 
@@ -104,10 +105,10 @@ class Asker:
     """Calls stores on their thread.
 
     Args:
-        counts: "failed_*" is counted here, by the store's name, and "opened_*", "skipped_*": it was
-            left alone, and calls that it was spared.
-        rest_seconds: how long a store is left alone after a failure; None: neither that nor limits
-            (simulations, in which no time passes).
+        counts: counters by the store's name: "failed_*" calls, "opened_*" breakers and "skipped_*"
+            calls.
+        rest_seconds: pause after a failure; None: neither pauses nor limits (simulations without a
+            clock).
     """
 
     def __init__(self, counts: Counter[str], rest_seconds: float | None) -> None:
@@ -118,7 +119,7 @@ class Asker:
         self._closed: set[Store] = set()
 
     def is_up(self, store: Store) -> bool:
-        """Return whether a store is asked now; for any thread."""
+        """Return True if the store is in use now. Any thread may call it."""
         breaker = self._breakers.get(store)
         return store not in self._closed and (breaker is None or not breaker.is_open)
 
@@ -128,12 +129,12 @@ class Asker:
         opened: Callable[[Collection[EntryId]], None],
         tried: Future[None],
     ) -> None:
-        """Opens a store, as often as it takes, and again whenever a call of it has failed; before
-        that it is not asked. What is wrong is counted and logged once. Ends when it is cancelled.
+        """Open a store, retrying until it succeeds, and again after each failed call; until then
+        it is not called. Problems are counted and logged once. Runs until it is cancelled.
 
         Args:
-            opened: told of what the store holds, each time.
-            tried: is done when it has been tried once.
+            opened: called with the ids that the store holds, each time that it opens.
+            tried: completed after the first attempt.
         """
         self._closed.add(store)
         loop, problem = asyncio.get_running_loop(), ""
@@ -176,11 +177,11 @@ class Asker:
         since: float | None = None,
         limit: float | None = None,
     ) -> _T | None:
-        """What a store answers; None if it fails, is too slow or has been lately, is not open yet,
-        or if the time is over already.
+        """Call a store. Return None if it fails, is too slow, is paused or not open, or if the
+        time is up.
 
         Args:
-            since: when the time that it has began, by the loop's clock; None: now.
+            since: start of the time limit, by the loop's clock; None: now.
             limit: seconds; None: the store's own.
         """
         if self._rest_seconds is None:
@@ -222,13 +223,13 @@ class Asker:
 
 
 def unknown(error: Exception) -> Exception | None:
-    """Return the error if the log is to show where it comes from; broken connections and time-outs
-    are known."""
+    """Return the error if its traceback belongs into the log; broken connections and timeouts need
+    none."""
     return None if isinstance(error, OSError) else error
 
 
 def line_of(error: Exception) -> str:
-    """What an error says, on one line of a bearable length: others may have written it."""
+    """Return an error's message as one short line; its text may come from other machines."""
     if isinstance(error, TimeoutError) and not str(error):
         return "it does not answer"
     text = " ".join(str(error)[:MOST_LETTERS].split()).rstrip(".")

@@ -1,4 +1,4 @@
-"""Work that may never come to its end, since a disk may hang: nobody waits for it at the end."""
+"""Work that may never end, since a disk may hang: the process does not wait for it at exit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _T = TypeVar("_T")
 
 
 async def in_daemon_thread(name: str, work: Callable[[], _T]) -> _T:
-    """Return what `work` returns, in a thread of its own, for which the process does not wait when
-    it ends. Whoever waits may be cancelled; the work goes on then."""
+    """Run `work` in a daemon thread and return its result. Cancelling the caller does not stop the
+    work."""
     done: Future[_T] = Future()
     done.set_running_or_notify_cancel()
 

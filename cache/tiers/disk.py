@@ -15,8 +15,8 @@ _T = TypeVar("_T")
 
 
 class DiskStore(DiskFile):
-    """See `Store`. Reading and writing happen in threads that do not keep the process from ending;
-    `contains` and `touch` go by the books in memory."""
+    """See `Store`. Reads and writes run in daemon threads; `contains` and `touch` use the index in
+    memory."""
 
     name = "disk"
     private = True
@@ -32,7 +32,7 @@ class DiskStore(DiskFile):
         return str(self._path.parent)
 
     async def open(self) -> list[EntryId]:
-        await self._in_thread(self.reopen)  # waits for whoever works on the file
+        await self._in_thread(self.reopen)  # waits for the file's lock
         return self.known()
 
     async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
@@ -67,7 +67,7 @@ class DiskStore(DiskFile):
         await self._in_thread(self.remove_all)
 
     async def close(self) -> None:
-        """The log is folded into the file."""
+        """Close the file, folding its log into it."""
         await self._in_thread(self.shut)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:

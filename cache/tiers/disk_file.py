@@ -1,8 +1,8 @@
-"""Sealed entries in one SQLite file, bounded by bytes, least recently used first out.
+"""Sealed entries in one SQLite file, bounded by bytes, evicted least recently used first.
 
-SQLite rather than a memory-mapped store: of 40 files with flipped bits or a missing end LMDB killed
-the process on 11 (SIGBUS), SQLite reported every one. Each batch is one transaction of the
-write-ahead log, so a process that is killed loses the batch under way and nothing else.
+SQLite instead of a memory-mapped store: of 40 files with flipped bits or a missing end, LMDB killed
+the process on 11 (SIGBUS), while SQLite reported every one. Each batch is one transaction of the
+write-ahead log. A killed process loses only the batch in progress.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from vlm_serve.private_files import folder_lock
 
 PAGE_BYTES = 8192
 ROW_BYTES = 512
-"""What a row costs beside its content, rounded up."""
+"""Overhead of a row beside its content, rounded up."""
 BUSY_SECONDS = 2.0
-"""How long another process may hold the file before that is a failure: requests wait behind it."""
+"""Longest wait for another process's lock before it counts as a failure; requests wait
+meanwhile."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,26 +47,27 @@ _REFUSED = {
     sqlite3.SQLITE_PROTOCOL,
     sqlite3.SQLITE_TOOBIG,
 }
-"""Errors for which the content of the file is not to blame."""
+"""Errors that do not indicate damaged content."""
 _NO_ROOM = {sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_FULL, sqlite3.SQLITE_TOOBIG}
-"""Of those the ones that cost what was to be written and nothing else: the file is read as ever."""
+"""Those of them that lose only the data being written; the file stays readable."""
 _KINDS = {kind.value for kind in Kind}
 _DELETE = "DELETE FROM entries WHERE kind = ? AND key = ?"
 
 
 class DiskFile:
-    """All methods may be called from any thread; `known`, `in` and `use` never wait for the disk.
+    """A file of entries. Any thread may call any method; `known`, `in` and `use` never wait for the
+    disk.
 
-    A failure of the disk is counted in `errors`. Where there is no room, it costs what was to be
-    written; a damaged file is replaced by an empty one; any other failure raises OSError, until
-    `reopen` has succeeded.
+    Failures of the disk are counted in `errors`. A full disk loses only the data being written, and
+    a damaged file is replaced by an empty one. Any other failure raises OSError until `reopen`
+    succeeds.
 
     Args:
-        folder: where the file is; made if it is missing. Another file's name is never touched.
-        max_bytes: most bytes of entries, counted in whole pages. The write-ahead log comes on top.
+        folder: the file's folder; created if missing. Files of other names are never touched.
+        max_bytes: most bytes of entries, counted in whole pages, without the write-ahead log.
 
     Raises:
-        OSError: the folder cannot be written, or what lies there is not ours to write.
+        OSError: the folder is not writable, or the file there is not ours to write.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -89,11 +91,11 @@ class DiskFile:
         return entry_id in self._sizes
 
     def known(self) -> list[EntryId]:
-        """Ids of the entries on disk, least recently used first."""
+        """Return the ids of the entries on disk, least recently used first."""
         return list(self._sizes)
 
     def use(self, ids: Iterable[EntryId]) -> None:
-        """Marks entries as the most recently used ones."""
+        """Mark entries as the most recently used ones."""
         with self._books:
             for entry_id in ids:
                 if entry_id in self._sizes:
@@ -105,8 +107,9 @@ class DiskFile:
         return self._num_bytes
 
     def write(self, entries: Mapping[EntryId, Sealed]) -> set[EntryId]:
-        """Stores entries in one transaction, evicting the least recently used ones to make room.
-        Returns what is not on disk now: those, and what cannot fit, or all if the disk refused."""
+        """Store entries in one transaction, evicting the least recently used ones for space. Return
+        the ids that are not on disk now: evicted ones, and entries too large to fit, or all if the
+        disk refused."""
         sizes = {entry_id: _size_on_disk(sealed) for entry_id, sealed in entries.items()}
         wanted = {i: s for i, s in entries.items() if sizes[i] <= self.max_bytes}
         while sum(sizes[i] for i in wanted) > self.max_bytes:
@@ -127,7 +130,7 @@ class DiskFile:
         return {*victims, *(entries.keys() - wanted.keys())}
 
     def read(self, ids: Iterable[EntryId]) -> dict[EntryId, Sealed]:
-        """Entries as they were stored, without those that are gone or cannot be read."""
+        """Return entries as they were stored, without missing and unreadable ones."""
         found = {}
         with self._io:
             for entry_id in ids:
@@ -144,7 +147,7 @@ class DiskFile:
         return found
 
     def remove(self, ids: Collection[EntryId]) -> None:
-        """Removes entries, bad ones for example."""
+        """Remove entries, for example damaged ones."""
         with self._io:
             if self._transaction(ids, {}):
                 with self._books:
@@ -152,18 +155,18 @@ class DiskFile:
                         self._forget(entry_id)
 
     def remove_all(self) -> None:
-        """Removes everything."""
+        """Remove everything."""
         with self._io:
             try:
                 self._connection.execute("DELETE FROM entries")
                 self._connection.executescript("PRAGMA incremental_vacuum")
             except sqlite3.Error as error:
                 self._failed(error)
-                self._replace()  # files can be removed where there is no room to change them
+                self._replace()  # a full disk still allows removing files
             self._forget_all()
 
     def reopen(self) -> None:
-        """Makes sure that the file can be written, and opens it if a failure has closed it."""
+        """Ensure that the file is writable, opening it if a failure has closed it."""
         with self._io:
             try:
                 self._connection.execute("PRAGMA user_version = 1")
@@ -173,14 +176,14 @@ class DiskFile:
                 self._failed(error)
 
     def shut(self) -> None:
-        """Closes the file; nothing may be asked afterwards."""
+        """Close the file for good."""
         with self._io, suppress(sqlite3.Error):
             self._connection.close()
 
     # Inside the locks
 
     def _victims(self, num_bytes: int, replaced: set[EntryId]) -> list[EntryId]:
-        """The least recently used entries that must go for `num_bytes` more."""
+        """Return the least recently used entries to evict for `num_bytes` more."""
         with self._books:
             excess = self._num_bytes + num_bytes - self.max_bytes
             excess -= sum(self._sizes.get(entry_id, 0) for entry_id in replaced)
@@ -210,8 +213,8 @@ class DiskFile:
         return True
 
     def _failed(self, error: sqlite3.Error) -> None:
-        """Counts a failure; raises OSError if there is something else behind it than a lack of room
-        or damage, which replaces the file."""
+        """Count a failure. Raises OSError unless the cause is a full disk, or damage, which
+        replaces the file."""
         self.errors += 1
         with suppress(sqlite3.Error):
             if self._connection.in_transaction:
@@ -226,15 +229,15 @@ class DiskFile:
             _log.warning("%s: %s: the cache tier is read, and not written", self._path, error)
 
     def _replace(self) -> None:
-        """Opens an empty file in place of the one that is open; closed if that raises OSError."""
+        """Replace the open file by an empty one; it stays closed if that raises OSError."""
         self._connection.close()
         with folder_lock(self._path.parent):
             self._start_anew()
 
     def _start(self) -> None:
-        """Opens the file, or an empty one in place of a damaged one. Raises OSError."""
+        """Open the file, replacing a damaged one by an empty one. Raises OSError."""
         self._forget_all()
-        # Another server may be about to begin the file anew as well.
+        # Another server may be replacing the file at the same time.
         with folder_lock(self._path.parent):
             try:
                 self._connection = self._open()
@@ -288,7 +291,8 @@ class DiskFile:
         self._shrink(connection)
 
     def _shrink(self, connection: sqlite3.Connection) -> None:
-        """The bound may be lower than it was. Shows at once whether the file can be written."""
+        """Evict entries beyond the byte limit, which may have been lowered. This also tests at once
+        whether the file is writable."""
         victims = self._victims(0, set())
         connection.execute("BEGIN IMMEDIATE")
         connection.executemany(_DELETE, map(_place, victims))
@@ -309,19 +313,19 @@ class DiskFile:
 
 
 def _place(entry_id: EntryId) -> tuple[int, bytes]:
-    """Kind and key in the file. The column of the kind has room for the part of a split model."""
+    """Return kind and key in the file. The kind's column includes the rank of a split model."""
     return entry_id.kind | entry_id.rank << 8 | (entry_id.world - 1) << 24, entry_id.key
 
 
 def _entry_id(kind: object, key: object) -> EntryId | None:
-    """The reverse of `_place`; None for anything that was not written by us."""
+    """Reverse `_place`; return None for a row of another format."""
     if not isinstance(kind, int) or not isinstance(key, bytes) or kind & 0xFF not in _KINDS:
         return None
     return EntryId(Kind(kind & 0xFF), key, kind >> 8 & 0xFFFF, (kind >> 24) + 1)
 
 
 def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code; 0 for an error of Python's module."""
+    """Return SQLite's primary result code; 0 for an error of Python's module."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 

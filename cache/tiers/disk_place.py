@@ -1,7 +1,8 @@
-"""The folder and the file of the disk tier: nobody else reads them, and no other file is written.
+"""The folder and the file of the disk tier: private to this user, and no other file is ever
+written.
 
-What is kept tells of prompts. SQLite gives its log and its index the mode of the database, and
-follows a link to wherever it leads: whatever lies in the place of one of them is looked at first.
+Entries reveal prompts. SQLite gives its log and its index the mode of the database, and follows
+links. Existing files at their paths are therefore checked first.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from vlm_serve.private_files import (
 
 FILE_NAME = "vlm-serve-cache.sqlite"
 SUFFIXES = ("", "-wal", "-shm", "-journal")
-"""Of the database and of what SQLite makes beside it."""
+"""Suffixes of the database and of SQLite's files beside it."""
 APPLICATION_ID = int.from_bytes(b"vlmC", "big")
-"""In the header of the database: whose it is."""
+"""Our id in the header of the database."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     number INTEGER PRIMARY KEY, kind INTEGER NOT NULL, key BLOB NOT NULL, size INTEGER NOT NULL,
@@ -41,11 +42,11 @@ _log = logging.getLogger(__name__)
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder if it is missing, for this user alone.
+    """Create the folder if it is missing, for this user alone.
 
-    One that exists is made so too if it is this user's, and holds our files and nothing else, as an
-    older version has left it. Otherwise it keeps its mode: then others may have business there, as
-    in a sticky folder, such as /tmp, in any case. Raises OSError.
+    An existing one becomes private too if it is this user's and holds only our files, as left by an
+    older version. Otherwise it keeps its mode, because others may use it; so does a sticky folder
+    such as /tmp. Raises OSError.
     """
     if not folder.exists():
         make_private(folder)
@@ -68,21 +69,21 @@ def _holds_ours_alone(folder: Path) -> bool:
 
 
 def claim(path: Path) -> tuple[int, int]:
-    """Make sure that the database at a path is this user's own and nobody else's to read, and make
-    an empty file if there is none.
+    """Ensure that the database at a path belongs to this user and is private; create an empty
+    file if none exists.
 
-    One that others could write is removed: its content may be theirs.
+    One that others could write is removed, because its content may be theirs.
 
     Returns its device and inode.
 
     Raises:
-        OSError: what lies there is not ours to write; the message says why.
+        OSError: the existing file is not ours to write; the message says why.
     """
     owner, has_modes = _made_here(path.parent)
     found = {}
     for suffix in SUFFIXES:
         each = path.with_name(path.name + suffix)
-        with suppress(FileNotFoundError):  # Or another server has just folded its log.
+        with suppress(FileNotFoundError):  # Another server may have just folded its log.
             found[each] = _checked(each, owner)
     if path in found:
         _check_content(path)
@@ -103,20 +104,20 @@ def claim(path: Path) -> tuple[int, int]:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Return device and inode of what lies at a path, a link's own. Raises OSError."""
+    """Return device and inode of the file at a path, of a link itself. Raises OSError."""
     status = path.lstat()
     return status.st_dev, status.st_ino
 
 
 def remove(path: Path) -> None:
-    """Remove the database and what SQLite has made beside it. Raises OSError."""
+    """Remove the database and SQLite's files beside it. Raises OSError."""
     for suffix in SUFFIXES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def _made_here(folder: Path) -> tuple[int, bool]:
-    """Return whose a file is that this process makes there, and whether files have modes: network
-    file systems may give them to somebody else, and others have neither."""
+    """Return the owner of a file that this process creates there, and whether files have modes.
+    Network file systems may assign another owner, and some file systems have no modes."""
     with suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
         status = os.fstat(file.fileno())
         return status.st_uid, not status.st_mode & OTHERS_WRITE
@@ -137,7 +138,8 @@ def _checked(path: Path, owner: int) -> os.stat_result:
 
 
 def _check_content(path: Path) -> None:
-    """Raises OSError for a database of another program. What is no database is a damaged one."""
+    """Raise OSError for a database of another program. A file that is no database counts as
+    damaged."""
     with path.open("rb") as file:
         header = file.read(_HEADER_BYTES)
     if len(header) < _HEADER_BYTES or not header.startswith(_MAGIC):
@@ -151,8 +153,8 @@ def _check_content(path: Path) -> None:
 
 
 def _tables(path: Path) -> list[str] | None:
-    """What a version that has not written its id, or another program, has in its database; None if
-    it is damaged. Writes nothing."""
+    """Return the tables of a database without our id, from an older version or another program;
+    None if it is damaged. Writes nothing."""
     has_log = path.with_name(path.name + "-wal").exists()
     how = "mode=ro" if has_log else "mode=ro&immutable=1"
     try:

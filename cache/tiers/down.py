@@ -1,4 +1,4 @@
-"""What the device evicts goes down to the lower tiers."""
+"""Moves entries evicted from the device to the lower tiers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _log = logging.getLogger(__name__)
 
 
 class TierSaver:
-    """Hands the content of evicted nodes and snapshots to the tiers.
+    """Passes the content of evicted nodes and snapshots to the tiers.
 
     Args:
         stack: the tiers.
         transfer: reads blocks and rows.
-        config: of the cache whose content it is.
+        config: of the cache.
     """
 
     def __init__(self, stack: TierStack, transfer: Transfer, config: CacheConfig) -> None:
@@ -32,13 +32,13 @@ class TierSaver:
         self._wait_seconds = 0.0
 
     def listen(self, events: CacheEvents) -> None:
-        """Saves what is evicted from now on."""
+        """Start saving evicted entries."""
         events.node_evicted.subscribe(self._put_node)
         events.snapshot_evicted.subscribe(self._put_snapshot)
 
     @contextmanager
     def silenced(self, events: CacheEvents) -> Iterator[None]:
-        """What is evicted meanwhile is gone."""
+        """Drop entries evicted within the block."""
         events.node_evicted.unsubscribe(self._put_node)
         events.snapshot_evicted.unsubscribe(self._put_snapshot)
         try:
@@ -47,7 +47,8 @@ class TierSaver:
             self.listen(events)
 
     def save(self, node: Node, wait_seconds: float) -> None:
-        """Shutdown: a copy of a node and its snapshot goes down. Never raises; waits for room."""
+        """Save a copy of a node and its snapshot at shutdown. Never raises; waits for space in the
+        queue."""
         self._wait_seconds = wait_seconds
         try:
             if node.snapshot is not None:
@@ -61,7 +62,7 @@ class TierSaver:
         tail = node.num_tokens < self._config.block_size
         state = self._stack.origin.id(Kind.STATE, node.key)
         if tail and self._config.has_state and not self._stack.holds(state):
-            return  # no request could ever start from it
+            return  # no request could start from it
         if self._is_new(Kind.KV, node):
             payload = self._transfer.read_kv(node.block.id, node.num_tokens)
             layout = self._transfer.layout(Kind.KV, node.num_tokens)
@@ -87,7 +88,8 @@ class TierSaver:
         self._stack.put(entry, self._wait_seconds)
 
     def _is_new(self, kind: Kind, node: Node) -> bool:
-        """Whether no tier has it. One that does is reminded that it was in use until now."""
+        """Return True if no tier has the entry. A tier that has it is told that it was in use until
+        now."""
         entry_id = self._stack.origin.id(kind, node.key)
         if not self._stack.holds(entry_id):
             return True

@@ -1,8 +1,8 @@
-"""What a lower tier stores: one value under a 32-byte key, with a header that says what it is.
+"""The format of a lower tier's entries: one value under a 32-byte key, with a self-describing
+header.
 
-The key names everything the bytes depend on. The header repeats it all the same, so that a
-value written by another model, type, version or layout, or one that has been damaged, is recognised
-by itself and treated as a miss.
+The key covers everything on which the bytes depend. The header repeats it, so that a damaged value,
+or one of another model, dtype, version or layout, is recognised and treated as a miss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = _FIXED.size + MAX_LAYOUT_BYTES + CHECKSUM_BYTES
 
 class Kind(IntEnum):
     """KV rows of a block (or of a tail's part of one), a state snapshot, routed expert rows, vision
-    embeddings of a media span, what is known of an uploaded file."""
+    embeddings of a media span, the record of an uploaded file."""
 
     KV = 1
     STATE = 2
@@ -37,12 +37,12 @@ class Kind(IntEnum):
 
 
 OF_PROMPTS = frozenset({Kind.KV, Kind.STATE, Kind.EXPERTS})
-"""Those whose key is that of a node; others are keyed by a medium."""
+"""Kinds keyed by a node; the others are keyed by a medium."""
 
 
 class EntryId(NamedTuple):
-    """`key` is that of the trie's node, of the embeddings or of the upload; the others say which
-    part of a model that is split."""
+    """The id of an entry. `key` is the key of the trie's node, of the embeddings or of the upload;
+    rank and world select the part of a split model."""
 
     kind: Kind
     key: bytes
@@ -51,17 +51,17 @@ class EntryId(NamedTuple):
 
 
 class BadEntryError(Exception):
-    """The bytes are not the entry that was asked for. Never shown to users: it is a miss."""
+    """The bytes are not the requested entry. Users never see it: it is a miss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What all entries of one engine have in common.
+    """The properties that all entries of one engine share.
 
     Attributes:
-        model: 32 bytes; the root key without a tenant, which covers weights, types, block and chunk
-            size, processor and numerics.
-        rank, world: which part of a model that is split over how many devices.
+        model: 32 bytes; the root key without a tenant, which covers weights, dtypes, block and
+            chunk size, processor and numerics.
+        rank, world: the part of a model that is split over several devices.
     """
 
     model: bytes
@@ -69,7 +69,7 @@ class Origin:
     world: int = 1
 
     def id(self, kind: Kind, key: bytes) -> EntryId:
-        """The id of this engine's value under a key."""
+        """Return the id of this engine's value under a key."""
         return EntryId(kind, key, self.rank, self.world)
 
 
@@ -82,7 +82,7 @@ class Entry:
         num_tokens: tokens covered by the KV, expert or embedding rows; of a state, its position; of
             an upload, its media spans.
         exact: computed by prefill alone, on an exact prefix.
-        layout: types and shapes in words; the reader compares it with its own.
+        layout: dtypes and shapes as text; the reader compares it with its own.
         payload: the bytes.
     """
 
@@ -101,7 +101,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """An entry as it is stored: header (with the checksum of header and payload) and payload."""
+    """An entry as stored: header (with the checksum of header and payload) and payload."""
 
     header: bytes
     payload: bytes
@@ -112,7 +112,7 @@ class Sealed:
 
 
 class Outline(NamedTuple):
-    """What a header says of its payload, tokens covered and bytes; and its own size."""
+    """A header's claims: tokens covered and bytes of the payload; and the header's own size."""
 
     num_tokens: int
     num_bytes: int
@@ -120,7 +120,7 @@ class Outline(NamedTuple):
 
 
 def outline(data: bytes) -> Outline | None:
-    """What the header at the beginning says, nothing of which is verified; None if it is none."""
+    """Return the claims of the header at the beginning, unverified; None if it is no header."""
     if len(data) < _FIXED.size:
         return None
     fields = _FIXED.unpack_from(data)
@@ -130,7 +130,7 @@ def outline(data: bytes) -> Outline | None:
 
 
 def seal(entry: Entry, origin: Origin) -> Sealed:
-    """Adds the header."""
+    """Return the entry with its header."""
     layout = entry.layout.encode()
     assert len(entry.id.key) == len(origin.model) == KEY_BYTES
     assert entry.id[2:] == (origin.rank, origin.world), "another part's entry"
@@ -140,7 +140,7 @@ def seal(entry: Entry, origin: Origin) -> Sealed:
 
 
 def _fixed_header(entry: Entry, origin: Origin, layout_bytes: int) -> bytes:
-    """The part of the header that has a fixed size."""
+    """Return the part of the header with a fixed size."""
     return _FIXED.pack(
         MAGIC,
         FORMAT_VERSION,
@@ -157,10 +157,10 @@ def _fixed_header(entry: Entry, origin: Origin, layout_bytes: int) -> bytes:
 
 
 def unseal(sealed: Sealed, entry_id: EntryId, origin: Origin) -> Entry:
-    """The entry, if it is intact and the one that was asked for.
+    """Return the entry if it is intact and the requested one.
 
     Raises:
-        BadEntryError: says what is wrong.
+        BadEntryError: with the fault.
     """
     header, payload = sealed.header, sealed.payload
     if len(header) < _FIXED.size + CHECKSUM_BYTES:

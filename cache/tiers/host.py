@@ -1,4 +1,4 @@
-"""The tier in host memory: sealed entries, least recently used first out, bounded by bytes."""
+"""The tier in host memory: sealed entries, bounded by bytes, evicted least recently used first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HostStore:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[EntryId]:
-        """Least recently used first."""
+        """Iterate least recently used first."""
         return iter(self._entries)
 
     @property

@@ -1,4 +1,4 @@
-"""A store that may be made late: what it needs is not there yet when the process starts."""
+"""A store that may be created late, because its resources are not available at start-up."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vlm_serve.cache.tiers.store import TIME_LIMIT, Store
 
 
 class LateStore:
-    """See `Store`. Made by `open`; before that it may only be cleared and closed.
+    """See `Store`. Created by `open`; before that it can only be cleared and closed.
 
     Args:
         name, place: as the store's own.
-        make: makes it, in a thread, as often as it takes; raises OSError.
+        make: creates it, in a thread, at every attempt; raises OSError.
     """
 
     private = True
@@ -39,7 +39,7 @@ class LateStore:
 
     async def open(self) -> Collection[EntryId]:
         if self._made is None:
-            if self._making is None:  # one that hangs is not joined by another one
+            if self._making is None:  # do not start a second attempt beside one that hangs
                 self._making = asyncio.ensure_future(
                     in_daemon_thread(f"open-{self.name}", self._make_here)
                 )
@@ -53,7 +53,7 @@ class LateStore:
         return known
 
     def _make_here(self) -> None:
-        """May come to its end when nobody wants the store any more."""
+        """Create the store; it may be unwanted by the time this ends."""
         made = self._make()
         with self._lock:
             self._made = None if self._over else made
@@ -63,7 +63,7 @@ class LateStore:
     def _has_ended(self, making: asyncio.Future[None]) -> None:
         self._making = None
         if not making.cancelled():
-            making.exception()  # nobody may be waiting for it any more
+            making.exception()  # the waiting task may be gone
 
     async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
         return await self._store.contains(ids)
@@ -87,7 +87,7 @@ class LateStore:
         return {}
 
     async def clear(self) -> None:
-        """What lies where it is going to be made, or cannot be removed now, is forgotten too: it is
+        """Forget existing files at its place as well: if they cannot be removed now, they are
         removed before the store is used again."""
         if self._made is None:
             self._outdated = True

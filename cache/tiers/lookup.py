@@ -1,4 +1,4 @@
-"""How much deeper a prompt could start if the lower tiers' entries were on the device."""
+"""How much deeper a prompt could start with the lower tiers' entries on the device."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from vlm_serve.preprocess.keys import PromptKeys
 
 Segment = tuple[int, int, str]
-"""Tokens `[start, end)` and the tier that they came from."""
+"""Tokens `[start, end)` and their tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deeper:
-    """What to bring up.
+    """The entries to load.
 
     Attributes:
         boundary: where the prompt could start then.
         blocks: KV of full blocks, in order, from the first one that the device lacks.
         tail: KV of the tail that ends at `boundary`, if it is needed.
         state: the snapshot at `boundary`; None for a model without state layers.
-        segments: of the tokens gained. A token counts for the tier of its KV, or for that of the
+        segments: of the gained tokens. A token counts for the tier of its KV, or for that of the
             snapshot if its KV is on the device.
     """
 
@@ -41,25 +41,25 @@ class Deeper:
 
     @property
     def needed(self) -> tuple[EntryId, ...]:
-        """All of these must be read."""
+        """Entries without which nothing is gained."""
         return (*self.blocks, *(each for each in (self.tail, self.state) if each is not None))
 
     @property
     def experts(self) -> tuple[EntryId, ...]:
-        """Expert rows that may be there too."""
+        """Expert rows that may exist too."""
         kv = (*self.blocks, *([self.tail] if self.tail is not None else ()))
         return tuple(each._replace(kind=Kind.EXPERTS) for each in kv)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What lower tiers could add to a match. It does not look at the cache, so that any thread may
-    go on with it while the sequence waits.
+    """What lower tiers could add to a match. It holds no reference to the cache, so any thread
+    may use it while the sequence waits.
 
     Attributes:
         keys: of the prompt; they do not grow meanwhile.
         start: the match's boundary.
-        least: the first boundary that is worth fetching.
+        least: the first boundary worth loading.
         limit: the last one allowed.
         depth: full blocks on the device.
         tails_above: keys of the tails behind those blocks that are on the device.
@@ -77,7 +77,7 @@ class Question:
     origin: Origin
 
     def ids(self) -> list[EntryId]:
-        """Everything that could be of use, the snapshots first."""
+        """Return the ids of all useful entries, snapshots first."""
         keys, size, kv = self.keys, self.keys.block_size, Kind.KV
         cuts = list(self._cuts(self.limit))
         states = [self._state(cut) for cut in cuts] if self.has_state else []
@@ -86,8 +86,8 @@ class Question:
         return [*states, *(self.origin.id(kv, key) for key in (*blocks, *tails))]
 
     def choose(self, places: Mapping[EntryId, str]) -> Deeper | None:
-        """The deepest boundary for which KV and state are on the device or below, state below;
-        `places` says which tier has what."""
+        """Return the deepest boundary with KV on the device or below and a state below; `places`
+        maps ids to tiers."""
         keys, size = self.keys, self.keys.block_size
         depth, most = self.depth, min(len(keys.block_keys), self.limit // size)
         while depth < most and self.origin.id(Kind.KV, keys.block_keys[depth]) in places:
@@ -110,7 +110,7 @@ class Question:
         return None
 
     def _cuts(self, last: int) -> Iterator[int]:
-        """Boundaries worth fetching, the deepest first."""
+        """Yield the boundaries worth loading, deepest first."""
         cuts = self.keys.cuts
         for index in range(bisect_right(cuts, last) - 1, -1, -1):
             if cuts[index] < self.least:
@@ -122,7 +122,7 @@ class Question:
         return self.origin.id(Kind.STATE, key_at(self.keys, cut))
 
     def _on_device(self, cut: int) -> bool:
-        """Whether the KV of the part of a block that ends at `cut` is there."""
+        """Return True if the device has the KV of the partial block that ends at `cut`."""
         index = cut // self.keys.block_size
         return index < self.depth or (
             index == self.depth and self.keys.tails[cut] in self.tails_above
@@ -158,7 +158,7 @@ def make_question(
     has_state: bool,
     origin: Origin,
 ) -> Question | None:
-    """What to ask lower tiers about a fresh match; None if nothing could be worth it."""
+    """Describe a look-up for a fresh match; return None if nothing could be gained."""
     last = bisect_right(keys.cuts, limit)
     if last == 0 or keys.cuts[last - 1] < least:
         return None

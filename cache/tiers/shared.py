@@ -1,7 +1,7 @@
-"""The tier that many servers share: Redis, Valkey or what else speaks their protocol.
+"""The tier shared by many servers: Redis, Valkey or another server of their protocol.
 
-Nothing here deletes what another server has written. A name is derived from the deployment's epoch,
-so that a flush is one new epoch: every look-up reads it and notices.
+Nothing here deletes another server's entries. Names are derived from the deployment's epoch, so a
+flush creates a new epoch, and every look-up reads it.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 CLAIM_SECONDS = 30
-"""How long others leave an entry alone that a server has said it is going to write."""
+"""Time for which a claim keeps other servers from writing an entry."""
 WRITE_REST_SECONDS = 30.0
-"""How long nothing is written after the store has refused something: it is full, most likely."""
+"""Pause in writing after the store has refused an entry: most likely it is full."""
 FRESH_SECONDS = 60.0
-"""How long an entry that was seen is taken to be there when it is to be written again."""
+"""Time for which an entry that was seen is assumed to exist when it is due for writing."""
 DOUBT_SECONDS = 60.0
-"""How long an entry that was bad is not read again, unless it has been replaced."""
+"""Time for which a bad entry is not read again, unless it has been replaced."""
 EPOCH_SECONDS = 30 * 24 * 3600
 _REMEMBERED = 1 << 14
 
 SizeOf = Callable[[Kind, int], int | None]
-"""Bytes of this engine's entries of a kind and a number of tokens; None if that does not follow."""
+"""Bytes of this engine's entries by kind and number of tokens; None if that does not determine
+them."""
 
 
 class SharedStore:
-    """See `Store`. `put` overwrites; `claim` says what is to be written at all.
+    """See `Store`. `put` overwrites; `claim` selects what to write.
 
     Args:
-        client: of the server; it waits for as long as the caller does. All that it is asked for
-            may be tried again.
+        client: of the server; its timeout is the caller's. All its commands may be retried.
         keyring: of the deployment.
-        size_of: what lengths are compared with before anything is read.
-        time_limit: seconds that a request may spend on it altogether.
-        lifetime: seconds after which an entry expires; one that is still in use begins anew.
+        size_of: expected lengths, compared before anything is read.
+        time_limit: seconds that a request may spend on it in total.
+        lifetime: seconds until an entry expires; use renews it.
         place: the store's address, without secrets.
     """
 
@@ -97,9 +97,9 @@ class SharedStore:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Looked up: "hits", "misses", and "bad" ones that are not to be believed; "incomplete":
-        listed, but not there as a whole; "written"; "skipped": somebody else writes or has written
-        it; "refused": by the store."""
+        """Look-ups: "hits", "misses", "bad" (untrusted) and "incomplete" (listed, but with a
+        missing piece). Writes: "written", "skipped" (written by another server) and "refused"
+        (by the store)."""
         return self._counts
 
     async def open(self) -> tuple[EntryId, ...]:
@@ -111,7 +111,7 @@ class SharedStore:
     # Reading
 
     async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
-        """Snapshots are looked up first, and if there is none, nothing else is."""
+        """Look up snapshots first; without any, look up nothing else."""
         states = [each for each in ids if each.kind is Kind.STATE]
         others = [each for each in ids if each.kind is not Kind.STATE]
         found = await self._look_up(states) if states else {}
@@ -156,7 +156,8 @@ class SharedStore:
         return found
 
     async def _look_up(self, ids: Sequence[EntryId]) -> dict[EntryId, Manifest]:
-        """The manifests there are, in one pipeline; two if the epoch has changed meanwhile."""
+        """Read the existing manifests in one pipeline, or two if the epoch has changed
+        meanwhile."""
         names, replies = await self._read(ids, lambda each, name: [manifest_of(each, name)])
         found = {}
         for entry_id, name, reply in zip(ids, names, replies, strict=True):
@@ -166,7 +167,7 @@ class SharedStore:
         return found
 
     def _manifest(self, entry_id: EntryId, name: bytes, reply: Any) -> Manifest | None:
-        """A manifest whose lengths are those of this engine. Others are counted."""
+        """Return a manifest with this engine's lengths. Others are counted."""
         if reply == b"":
             return None
         manifest = self._keys.unpack(name, reply) if isinstance(reply, bytes) else None
@@ -191,8 +192,8 @@ class SharedStore:
     # Writing
 
     async def claim(self, ids: Collection[EntryId]) -> set[EntryId]:
-        """Those that are not there and that nobody else is about to write: the caller is, now. What
-        is there and would expire soon lives on."""
+        """Claim the entries that are missing and claimed by no other server, and return them.
+        Existing ones that would expire soon are renewed."""
         now = asyncio.get_running_loop().time()
         if now < self._writes_again:
             return set()
@@ -225,7 +226,8 @@ class SharedStore:
         return claimed
 
     async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
-        """Chunks first, manifests when all of them are there. Too large ones are not taken."""
+        """Write the chunks, then the manifests once all chunks exist. Entries that are too large
+        are skipped."""
         now = asyncio.get_running_loop().time()
         if now < self._writes_again:
             return dict(entries)
@@ -260,7 +262,7 @@ class SharedStore:
         self._fresh[entry_id] = now + FRESH_SECONDS
 
     def _has_refused(self, replies: Iterable[Any]) -> bool:
-        """Whether the store has taken something in no more; then nothing is written for a while."""
+        """Return True if the store has refused an entry; writing then pauses."""
         if not any(isinstance(reply, Exception) for reply in replies):
             return False
         self._counts["refused"] += 1
@@ -270,13 +272,14 @@ class SharedStore:
     # The rest of `Store`
 
     async def touch(self, ids: Collection[EntryId]) -> None:
-        """The store has its own books; what is published again is renewed by `claim`."""
+        """Do nothing: the store tracks its own use, and `claim` renews entries that are published
+        again."""
 
     async def delete(self, ids: Collection[EntryId]) -> None:
-        """Nobody deletes what others may have written."""
+        """Do nothing: other servers may use the entries."""
 
     async def doubt(self, ids: Collection[EntryId]) -> None:
-        """Whoever writes one of them here next replaces it."""
+        """Let the next server that writes one of these replace it."""
         for entry_id in ids:
             self._doubt(entry_id)
 
@@ -290,7 +293,7 @@ class SharedStore:
         return {}
 
     async def clear(self) -> None:
-        """A new epoch. If the store cannot be told now, nothing is read until it has been."""
+        """Start a new epoch. If the store cannot record it now, nothing is read until it has."""
         self._begin_epoch(new_epoch())
         self._flushing = True
         async with asyncio.timeout(self.time_limit):
@@ -304,7 +307,7 @@ class SharedStore:
     async def _read(
         self, ids: Sequence[EntryId], commands: Callable[[EntryId, bytes], list[tuple[Any, ...]]]
     ) -> tuple[list[bytes], list[Any]]:
-        """Names in the current epoch, and the replies to the commands for each."""
+        """Return names in the current epoch, and the reply to each one's command."""
         while True:
             await self._settle()
             assert self._epoch is not None
@@ -312,7 +315,7 @@ class SharedStore:
             asked = [each for pair in zip(ids, names, strict=True) for each in commands(*pair)]
             record, *replies = await run(self._client, [("GET", self._keys.epoch_name), *asked])
             epoch = self._keys.unpack_epoch(record if isinstance(record, bytes) else None)
-            if epoch is None:  # the store has lost it, and probably all else
+            if epoch is None:  # the store has lost it, and probably everything else
                 epoch = await self._record_epoch(self._epoch, replace=record is not None)
                 self._fresh.clear()
             if epoch == self._epoch:
@@ -320,7 +323,7 @@ class SharedStore:
             self._begin_epoch(epoch)
 
     async def _settle(self) -> None:
-        """Makes sure that there is an epoch, and that the store knows of the last flush."""
+        """Ensure that there is an epoch and that the store has recorded the last flush."""
         if self._epoch is not None and not self._flushing:
             return
         epoch = self._epoch if self._epoch is not None else new_epoch()
@@ -330,8 +333,8 @@ class SharedStore:
             self._begin_epoch(recorded)
 
     async def _record_epoch(self, epoch: bytes, *, replace: bool) -> bytes:
-        """Stores an epoch, if there is none or it is to be replaced; returns what is there then. A
-        store that is full goes without one: it is the next one's to store."""
+        """Store an epoch if none exists or it is to be replaced, and return the resulting one. A
+        full store stays without; the next server stores one."""
         name, options = self._keys.epoch_name, () if replace else ("NX",)
         record = self._keys.pack_epoch(epoch)
         told, reply = await run(

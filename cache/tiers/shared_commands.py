@@ -1,4 +1,4 @@
-"""What is asked of the shared store: commands, many at once, in pieces of a bearable size."""
+"""Commands to the shared store: pipelined, in batches of limited size."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 MAX_OTHER_BYTES = 256 << 20
-"""Most bytes of an entry whose size does not follow from the model's layout alone."""
+"""Most bytes of an entry whose size the model's layout does not determine."""
 READ_BYTES = 64 << 20
-"""Bytes of one pipeline's replies, about."""
+"""Approximate bytes of one pipeline's replies."""
 
 
 async def run(client: Redis, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """The replies of one pipeline, error replies among them. Raises OSError."""
+    """Return the replies of one pipeline, error replies included. Raises OSError."""
     pipeline = client.pipeline(transaction=False)
     for command in commands:
         pipeline.execute_command(*command)
@@ -36,33 +36,36 @@ async def run(client: Redis, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
         raise OSError(_without_password(client, str(error)) or type(error).__name__) from None
     except OSError:
         raise
-    except Exception as error:  # the client believes that it is a store that talks to it
+    except Exception as error:  # the client takes whatever talks to it for a store
         raise OSError(f"no store answers so: {error}") from None
     return replies
 
 
 def _without_password(client: Redis, text: str) -> str:
-    """Return what a store said, which may repeat the commands that it has not understood."""
+    """Return the store's message without the password: it may repeat commands that it has not
+    understood."""
     password = client.connection_pool.connection_kwargs.get("password")
     return text.replace(password, "***") if password else text
 
 
 def checked(reply: Any) -> Any:
-    """Another type under a name is that name's fault; any other error is the store's."""
+    """Return a reply. A value of another type counts as a bad entry; any other error is the
+    store's."""
     if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
         raise OSError(str(reply))
     return reply
 
 
 def most_bytes(entry_id: EntryId) -> int:
-    """Of a payload that is written."""
+    """Return the most payload bytes that are written for an entry."""
     if entry_id.kind in (Kind.KV, Kind.STATE):
         return sys.maxsize
     return MAX_RECORD_BYTES if lies_in_manifest(entry_id) else MAX_OTHER_BYTES
 
 
 def manifest_of(entry_id: EntryId, name: bytes) -> tuple[Any, ...]:
-    """What asks for a manifest; of one that is too long, for more than it may have."""
+    """Return the command that reads a manifest, with one byte more than its limit, so that an
+    oversized one shows."""
     payload = MAX_RECORD_BYTES if lies_in_manifest(entry_id) else 0
     return ("GETRANGE", name, 0, MAX_MANIFEST_BYTES + payload)
 
@@ -72,7 +75,7 @@ def joined(pieces: list[bytes]) -> bytes:
 
 
 def batches(manifests: Mapping[EntryId, Manifest]) -> Iterator[dict[EntryId, Manifest]]:
-    """Manifests in pieces with payloads of about READ_BYTES."""
+    """Yield manifests in batches with about READ_BYTES of payload."""
     batch, size = dict[EntryId, Manifest](), 0
     for entry_id, manifest in manifests.items():
         batch[entry_id] = manifest
@@ -85,7 +88,7 @@ def batches(manifests: Mapping[EntryId, Manifest]) -> Iterator[dict[EntryId, Man
 
 
 def one_by_one(commands: Sequence[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
-    """SET commands in pieces of about a full chunk's size, so that a store that is full refuses
+    """Yield SET commands in batches of about a full chunk's size, so that a full store refuses
     early."""
     batch, size = list[tuple[Any, ...]](), 0
     for command in commands:

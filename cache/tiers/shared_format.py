@@ -1,11 +1,11 @@
-"""How entries lie in a store that many servers use: names, manifests, chunks.
+"""The format of entries in a shared store: names, manifests, chunks.
 
-An entry is a manifest and the payload in chunks. The manifest is the entry's header, masked, behind
-a keyed checksum of the header and of the manifest's own name. The header holds the payload's length
-and checksum, so that whoever lacks the key can neither write an entry that is believed nor tell
-what one is about. Names are keyed digests of everything that an id says, of the model, and of the
-deployment's epoch. What is known of an upload has no chunks: it lies in the manifest, masked too,
-since whoever has the same file could recognise it.
+An entry is a manifest and a payload in chunks. The manifest is the entry's header, masked, behind a
+keyed checksum of the header and of the manifest's own name. The header holds the payload's length
+and checksum. Without the key, a client can neither write a trusted entry nor tell its subject.
+Names are keyed digests of everything in an id, of the model, and of the deployment's epoch. The
+record of an upload has no chunks: it lies in the manifest, masked too, because owners of the same
+file could recognise it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ DIGEST_BYTES = 32
 EPOCH_BYTES = 16
 MAX_MANIFEST_BYTES = DIGEST_BYTES + MAX_HEADER_BYTES
 MAX_RECORD_BYTES = 64 << 10
-"""Most bytes of what is known of an upload: of a video with some 1 600 spans."""
+"""Most bytes of an upload's record: that of a video with about 1 600 spans."""
 _CONTEXT = "vlm-serve 2026 shared store, version 1"
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A manifest that is believed.
+    """A verified manifest.
 
     Attributes:
         header: of the sealed entry.
-        outline: what the header says of the content.
+        outline: the header's claims about the content.
         digest: keyed checksum; chunks are named after it.
         payload: if it lies in the manifest; else empty.
     """
@@ -54,10 +54,10 @@ class Manifest:
 
 
 class Keyring:
-    """Names and checksums of one deployment: servers of one model with one arithmetic and one key.
+    """Names and checksums of one deployment: servers with one model, one arithmetic and one key.
 
     Args:
-        secret: what only they know; empty: nothing, so that everybody can write what is believed.
+        secret: the shared key; empty: everybody can write trusted entries.
         origin: of their entries.
     """
 
@@ -67,7 +67,7 @@ class Keyring:
         self.epoch_name = PREFIX + self._digest(b"epoch ", self._whose).hex().encode()
 
     def name(self, epoch: bytes, entry_id: EntryId) -> bytes:
-        """The key of an entry's manifest."""
+        """Return the name of an entry's manifest."""
         kind, key, rank, world = entry_id
         digest = self._digest(
             b"entry ", epoch, self._whose, b"%d %d %d " % (kind, rank, world), key
@@ -75,26 +75,26 @@ class Keyring:
         return PREFIX + digest.hex().encode()
 
     def claim_name(self, name: bytes, found: bytes = b"") -> bytes:
-        """The key that says somebody is about to write the entry of that name, in place of what was
-        found there."""
+        """Return the name of the claim on an entry, in place of the manifest that was found
+        there."""
         return PREFIX + self._digest(b"claim ", name, found).hex().encode()
 
     def chunk_name(self, digest: bytes, index: int) -> bytes:
-        """The key of a chunk. It follows from the content, so that chunks of two writers whose bits
-        differ never mix."""
+        """Return the name of a chunk. It depends on the content, so chunks of two writers with
+        different bits never mix."""
         return PREFIX + self._digest(b"chunk ", digest, b"%d" % index).hex().encode()
 
     def pack(self, name: bytes, header: bytes, payload: bytes = b"") -> tuple[bytes, bytes]:
-        """The manifest of a sealed entry, and its digest.
+        """Return the manifest of a sealed entry, and its digest.
 
         Args:
-            payload: what is to lie in the manifest, instead of in chunks.
+            payload: stored in the manifest instead of in chunks.
         """
         digest = self._digest(b"manifest ", name, header, payload)
         return digest + self._mask(name, digest, header + payload), digest
 
     def unpack(self, name: bytes, data: bytes) -> Manifest | None:
-        """The manifest in what lies under a name; None if it is not to be believed."""
+        """Return the manifest in a value; None if it is not to be trusted."""
         if not DIGEST_BYTES < len(data) <= MAX_MANIFEST_BYTES + MAX_RECORD_BYTES:
             return None
         digest = data[:DIGEST_BYTES]
@@ -111,7 +111,7 @@ class Keyring:
         return epoch + self._digest(b"epoch is ", self._whose, epoch)
 
     def unpack_epoch(self, data: bytes | None) -> bytes | None:
-        """The epoch; None if there is none or it is not to be believed."""
+        """Return the epoch; None if there is none or it is not to be trusted."""
         if data is None or len(data) != EPOCH_BYTES + DIGEST_BYTES:
             return None
         epoch = data[:EPOCH_BYTES]
@@ -121,7 +121,7 @@ class Keyring:
         return blake3(b"".join(parts), key=self._key).digest()
 
     def _mask(self, name: bytes, digest: bytes, data: bytes) -> bytes:
-        """Adds a stream of bits that only the key tells; twice is not at all."""
+        """XOR the data with a key stream; a second application restores it."""
         stream = blake3(b"mask " + name + digest, key=self._key).digest(length=len(data))
         mixed = int.from_bytes(data, "little") ^ int.from_bytes(stream, "little")
         return mixed.to_bytes(len(data), "little")
@@ -136,7 +136,7 @@ def new_epoch() -> bytes:
 
 
 def chunks(payload: bytes) -> Iterator[memoryview]:
-    """A payload in pieces of CHUNK_BYTES, without copying it."""
+    """Yield a payload in pieces of CHUNK_BYTES, without copying it."""
     view = memoryview(payload)
     for start in range(0, len(payload), CHUNK_BYTES):
         yield view[start : start + CHUNK_BYTES]

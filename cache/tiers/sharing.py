@@ -1,8 +1,8 @@
-"""What other servers are likely to want goes to the store that they share, behind the engine.
+"""Writes entries that other servers are likely to need to the shared store, in the background.
 
-A snapshot that is ready is a wish: its state and the KV up to it. The store is asked first what of
-that it lacks and nobody else is writing; only that is read from the device, piece by piece between
-the engine's steps, so that bytes wait nowhere.
+A ready snapshot becomes a write request: its state and the KV up to it. The store is first asked
+which of these it lacks and no other server is writing. Only those are read from the device, piece
+by piece between the engine's steps, so that no bytes queue up.
 """
 
 from __future__ import annotations
@@ -33,32 +33,33 @@ POLICIES: dict[str, frozenset[str] | None] = {
     ),
     "all": None,
 }
-"""Kinds of snapshots that are shared; None: every one. What came up from a tier is wanted again."""
+"""Kinds of snapshots that are shared; None: all. Content loaded from a tier counts as requested
+again."""
 MOST_WISHES = 4096
 MOST_OFFERED_BYTES = 128 << 20
-"""Of entries at hand that wait to be written."""
+"""Most bytes of entries with their content that wait to be written."""
 PIECE_BYTES = 8 << 20
-"""Bytes read from the device at once, about."""
+"""Approximate bytes per read from the device."""
 WRITE_SECONDS = 20.0
-"""How long one piece may take to be written."""
+"""Time limit for writing one piece."""
 
 
 class WritableStore(Store, Protocol):
     """A store whose entries are claimed before they are written."""
 
     async def claim(self, ids: Collection[EntryId]) -> set[EntryId]:
-        """Those that the caller is to write."""
+        """Return the entries that the caller is to write."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What is shared.
+    """The sharing policy.
 
     Attributes:
-        kinds: of snapshots; None: all.
-        exact_only: nothing that decoding has made: its bits are not those of prefill.
-        bandwidth: bytes per second that are written at most.
+        kinds: of snapshots to share; None: all.
+        exact_only: skip entries made by decoding, whose bits are not those of prefill.
+        bandwidth: most bytes per second to write.
     """
 
     kinds: frozenset[str] | None
@@ -68,8 +69,8 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """`nodes`: from the root on, or one alone in a model without states. `snapshot`: of the last
-    one."""
+    """A write request. `nodes`: from the root on, or a single one in a model without states.
+    `snapshot`: of the last node."""
 
     nodes: tuple[Node, ...]
     snapshot: Snapshot | None
@@ -79,18 +80,18 @@ Source = Node | Snapshot | Entry
 
 
 class Sharer:
-    """Writes to the shared store of a stack. What it was asked for and did not do is counted as
+    """Writes to a stack's shared store. Requests that it could not fulfil are counted as
     "unshared" in the stack's counts.
 
     Args:
         stack: whose store and thread are used.
         store: that store.
         transfer: reads blocks and rows, on the engine's thread.
-        sharing: what is wanted.
-        has_state: False for a model without state layers: each of its blocks is wanted.
+        sharing: the policy.
+        has_state: False for a model without state layers: each of its blocks is shared.
 
     Attributes:
-        post: runs a function on the engine's thread, between steps; None: there is none yet.
+        post: runs a function on the engine's thread, between steps; None before the engine starts.
     """
 
     def __init__(
@@ -118,14 +119,14 @@ class Sharer:
     # On the engine's thread
 
     def listen(self, events: CacheEvents) -> None:
-        """Shares what becomes ready from now on."""
+        """Start sharing new entries."""
         if self._has_state:
             events.snapshot_ready.subscribe(self._snapshot_ready)
         else:
             events.node_added.subscribe(self._node_added)
 
     def forget(self) -> None:
-        """The cache is flushed: what is wanted or under way is not written."""
+        """Drop requested and unfinished writes after a flush."""
         with self._lock:
             self._generation += 1
             self._wishes.clear()
@@ -148,7 +149,7 @@ class Sharer:
         self._add(Wish(tuple(reversed(path)), snapshot))
 
     def _read_some(self, wanted: deque[tuple[EntryId, Source]]) -> list[Entry]:
-        """Takes entries off the list and reads them, about PIECE_BYTES."""
+        """Remove entries from the list and read them, about PIECE_BYTES."""
         entries, size = list[Entry](), 0
         while wanted and size < PIECE_BYTES:
             entry = self._read(*wanted.popleft())
@@ -160,7 +161,7 @@ class Sharer:
         return entries
 
     def _read(self, entry_id: EntryId, source: Source) -> Entry | None:
-        """None: it has been evicted."""
+        """Return the content of a source; None if it has been evicted."""
         transfer = self._transfer
         if isinstance(source, Entry):
             return source
@@ -183,7 +184,7 @@ class Sharer:
     # On any thread
 
     def offer(self, entry: Entry) -> None:
-        """Shares an entry that is at hand."""
+        """Share an entry whose content is at hand."""
         with self._lock:
             if self._offered + entry.num_bytes > MOST_OFFERED_BYTES:
                 self._stack.counts["unshared"] += 1
@@ -204,7 +205,7 @@ class Sharer:
 
     @property
     def idle(self) -> bool:
-        """Nothing is wanted or under way."""
+        """True if nothing is requested or in progress."""
         with self._lock:
             return not self._running
 
@@ -237,7 +238,8 @@ class Sharer:
             await self._write(entries)
 
     def _sources(self, wish: Wish | Entry) -> Iterator[tuple[EntryId, Source]]:
-        """Ids and where the content is. The state comes last: a reader looks for it first."""
+        """Yield ids with the source of their content. The state comes last, because readers look
+        for it first."""
         if isinstance(wish, Entry):
             yield wish.id, wish
             return
@@ -255,7 +257,7 @@ class Sharer:
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # the stack has been closed meanwhile
+                return  # the stack was closed meanwhile
             try:
                 future.set_result(function())
             except BaseException as error:

@@ -1,10 +1,10 @@
-"""The lower tiers as one: a list of stores, the fastest first, and the thread that asks them.
+"""The lower tiers as one: a list of stores, fastest first, and the thread that calls them.
 
-`put` hands an entry over and returns; the thread adds header and checksum and files it. Until then
-the entry is served from the queue. What a store has no room for moves on to the next one. Behind
-them all there may be one that other servers use too: it is asked last, and what is evicted here
-does not end there (see `sharing`). The engine's thread never calls a store: what it has to know at
-once is in the stack's own books.
+`put` hands an entry over and returns; the thread adds header and checksum and stores it. Until then
+the entry is served from the queue. Entries that do not fit into a store move on to the next one. A
+last store may be shared with other servers: it is read last, and evicted entries do not move there
+(see `sharing`). The engine's thread never calls a store. Its immediate questions are answered from
+the stack's own index.
 """
 
 from __future__ import annotations
@@ -35,34 +35,37 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 BATCH_BYTES = 32 << 20
-"""Entries that one call of a store is given, about."""
+"""Approximate bytes of entries per call of a store."""
 CLOSE_SECONDS = 5.0
-"""How long a store may take to close. Nothing is lost of one that takes longer."""
+"""Time limit for closing a store. A slower one loses nothing."""
 QUEUE = "host"
-"""The tier of what waits to be filed."""
+"""Tier name of entries that wait to be stored."""
 
 
 class TierStack:
-    """Coroutines run on the stack's own thread (`submit`), all else on any. Failures are counted in
-    `counts`, never raised.
+    """All lower tiers. Coroutines run on the stack's own thread (`submit`); any thread may call the
+    other methods. Failures are counted in `counts`, never raised.
 
-    Counts: "put", "dropped" (the queue was full or nothing had room), "bad" (damaged or foreign
-    entries), "failed" (read or written in vain), and by the store's name "hit_*", "evicted_*"
-    (gone, or moved on to the next store) and "failed_*" (it raised, or took longer than it may),
-    "opened_*" and "skipped_*" (it was left alone, and calls that it was spared).
+    Counts, by name:
+    - "put"; "dropped": the queue was full or no store had space;
+    - "bad": damaged or foreign entries; "failed": read or written in vain;
+    - by store, "hit_*"; "evicted_*": gone, or moved on to the next store;
+    - by store, "failed_*": it raised or exceeded its time limit; "opened_*": it was dropped;
+      "skipped_*": calls skipped meanwhile.
 
     Args:
-        origin: whose entries these are.
-        stores: the tiers, the one to be asked first in front.
-        shared: the one that other servers use too.
-        queue_bytes: most bytes that wait to be filed; more are dropped.
-        rest_seconds: how long a store is left alone after a failure.
-        open_seconds: how long the start waits for stores that do not open. They are opened later.
-        background: False: no thread and no rest, everything happens in the caller (simulations).
+        origin: of these entries.
+        stores: the tiers, in the order in which they are read.
+        shared: the one shared with other servers.
+        queue_bytes: most bytes that wait to be stored; more are dropped.
+        rest_seconds: pause after a store's failure.
+        open_seconds: how long the start waits for stores to open. Later they open in the
+            background.
+        background: False: no thread and no pause, everything happens in the caller (simulations).
 
     Attributes:
-        share: is told of entries of media, which every server may want; of prompts' ones, what is
-            wanted elsewhere is known before they are evicted.
+        share: called with entries of media, which every server may need. For prompts this is known
+            before their eviction.
     """
 
     def __init__(
@@ -107,14 +110,14 @@ class TierStack:
                 self._opened(self._loop.run_until_complete(store.open()))
 
     def _tend(self, seconds: float) -> None:
-        """Begins to open the stores, and waits until each has been tried once, if that is soon."""
+        """Start opening the stores, and wait a limited time until each has been tried once."""
         tried: list[Future[None]] = [Future() for _ in self.stores]
         for store, first in zip(self.stores, tried, strict=True):
             self.submit(self.asker.tend(store, self._opened, first))
         wait(tried, seconds)
 
     def _opened(self, known: Collection[EntryId]) -> None:
-        """Takes what a store holds into the books."""
+        """Add the entries that a store holds to the index."""
         with self._changed:
             if not self._clearing:
                 self._filed.update(known)
@@ -122,7 +125,7 @@ class TierStack:
     # On any thread, without waiting for a store
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Starts work on the stack's thread."""
+        """Start work on the stack's thread."""
         if self._background:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         future: Future[_T] = Future()
@@ -133,19 +136,19 @@ class TierStack:
         return future
 
     def holds(self, entry_id: EntryId) -> bool:
-        """Whether an entry is below, by the stack's books: what was filed or found and not missed
-        since. Of a store that others write to they know only a part."""
+        """Return True if the index lists an entry: it was stored or found, and not missed since.
+        For a shared store the index is incomplete."""
         with self._changed:
             return entry_id in self._queue or entry_id in self._filed
 
     def touch(self, entry_id: EntryId) -> None:
-        """An entry was in use until now."""
+        """Record that an entry was in use until now."""
         with self._changed:
             self._touched[entry_id] = None
         self._schedule()
 
     def put(self, entry: Entry, wait_seconds: float = 0.0) -> None:
-        """Takes an entry over. Waits for room in the queue only if told to, and not for longer."""
+        """Take an entry over. Waits for space in the queue only if told to, for a limited time."""
 
         def has_room() -> bool:
             return self._queued + entry.num_bytes <= self._queue_bytes
@@ -164,12 +167,12 @@ class TierStack:
             self.share(entry)
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Waits until everything handed over is filed; False if that took too long."""
+        """Wait until everything is stored; return False if that took too long."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue, timeout)
 
     def clear(self) -> Future[None]:
-        """Forgets everything at once; the future ends when it has been removed from every store."""
+        """Forget everything at once; the future completes when every store has removed it."""
         with self._changed:
             self._queue.clear()
             self._queued = 0
@@ -180,30 +183,31 @@ class TierStack:
 
     @property
     def lasting(self) -> bool:
-        """Whether anything that is filed now outlives the process."""
+        """True if newly stored entries outlive the process."""
         return any(store.lasting and self.asker.is_up(store) for store in self._filing_into)
 
     @property
     def reaches_others(self) -> bool:
-        """Whether somebody else could read what is put here: a later process, or another one."""
+        """True if a later or another process could read new entries."""
         return any(store.lasting or not store.private for store in self.stores)
 
     @property
     def epoch(self) -> int:
-        """How often everything has been forgotten: what was read before that is not to be used."""
+        """Number of flushes; content read before the last one must not be used."""
         return self._epoch
 
     def may_hold(self, entry_id: EntryId) -> bool:
-        """Whether it is worth asking: the books know of all that nobody else writes."""
+        """Return True if a look-up is worth it: the index is complete for stores that only this
+        process writes."""
         return not all(store.private for store in self.stores) or self.holds(entry_id)
 
     def sink(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Shutdown: moves what would be lost to the lasting stores, what was used last at the end,
-        for as long as it may, and files there from now on. Waits."""
+        """Move entries that would be lost to the lasting stores at shutdown, least recently used
+        first, as long as time permits, and store new ones there. Blocks."""
         self.submit(self._sink(may_go_on)).result()
 
     def close(self, timeout: float | None = None) -> None:
-        """Files what is queued, for at most `timeout` seconds, and closes the stores."""
+        """Store the queue, within `timeout` seconds, and close the stores."""
         self.drain(timeout)
         with self._changed:
             self._closing = True
@@ -219,8 +223,8 @@ class TierStack:
     async def locate(
         self, ids: Collection[EntryId], since: float | None = None
     ) -> dict[EntryId, str]:
-        """Which tier has each of these; those that none has are missing. Stores' time limits count
-        from `since` (the loop's time; None: now)."""
+        """Return the tier of each of these entries, without missing ones. Stores' time limits
+        start at `since` (the loop's time; None: now)."""
         epoch = self._epoch
         places = {entry_id: QUEUE for entry_id in ids if entry_id in self._queue}
         filed: set[EntryId] = set()
@@ -241,8 +245,8 @@ class TierStack:
     async def get(
         self, ids: Collection[EntryId], since: float | None = None
     ) -> dict[EntryId, Entry]:
-        """Those that are there, read and verified. Bad ones are counted, and removed if nobody else
-        reads them. `since`: as for `locate`."""
+        """Read and verify the entries that exist. Bad ones are counted, and removed from private
+        stores. `since`: as for `locate`."""
         if self._clearing:
             return {}
         queued = [self._queue.get(entry_id) for entry_id in ids]
@@ -268,14 +272,14 @@ class TierStack:
         return found
 
     async def discard_bad(self, ids: Collection[EntryId]) -> None:
-        """For entries that are intact and still not what they should be."""
+        """Discard entries that are intact but do not have the expected content."""
         for store in self.stores:
             held = await self.asker.ask(store, store.contains, ids)
             if held:
                 await self._discard(store, held)
 
     async def replace(self, entry: Entry) -> None:
-        """For an entry that is intact and wrong, with what is right."""
+        """Replace an intact entry of wrong content."""
         await self.discard_bad([entry.id])
         self.put(entry)
 
@@ -295,7 +299,7 @@ class TierStack:
         self.submit(self._file_queue())
 
     async def _file_queue(self) -> None:
-        """Files what is queued, BATCH_BYTES at a time, until there is no more."""
+        """Store the queue, BATCH_BYTES at a time, until it is empty."""
         while True:
             async with self._writing:
                 with self._changed:
@@ -321,11 +325,11 @@ class TierStack:
                     del self._queue[entry_id]
                     self._queued -= entry.num_bytes
                 else:
-                    self._filed.discard(entry_id)  # forgotten meanwhile
+                    self._filed.discard(entry_id)  # flushed meanwhile
             self._changed.notify_all()
 
     async def _write(self, entries: Mapping[EntryId, Sealed]) -> None:
-        """Down the list of stores: each is given what those before it do not keep."""
+        """Write entries down the list of stores: each is given what those before it do not keep."""
         for store in self._filing_into:
             moving: dict[EntryId, Sealed] = {}
             for batch in _batches(entries):
@@ -345,7 +349,7 @@ class TierStack:
             async with self._writing:
                 for store in self.stores:
                     try:
-                        await store.clear()  # takes the time it takes
+                        await store.clear()  # without a time limit
                     except Exception as error:
                         self.counts[f"failed_{store.name}"] += 1
                         what = f"the cache tier {store.name!r} could not be cleared yet"
@@ -380,7 +384,7 @@ _Sized = TypeVar("_Sized", Entry, Sealed)
 
 
 def _batches(entries: Mapping[EntryId, _Sized]) -> Iterator[dict[EntryId, _Sized]]:
-    """Entries in pieces of about BATCH_BYTES, in order."""
+    """Yield entries in batches of about BATCH_BYTES, in order."""
     batch: dict[EntryId, _Sized] = {}
     size = 0
     for entry_id, each in entries.items():

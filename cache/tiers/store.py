@@ -1,4 +1,4 @@
-"""What a lower tier is: a place for sealed entries, asked and answered asynchronously."""
+"""The interface of a lower tier: an asynchronous store of sealed entries."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from typing import Protocol
 from vlm_serve.cache.tiers.entry import EntryId, Sealed
 
 TIME_LIMIT = 30.0
-"""Seconds that a store of our own may take for one call. Only a broken one takes longer."""
+"""Time limit for one call of a private store, in seconds. Only a broken one takes longer."""
 
 
 class Store(Protocol):
     """One tier. Only the stack calls it, on the stack's thread, which an implementation must not
-    block: whatever waits is awaited. It may raise; the stack counts that and goes on without it.
+    block. It may raise; the stack counts that and continues without it.
 
     Attributes:
         name: of the tier, in reports and counters.
-        place: where it is, for people.
-        private: nobody else writes or reads it, so that bad entries are removed.
+        place: its location, for people.
+        private: no other process writes or reads it, so bad entries are removed.
         lasting: its content outlives the process.
-        time_limit: seconds that a call may take; of a look-up and the reading that follows,
-            together.
-        counters: gauges and counters of its own, by name.
+        time_limit: seconds for one call; for a look-up and the following read together.
+        counters: its own gauges and counters, by name.
     """
 
     @property
@@ -39,46 +38,46 @@ class Store(Protocol):
     def counters(self) -> Mapping[str, int]: ...
 
     async def open(self) -> Collection[EntryId]:
-        """Makes sure that it can be used; called before anything else, until it has succeeded, and
-        again after a failure. Returns ids that it is known to hold. Raises OSError."""
+        """Ensure that it is usable; called first, until it succeeds, and again after a failure.
+        Returns the known ids of its entries. Raises OSError."""
         ...
 
     async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
-        """Those that it holds."""
+        """Return the ids that it holds."""
         ...
 
     async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Sealed]:
-        """Those that it holds, as they were stored; the most recently used ones from now on."""
+        """Return the entries that it holds, as stored, and mark them as most recently used."""
         ...
 
     async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
-        """Stores entries; of one that it holds already it is enough to note the use.
+        """Store entries; for one that exists, recording the use suffices.
 
-        Returns what it does not hold afterwards: new ones that it had no room for, and what had to
-        go for the others. With content where that is at hand: it moves on to the next tier.
+        Returns the entries that it does not hold afterwards: new ones without space, and evicted
+        ones, with content where available. They move on to the next tier.
         """
         ...
 
     async def touch(self, ids: Collection[EntryId]) -> None:
-        """They were in use until now."""
+        """Record that entries were in use until now."""
         ...
 
     async def delete(self, ids: Collection[EntryId]) -> None:
-        """Removes entries; called for private stores alone."""
+        """Remove entries; called for private stores only."""
         ...
 
     async def doubt(self, ids: Collection[EntryId]) -> None:
-        """Entries that it gave out were bad: it replaces them when it is given them again. Called
-        for stores that are not private."""
+        """Mark returned entries as bad: the next `put` replaces them. Called for stores that are
+        not private."""
         ...
 
     async def sink(self) -> dict[EntryId, Sealed]:
-        """Shutdown of a store that is not lasting: all it holds, least recently used first. It is
-        empty afterwards."""
+        """Return and remove all entries at shutdown, least recently used first. Called for
+        stores that are not lasting."""
         ...
 
     async def clear(self) -> None:
-        """Removes everything."""
+        """Remove everything."""
         ...
 
     async def close(self) -> None: ...

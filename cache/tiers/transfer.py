@@ -1,4 +1,4 @@
-"""What the tiers need of whoever owns the memory: content as bytes, and back."""
+"""The tiers' interface to the owner of the memory: content as bytes, and back."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _EXPERT_TYPES = ("uint8", "int16", "uint16")
 
 
 class Transfer(Protocol):
-    """Reads and writes of the pools happen on the engine's thread; `stage` on any. What is staged
-    means something to the implementation only."""
+    """Reads and writes of the pools happen on the engine's thread; `stage` on any. Staged values
+    are opaque to the tiers."""
 
     def read_kv(self, block: int, num_tokens: int) -> bytes:
-        """The first tokens of a block."""
+        """Return the first tokens of a block."""
         ...
 
     def read_state(self, row: int) -> bytes: ...
 
     def layout(self, kind: Kind, num_tokens: int) -> str:
-        """Types and shapes of what `read_kv` and `read_state` return."""
+        """Return the dtypes and shapes of `read_kv`'s and `read_state`'s results."""
         ...
 
     def num_bytes(self, kind: Kind, num_tokens: int) -> int | None:
-        """Bytes of what `read_kv` and `read_state` return; None for other kinds."""
+        """Return the size of `read_kv`'s and `read_state`'s results; None for other kinds."""
         ...
 
     def stage(self, entry: Entry) -> Any | None:
-        """Prepares bytes for writing; None if they are not of this engine's layout."""
+        """Prepare bytes for writing; return None if their layout is not this engine's."""
         ...
 
     def write_kv(self, block: int, staged: Any) -> None: ...
@@ -41,12 +41,12 @@ class Transfer(Protocol):
 
 
 def expert_layout(rows: Rows) -> str:
-    """Type and shape of expert rows `[tokens, layers, top_k]`."""
+    """Return dtype and shape of expert rows `[tokens, layers, top_k]`."""
     return f"experts {rows.dtype.name} " + "x".join(str(size) for size in rows.shape)
 
 
 def expert_rows(entry: Entry) -> Rows | None:
-    """Expert rows from bytes; None if they are not what their layout says."""
+    """Return expert rows from bytes; None if they do not match their layout."""
     words = entry.layout.split(" ")
     if len(words) != 3 or words[0] != "experts" or words[1] not in _EXPERT_TYPES:
         return None

@@ -1,4 +1,4 @@
-"""What a waiting request could reuse from a lower tier comes up before it is admitted."""
+"""Loads a waiting request's reusable content from a lower tier before the request is admitted."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Arrived = Callable[[tuple[Segment, ...], bool], None]
-"""Told what came up, and whether something that was there could not be read or taken in."""
+"""Called with the loaded segments, and whether an existing entry could not be read or published."""
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """A sequence that waits for an answer of the tiers."""
+    """A sequence that waits for the tiers."""
 
     question: Question
     generation: int
@@ -39,7 +39,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Content:
-    """What was read: all that is needed, and the expert rows there are."""
+    """The read content: all required entries, and the available expert rows."""
 
     entries: dict[EntryId, Entry]
     staged: dict[EntryId, Any]
@@ -48,18 +48,19 @@ class Content:
 
 @dataclass(frozen=True)
 class Reading:
-    """`deeper`: what the tiers have, None: nothing of use. `content`: None if it is gone or bad."""
+    """The result of a read. `deeper`: what the tiers have; None: nothing useful. `content`: None
+    if it is gone or bad."""
 
     deeper: Deeper | None = None
     content: Content | None = None
 
 
 class TierFetcher:
-    """Decides what comes up and takes it in. Coroutines run on the stack's thread, which alone
-    talks to the stores; all else on the engine's.
+    """Decides what to load and publishes it. Coroutines run on the stack's thread, which alone
+    calls the stores; everything else runs on the engine's.
 
     Attributes:
-        starting: fetches that nobody has begun to read.
+        starting: fetches that have not been started yet.
     """
 
     def __init__(self, cache: PrefixCache, stack: TierStack, transfer: Transfer) -> None:
@@ -73,7 +74,7 @@ class TierFetcher:
 
     @property
     def busy(self) -> bool:
-        """Sequences wait for entries."""
+        """True while sequences wait for entries."""
         return self._num_waiting > 0
 
     def ask(
@@ -84,8 +85,9 @@ class TierFetcher:
         arrived: Arrived,
         patience: Patience | None = None,
     ) -> bool:
-        """True if the tiers are to be asked for more of a prompt than the match has, up to `limit`:
-        the sequence waits until `arrived` is called, and what it waits is added to its patience."""
+        """Return True if the tiers should be read for more of a prompt than the match has, up to
+        `limit`. The sequence then waits until `arrived` is called, and the wait is added to its
+        patience."""
         question = self._question(keys, match, limit)
         if question is None:
             return False
@@ -94,13 +96,13 @@ class TierFetcher:
         return True
 
     def look_up(self, keys: PromptKeys, match: Match, limit: int) -> Future[Deeper | None] | None:
-        """What the tiers could add to a match. Changes nothing; whoever waits for the result is not
-        the engine's thread."""
+        """Look up what the tiers could add to a match. Changes nothing; never wait for the
+        result on the engine's thread."""
         question = self._question(keys, match, limit)
         return self._stack.submit(self._choose(question)) if question is not None else None
 
     def finish(self, fetch: Fetch, reading: Reading | None) -> None:
-        """Takes in what was read (None: reading raised) and lets the waiting sequence go on."""
+        """Publish what was read (None: reading raised) and let the waiting sequence continue."""
         self._num_waiting -= 1
         deeper, content = (reading.deeper, reading.content) if reading is not None else (None, None)
         failed = content is None and (reading is None or deeper is not None)
@@ -115,11 +117,11 @@ class TierFetcher:
         fetch.arrived(deeper.segments if deeper is not None and adopted else (), failed)
 
     def forget(self) -> None:
-        """The cache is flushed: what is on its way is not taken in."""
+        """Discard pending reads after a flush."""
         self._generation += 1
 
     async def read(self, fetch: Fetch) -> Reading:
-        """Looks up, chooses and reads. Sequences that wait for the same entries share one read."""
+        """Look up, choose and read. Sequences that wait for the same entries share one read."""
         loop, patience = asyncio.get_running_loop(), fetch.patience
         since = loop.time() - patience.spent
         try:
@@ -181,7 +183,7 @@ class TierFetcher:
 
 
 def _exact_until(deeper: Deeper, entries: dict[EntryId, Entry], block_size: int) -> int:
-    """Everything up to there was made by prefill alone."""
+    """Return the position up to which everything was computed by prefill alone."""
     first = deeper.boundary // block_size - len(deeper.blocks)
     for index, entry_id in enumerate(deeper.blocks):
         if not entries[entry_id].exact:

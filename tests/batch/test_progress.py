@@ -90,7 +90,7 @@ def test_the_verdict_names_failures_but_not_thousands(capsys: pytest.CaptureFixt
     assert verdict([], Path("out.jsonl")) == 0
     assert capsys.readouterr().err == ""
     assert verdict(["q1: refused"], Path("out.jsonl")) == SOME_FAILED
-    assert capsys.readouterr().err == "1 failed; out.jsonl says why:\n  q1: refused\n"
+    assert capsys.readouterr().err == "1 failed; the reasons are in out.jsonl:\n  q1: refused\n"
     assert verdict([f"q{number}" for number in range(25)], Path("out.jsonl")) == SOME_FAILED
     lines = capsys.readouterr().err.splitlines()
     assert lines[20] == "  q19" and lines[21:] == ["  and 5 more"]

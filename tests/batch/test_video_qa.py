@@ -87,7 +87,7 @@ def test_json_lines_with_ids_and_urls(tmp_path: Path) -> None:
             '{"id": "a", "video": "y", "question": "q"}',
             "appears twice",
         ),
-        ("in.csv", b"video,question\nx.mp4,caf\xe9\n", "it is no UTF-8 text"),
+        ("in.csv", b"video,question\nx.mp4,caf\xe9\n", "it is not UTF-8 text"),
         ("in.jsonl", b"\xff", "line 1"),
         ("in.txt", "", "folder"),
     ],

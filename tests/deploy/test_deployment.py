@@ -21,7 +21,7 @@ from process_tree import processes_below, replica_pids
 from server_process import ServerProcess, server_process
 from serving import wait_for
 
-from vlm_serve.deploy.folder import LONGEST, PREFIX
+from vlm_serve.deploy.ray_folder import LONGEST, PREFIX
 
 SMALL = ("--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1")
 SECONDS = 120.0
@@ -276,7 +276,7 @@ def test_only_our_port_is_open(server: ServerProcess) -> None:
 
 @pytest.fixture
 def folder(server: ServerProcess) -> Path:
-    """The one for Ray's files, which the front holds open."""
+    """The one for Ray's files, which the gateway holds open."""
     opened = [os.readlink(each) for each in Path(f"/proc/{server.process.pid}/fd").iterdir()]
     (found,) = {path for path in opened if Path(path).name.startswith(PREFIX)}
     return Path(found)

@@ -1,4 +1,4 @@
-"""The front as an application of Serve, as far as it goes without a cluster."""
+"""The gateway as an application of Serve, as far as it goes without a cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_example_can_be_built(keys: str) -> None:
     ("wrong", "said"),
     [
         ({"replica": 2}, "replica"),
-        ({"fronts": 0}, "fronts must be a whole number above 0, got 0"),
+        ({"fronts": 0}, "fronts must be a positive integer, got 0"),
         ({"replicas": 0}, "replicas must be at least 1, got 0"),
         ({"tenant_keys": "/nowhere/keys.yaml"}, "tenant_keys /nowhere/keys.yaml"),
         ({"response_store": "1MiB"}, "response_store needs one replica"),

@@ -94,8 +94,8 @@ def test_no_ray_is_one_sentence(tmp_path: Path) -> None:
     assert said == "vlm-serve: deploy needs the extra `ray`: pip install 'vlm-serve[ray]'\n"
 
 
-def test_the_front_never_imports_torch() -> None:
-    modules = "front, main, ingress, fleet, router, serving, replica"
+def test_the_gateway_never_imports_torch() -> None:
+    modules = "gateway, main, ingress, replica_pool, router, serving, replica"
     script = (
         f"import sys\nfrom vlm_serve.deploy import {modules}\n"
         "import vlm_serve.cli\n"

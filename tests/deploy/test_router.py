@@ -12,13 +12,14 @@ import pytest
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import RequestRouter
 
-from vlm_serve.deploy import board, router
-from vlm_serve.deploy.core import Core
+from vlm_serve.deploy import router
+from vlm_serve.deploy import shared_state as shared
+from vlm_serve.deploy.ranker import ReplicaRanker
 from vlm_serve.deploy.router import AffinityRouter
-from vlm_serve.routing.view import Spent
+from vlm_serve.routing.view import RequestUsage
 
 
-class InTurn(Core):
+class InTurn(ReplicaRanker):
     """One replica after the other."""
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ def adapter() -> AffinityRouter:
     """Without what Serve's constructor connects to."""
     made = AffinityRouter.__new__(AffinityRouter)
     made.initialize_state()
-    made._core = InTurn()
+    made._ranker = InTurn()
     return made
 
 
@@ -46,10 +47,10 @@ def replicas(*names: str) -> list[Any]:
     ]
 
 
-def request(*args: Any, name: str = "one", **wishes: Any) -> Any:
+def request(*args: Any, name: str = "one", **arguments: Any) -> Any:
     return SimpleNamespace(
         args=list(args),
-        kwargs=wishes,
+        kwargs=arguments,
         routing_context=SimpleNamespace(should_backoff=False),
         metadata=SimpleNamespace(internal_request_id=name),
     )
@@ -89,12 +90,12 @@ def test_it_never_raises(adapter: AffinityRouter, pending: Any) -> None:
         def choose(self, *_: Any) -> list[str]:
             raise ValueError("injected")
 
-    adapter._core = Failing()
+    adapter._ranker = Failing()
     asked = request() if pending else None
     assert ranked(adapter, replicas("a", "b"), asked) == [["a", "b"]]
 
 
-def test_the_core_hears_of_requests_from_begin_to_end(
+def test_the_ranker_hears_of_requests_from_begin_to_end(
     adapter: AffinityRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[tuple[Any, ...]] = []
@@ -109,33 +110,39 @@ def test_the_core_hears_of_requests_from_begin_to_end(
         def removed(self, name: str) -> None:
             heard.append(("removed", name))
 
-    monkeypatch.setattr(board, "BOARD", board.Board(replicas=("a", "b")))
-    adapter._core = Noting()
+    monkeypatch.setattr(shared, "SHARED_STATE", shared.SharedState(replicas=("a", "b")))
+    adapter._ranker = Noting()
     (replica,) = replicas("a")
-    adapter.on_request_routed(request("front", 7, keys=(b"k",), tokens=5), replica.replica_id, None)
-    assert board.BOARD.routed == {7: "a"}
+    adapter.on_request_routed(
+        request("gateway", 7, keys=(b"k",), tokens=5), replica.replica_id, None
+    )
+    assert shared.SHARED_STATE.routed == {7: "a"}
     adapter.on_request_completed(replica.replica_id, "one")
     adapter.on_request_completed(replica.replica_id, "one")
-    assert len(heard) == 1, "its front has not read all of the answer"
-    spent = Spent(5, 0, 3)
-    board.BOARD.over(7, spent)
+    assert len(heard) == 1, "its gateway has not read all of the answer"
+    usage = RequestUsage(5, 0, 3)
+    shared.SHARED_STATE.finish(7, usage)
     assert ranked(adapter, replicas("a", "b"), request())
     assert ranked(adapter, replicas("a", "b"), request())
-    adapter._now_running(["b"])
-    assert board.BOARD.replicas == ("b",) and not board.BOARD.spent and not board.BOARD.routed
-    ended = ("ended", "a", (b"k",), 5, spent)
+    adapter._set_running(["b"])
+    assert (
+        shared.SHARED_STATE.replicas == ("b",)
+        and not shared.SHARED_STATE.usage
+        and not shared.SHARED_STATE.routed
+    )
+    ended = ("ended", "a", (b"k",), 5, usage)
     assert heard == [("sent", "a", (b"k",), 5), ended, ("removed", "a")]
 
 
-def test_an_end_of_which_the_front_knows_nothing_is_told_at_once(
+def test_an_end_of_which_the_gateway_knows_nothing_is_told_at_once(
     adapter: AffinityRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board, "BOARD", board.Board(replicas=("a",)))
+    monkeypatch.setattr(shared, "SHARED_STATE", shared.SharedState(replicas=("a",)))
     heard: list[Any] = []
-    monkeypatch.setattr(adapter._core, "ended", lambda *said: heard.append(said))
+    monkeypatch.setattr(adapter._ranker, "ended", lambda *said: heard.append(said))
     (replica,) = replicas("a")
-    adapter.on_request_routed(request("front", 7, keys=(b"k",)), replica.replica_id, None)
-    board.BOARD.over(7, None)
+    adapter.on_request_routed(request("gateway", 7, keys=(b"k",)), replica.replica_id, None)
+    shared.SHARED_STATE.finish(7, None)
     adapter.on_request_completed(replica.replica_id, "one")
     assert heard == [("a", (b"k",), 0, None)]
 
@@ -143,41 +150,43 @@ def test_an_end_of_which_the_front_knows_nothing_is_told_at_once(
 def test_requests_of_whose_ends_nobody_tells_count_as_ended(
     adapter: AffinityRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board, "BOARD", board.Board(replicas=("a",)))
+    monkeypatch.setattr(shared, "SHARED_STATE", shared.SharedState(replicas=("a",)))
     monkeypatch.setattr(router, "MAX_OPEN", 3)
     heard: list[Any] = []
-    monkeypatch.setattr(adapter._core, "ended", lambda *said: heard.append(said))
+    monkeypatch.setattr(adapter._ranker, "ended", lambda *said: heard.append(said))
     (replica,) = replicas("a")
     for number in range(5):
-        asked = request("front", number, name=f"request {number}", keys=(b"k",), tokens=number)
+        asked = request("gateway", number, name=f"request {number}", keys=(b"k",), tokens=number)
         adapter.on_request_routed(asked, replica.replica_id, None)
-        board.BOARD.over(number, None)
+        shared.SHARED_STATE.finish(number, None)
     assert len(adapter._sent) == 3
     assert ranked(adapter, replicas("a"), request())
     assert heard == [("a", (b"k",), tokens, None) for tokens in (0, 1)]
     assert not adapter._completed
 
 
-def test_the_board_keeps_the_last_of_what_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "MAX_SPENT", 3)
-    kept = board.Board()
+def test_the_shared_state_keeps_the_last_usage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared, "MAX_USAGE", 3)
+    kept = shared.SharedState()
     for number in range(10):
-        kept.over(number, Spent(1, 0, number))
-    assert list(kept.spent) == [7, 8, 9]
+        kept.finish(number, RequestUsage(1, 0, number))
+    assert list(kept.usage) == [7, 8, 9]
 
 
-def test_the_board_tells_an_end_in_order_from_a_death(
+def test_the_shared_state_tells_an_end_in_order_from_a_death(
     adapter: AffinityRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board, "BOARD", board.Board(replicas=("a", "b", "c")))
+    monkeypatch.setattr(shared, "SHARED_STATE", shared.SharedState(replicas=("a", "b", "c")))
     for name in ("update_replicas", "on_replica_actor_died"):
         monkeypatch.setattr(RequestRouter, name, lambda *_: None)
     adapter.on_replica_actor_died(replicas("a")[0].replica_id)
     adapter.update_replicas(replicas("c"))
-    assert board.BOARD.replicas == ("c",) and board.BOARD.left == ("b",)
+    assert shared.SHARED_STATE.replicas == ("c",) and shared.SHARED_STATE.retired == ("b",)
 
 
-def test_serve_carries_the_class_but_not_the_board() -> None:
+def test_serve_carries_the_class_but_not_the_shared_state() -> None:
     named: dict[str, Any] = {"request_router_class": "vlm_serve.deploy.router:AffinityRouter"}
     carried: Any = RequestRouterConfig(**named).get_request_router_class()
-    assert carried.update_replicas.__globals__["board"] is board
+    assert carried.update_replicas.__globals__["shared"] is shared

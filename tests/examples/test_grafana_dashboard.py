@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vlm_serve.engine.outputs import CacheReport, Usage
 from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.finished_request import FinishedRequest
+from vlm_serve.server.http.request_memory import RequestMemory
 from vlm_serve.server.metrics import Metrics
-from vlm_serve.server.request_memory import RequestMemory
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "examples" / "grafana_dashboard.json"
 
@@ -23,7 +24,21 @@ def test_every_metric_of_the_dashboard_exists(tmp_path: Path) -> None:
     engine: Any = FakeEngine(Tokenizer(make_checkpoint(tmp_path / "checkpoint")))
     try:
         metrics = Metrics("test-model", engine, RequestMemory(1))
-        metrics.finished("stop", Usage(3, 2, 1), CacheReport(3, 1, 1, 1, tiers={"host": 1}))
+        metrics.finished(
+            FinishedRequest(
+                request_id="request",
+                trace={},
+                choices=1,
+                usage=Usage(3, 2, 1),
+                cache_report=CacheReport(3, 1, 1, 1, tiers={"host": 1}),
+                stages={},
+                arrival=0.0,
+                submitted=0.1,
+                first_token=0.2,
+                ended=0.3,
+                reason="stop",
+            )
+        )
         metrics.engine_stats.update(engine.stats())
         families = text_string_to_metric_families(metrics.render().decode())
         known = {sample.name for family in families for sample in family.samples}

@@ -291,7 +291,7 @@ def test_a_process_that_dies_is_replaced(decoders: Decoders) -> None:
 
 def test_what_forks_them_is_replaced_when_it_dies(decoders: Decoders) -> None:
     pixels_of(decoders, small())
-    process = decoders._nursery._process
+    process = decoders._fork_server._process
     assert process is not None
     process.kill()
     process.wait()

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from vlm_serve.preprocess.affinity import AffinityDigest, affinity_keys_of_body, place_of
 from vlm_serve.routing import holdings, loads
-from vlm_serve.routing.holdings import Digests, Sent
+from vlm_serve.routing.holdings import Digests, SentPrefixes
 from vlm_serve.routing.loads import Loads
 from vlm_serve.routing.rendezvous import Rendezvous
 from vlm_serve.routing.router import Policy, Router
-from vlm_serve.routing.view import ReplicaView, Spent
+from vlm_serve.routing.view import ReplicaView, RequestUsage
 
 NAMES = ["a", "b", "c", "d"]
 VIEWS = [ReplicaView(name) for name in NAMES]
@@ -104,11 +104,11 @@ def test_what_a_request_has_cost_takes_the_place_of_what_was_expected() -> None:
     assert router._loads.work("a", 0.0) == pytest.approx(5000 + answer)
     clock.now = 2.0
     before = router._loads.work("a", 2.0)
-    router.ended("a", keys, 5000, Spent(3000, 400, 50))
+    router.ended("a", keys, 5000, RequestUsage(3000, 400, 50))
     assert router._loads.open("a") == 0.0
     assert router._loads.work("a", 2.0) == pytest.approx(before - 5000 - answer + 2650)
     router.sent("b", keys, 10)
-    router.ended("b", keys, 10, Spent(0, 900, 0))
+    router.ended("b", keys, 10, RequestUsage(0, 900, 0))
     assert router._loads.work("b", 2.0) == 0.0, "no less than nothing"
 
 
@@ -119,7 +119,7 @@ def test_routers_learn_how_large_clips_are() -> None:
     for number in range(50):
         keys = keys_about(f"clip {number}", kind="video")
         router.sent("a", keys, 0)
-        router.ended("a", keys, 0, Spent(900, 0, 20))
+        router.ended("a", keys, 0, RequestUsage(900, 0, 20))
     expected = router._length(list(keys_about("another", kind="video")), 0)
     assert expected == pytest.approx(900, rel=0.05)
     assert router._length(list(pictures), 0) == place_of(pictures[0]).tokens
@@ -238,7 +238,7 @@ def test_nothing_raises(first: Any, second: Any) -> None:
     router.ended(second, first, second)
     router.ended("a", first, 0, second)
     for counts in ((first, second, 1), (1, 2, second)):
-        router.ended("a", keys_about("cat"), 0, Spent(*counts))
+        router.ended("a", keys_about("cat"), 0, RequestUsage(*counts))
     router.digest(first, second)
     router.digest("a", AffinityDigest(first, second))
     router.digest("a", AffinityDigest(1, ((first, second),)))
@@ -254,7 +254,7 @@ def test_a_fault_inside_leaves_a_choice(part: str, caplog: pytest.LogCaptureFixt
     assert firsts == set(NAMES), "one after the other"
     calls: list[Callable[[], object]] = [
         lambda: router.sent("a", keys, 0),
-        lambda: router.ended("a", keys, 0, Spent(1000, 0, 10)),
+        lambda: router.ended("a", keys, 0, RequestUsage(1000, 0, 10)),
         lambda: router.digest("a", holding(*keys)),
         lambda: router.removed("a"),
     ]
@@ -266,7 +266,7 @@ def test_a_fault_inside_leaves_a_choice(part: str, caplog: pytest.LogCaptureFixt
 
 def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "MAX_OPEN_KINDS", 100)
-    digests, sent, given_work = Digests(limit=1000), Sent(limit=1000), Loads(10.0)
+    digests, sent, given_work = Digests(limit=1000), SentPrefixes(limit=1000), Loads(10.0)
     number = itertools.count()
 
     def fresh() -> bytes:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from vlm_serve.preprocess.affinity import affinity_keys_of_body, place_of
-from vlm_serve.routing.sizes import MAX_ANSWER_TOKENS, MAX_FACTOR, MIN_FACTOR, Sizes
+from vlm_serve.routing.sizes import MAX_ANSWER_TOKENS, MAX_FACTOR, MIN_FACTOR, SizeEstimator
 
 
 def key_of(kinds: str, text: str = "What is this?") -> bytes:
@@ -22,14 +22,14 @@ def key_of(kinds: str, text: str = "What is this?") -> bytes:
 
 
 def test_they_begin_as_their_keys_say() -> None:
-    sizes = Sizes(100.0)
+    sizes = SizeEstimator(100.0)
     for kinds in ("", "v", "i", "vi"):
         assert sizes.guess(key_of(kinds)) == place_of(key_of(kinds)).tokens
     assert sizes.answer == 100.0
 
 
 def test_each_magnitude_has_a_factor_of_its_own() -> None:
-    sizes = Sizes(100.0)
+    sizes = SizeEstimator(100.0)
     for _ in range(60):
         sizes.learn(key_of("v"), 400, 10)
         sizes.learn(key_of("ii"), 3000, 10)
@@ -40,7 +40,7 @@ def test_each_magnitude_has_a_factor_of_its_own() -> None:
 
 
 def test_what_is_learned_is_bounded() -> None:
-    sizes, rng = Sizes(100.0), random.Random(0)
+    sizes, rng = SizeEstimator(100.0), random.Random(0)
     for _ in range(200):
         sizes.learn(key_of("v"), 10**12, 10**12)
         sizes.learn(key_of("i"), -5, -5)

@@ -36,7 +36,7 @@ def fake(_fake_server: RunningServer) -> Iterator[RunningServer]:
     _fake_server.engine.reset()
     yield _fake_server
     _fake_server.engine.reset()
-    wait_for(lambda: _fake_server.service.num_open == 0)
+    wait_for(lambda: _fake_server.service.requests.num_open == 0)
     wait_for(lambda: not _fake_server.engine.requests)
-    assert _fake_server.service.open_tokens == 0
-    wait_for(lambda: _fake_server.service.memory.held == 0)
+    assert _fake_server.service.admission.open_tokens == 0
+    wait_for(lambda: _fake_server.service.admission.memory.held == 0)

@@ -324,9 +324,9 @@ def server(checkpoint: Path, folder: Path) -> Iterator[RunningServer]:
         yield running_server
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown * 1024 < MAX_GROWTH_BYTES
-        wait_for(lambda: running_server.service.num_open == 0)
+        wait_for(lambda: running_server.service.requests.num_open == 0)
         engine.check()
-        assert not running_server.service.check_failed
+        assert not running_server.service.idle_check.failed
 
 
 def timed_post(server: RunningServer, path: str, content: bytes) -> tuple[httpx.Response, float]:

@@ -20,9 +20,9 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.draining import listen
+from vlm_serve.server.http.draining import listen
+from vlm_serve.server.idle_check import IDLE_CHECK_DELAY_SECONDS
 from vlm_serve.server.run import make_server
-from vlm_serve.server.service import IDLE_CHECK_DELAY_SECONDS
 
 
 class Background:
@@ -72,7 +72,7 @@ def test_a_full_queue_answers_at_once(engine: FakeEngine) -> None:
     with running(engine, ServerConfig(port=0, max_queued_requests=1)) as server:
         engine.gate.clear()
         waiting = [Background(server) for _ in range(2)]
-        wait_for(lambda: server.service.num_open == 2)
+        wait_for(lambda: server.service.requests.num_open == 2)
         response = server.chat()
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
@@ -88,7 +88,7 @@ def test_too_many_open_prompt_tokens_answer_at_once(engine: FakeEngine) -> None:
     with running(engine, ServerConfig(port=0, max_queued_tokens=5)) as server:
         engine.gate.clear()
         waiting = Background(server, text="a long enough prompt")
-        wait_for(lambda: server.service.open_tokens >= 5)
+        wait_for(lambda: server.service.admission.open_tokens >= 5)
         assert server.chat().status_code == 503
         engine.gate.set()
         assert waiting.result().status_code == 200
@@ -179,13 +179,13 @@ def test_an_idle_check_ends_when_somebody_comes(engine: FakeEngine) -> None:
         wait_for(lambda: engine.num_checks == 1)
         engine.gate.clear()
         waiting = Background(server)
-        wait_for(lambda: server.service.num_open == 1)
-        wait_for(lambda: server.service._idle_check is None)
+        wait_for(lambda: server.service.requests.num_open == 1)
+        wait_for(lambda: not server.service.idle_check.running)
         engine.gate.set()
         assert waiting.result().status_code == 200
         wait_for(lambda: engine.num_checks == 2)
         engine.check_gate.set()
-        wait_for(lambda: server.service._idle_check is None)
+        wait_for(lambda: not server.service.idle_check.running)
         assert engine.num_checks == 2
 
 
@@ -212,7 +212,7 @@ def test_a_signal_drains_and_a_second_one_ends(engine: FakeEngine) -> None:
     with running(engine) as server:
         engine.gate.clear()
         waiting = Background(server)
-        wait_for(lambda: server.service.num_open == 1)
+        wait_for(lambda: server.service.requests.num_open == 1)
         server.server.handle_exit(signal.SIGTERM, None)
         assert server.client.get("/ready").status_code == 503
         assert server.client.get("/health").status_code == 200
@@ -232,7 +232,7 @@ def test_what_does_not_end_in_time_is_ended(engine: FakeEngine) -> None:
     with running(engine, ServerConfig(port=0, shutdown_timeout=0.1)) as server:
         engine.gate.clear()
         waiting = Background(server)
-        wait_for(lambda: server.service.num_open == 1)
+        wait_for(lambda: server.service.requests.num_open == 1)
         server.server.handle_exit(signal.SIGTERM, None)
         wait_for(lambda: server.server.should_exit)
         waiting.result()
@@ -258,4 +258,4 @@ def test_a_taken_port_is_said_so() -> None:
 
 def test_draining_an_idle_service_is_immediate(engine: FakeEngine) -> None:
     with running(engine) as server:
-        assert asyncio.run(server.service.drain(10.0))
+        assert asyncio.run(server.service.requests.drain(10.0))

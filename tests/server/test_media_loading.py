@@ -108,8 +108,8 @@ def test_slow_fetches_hold_up_no_text(server: RunningServer, host: SilentHost, l
         answer = server.chat("hello", max_tokens=2)
         assert answer.status_code == 200
         if not leave:
-            assert server.service.num_open >= len(clients)
-    wait_for(lambda: server.service.num_open == 0)
+            assert server.service.requests.num_open >= len(clients)
+    wait_for(lambda: server.service.requests.num_open == 0)
 
 
 def test_shortening_a_conversation_ends_with_its_client(
@@ -123,7 +123,7 @@ def test_shortening_a_conversation_ends_with_its_client(
         client.close()
         with peer:
             assert peer.recv(10) == b""
-    wait_for(lambda: server.service.num_open == 0)
+    wait_for(lambda: server.service.requests.num_open == 0)
 
 
 def test_a_decode_ends_with_its_client(server: RunningServer) -> None:
@@ -140,7 +140,7 @@ def test_a_decode_ends_with_its_client(server: RunningServer) -> None:
     assert before
     with connect(server, json.dumps(asking(url)).encode()):
         wait_for(lambda: decoders.heavy.busy > 0 and set(decoders.pids) > before)
-    wait_for(lambda: server.service.num_open == 0 and not decoders.heavy.busy)
+    wait_for(lambda: server.service.requests.num_open == 0 and not decoders.heavy.busy)
     assert set(decoders.pids) == before
     assert server.post("/v1/chat/completions", asking(small_url)).status_code == 200
 
@@ -168,7 +168,7 @@ def test_what_is_fetched_is_in_the_budget_of_requests(
     """From the first byte on, and until the request has ended."""
     buffer = io.BytesIO()
     Image.effect_noise((1000, 1000), 99).convert("RGB").save(buffer, "PNG")
-    picture, memory = buffer.getvalue(), server.service.memory
+    picture, memory = buffer.getvalue(), server.service.admission.memory
     assert len(picture) > 500_000
     with connect(server, json.dumps(asking(host.url)).encode()) as client:
         with host.accept() as peer:

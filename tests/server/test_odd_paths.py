@@ -45,8 +45,9 @@ def test_a_model_is_what_its_name_says_letter_by_letter(server: RunningServer, n
 def test_what_a_handler_did_not_expect_is_an_error_of_the_api(
     server: RunningServer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("model_names", "memory", "metrics"):
-        monkeypatch.delattr(server.service, name)
+    monkeypatch.delattr(server.service.admission, "memory")
+    for name in ("model_names", "metrics"):
+        monkeypatch.delattr(server.service.state, name)
     answer = server.client.get(path)
     assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
 

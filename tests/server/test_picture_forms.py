@@ -64,7 +64,7 @@ def _server() -> Iterator[RunningServer]:
 def server(_server: RunningServer) -> Iterator[RunningServer]:
     _server.engine.flush()
     yield _server
-    wait_for(lambda: _server.service.num_open == 0)
+    wait_for(lambda: _server.service.requests.num_open == 0)
     _server.engine.check()
 
 

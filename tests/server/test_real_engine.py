@@ -59,7 +59,7 @@ def server(_server: RunningServer) -> Iterator[RunningServer]:
     """Afterwards nothing may be left of the test's requests, and no invariant violated."""
     _server.engine.flush()
     yield _server
-    wait_for(lambda: _server.service.num_open == 0)
+    wait_for(lambda: _server.service.requests.num_open == 0)
     wait_for(lambda: _server.engine.num_running + _server.engine.num_waiting == 0)
     _server.engine.check()
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from vlm_serve.server.http.tenants import Owner
 from vlm_serve.server.response_store import (
-    Owner,
     ResponseStore,
     Turn,
     memory_of,

@@ -15,7 +15,7 @@ from vlm_serve.engine.memory import MemoryPlan
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.weight_sizes import WeightBytes
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.draining import say
+from vlm_serve.server.http.draining import print_notice
 from vlm_serve.server.main import startup_rows
 
 MEMORY = MemoryPlan(
@@ -107,8 +107,8 @@ def test_nobody_need_read_the_table(
     """A full disk or a closed pipe behind the standard output ends no server."""
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
-        say("a table")
+        print_notice("a table")
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             full.close()
-    assert "nothing can be printed" in caplog.text
+    assert "the notice could not be printed" in caplog.text

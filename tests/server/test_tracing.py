@@ -20,7 +20,7 @@ from vlm_serve.server.tracing import RequestTracer
 
 def test_a_span_tells_about_its_request(fake: RunningServer) -> None:
     exporter = InMemorySpanExporter()
-    fake.service.tracer = RequestTracer(SimpleSpanProcessor(exporter), "test-model")
+    fake.service.state.tracer = RequestTracer(SimpleSpanProcessor(exporter), "test-model")
     try:
         answer = fake.chat("hi", request_id="my-request")
         usage = answer.json()["usage"]
@@ -28,7 +28,7 @@ def test_a_span_tells_about_its_request(fake: RunningServer) -> None:
         assert fake.chat("hi").status_code == 500
         wait_for(lambda: len(exporter.get_finished_spans()) == 2)
     finally:
-        fake.service.tracer = None
+        fake.service.state.tracer = None
     good, bad = exporter.get_finished_spans()
     found = dict(good.attributes or {})
     assert good.name == "llm_request"
@@ -89,14 +89,14 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 )
 def test_the_callers_trace_goes_on(fake: RunningServer, path: str, body: dict[str, Any]) -> None:
     exporter = InMemorySpanExporter()
-    fake.service.tracer = RequestTracer(SimpleSpanProcessor(exporter), "test-model")
+    fake.service.state.tracer = RequestTracer(SimpleSpanProcessor(exporter), "test-model")
     try:
         for given in (f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00", "00-nonsense", None):
             headers = {} if given is None else {"traceparent": given, "tracestate": "a=b"}
             assert fake.post(path, body, headers=headers).status_code == 200
         wait_for(lambda: len(exporter.get_finished_spans()) == 3)
     finally:
-        fake.service.tracer = None
+        fake.service.state.tracer = None
     followed, *others = exporter.get_finished_spans()  # who does not sample wants no span of ours
     assert followed.context is not None
     assert followed.parent is not None

@@ -1,4 +1,4 @@
-"""A client of the server's routes without a network: what HTTP checks, this passes too."""
+"""An in-process client of the server's routes: requests pass the same checks as over HTTP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole response."""
+    """A complete response."""
 
     status: int
     headers: dict[str, str]
@@ -21,8 +21,10 @@ class Reply:
 async def post(
     app: ASGIApp, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
 ) -> Reply:
-    """Sends JSON to a route and returns all of its answer. Cancelling it ends the request as a
-    client does that goes away."""
+    """Send JSON to a route and return the complete response.
+
+    Cancelling it ends the request, as a disconnecting client does.
+    """
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     status = 500
     head: dict[str, str] = {}
@@ -31,7 +33,7 @@ async def post(
     async def receive() -> Message:
         if messages:
             return messages.pop()
-        await asyncio.Event().wait()  # this client stays
+        await asyncio.Event().wait()  # never disconnects
         raise AssertionError("unreachable")
 
     async def send(message: Message) -> None:

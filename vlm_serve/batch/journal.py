@@ -1,4 +1,4 @@
-"""An output file that grows by finished lines and tells after a kill what is done."""
+"""An append-only output file: after a kill it shows which jobs are done."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ Row = dict[str, Any]
 
 
 class Journal:
-    """JSON lines, one per job, each with the job's `id`. A line counts once its end is written: a
-    process that is killed leaves whole lines and at most one piece, which is cut off on opening.
+    """JSON lines, one per job, each with the job's `id`.
+
+    A line counts once its newline is written. A killed process leaves complete lines and at most
+    one partial line, truncated on opening.
 
     Args:
-        path: the file; made if it is missing.
+        path: the file; created if missing.
 
     Attributes:
         done: ids of the jobs that have a line.
 
-    Raises ConfigError if the file cannot be written, or holds anything but such lines.
+    Raises ConfigError if the file cannot be written or has other content.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +60,7 @@ class Journal:
             found = None
         if not isinstance(found, str) or found in self._places:
             raise ConfigError(
-                f"{self.path}, line {number}: this is no output of an earlier run; "
+                f"{self.path}, line {number}: this is not the output of an earlier run; "
                 "give another output file or remove it",
                 param="output",
             )
@@ -69,14 +71,14 @@ class Journal:
         return frozenset(self._places)
 
     def append(self, row: Row) -> None:
-        """Writes one job's line, whole, past every buffer of this process."""
+        """Append one job's line and flush it to the operating system."""
         line = json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         self._places[row["id"]] = self._file.tell()
         self._file.write(line)
         self._file.flush()
 
     def rows(self, ids: Sequence[str] | None = None) -> Iterator[Row]:
-        """The rows of some jobs in the order given, or of all in the order written."""
+        """Yield the rows of the given jobs in that order, or all rows in file order."""
         with self.path.open("rb") as file:
             for name in self._places if ids is None else ids:
                 file.seek(self._places[name])
@@ -95,12 +97,12 @@ class Journal:
 
 
 def partial_of(output: Path) -> Path:
-    """Where rows wait whose output file is written at the end."""
+    """Return the path of the partial file, for outputs written at the end."""
     return output.with_name(output.name + ".partial")
 
 
 def replace_file(path: Path, chunks: Iterator[bytes]) -> None:
-    """Writes a file beside the path and puts it there: a kill leaves the old one or the new one."""
+    """Replace a file atomically: a kill leaves the old one or the new one."""
     beside = path.with_name(path.name + ".new")
     with beside.open("wb") as file:
         for chunk in chunks:

@@ -1,31 +1,32 @@
-"""In which order requests find most of each other in the cache.
+"""Orders the requests of a batch to reuse the cache.
 
-Requests with the same media stand together, those of one group in the order of their text, so that
-shared prefixes are neighbours. The first of a group runs alone: the others find what it leaves.
+Requests with the same media run together, sorted by their text, so that shared prefixes are
+neighbours. The first request of a group runs alone, and the others find its cache entries.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vlm_serve.preprocess.affinity_turns import Medium, Said, read_body
+from vlm_serve.server.api.request_affinity import APIS
+
 PREFIX_CHARACTERS = 512
 KEY_CHARACTERS = 4096
-_MEDIA = ("image_url", "video_url", "input_image", "input_video", "image", "video")
 
 
 @dataclass(frozen=True, slots=True)
-class Affinity:
-    """What decides about a request's neighbours.
+class ReuseKey:
+    """The parts of a request that others may share.
 
     Attributes:
-        salt: its tenant; nothing is shared beyond it.
-        media: digests of its media, in order.
-        text: the start of what the prompt is made from, media as digests.
+        salt: its tenant; tenants share nothing.
+        media: digests of its media sources, in order.
+        text: the beginning of its prompt, with media as digests.
     """
 
     salt: str = ""
@@ -38,72 +39,75 @@ class Affinity:
         return self.salt, self.media, "" if self.media else self.text[:PREFIX_CHARACTERS]
 
 
-def affinity_of(body: Any) -> Affinity:
-    """The affinity of a request's body; of one that is malformed, some affinity."""
-    if not isinstance(body, dict):
-        return Affinity()
+def reuse_key_of(path: str, body: Any) -> ReuseKey:
+    """Compute the key of a request from its route and parsed body.
+
+    A malformed body has the key of its valid beginning.
+    """
+    salt = body.get("cache_salt") if isinstance(body, dict) else None
     media: list[str] = []
-    prompt = [_digested(body.get(name), media) for name in ("tools", "system", "messages")]
-    prompt += [_digested(body.get(name), media) for name in ("input", "prompt")]
-    text = json.dumps([part for part in prompt if part is not None], ensure_ascii=False)
-    salt = body.get("cache_salt")
-    return Affinity(salt if isinstance(salt, str) else "", tuple(media), text[:KEY_CHARACTERS])
+    texts: list[str] = []
+    try:
+        for part in _parts(read_body(APIS[path], body)):
+            if isinstance(part, Medium):
+                source = "".join(part.source).encode("utf-8", "replace")
+                media.append(hashlib.blake2b(source, digest_size=12).hexdigest())
+                texts.append(media[-1])
+            else:
+                texts.append(part)
+    except Exception:  # a malformed body may raise anything; its route reports the error
+        pass
+    text = "\n".join(texts)[:KEY_CHARACTERS]
+    return ReuseKey(salt if isinstance(salt, str) else "", tuple(media), text)
 
 
-def _digested(value: Any, media: list[str]) -> Any:
-    """The value with every medium replaced by a digest, which is added to `media`."""
-    if isinstance(value, list):
-        return [_digested(item, media) for item in value]
-    if not isinstance(value, dict):
-        return value
-    found = {}
-    for name, item in value.items():
-        if name in _MEDIA and (isinstance(item, str) or (isinstance(item, dict) and "url" in item)):
-            url = item if isinstance(item, str) else item["url"]
-            digest = hashlib.blake2b(str(url).encode("utf-8", "replace"), digest_size=12)
-            media.append(digest.hexdigest())
-            found[name] = media[-1]
-        else:
-            found[name] = _digested(item, media)
-    return found
+def _parts(prompt: Said) -> Iterator[str | Medium]:
+    yield from prompt.front.values()
+    if prompt.tokens is not None:
+        yield " ".join(map(str, prompt.tokens))
+    for role, parts in prompt.turns:
+        yield role
+        for part in parts:
+            yield part if isinstance(part, str | Medium) else str(part)
 
 
-def ordered(affinities: Sequence[Affinity]) -> list[int]:
-    """Indices of the requests in the order to run them. Media rank by their first appearance."""
+def ordered(keys: Sequence[ReuseKey]) -> list[int]:
+    """Sort requests by their keys and return their indices. Media rank by first appearance."""
     ranks: dict[str, int] = {}
-    for affinity in affinities:
-        for digest in affinity.media:
+    for each in keys:
+        for digest in each.media:
             ranks.setdefault(digest, len(ranks))
 
-    def key(index: int) -> tuple[str, tuple[int, ...], str, int]:
-        each = affinities[index]
+    def rank(index: int) -> tuple[str, tuple[int, ...], str, int]:
+        each = keys[index]
         return each.salt, tuple(ranks[digest] for digest in each.media), each.text, index
 
-    return sorted(range(len(affinities)), key=key)
+    return sorted(range(len(keys)), key=rank)
 
 
-class Agenda:
-    """Hands out requests: the first of a group before the group's others, which follow as soon as
-    it has ended; other groups only while there is nothing of a group that has begun.
+class ReuseQueue:
+    """Queue of requests: the first of each group, then the group's others once it has ended.
+
+    A new group starts only while no started group has a request ready.
 
     Args:
-        affinities: of all requests that are to run.
+        keys: of all requests to run.
     """
 
-    def __init__(self, affinities: Sequence[Affinity]) -> None:
+    def __init__(self, keys: Sequence[ReuseKey]) -> None:
         groups: dict[Hashable, list[int]] = {}
-        for index in ordered(affinities):
-            groups.setdefault(affinities[index].group, []).append(index)
+        for index in ordered(keys):
+            groups.setdefault(keys[index].group, []).append(index)
         self._first = deque(members[0] for members in groups.values())
         self._rest = {members[0]: members[1:] for members in groups.values()}
         self._ready: deque[int] = deque()
 
     def take(self) -> int | None:
-        """The next request to run; None if there is none before another one has ended."""
+        """Take the next request; return None if all others wait for a running one."""
         if self._ready:
             return self._ready.popleft()
         return self._first.popleft() if self._first else None
 
     def ended(self, index: int) -> None:
-        """A request has ended; what waited for it may run."""
+        """Release the requests that waited for this one."""
         self._ready.extend(self._rest.pop(index, ()))

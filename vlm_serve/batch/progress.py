@@ -1,4 +1,4 @@
-"""How far a run is, on one line of a terminal, or now and then in a log."""
+"""Progress of a run: one line on a terminal, periodic lines in a log."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Progress:
 
     Args:
         total: jobs of the whole run.
-        done, failed: jobs that an earlier run has finished, and those of them that failed.
-        out: where to; standard error unless told otherwise.
+        done, failed: jobs finished by an earlier run, and how many of them failed.
+        out: output stream, by default standard error.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Progress:
         self._start = self._shown = time.monotonic()
 
     def add(self, *, failed: bool, prompt_tokens: int, cached_tokens: int) -> None:
-        """One job has ended."""
+        """Count one finished job."""
         self._done += 1
         self._failed += failed
         self._prompt += prompt_tokens
@@ -44,7 +44,7 @@ class Progress:
             self._show(now, "\r" if self._terminal else "")
 
     def close(self) -> None:
-        """Shows the final count."""
+        """Show the final count."""
         self._show(time.monotonic(), "\r" if self._terminal else "")
         if self._terminal:
             self._out.write("\n")
@@ -68,15 +68,15 @@ def percent(part: int, whole: int) -> str:
 
 
 SOME_FAILED = 3
-"""Exit status of a run that has ended and could not answer all."""
+"""Exit status of a completed run with failed jobs."""
 _MOST_NAMED = 20
 
 
 def verdict(failures: Sequence[str], output: Path) -> int:
-    """Names what could not be answered, by this run or one before; returns the exit status."""
+    """Print the failures of this and earlier runs; return the exit status."""
     if not failures:
         return 0
-    print(f"{len(failures)} failed; {output} says why:", file=sys.stderr)
+    print(f"{len(failures)} failed; the reasons are in {output}:", file=sys.stderr)
     for line in failures[:_MOST_NAMED]:
         print(f"  {line}", file=sys.stderr)
     if len(failures) > _MOST_NAMED:

@@ -1,4 +1,4 @@
-"""Rows of a CSV file or of JSON lines, with the lines that they are in."""
+"""Reads rows of CSV or JSON lines files, with line numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SUFFIXES = (".csv", ".jsonl")
 
 
 def read_rows(path: Path, param: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and rows of a file whose suffix is one of `SUFFIXES`.
+    """Yield line numbers and rows of a file; its suffix must be one of `SUFFIXES`.
 
     Raises:
-        ConfigError: the file cannot be read, is no UTF-8 text, or a line is no row; `param` names
-            the option that names the file.
+        ConfigError: the file cannot be read, is not UTF-8, or a line is not a row; `param` is the
+            option with the file's name.
     """
     rows = _csv_rows if path.suffix == ".csv" else _json_rows
     try:
@@ -26,7 +26,7 @@ def read_rows(path: Path, param: str) -> Iterator[tuple[int, dict[str, Any]]]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", param=param) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: it is no UTF-8 text", param=param) from None
+        raise ConfigError(f"{path}: it is not UTF-8 text", param=param) from None
 
 
 def _csv_rows(path: Path, param: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -49,5 +49,5 @@ def _json_rows(path: Path, param: str) -> Iterator[tuple[int, dict[str, Any]]]:
             except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict):
-                raise ConfigError(f"{path}, line {number}: it is no JSON object", param=param)
+                raise ConfigError(f"{path}, line {number}: it is not a JSON object", param=param)
             yield number, row

@@ -1,4 +1,4 @@
-"""`vlm-serve run-batch`: OpenAI's batch files, answered by the server's own routes."""
+"""`vlm-serve run-batch`: answers OpenAI batch files with the server's own routes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 from vlm_serve.batch.asgi import Reply
 from vlm_serve.batch.journal import Journal, Row, partial_of, replace_file
-from vlm_serve.batch.order import Affinity, affinity_of
+from vlm_serve.batch.order import ReuseKey, reuse_key_of
 from vlm_serve.batch.progress import Progress, verdict
-from vlm_serve.batch.runner import Job, reply_json, run_jobs, usage_of
+from vlm_serve.batch.runner import BatchJob, reply_json, run_jobs, usage_of
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.server.config import ServerConfig
@@ -30,11 +30,11 @@ class Line:
     """A line of the input.
 
     Attributes:
-        id: of its output line; made from the line's place and bytes, so that a line which was
-            answered is known again, and one that was changed is not taken for it.
-        offset, size: where its bytes are.
-        path: the route; empty for a bad line.
-        problem: what is wrong with it, None for a good line.
+        id: of its output line; a digest of the line's number and bytes, so a later run recognises
+            answered lines, and changed lines are new.
+        offset, size: position of its bytes in the file.
+        path: the route; empty for an invalid line.
+        problem: the error of an invalid line, else None.
     """
 
     id: str
@@ -43,12 +43,12 @@ class Line:
     size: int
     custom_id: str | None
     path: str
-    affinity: Affinity
+    reuse_key: ReuseKey
     problem: InvalidRequestError | None
 
 
 def read_lines(path: Path, max_bytes: int) -> list[Line]:
-    """The input's lines; of each only what is needed to put it in order stays in memory.
+    """Read the input's lines, keeping in memory only what their order needs.
 
     Raises ConfigError for a file that cannot be read and for a `custom_id` that appears twice.
     """
@@ -80,7 +80,7 @@ def _line(raw: bytes, number: int, offset: int, max_bytes: int) -> Line:
     digest = hashlib.blake2b(str(number).encode() + b":" + raw, digest_size=12)
     name = f"batch_req_{digest.hexdigest()}"
     custom_id: str | None = None
-    path, affinity, problem = "", Affinity(), None
+    path, reuse_key, problem = "", ReuseKey(), None
     try:
         if len(raw) > max_bytes:
             raise InvalidRequestError(
@@ -94,14 +94,14 @@ def _line(raw: bytes, number: int, offset: int, max_bytes: int) -> Line:
             )
         custom_id = given
         path = _checked_path(value)
-        affinity = affinity_of(value["body"])
+        reuse_key = reuse_key_of(path, value["body"])
     except InvalidRequestError as error:
         problem = error
-    return Line(name, number, offset, len(raw), custom_id, path, affinity, problem)
+    return Line(name, number, offset, len(raw), custom_id, path, reuse_key, problem)
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:
-    from vlm_serve.server.json_body import parse_json
+    from vlm_serve.server.http.json_body import parse_json
 
     value = parse_json(raw)
     if not isinstance(value, dict):
@@ -110,7 +110,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
 
 
 def _checked_path(value: dict[str, Any]) -> str:
-    """The line's route. Raises InvalidRequestError that names the field at fault."""
+    """Return the line's route. Raises InvalidRequestError for a bad field."""
     if value.get("method") != "POST":
         raise InvalidRequestError('method must be "POST"', param="method")
     url, body = value.get("url"), value.get("body")
@@ -119,12 +119,14 @@ def _checked_path(value: dict[str, Any]) -> str:
     if not isinstance(body, dict):
         raise InvalidRequestError("body must be a JSON object", param="body")
     if body.get("stream"):
-        raise InvalidRequestError("a batch has no streams: leave out stream", param="stream")
+        raise InvalidRequestError(
+            "streaming is not supported in a batch; remove stream", param="stream"
+        )
     return url
 
 
 def _body(path: Path, line: Line) -> bytes:
-    """The bytes of a line's `body`, read again now that it is its turn."""
+    """Read the bytes of a line's `body` again."""
     with path.open("rb") as file:
         file.seek(line.offset)
         value = json.loads(file.read(line.size))
@@ -160,19 +162,19 @@ def run(
     in_order: bool = False,
     concurrency: int | None = None,
 ) -> int:
-    """Answers every line of `source` that has no line in `output` yet.
+    """Answer every line of `source` without a line in `output`.
 
     Args:
-        in_order: lines of the output stand as in the input; until the end they wait in
-            `OUTPUT.partial`. Otherwise each is appended as it is answered.
-        concurrency: requests that are open at a time.
+        in_order: write the output in the input's order at the end, from `OUTPUT.partial`.
+            Otherwise each line is appended as it is answered.
+        concurrency: most open requests.
 
-    Returns the exit status: 0, or SOME_FAILED if lines could not be answered, now or in an earlier
-    run over the same files. Those are named.
+    Returns the exit status: 0, or SOME_FAILED if any line failed, now or in an earlier run over the
+    same files. Failures are printed.
 
     Raises:
-        ConfigError: an input with a duplicate, an output of another input, files that cannot be
-            opened.
+        ConfigError: the input has duplicates, the output belongs to another input, or a file cannot
+            be opened.
         CheckpointError, EngineClosedError: see `run_jobs`.
     """
     if source.exists() and output.exists() and source.samefile(output):
@@ -198,7 +200,7 @@ def run(
                 failures[line.id] = _complaint(row)
                 progress.add(failed=True, prompt_tokens=0, cached_tokens=0)
 
-        def on_reply(job: Job, reply: Reply) -> None:
+        def on_reply(job: BatchJob, reply: Reply) -> None:
             row = _row(left[job.id], reply)
             journal.append(row)
             if complaint := _complaint(row):
@@ -207,7 +209,7 @@ def run(
             progress.add(failed=reply.status >= 400, prompt_tokens=prompt, cached_tokens=cached)
 
         jobs = [
-            Job(line.id, line.path, partial(_body, source, line), line.affinity)
+            BatchJob(line.id, line.path, partial(_body, source, line), line.reuse_key)
             for line in left.values()
             if line.problem is None
         ]
@@ -224,7 +226,7 @@ def run(
 
 
 def _complaint(row: Row) -> str:
-    """Why a row is no answer; empty if it is one."""
+    """Return a row's error; empty for an answer."""
     if row["error"] is not None:
         return str(row["error"]["message"]).partition(": ")[2]
     status, body = row["response"]["status_code"], row["response"]["body"]
@@ -240,7 +242,7 @@ def _name(line: Line) -> str:
 
 
 def _seeded(output: Path) -> Path:
-    """The partial file of an output. If only the output is there, its lines are put back."""
+    """Return the partial file of an output, restored from the output if it is missing."""
     path = partial_of(output)
     if output.exists() and not path.exists():
         with Journal(output) as earlier:

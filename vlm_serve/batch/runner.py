@@ -1,4 +1,4 @@
-"""Runs jobs against the server's routes: bounded in number, in the agenda's order."""
+"""Runs jobs on the server's routes: bounded in number, in the order of a `ReuseQueue`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp
 
 from vlm_serve.batch.asgi import Reply, post
-from vlm_serve.batch.order import Affinity, Agenda
+from vlm_serve.batch.order import ReuseKey, ReuseQueue
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.server.config import ServerConfig
@@ -24,44 +24,44 @@ _STOPPED = ("engine_stopped", "shutting_down", "aborted")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BatchJob:
     """A request of a batch.
 
     Attributes:
-        id: names its line in the output; equal in every run over the same input.
+        id: identifies its output line; the same in every run over the same input.
         path: the route.
-        body: makes the request's JSON when it is its turn.
-        affinity: who it should run beside.
+        body: builds the request's JSON when the job starts.
+        reuse_key: decides its place in the order.
     """
 
     id: str
     path: str
     body: Callable[[], bytes]
-    affinity: Affinity
+    reuse_key: ReuseKey
 
 
-OnReply = Callable[[Job, Reply], None]
+OnReply = Callable[[BatchJob, Reply], None]
 
 
 def run_jobs(
     model: str,
     engine_config: EngineConfig,
     server_config: ServerConfig,
-    jobs: Sequence[Job],
+    jobs: Sequence[BatchJob],
     on_reply: OnReply,
     concurrency: int | None,
 ) -> None:
-    """Loads the model, answers all jobs and ends. `on_reply` is called as each one ends.
+    """Load the model and answer all jobs, calling `on_reply` as each one ends.
 
     Raises:
         CheckpointError, ConfigError: the model cannot be loaded.
-        EngineClosedError: the engine stopped on the way; jobs without a reply have none.
+        EngineClosedError: the engine stopped; the remaining jobs have no reply.
     """
     if not jobs:
         return
     from vlm_serve.engine.engine import Engine
 
-    # The queue is this process's own: it holds what is handed to it.
+    # The server's queue must hold all concurrent jobs.
     width = concurrency or 2 * engine_config.max_num_seqs
     server_config = replace(
         server_config, max_queued_requests=max(server_config.max_queued_requests, width)
@@ -77,22 +77,22 @@ async def serve_jobs(
     engine: Engine,
     config: ServerConfig,
     model: str,
-    jobs: Sequence[Job],
+    jobs: Sequence[BatchJob],
     on_reply: OnReply,
     width: int,
 ) -> None:
-    """Answers all jobs with an engine, at most `width` at a time, and closes it."""
+    """Answer all jobs with an engine, at most `width` at a time, and close it."""
     from vlm_serve.server.app import create_app
     from vlm_serve.server.service import Service
 
     service = Service(engine, config, config.served_model_name or (model,))
     app = create_app(service)
     headers = [(b"authorization", b"Bearer " + key.encode()) for key in config.api_key[:1]]
-    agenda = Agenda([job.affinity for job in jobs])
+    queue = ReuseQueue([job.reuse_key for job in jobs])
     running: dict[asyncio.Task[Reply], int] = {}
     try:
         while True:
-            while len(running) < width and (index := agenda.take()) is not None:
+            while len(running) < width and (index := queue.take()) is not None:
                 job = jobs[index]
                 running[asyncio.ensure_future(_answer(app, job, headers))] = index
             if not running:
@@ -101,7 +101,7 @@ async def serve_jobs(
             for task in done:
                 index = running.pop(task)
                 on_reply(jobs[index], task.result())
-                agenda.ended(index)
+                queue.ended(index)
     finally:
         for task in running:
             task.cancel()
@@ -110,24 +110,24 @@ async def serve_jobs(
         await service.close()
 
 
-async def _answer(app: ASGIApp, job: Job, headers: Sequence[tuple[bytes, bytes]]) -> Reply:
-    """The reply to a job. One that finds the server full waits: others are running, and end.
+async def _answer(app: ASGIApp, job: BatchJob, headers: Sequence[tuple[bytes, bytes]]) -> Reply:
+    """Answer a job, retrying while the server's queue is full.
 
-    Raises EngineClosedError if there is nothing left that could answer.
+    Raises EngineClosedError if the engine has stopped.
     """
     body = job.body()
     while True:
         reply = await post(app, job.path, body, headers)
         code = error_code(reply)
         if code in _STOPPED:
-            raise EngineClosedError("the engine has stopped; run again to go on", code=code)
+            raise EngineClosedError("the engine has stopped; run again to continue", code=code)
         if code != "queue_full":
             return reply
         await asyncio.sleep(RETRY_SECONDS)
 
 
 def reply_json(reply: Reply) -> Any:
-    """The reply's body as JSON, None if it is none."""
+    """Parse the reply's body as JSON; None if it is not JSON."""
     try:
         return json.loads(reply.body)
     except ValueError:
@@ -135,7 +135,7 @@ def reply_json(reply: Reply) -> Any:
 
 
 def error_code(reply: Reply) -> str | None:
-    """The code of an error reply, None for an answer."""
+    """Return the code of an error reply, None for an answer."""
     if reply.status < 400:
         return None
     body = reply_json(reply)
@@ -145,7 +145,7 @@ def error_code(reply: Reply) -> str | None:
 
 
 def usage_of(body: Any) -> tuple[int, int]:
-    """Prompt tokens of an answer, and how many of them came from the cache."""
+    """Return the prompt tokens of an answer, and how many of them were cached."""
     usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return 0, 0

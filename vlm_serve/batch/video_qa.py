@@ -1,4 +1,4 @@
-"""`vlm-serve video-qa`: questions about many videos, answered by the server's own routes."""
+"""`vlm-serve video-qa`: answers questions about many videos with the server's own routes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 from vlm_serve.batch.asgi import Reply
 from vlm_serve.batch.journal import Journal, Row, partial_of, replace_file
-from vlm_serve.batch.order import affinity_of
+from vlm_serve.batch.order import reuse_key_of
 from vlm_serve.batch.progress import Progress, percent, verdict
-from vlm_serve.batch.runner import Job, reply_json, run_jobs, usage_of
-from vlm_serve.batch.video_questions import Question, read_questions
+from vlm_serve.batch.runner import BatchJob, reply_json, run_jobs, usage_of
+from vlm_serve.batch.video_questions import VideoQuestion, read_questions
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
 from vlm_serve.server.config import ServerConfig
@@ -34,12 +34,13 @@ COLUMNS = (
     "cache_reason",
     "error",
 )
+_PATH = "/v1/chat/completions"
 _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """How each question is answered."""
+    """Sampling options of every answer."""
 
     max_tokens: int = 256
     temperature: float | None = 0.0
@@ -47,7 +48,7 @@ class AnswerOptions:
 
 @dataclass(slots=True)
 class VideoTally:
-    """What was reused for one video's questions."""
+    """Cache reuse of one video's questions."""
 
     questions: int = 0
     failed: int = 0
@@ -57,7 +58,7 @@ class VideoTally:
 
 @dataclass(slots=True)
 class Tally:
-    """What was reused, by video."""
+    """Cache reuse by video."""
 
     videos: dict[str, VideoTally] = field(default_factory=dict)
 
@@ -69,7 +70,7 @@ class Tally:
         video.cached += row["cached_tokens"]
 
     def lines(self) -> Iterator[str]:
-        """A line per video: its questions, failures and hit rate."""
+        """Yield a line per video: its questions, failures and hit rate."""
         width = max(map(len, self.videos), default=0)
         for name, video in sorted(self.videos.items()):
             failed = f", {video.failed} failed" if video.failed else ""
@@ -77,8 +78,8 @@ class Tally:
             yield f"  {name:<{width}}  {video.questions} questions{failed}, {rate} cached"
 
 
-def chat_body(question: Question, options: AnswerOptions) -> bytes:
-    """The chat request of a question: the video first, so that all of its questions share it."""
+def chat_body(question: VideoQuestion, options: AnswerOptions) -> bytes:
+    """Build the chat request of a question: the video first, for its questions to share."""
     content = [
         {"type": "video_url", "video_url": {"url": question.url}},
         {"type": "text", "text": question.text},
@@ -92,8 +93,8 @@ def chat_body(question: Question, options: AnswerOptions) -> bytes:
     return json.dumps(body, ensure_ascii=False).encode()
 
 
-def row_of(question: Question, reply: Reply) -> Row:
-    """The output row of a question: its answer, or the error's message."""
+def row_of(question: VideoQuestion, reply: Reply) -> Row:
+    """Build the output row of a question: its answer, or the error's message."""
     body = reply_json(reply)
     row: Row = {"id": question.id, "video": question.video, "question": question.text}
     prompt, cached = usage_of(body)
@@ -120,25 +121,24 @@ def run(
     options: AnswerOptions | None = None,
     concurrency: int | None = None,
 ) -> int:
-    """Answers every question that has no row in `output` yet.
+    """Answer every question without a row in `output`.
 
     Args:
         source: a folder of videos, or a .csv or .jsonl file with `video` and `question`.
-        output: its ending decides: .csv or .jsonl. Rows of a CSV file wait in `OUTPUT.partial`
-            until all are there.
-        questions: asked about every video; needed for a folder.
+        output: a .csv or .jsonl file. Rows of a CSV file are collected in `OUTPUT.partial`.
+        questions: asked about every video; required for a folder.
 
-    Returns the exit status: 0, or SOME_FAILED if questions could not be answered, now or in an
-    earlier run over the same files. Those are named.
+    Returns the exit status: 0, or SOME_FAILED if any question failed, now or in an earlier run over
+    the same files. Failures are printed.
 
     Raises:
-        ConfigError: nothing to ask, or files that cannot be read or written.
+        ConfigError: there are no questions, or files cannot be read or written.
         CheckpointError, EngineClosedError: see `run_jobs`.
     """
     if output.suffix not in (".csv", ".jsonl"):
         raise ConfigError("the output's name must end with .csv or .jsonl", param="output")
     options = options or AnswerOptions()
-    asked = {each.id: each for each in read_questions(source, questions)}
+    wanted = {each.id: each for each in read_questions(source, questions)}
     tally, failures = Tally(), dict[str, str]()
 
     def note(row: Row) -> None:
@@ -148,16 +148,16 @@ def run(
 
     with Journal(_seeded(output) if output.suffix == ".csv" else output) as journal:
         for row in journal.rows():
-            if row["id"] not in asked:
+            if row["id"] not in wanted:
                 raise ConfigError(
                     f"{output} has rows of other questions; give another output file or remove it",
                     param="output",
                 )
             note(row)
-        progress = Progress(len(asked), len(journal.done), len(failures))
+        progress = Progress(len(wanted), len(journal.done), len(failures))
 
-        def on_reply(job: Job, reply: Reply) -> None:
-            row = row_of(asked[job.id], reply)
+        def on_reply(job: BatchJob, reply: Reply) -> None:
+            row = row_of(wanted[job.id], reply)
             journal.append(row)
             note(row)
             progress.add(
@@ -166,31 +166,30 @@ def run(
                 cached_tokens=row["cached_tokens"],
             )
 
-        jobs = _jobs([each for each in asked.values() if each.id not in journal.done], options)
-        config = _with_root(engine_config, asked.values())
+        jobs = _jobs([each for each in wanted.values() if each.id not in journal.done], options)
+        config = _with_root(engine_config, wanted.values())
         try:
             run_jobs(model, config, server_config, jobs, on_reply, concurrency)
         finally:
             progress.close()
         if output.suffix == ".csv":
-            replace_file(output, _as_csv(journal.rows(list(asked))))
+            replace_file(output, _as_csv(journal.rows(list(wanted))))
             journal.path.unlink()
     for line in tally.lines():
         print(line, file=sys.stderr)
-    return verdict([failures[each] for each in asked if each in failures], output)
+    return verdict([failures[each] for each in wanted if each in failures], output)
 
 
-def _jobs(questions: Sequence[Question], options: AnswerOptions) -> list[Job]:
+def _jobs(questions: Sequence[VideoQuestion], options: AnswerOptions) -> list[BatchJob]:
     jobs = []
     for each in questions:
-        affinity = affinity_of(json.loads(chat_body(each, options)))
         body = partial(chat_body, each, options)
-        jobs.append(Job(each.id, "/v1/chat/completions", body, affinity))
+        jobs.append(BatchJob(each.id, _PATH, body, reuse_key_of(_PATH, json.loads(body()))))
     return jobs
 
 
-def _with_root(config: EngineConfig, questions: Iterable[Question]) -> EngineConfig:
-    """The engine may read the folder that holds all of the videos, unless a folder was given."""
+def _with_root(config: EngineConfig, questions: Iterable[VideoQuestion]) -> EngineConfig:
+    """Allow the engine to read the common folder of all videos, unless a folder was given."""
     files = [str(each.file.parent) for each in questions if each.file is not None]
     if config.allowed_local_media_path is not None or not files:
         return config
@@ -198,7 +197,7 @@ def _with_root(config: EngineConfig, questions: Iterable[Question]) -> EngineCon
 
 
 def _seeded(output: Path) -> Path:
-    """The partial file of a CSV output. If only the output is there, its rows are put back."""
+    """Return the partial file of a CSV output, restored from the output if it is missing."""
     path = partial_of(output)
     if output.exists() and not path.exists():
         replace_file(path, _from_csv(output))
@@ -217,7 +216,7 @@ def _from_csv(path: Path) -> Iterator[bytes]:
                 yield json.dumps(row, ensure_ascii=False).encode() + b"\n"
     except (KeyError, TypeError, ValueError, csv.Error):
         raise ConfigError(
-            f"{path} is no output of an earlier run; give another output file or remove it",
+            f"{path} is not the output of an earlier run; give another output file or remove it",
             param="output",
         ) from None
 

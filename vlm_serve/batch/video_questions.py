@@ -1,4 +1,4 @@
-"""Which questions about which videos: from a folder, a CSV file or JSON lines."""
+"""Reads questions about videos from a folder, a CSV file or JSON lines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".3gp"
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class VideoQuestion:
     """One question about one video.
 
     Attributes:
-        id: from the input if it has one, else made from video and question.
-        video: as the input names it.
-        url: what the request names.
+        id: from the input if given, else a digest of video and question.
+        video: its name in the input.
+        url: the URL in the request.
         file: the video's file; None for a URL.
     """
 
@@ -33,15 +33,15 @@ class Question:
     file: Path | None
 
 
-def read_questions(source: Path, questions: Sequence[str]) -> list[Question]:
-    """The questions in the input's order; the same question about a video is asked once.
+def read_questions(source: Path, questions: Sequence[str]) -> list[VideoQuestion]:
+    """Read the questions in the input's order, without duplicates.
 
     Args:
-        source: a folder, searched with its subfolders, or a .csv or .jsonl file with `video`,
-            `question` and, if wanted, `id`. Its relative paths begin at its own folder.
-        questions: asked about every video; a file may then leave out its own.
+        source: a folder, searched recursively, or a .csv or .jsonl file with `video`, `question`
+            and optionally `id`. Its paths are relative to its own folder.
+        questions: asked about every video; the file's own are then optional.
 
-    Raises ConfigError that says what is missing, with the file's line.
+    Raises ConfigError with the problem and the file's line.
     """
     if source.is_dir():
         rows: list[Fields] = [(video, None, None) for video in _videos_below(source)]
@@ -53,7 +53,7 @@ def read_questions(source: Path, questions: Sequence[str]) -> list[Question]:
         raise ConfigError("the input must be a folder, a .csv or a .jsonl file", param="input")
     if not rows:
         raise ConfigError(f"{source}: there are no videos", param="input")
-    found: dict[str, Question] = {}
+    found: dict[str, VideoQuestion] = {}
     for video, text, name in rows:
         texts = questions if text is None else (text, *questions)
         if not texts:
@@ -68,15 +68,15 @@ def read_questions(source: Path, questions: Sequence[str]) -> list[Question]:
     return list(found.values())
 
 
-def _question(root: Path, video: str, text: str, name: str | None) -> Question:
+def _question(root: Path, video: str, text: str, name: str | None) -> VideoQuestion:
     digest = hashlib.blake2b(json.dumps([video, text]).encode(), digest_size=12)
     file = None
     url = video
     if not video.lower().startswith(("http://", "https://", "data:", "file://")):
-        # A missing file is that question's error, not the run's.
+        # A missing file fails its question, not the run.
         file = (root / video).resolve()
         url = file.as_uri()
-    return Question(name or f"video_qa_{digest.hexdigest()}", video, text, url, file)
+    return VideoQuestion(name or f"video_qa_{digest.hexdigest()}", video, text, url, file)
 
 
 def _videos_below(folder: Path) -> list[str]:
@@ -96,7 +96,5 @@ def _fields(row: dict[str, Any], path: Path, number: int) -> Fields:
     if not isinstance(video, str) or not all(
         value is None or isinstance(value, str) for value in (text, name)
     ):
-        raise ConfigError(
-            f"{path}, line {number}: it needs texts for video and question", param="input"
-        )
+        raise ConfigError(f"{path}, line {number}: video and question must be texts", param="input")
     return video, text, name

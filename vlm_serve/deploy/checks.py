@@ -1,26 +1,26 @@
-"""Options that do not go together in a deployment."""
+"""Compatibility checks of a deployment's options."""
 
 from __future__ import annotations
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError
-from vlm_serve.server.browsers import is_loopback
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.browsers import is_loopback
 
 
 def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> None:
-    """Raises ConfigError for options that do not go together."""
+    """Raise ConfigError if options are incompatible."""
     has_keys = bool(server.api_key) or server.tenant_keys is not None
     if not has_keys and not is_loopback(server.host) and not deploy.without_keys:
         raise ConfigError(
             f"host {server.host} is not loopback and no API key is set: set api_key or "
-            "tenant_keys, or say --without-keys",
+            "tenant_keys, or pass --without-keys",
             param="host",
         )
     if server.response_store is not None and deploy.most > 1:
         raise ConfigError(
-            "response_store needs one replica: what it keeps is in the memory of one process",
+            "response_store needs one replica: responses are kept in the memory of one process",
             param="response_store",
         )
     if engine.disk_cache_path is not None and deploy.most > 1:

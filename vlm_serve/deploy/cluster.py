@@ -1,4 +1,4 @@
-"""A cluster of Ray for one deployment on this machine, and its end."""
+"""Starts a Ray cluster for one deployment on this machine, and ends it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from vlm_serve.child import search_path
-from vlm_serve.deploy.folder import LONGEST, Folder
 from vlm_serve.deploy.loopback import ENVIRONMENT
+from vlm_serve.deploy.ray_folder import LONGEST, RayFolder
 from vlm_serve.errors import ConfigError, EngineError
 
 _log = logging.getLogger(__name__)
 
 SPARE_STORE_BYTES = 128 << 20
 BODIES_IN_STORE = 8
-"""Largest bodies that Ray's memory for objects has room for; beyond that it uses the disk."""
+"""Ray's object store holds this many of the largest bodies; beyond that it spills to disk."""
 END_SECONDS = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Cluster:
-    """A context: Ray and Serve run inside of it, and nothing that it has started after it.
+    """Context manager that runs Ray and Serve, and ends all their processes on exit.
 
     Args:
-        processors: logical ones, as many as replicas need, however many there are.
-        body_bytes: of the largest request.
+        processors: number of logical CPUs that Ray may assign. The replicas need that many, and the
+            machine may have fewer.
+        body_bytes: size of the largest request body.
     """
 
     def __init__(self, processors: int, body_bytes: int) -> None:
         self._processors = processors
         self._store_bytes = BODIES_IN_STORE * body_bytes + SPARE_STORE_BYTES
-        self._folder: Folder | None = None
+        self._folder: RayFolder | None = None
 
     def __enter__(self) -> Cluster:
         os.environ.update(environment())
@@ -51,12 +52,12 @@ class Cluster:
             ) from None
         end_on_signals()
         try:
-            self._folder = Folder(LONGEST)
+            self._folder = RayFolder(LONGEST)
         except OSError as error:
-            raise EngineError(f"Ray has nowhere to keep its sockets: {error}") from None
+            raise EngineError(f"there is no usable folder for Ray's sockets: {error}") from None
         adopt_orphans()
         try:
-            # All of Ray's processes import from the folder that this one is in now.
+            # Ray's processes import from the current working directory.
             with contextlib.chdir(self._folder.start()):
                 ray.init(
                     address="local",
@@ -84,7 +85,7 @@ class Cluster:
         self.end()
 
     def end(self) -> None:
-        """Ends it all; replicas have nothing more to say then."""
+        """End Ray and every descendant process. The replicas must be done by then."""
         import ray
 
         at_once_on_signals()
@@ -96,7 +97,7 @@ class Cluster:
 
 
 def environment() -> dict[str, str]:
-    """Of this process and all that it starts, before Ray is imported."""
+    """Return environment variables for this process and its children, set before importing Ray."""
     return {
         **ENVIRONMENT,
         **search_path(),
@@ -104,23 +105,23 @@ def environment() -> dict[str, str]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
-        "RAY_worker_niceness": "0",  # Ray's own would let the front keep replicas waiting
+        "RAY_worker_niceness": "0",  # Ray's default (15) would let the gateway starve the replicas
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parent ends."""
+    """Become the subreaper: orphaned descendants become children of this process."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> set[int]:
-    """The ids of all processes below this one."""
+    """Return the ids of all descendant processes."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
-                # The name, in brackets, may have blanks and brackets in it.
+                # The process name is in brackets, and may contain blanks and brackets.
                 rest = (folder / "stat").read_text().rpartition(")")[2].split()
                 parents[int(folder.name)] = int(rest[1])
     found: set[int] = set()
@@ -132,7 +133,7 @@ def descendants() -> set[int]:
 
 
 def end_descendants(seconds: float = END_SECONDS) -> None:
-    """Kills them, and waits until they are gone."""
+    """Kill all descendant processes, and wait until they are gone or the time is up."""
     deadline = time.monotonic() + seconds
     while (left := descendants()) and time.monotonic() < deadline:
         for pid in left:
@@ -145,8 +146,10 @@ def end_descendants(seconds: float = END_SECONDS) -> None:
 
 
 def end_on_signals() -> None:
-    """From now on the first SIGTERM or SIGINT ends what runs as an exception does, in order, and a
-    second one at once. Ray, when it is imported, puts a handler of its own in their place."""
+    """Install handlers for SIGTERM and SIGINT: the first signal raises SystemExit, a second kills.
+
+    Importing Ray replaces them with its own.
+    """
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         at_once_on_signals()
@@ -157,13 +160,13 @@ def end_on_signals() -> None:
 
 
 def at_once_on_signals() -> None:
-    """From now on a signal ends this process and all below it at once."""
+    """Install handlers to kill this process and its descendants at once."""
     for each in _SIGNALS:
         signal.signal(each, lambda number, frame: leave_at_once())
 
 
 def leave_at_once() -> NoReturn:
-    """Ends this process and all below it in the middle of whatever they do."""
+    """Kill this process and its descendants at once."""
     _log.warning("stopped by a second signal")
     logging.shutdown()
     end_descendants(1.0)

@@ -6,15 +6,17 @@ from importlib import import_module
 from typing import Any
 
 ENVIRONMENT = {
-    # Ray's switch for machines whose firewall asks at every port: its address is 127.0.0.1 then.
+    # With "0" Ray's node address is 127.0.0.1, as on systems whose firewall prompts for each port.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "0",
 }
 
 
 def bind_replica() -> None:
-    """In the process of a replica, before Serve opens the port for calls between deployments: it
-    would listen on all addresses, though nobody here calls it."""
+    """Make Serve's port for calls between deployments listen on loopback; nothing here uses it.
+
+    Serve would listen on all addresses. Call this in a replica's process before Serve opens it.
+    """
     replica: Any = import_module("ray.serve._private.replica")
     add_port = replica.add_port_to_grpc_server
 

@@ -1,4 +1,4 @@
-"""`vlm-serve deploy`: start Ray and the replicas, say so, listen until told to stop."""
+"""`vlm-serve deploy`: starts Ray and the replicas, and serves until a signal ends it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from vlm_serve.deploy.cluster import Cluster, end_on_signals, leave_at_once
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.deploy.restart import Restarts
 from vlm_serve.errors import ConfigError, EngineError
-from vlm_serve.server.auth import guarded
-from vlm_serve.server.browsers import for_browsers
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.connections import Connections
-from vlm_serve.server.draining import (
+from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.browsers import for_browsers
+from vlm_serve.server.http.connections import Connections
+from vlm_serve.server.http.draining import (
     SWITCH_SECONDS,
     DrainingServer,
     listen,
-    say,
+    print_notice,
     url_of,
     uvicorn_config,
 )
-from vlm_serve.server.tenants import read_tenant_keys
+from vlm_serve.server.http.tenants import read_tenant_keys
 
 _log = logging.getLogger(__name__)
 
@@ -41,17 +41,17 @@ APPLICATION = "vlm-serve"
 def deploy(
     model: str, engine_config: EngineConfig, config: ServerConfig, options: DeployConfig
 ) -> int:
-    """Runs until a signal ends it; returns the exit status.
+    """Run until a signal ends it; return the exit status.
 
     Raises ConfigError or EngineError if it cannot start.
     """
-    sys.setswitchinterval(SWITCH_SECONDS)  # Serve's router and keys of large bodies have threads
+    sys.setswitchinterval(SWITCH_SECONDS)  # Serve's router and affinity keys run on threads
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     check(options, config, engine_config)
-    read_tenant_keys(config.tenant_keys)  # before anything is started, as with the port
+    read_tenant_keys(config.tenant_keys)  # fails early, as a taken port does
     if find_spec("ray") is None:
         raise ConfigError(
             "deploy needs the extra `ray`: pip install 'vlm-serve[ray]'", param="replicas"
@@ -77,10 +77,10 @@ def _run(
         from ray import serve
         from ray.serve.handle import DeploymentHandle
 
-        from vlm_serve.deploy.fleet import Fleet
-        from vlm_serve.deploy.front import Front
+        from vlm_serve.deploy.gateway import Gateway
         from vlm_serve.deploy.replica import ReplicaSetup
-        from vlm_serve.deploy.serving import application, seats_of, with_threads
+        from vlm_serve.deploy.replica_pool import ReplicaPool
+        from vlm_serve.deploy.serving import application, max_open_requests, with_threads
 
         processors = len(os.sched_getaffinity(0))
         setup = ReplicaSetup(
@@ -103,17 +103,17 @@ def _run(
         except RuntimeError as error:
             raise EngineError(f"the replicas could not be started: {_reason(error)}") from None
         Restarts(start)
-        fleet = Fleet(handle, options.silence_timeout)
-        front = Front(fleet, config, setup.names[0], seats_of(setup))
+        pool = ReplicaPool(handle, options.silence_timeout)
+        gateway = Gateway(pool, config, setup.names[0], max_open_requests(setup))
         connections = Connections(config)
-        app = guarded(front, config, read_tenant_keys(config.tenant_keys))
+        app = guarded(gateway, config, read_tenant_keys(config.tenant_keys))
         rows = list(startup_rows(setup.names, options, config, url_of(bound)))
         rows.append(("started in", f"{time.monotonic() - begun:.0f} s"))
         server = DrainingServer(
             uvicorn_config(for_browsers(app, config), connections),
-            front,
+            gateway,
             connections,
-            lambda: say(table(rows)),
+            lambda: print_notice(table(rows)),
             leave_at_once,
         )
         server.run(sockets=[bound])
@@ -121,7 +121,7 @@ def _run(
 
 
 def _reason(error: RuntimeError) -> str:
-    """The last exception in what Serve says of a replica that did not start."""
+    """Return the last exception in Serve's report of a failed start."""
     found = re.findall(r"^(?:\S*\) )?[\w.]*Error: (.+)$", str(error), re.MULTILINE)
     return found[-1] if found else str(error)
 
@@ -129,16 +129,16 @@ def _reason(error: RuntimeError) -> str:
 def startup_rows(
     names: tuple[str, ...], options: DeployConfig, config: ServerConfig, url: str
 ) -> Iterable[tuple[str, str]]:
-    """What an operator wants to know first."""
+    """Yield the rows of the startup table: names and values."""
     yield "model", ", ".join(names)
     grow = f", up to {options.max_replicas}" if options.max_replicas else ""
     yield "replicas", f"{options.replicas}{grow}"
-    yield "API keys", str(len(config.api_key)) if config.api_key else "none: everybody may ask"
+    yield "API keys", str(len(config.api_key)) if config.api_key else "none: open to everyone"
     yield "URL", f"{url}/v1"
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
-    """Two aligned columns."""
+    """Format rows as two aligned columns."""
     pairs = list(rows)
     width = max(len(name) for name, _ in pairs)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in pairs)

@@ -1,4 +1,4 @@
-"""The metrics of all replicas as one text, in Prometheus' exposition format."""
+"""Merges the metrics of all replicas into one text of Prometheus' exposition format."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(\{)?")
 
 
 def labelled(texts: Mapping[str, str]) -> str:
-    """One text in which every sample has a label `replica`; families stay together.
+    """Merge texts into one, with a label `replica` on every sample. Families stay together.
 
     Args:
-        texts: by the replica's name.
+        texts: exposition texts by replica name.
     """
     families: dict[str, tuple[list[str], list[str]]] = {}
     for name, text in texts.items():
@@ -45,14 +45,14 @@ def _with_label(line: str, replica: str) -> str:
 
 
 def own_metrics(replicas: int, num_open: int, num_lost: int) -> str:
-    """What only the front knows."""
-    lost = "Requests that went to another replica when theirs was lost"
+    """Return the gateway's own metrics."""
+    lost = "Requests that moved to another replica because theirs was lost"
     registry = CollectorRegistry()
     registry.register(
         _Families(
-            GaugeMetricFamily("vlm_serve:replicas", "Replicas that answer", replicas),
+            GaugeMetricFamily("vlm_serve:replicas", "Replicas that are reachable", replicas),
             GaugeMetricFamily(
-                "vlm_serve:front_open_requests", "Requests that the front has let in", num_open
+                "vlm_serve:front_open_requests", "Requests that the gateway has open", num_open
             ),
             CounterMetricFamily("vlm_serve:failovers", lost, num_lost),
         )
@@ -61,7 +61,7 @@ def own_metrics(replicas: int, num_open: int, num_lost: int) -> str:
 
 
 class _Families(Collector):
-    """A collector of what is known already."""
+    """A collector of given families."""
 
     def __init__(self, *families: Metric) -> None:
         self._families = families

@@ -11,7 +11,7 @@ _replicas = section("replicas")
 
 @dataclass(frozen=True)
 class DeployConfig:
-    """Options of a deployment, validated together when it is built.
+    """Options of a deployment, validated together on construction.
 
     Raises:
         ConfigError: names every invalid option, not only the first one.

@@ -1,6 +1,6 @@
-"""One replica: an engine, its routes, and a link to each front.
+"""One replica: an engine, its routes, and a channel to each gateway.
 
-What a request is answered travels on its front's link, not with its own call.
+An answer travels on its gateway's channel, not as the result of its own call.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Message, Receive
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.deploy.box import BEGUN, Boxes
-from vlm_serve.deploy.link import Address, Links
+from vlm_serve.deploy.channel import Address, Channels
 from vlm_serve.deploy.loopback import bind_replica
+from vlm_serve.deploy.outbox import BEGUN, Outboxes
 from vlm_serve.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class ReplicaSetup:
-    """What a replica is made from; plain data.
+    """The inputs of a replica; plain data.
 
     Attributes:
         model: as for `serve`.
-        names: under which requests may ask for it.
-        created: seconds since 1970 at which the deployment began, for lists of models.
-        generation: Serve replaces replicas of another one.
-        loopback: nothing of it listens on another address.
-        folder: the current one, from which relative paths lead; None: the one that Ray started in.
+        names: names of the model that requests may use.
+        created: Unix time of the deployment's start in seconds, for lists of models.
+        generation: Serve replaces the replicas of any other generation.
+        loopback: listen on loopback only.
+        folder: working directory, for relative paths; None: the one Ray starts it in.
     """
 
     model: str
@@ -52,17 +52,17 @@ class ReplicaSetup:
 
 
 class EngineReplica:
-    """The class of the deployment; Serve calls its methods.
+    """The class of the Serve deployment; Serve calls its methods.
 
     Args:
-        setup: plain data.
+        setup: model, options and names.
     """
 
     def __init__(self, setup: ReplicaSetup) -> None:
         from vlm_serve.engine.engine import Engine
         from vlm_serve.server.app import create_routes
-        from vlm_serve.server.draining import SWITCH_SECONDS
-        from vlm_serve.server.main import leave_alone_what_stays
+        from vlm_serve.server.http.draining import SWITCH_SECONDS
+        from vlm_serve.server.main import freeze_startup_objects
         from vlm_serve.server.service import Service
 
         if setup.folder is not None:
@@ -74,18 +74,19 @@ class EngineReplica:
         )
         sys.setswitchinterval(SWITCH_SECONDS)
         self.name = replica_name()
-        self._boxes = Boxes()
-        self._links = Links(self._boxes, LOOPBACK if setup.loopback else node_address())
+        self._outboxes = Outboxes()
+        host = LOOPBACK if setup.loopback else node_address()
+        self._channels = Channels(self._outboxes, host)
         engine = Engine.from_checkpoint(setup.model, setup.engine)
         self._service: Service = Service(engine, setup.server, setup.names)
-        self._service.created = setup.created
-        self._service.warm_up()
+        self._service.state.created = setup.created
+        self._service.grammars.warm_up()
         self._app: ASGIApp = create_routes(self._service)
-        leave_alone_what_stays()
+        freeze_startup_objects()
 
     async def answer(
         self,
-        front: str,
+        gateway: str,
         number: int,
         scope: dict[str, Any],
         body: bytes,
@@ -96,42 +97,43 @@ class EngineReplica:
         replica: str | None = None,
         avoid: Sequence[str] = (),
     ) -> bool:
-        """Answers a request, letter by letter, in its front's box. Cancelling it ends the request
-        as a client does that goes away.
+        """Answer a request with messages in its gateway's outbox.
+
+        Cancelling the call ends the request, as a disconnecting client does.
 
         Args:
             scope: a plain ASGI scope.
             keys: affinity keys, also for the router.
-            attempt: what was fixed before the first attempt, if it is known.
-            replica: the only one that may answer, for the router.
-            avoid: those that should not, for the router.
+            attempt: everything fixed before the first attempt, if known.
+            replica: the only replica that may answer, for the router.
+            avoid: replicas that should not answer, for the router.
 
-        Returns whether it was answered: not by another replica than the wanted one.
+        Returns False if this is not the wanted replica.
         """
         if replica is not None and replica != self.name:
             return False
-        box = self._boxes[front]
-        box.put(number, BEGUN)
+        outbox = self._outboxes[gateway]
+        outbox.put(number, BEGUN)
         if keys:
             scope["vlm_serve.affinity"] = tuple(keys)
         if attempt is not None:
             scope["vlm_serve.attempt"] = attempt
 
         async def send(message: Message) -> None:
-            box.put(number, message)
+            outbox.put(number, message)
 
         try:
             await self._app(scope, receiver(body), send)
         finally:
-            box.put(number, None)
+            outbox.put(number, None)
         return True
 
-    async def link(self, front: str, *, replica: str) -> Address | None:
-        """Where a front can read its letters; None: this is another replica than the wanted one."""
-        return await self._links.address(front) if replica == self.name else None
+    async def open_channel(self, gateway: str, *, replica: str) -> Address | None:
+        """Return the address of a gateway's channel; None if this is not the wanted replica."""
+        return await self._channels.address(gateway) if replica == self.name else None
 
     def check_health(self) -> None:
-        """For Serve, which replaces a replica whose engine has stopped."""
+        """Raise RuntimeError if the engine has stopped: Serve then replaces the replica."""
         from vlm_serve.server.status import problem
 
         trouble = problem(self._service)
@@ -139,39 +141,39 @@ class EngineReplica:
             raise RuntimeError(trouble)
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """For routers: the load, and the paths that the cache holds."""
-        stats: dict[str, Any] = {"load": float(self._service.open_tokens)}
+        """Return the load and a digest of the cached prefixes, for routers."""
+        stats: dict[str, Any] = {"load": float(self._service.admission.open_tokens)}
         digest = getattr(self._service.engine, "affinity_digest", None)
         if digest is not None:
             stats["digest"] = digest()
         return stats
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For `serving.replicas_for`."""
-        return {"open_tokens": float(self._service.open_tokens)}
+        """Return the open prompt tokens, for `serving.replicas_for`."""
+        return {"open_tokens": float(self._service.admission.open_tokens)}
 
     async def __del__(self) -> None:
         service = getattr(self, "_service", None)
         if service is not None:
-            await self._links.close()
+            await self._channels.close()
             await service.close()
 
 
 def replica_name() -> str:
-    """The name by which everybody knows the replica in this process."""
+    """Return the cluster-wide name of the replica in this process."""
     from ray import serve
 
     return str(serve.get_replica_context().replica_id.unique_id)
 
 
 def node_address() -> str:
-    """Of this machine, as the others of the cluster know it."""
+    """Return this machine's address in the cluster."""
     util: Any = import_module("ray.util")
     return str(util.get_node_ip_address())
 
 
 def receiver(body: bytes) -> Receive:
-    """Of a request whose body is there already and whose client stays."""
+    """Return a `receive` for a complete body and a client that never disconnects."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

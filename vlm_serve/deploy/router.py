@@ -1,7 +1,7 @@
-"""Between Serve's routing and ours: which replica a request goes to.
+"""Adapter between Serve's request routing and ours: chooses a replica for each request.
 
-Serve makes one router in every process that calls the replicas, on a thread of its own. What the
-front of that process wants to know of it is on the board.
+Serve creates one router in every calling process, on its own thread. The router and the gateway of
+a process exchange facts through the shared state.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from vlm_serve.deploy import board
-from vlm_serve.deploy.core import Core
+import vlm_serve.deploy.shared_state as shared
+from vlm_serve.deploy.ranker import ReplicaRanker
 
 _log = logging.getLogger(__name__)
 MAX_OPEN = 65_536
-"""Requests of whose ends Serve is yet to tell. Whichever it never tells of count as ended then."""
+"""Most requests that Serve has not reported as ended; beyond that the oldest count as ended."""
 
 
 class AffinityRouter(RequestRouter):
-    """Sends requests where their beginning may be cached; a request that names its replica there,
-    and none, if it can be helped, to those that it avoids. It never raises: Serve would route
-    nothing any more."""
+    """Sends requests where their prefix may be cached.
+
+    A request with `replica` goes there only. Replicas in `avoid` come last. No
+    method raises: an exception would stop all of Serve's routing.
+    """
 
     def initialize_state(self, **_: Any) -> None:
-        self._core = Core()
+        self._ranker = ReplicaRanker()
         self._sent: dict[str, tuple[int, tuple[str, Sequence[bytes], int]]] = {}
         self._completed: dict[int, tuple[str, Sequence[bytes], int]] = {}
 
@@ -40,52 +42,54 @@ class AffinityRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Groups of replicas, best first; Serve asks those of a group how busy they are."""
+        """Return groups of replicas, best first; within a group Serve compares their queues."""
         try:
             if pending_request is not None:
-                # Or it would come back at once when all are full, again and again.
+                # When all replicas are full, Serve would otherwise retry in a busy loop.
                 pending_request.routing_context.should_backoff = True
-            return self._ranked(candidate_replicas, _wishes(pending_request))
+            return self._ranked(candidate_replicas, _arguments(pending_request))
         except Exception:
-            _log.exception("a request is sent to any replica")
+            _log.exception("routing failed; the request may go to any replica")
             return [list(candidate_replicas)]
 
     def _ranked(
-        self, candidates: Sequence[RunningReplica], wishes: dict[str, Any]
+        self, candidates: Sequence[RunningReplica], arguments: dict[str, Any]
     ) -> list[list[RunningReplica]]:
         by_name = {each.replica_id.unique_id: each for each in candidates}
-        wanted = wishes.get("replica")
+        wanted = arguments.get("replica")
         if wanted is not None:
             return [[by_name[wanted]]] if wanted in by_name else []
         self._settle()
         for name, each in by_name.items():
-            self._core.heard(name, each.routing_stats)
-        names = self._core.choose(wishes.get("keys", ()), wishes.get("tokens", 0), list(by_name))
-        avoided = set(wishes.get("avoid", ()))
-        names.sort(key=lambda name: name in avoided)  # stable: the order stays otherwise
+            self._ranker.update(name, each.routing_stats)
+        keys, tokens = arguments.get("keys", ()), arguments.get("tokens", 0)
+        names = self._ranker.choose(keys, tokens, list(by_name))
+        avoided = set(arguments.get("avoid", ()))
+        names.sort(key=lambda name: name in avoided)  # stable
         return [[by_name[name]] for name in names]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        left = self._now_running(each.replica_id.unique_id for each in replicas)
-        board.BOARD.left = (*board.BOARD.left, *left)[-board.MAX_LEFT :]
+        gone = self._set_running(each.replica_id.unique_id for each in replicas)
+        retired = (*shared.SHARED_STATE.retired, *gone)
+        shared.SHARED_STATE.retired = retired[-shared.MAX_RETIRED :]
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         dead = replica_id.unique_id
-        self._now_running(name for name in board.BOARD.replicas if name != dead)
+        self._set_running(name for name in shared.SHARED_STATE.replicas if name != dead)
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         if len(pending_request.args) < 2:
-            return  # a link, which has no number
-        wishes, name = _wishes(pending_request), replica_id.unique_id
+            return  # the call that opens a channel has no number
+        arguments, name = _arguments(pending_request), replica_id.unique_id
         number = pending_request.args[1]
-        board.BOARD.routed[number] = name
-        request = name, wishes.get("keys", ()), wishes.get("tokens", 0)
+        shared.SHARED_STATE.routed[number] = name
+        request = name, arguments.get("keys", ()), arguments.get("tokens", 0)
         self._sent[pending_request.metadata.internal_request_id] = number, request
-        self._core.sent(*request)
+        self._ranker.sent(*request)
         while len(self._sent) > MAX_OPEN:
             self._completed.update([self._sent.pop(next(iter(self._sent)))])
 
@@ -95,22 +99,26 @@ class AffinityRouter(RequestRouter):
         self._settle()
 
     def _settle(self) -> None:
-        """Tells the core of requests that have ended. The call of one may be over before its front
-        has read the last letter, which says what the request took; so it waits for that."""
-        for number in [each for each in self._completed if each not in board.BOARD.routed]:
-            request = self._completed.pop(number)
-            self._core.ended(*request, board.BOARD.spent.pop(number, None))
+        """Report ended requests to the ranker.
 
-    def _now_running(self, names: Iterable[str]) -> set[str]:
-        """Those that did until now, and do no more."""
-        before = board.BOARD.replicas
-        board.BOARD.replicas = tuple(sorted(names))
-        gone = set(before) - set(board.BOARD.replicas)
+        The usage is in the last message, and a call may end before its gateway has read it. So a
+        completed request waits until the gateway is done with it.
+        """
+        state = shared.SHARED_STATE
+        for number in [each for each in self._completed if each not in state.routed]:
+            request = self._completed.pop(number)
+            self._ranker.ended(*request, state.usage.pop(number, None))
+
+    def _set_running(self, names: Iterable[str]) -> set[str]:
+        """Set the running replicas; return those gone since."""
+        before = shared.SHARED_STATE.replicas
+        shared.SHARED_STATE.replicas = tuple(sorted(names))
+        gone = set(before) - set(shared.SHARED_STATE.replicas)
         for name in gone:
-            self._core.removed(name)
+            self._ranker.removed(name)
         return gone
 
 
-def _wishes(pending_request: PendingRequest | None) -> dict[str, Any]:
-    """The keyword arguments of a call."""
+def _arguments(pending_request: PendingRequest | None) -> dict[str, Any]:
+    """Return the keyword arguments of a call."""
     return {} if pending_request is None else dict(pending_request.kwargs)

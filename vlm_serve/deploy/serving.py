@@ -1,4 +1,4 @@
-"""What Serve is told of the replicas: resources, health, number, routing, their end."""
+"""Serve's configuration of the replicas: resources, health checks, scaling, routing, shutdown."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.deploy.replica import EngineReplica, ReplicaSetup
 
-LINKS = 64
-"""Calls beside requests that a replica takes: one for each front."""
+CHANNELS = 64
+"""Calls that a replica takes in addition to requests: one for each gateway's channel."""
 STATS_SECONDS = 2.0
 HEALTH_SECONDS = 5.0
 DIGEST_SECONDS = 5.0
 LEAVING_SECONDS = 1.0
 
 
-def seats_of(setup: ReplicaSetup) -> int:
-    """Requests that a replica may have open."""
+def max_open_requests(setup: ReplicaSetup) -> int:
+    """Return the limit of open requests per replica."""
     return setup.engine.max_num_seqs + setup.server.max_queued_requests
 
 
 def application(setup: ReplicaSetup, deploy: DeployConfig) -> serve.Application:
-    """The replicas as a Serve application."""
+    """Build the Serve application of the replicas."""
     engine = setup.engine
     routing: dict[str, Any] = {
         "request_router_class": "vlm_serve.deploy.router:AffinityRouter",
@@ -37,7 +37,7 @@ def application(setup: ReplicaSetup, deploy: DeployConfig) -> serve.Application:
     deployment: Any = serve.deployment(
         EngineReplica,
         name="replicas",
-        max_ongoing_requests=seats_of(setup) + LINKS,
+        max_ongoing_requests=max_open_requests(setup) + CHANNELS,
         health_check_period_s=HEALTH_SECONDS,
         health_check_timeout_s=engine.stall_timeout,
         graceful_shutdown_timeout_s=setup.server.shutdown_timeout + LEAVING_SECONDS,
@@ -52,8 +52,7 @@ def application(setup: ReplicaSetup, deploy: DeployConfig) -> serve.Application:
 
 
 def _resources(engine: EngineConfig) -> dict[str, Any]:
-    """What a replica needs of a machine: all of its ranks, which are processes of its actor, on
-    one of them."""
+    """Return a replica's resources: all ranks on one machine, as processes of one actor."""
     ranks = engine.tensor_parallel_size
     on_gpus = engine.device.startswith("cuda")
     bundle = {"CPU": float(ranks)} | ({"GPU": float(ranks)} if on_gpus else {})
@@ -81,10 +80,10 @@ def _number(deploy: DeployConfig) -> dict[str, Any]:
 
 @dataclass
 class WantedReplicas:
-    """A policy of Serve's autoscaling: how many replicas there should be.
+    """A policy for Serve's autoscaling: the wanted number of replicas.
 
     Args:
-        target: prompt tokens of open requests that one should have.
+        target: wanted prompt tokens of open requests per replica.
     """
 
     target: int
@@ -102,13 +101,15 @@ class WantedReplicas:
 
 
 def replicas_for(tokens: int, target: int, least: int, most: int) -> int:
-    """Replicas for so many open prompt tokens, if each should have `target`."""
+    """Return how many replicas so many open prompt tokens need at `target` per replica."""
     return min(most, max(least, math.ceil(tokens / target)))
 
 
 def with_threads(engine: EngineConfig, processors: int, replicas: int) -> EngineConfig:
-    """The options with a share of the machine's processors, unless they say how many; by itself
-    Ray gives an actor one."""
+    """Give each rank its share of the machine's processors unless `threads` is set.
+
+    By default Ray gives an actor a single thread.
+    """
     if engine.threads is not None:
         return engine
     ranks = engine.tensor_parallel_size

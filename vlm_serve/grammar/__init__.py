@@ -1,1 +1,1 @@
-"""Answers of a given form: grammars compiled in a process of their own, followed token by token."""
+"""Structured outputs: grammars are compiled in a separate process and matched token by token."""

@@ -1,4 +1,4 @@
-"""Compiled grammars of one model: bounded in time and memory, kept for the next request."""
+"""Compiles and caches the grammars of one model, bounded in time and memory."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ COMPILE_SECONDS = 5.0
 CACHE_BYTES = 128 << 20
 CACHE_ENTRIES = 256
 _MEMORY_FACTOR = 1.5
-"""Bytes of memory for each byte of a grammar's serialised form: 1.44 and 1.47 were measured of
-large ones. What xgrammar says of itself is 1.03 to 1.05."""
+"""Bytes of memory per byte of a serialised grammar: large ones measured 1.44 and 1.47.
+xgrammar's own figure is 1.03 to 1.05."""
 
 
 class GrammarCompiler:
-    """Compiles what requests ask for. May be used from any thread; `compile` blocks.
+    """Compiles the grammars of requests. Thread-safe; `compile` blocks.
 
-    xgrammar is imported, and its process started, by the first grammar or by `warm`.
+    The first grammar, or `warm`, imports xgrammar and starts the compiling process.
 
     Args:
         tokenizer: of the model.
         vocabulary: width of the model's logits.
-        ends: tokens that end an answer.
-        seconds: how long one grammar may take.
+        ends: end-of-answer tokens.
+        seconds: time limit per grammar.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class GrammarCompiler:
         self._closed = False
 
     def compile(self, form: StructuredOutputs, after: bytes = b"") -> Grammar:
-        """The grammar of a form that begins behind `after`.
+        """Compile a form into a grammar that applies after the bytes `after`.
 
-        Raises InvalidRequestError for one that is wrong, cannot be enforced, or is over a limit;
-        EngineClosedError after `close`.
+        Raises InvalidRequestError for a form that is invalid, cannot be enforced, or is over a
+        limit; EngineClosedError after `close`.
         """
         found = self.find(form, after)
         if found is not None:
@@ -81,14 +81,14 @@ class GrammarCompiler:
         return Grammar(compiled, after, xgrammar.GrammarMatcher)
 
     def warm(self) -> None:
-        """Starts the compiling process and waits until it is ready, which takes seconds.
+        """Start the compiling process and wait until it is ready. This takes seconds.
 
         Raises VlmServeError if it does not start, EngineClosedError after `close`.
         """
         self._running().start()
 
     def find(self, form: StructuredOutputs, after: bytes = b"") -> Grammar | None:
-        """The grammar if it has been compiled already. Does not block."""
+        """Return the grammar if it is cached. Does not block."""
         kind, source = form.source
         key = (kind, source, form.json_object, form.strict)
         with self._cache_lock:
@@ -102,12 +102,12 @@ class GrammarCompiler:
 
     @property
     def num_bytes(self) -> int:
-        """Of the grammars that are kept, and of what they were made from."""
+        """Memory of the cached grammars and their sources."""
         with self._cache_lock:
             return self._size()
 
     def close(self) -> None:
-        """Ends the compiling process. May be called more than once."""
+        """End the compiling process. May be called more than once."""
         with self._lock:
             self._closed = True
             process, self._process = self._process, None
@@ -126,7 +126,7 @@ class GrammarCompiler:
         import xgrammar
 
         tokenizer, known = self._tokenizer, self._tokenizer.vocab_size
-        # A token without bytes never matches: control tokens, and logits that no token has.
+        # A token without bytes never matches: control tokens, and logits without a token.
         vocabulary = [
             b"" if token >= known or tokenizer.is_special(token) else tokenizer.token_bytes(token)
             for token in range(self._vocabulary)
@@ -147,7 +147,7 @@ class GrammarCompiler:
                 self._cached.popitem(last=False)
 
     def _size(self) -> int:
-        """Bytes of the grammars and of the texts that they are found by."""
+        """Return the bytes of the cached grammars and their sources."""
         return sum(size for _, size in self._cached.values())
 
 
@@ -160,7 +160,7 @@ def _check_schemas(form: StructuredOutputs) -> None:
 
 
 def _check_tag(tag: Any) -> None:
-    """Schemas anywhere in a structural tag, whose depth is bounded."""
+    """Check the schemas anywhere in a structural tag. Its depth is bounded."""
     if isinstance(tag, Mapping):
         for name, value in tag.items():
             if name in ("json_schema", "schema"):

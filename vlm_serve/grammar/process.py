@@ -1,4 +1,4 @@
-"""The compiling process, seen from the server: started when first needed, ended when too slow."""
+"""The compiling process, seen from the server: started on first use, killed when too slow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlm_serve.grammar.worker import MAX_MESSAGE_BYTES, send
 
 START_SECONDS = 120.0
 GRACE_SECONDS = 10.0
-"""It ends a grammar at its deadline itself; this much later it is ended."""
+"""The process enforces the deadline of a grammar; this much later it is killed itself."""
 
 
 class CompileProcess:
@@ -26,7 +26,7 @@ class CompileProcess:
 
     Args:
         tokenizer: the serialised TokenizerInfo.
-        seconds: how long one grammar may take.
+        seconds: time limit per grammar.
     """
 
     def __init__(self, tokenizer: str, seconds: float) -> None:
@@ -38,9 +38,9 @@ class CompileProcess:
         self._closed = False
 
     def compile(self, task: dict[str, Any]) -> str:
-        """The serialised grammar. Waits for its turn.
+        """Compile a task and return the serialised grammar. Waits for its turn.
 
-        Raises InvalidRequestError for a source that is wrong, takes too long or too much memory;
+        Raises InvalidRequestError for a source that is invalid, too slow or too large to compile;
         VlmServeError if the process cannot be started; EngineClosedError after `close`.
         """
         with self._lock:
@@ -48,18 +48,18 @@ class CompileProcess:
             task = task | {"seconds": self._seconds}
             answer = self._exchange(task, self._seconds + GRACE_SECONDS)
             if answer is None and not self._closed:
-                self._start()  # the next one finds it running
+                self._start()  # warm for the next task
         if answer is None or "late" in answer:
             late = answer is not None and answer["late"]
             what = f"took longer than {self._seconds:g} s" if late else "took too much memory"
             raise InvalidRequestError(f"compiling the grammar {what}", code="grammar_limit")
         if "error" in answer:
-            raise InvalidRequestError(f"the grammar is not possible: {answer['error']}")
+            raise InvalidRequestError(f"the grammar cannot be compiled: {answer['error']}")
         compiled: str = answer["compiled"]
         return compiled
 
     def start(self) -> None:
-        """Starts the process unless it runs, and waits until it can compile.
+        """Start the process unless it runs, and wait until it can compile.
 
         Raises VlmServeError if it cannot be started; EngineClosedError after `close`.
         """
@@ -67,7 +67,7 @@ class CompileProcess:
             self._make_ready()
 
     def close(self) -> None:
-        """Ends the process; a task that runs fails."""
+        """Kill the process; a running task fails."""
         self._closed = True
         process = self._process
         if process is not None:
@@ -93,10 +93,10 @@ class CompileProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=child.environment(OMP_NUM_THREADS="1"),
-            start_new_session=True,  # a Ctrl+C is the server's to handle
+            start_new_session=True,  # the server handles Ctrl+C
         )
         self._ready = False
-        if self._closed:  # meanwhile, by a thread that did not see the process yet
+        if self._closed:  # by another thread that did not see the process yet
             self._end()
             return
         assert self._process.stdin is not None
@@ -112,13 +112,13 @@ class CompileProcess:
         process.kill()
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(OSError):  # the rest of a task for a process that is gone
+        with contextlib.suppress(OSError):  # unsent bytes of a task
             process.stdin.close()
         process.stdout.close()
         process.wait()
 
     def _exchange(self, task: dict[str, Any] | None, seconds: float) -> dict[str, Any] | None:
-        """Sends a task and reads a message; None, and no process any more, if none comes."""
+        """Send a task and read the answer. Without an answer, end the process and return None."""
         process = self._process
         if process is None:
             return None
@@ -140,7 +140,7 @@ class CompileProcess:
 
 
 def _read(descriptor: int, count: int, deadline: float) -> bytes:
-    """Exactly `count` bytes. Raises OSError at the deadline (TimeoutError) or the end."""
+    """Read exactly `count` bytes. Raise TimeoutError at the deadline, OSError at the end."""
     data = bytearray()
     while len(data) < count:
         left = deadline - time.monotonic()

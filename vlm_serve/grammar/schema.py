@@ -1,5 +1,7 @@
-"""Which JSON schemas can be enforced. A keyword that would be ignored is refused instead: an answer
-that breaks the schema it was asked for is worse than an error."""
+"""Refuses JSON schemas that cannot be enforced.
+
+Ignoring a keyword would allow answers that break the schema, and an error is better than that.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from vlm_serve.errors import InvalidRequestError
 
 MAX_SCHEMA_NODES = 4096
 
-# Constraints that the grammar cannot express, or that xgrammar does not.
+# Constraints that a grammar cannot express, or that xgrammar ignores.
 UNENFORCED = frozenset(
     [
         "not",
@@ -81,12 +83,12 @@ _KNOWN = frozenset(
 
 
 def check_schema(schema: Any, name: str, *, strict: bool = False) -> None:
-    """Walks a schema of bounded depth.
+    """Check a schema of bounded depth.
 
     Args:
         schema: parsed JSON.
-        name: of the request field, for the message.
-        strict: refuse keywords that no one knows, too.
+        name: the request field, for the error.
+        strict: also refuse unknown keywords.
 
     Raises InvalidRequestError that names the keyword.
     """
@@ -104,7 +106,7 @@ def check_schema(schema: Any, name: str, *, strict: bool = False) -> None:
             if strict and keyword not in _KNOWN:
                 raise _refuse(name, f"uses the unknown keyword {str(keyword)[:64]!r}")
             if keyword == "$ref" and not str(value).startswith("#"):
-                raise _refuse(name, "has a $ref that leads elsewhere; only '#...' is possible")
+                raise _refuse(name, "has a $ref to another document; only '#...' is supported")
             if keyword == "allOf" and isinstance(value, list) and len(value) > 1:
                 raise _refuse(name, "uses 'allOf' with several schemas, which cannot be enforced")
         open_nodes.extend(_children(node))

@@ -1,4 +1,4 @@
-"""Follows one choice through its compiled grammar."""
+"""Matches the tokens of one choice against its compiled grammar."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ FOLLOW_SECONDS_PER_TOKEN = 0.005
 
 
 class FollowTime:
-    """CPU time that following the grammar of one request takes, all its choices together.
+    """CPU time spent on matching the grammar of one request, over all its choices.
 
-    With an ambiguous grammar every token takes longer than the one before, and it is the engine's
-    own thread that waits: whoever needs more than FOLLOW_SECONDS and FOLLOW_SECONDS_PER_TOKEN is
-    not followed any further.
+    With an ambiguous grammar every token takes longer than the one before, and matching blocks the
+    engine thread. Beyond FOLLOW_SECONDS plus FOLLOW_SECONDS_PER_TOKEN per token it stops.
     """
 
     def __init__(self) -> None:
@@ -49,13 +48,13 @@ class FollowTime:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled grammar as a request uses it.
+    """A compiled grammar of one request.
 
     Attributes:
         compiled: xgrammar's CompiledGrammar; immutable, shared between requests.
-        after: the grammar begins behind these bytes of the answer; b"": at its start.
-        matcher: makes a new matcher for `compiled`.
-        follow_time: what following it has taken so far.
+        after: the grammar applies after these bytes of the answer; b"": from its start.
+        matcher: creates a matcher for `compiled`.
+        follow_time: time spent on matching so far.
     """
 
     compiled: Any
@@ -65,12 +64,15 @@ class Grammar:
 
 
 class GrammarState:
-    """State of one choice.
+    """Matching state of one choice.
 
     Args:
-        grammar: what to follow.
-        token_bytes: the bytes a token stands for.
+        grammar: the grammar to match.
+        token_bytes: returns the bytes of a token.
         vocabulary: width of the logits.
+
+    Attributes:
+        waiting: the grammar's start has not been reached.
     """
 
     def __init__(
@@ -84,26 +86,26 @@ class GrammarState:
         self._lost = False
         self._steps = 0
         self._ahead = False
-        self._owed: deque[tuple[int, float]] = deque()
+        self._uncharged: deque[tuple[int, float]] = deque()
         self.waiting = bool(grammar.after)
         self._words = np.zeros((1, (vocabulary + 31) // 32), dtype=np.int32)
 
     @property
     def too_slow(self) -> bool:
-        """Following the grammar has taken so long that it is no longer followed."""
+        """Matching has exceeded its time limit and has stopped."""
         return self._time.over
 
     @property
     def finished(self) -> bool:
-        """Nothing more can come: the end of sequence has been accepted."""
+        """True after the end of sequence, or after a token that does not match."""
         return self._lost or bool(self._matcher.is_terminated())
 
     def accept(self, token: int) -> None:
-        """Follows a sampled token."""
+        """Advance by a sampled token."""
         if self.finished or self.too_slow:
             return
         if self._ahead:
-            self._owed.append((token, 0.0))
+            self._uncharged.append((token, 0.0))
             self._follow(token)
             return
         self._time.count_token()
@@ -113,10 +115,13 @@ class GrammarState:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """What is accepted inside is taken back at the end. A mask that was made behind a token is
-        paid for when that token is accepted for good, and never otherwise."""
+        """Roll back on exit the tokens that were accepted inside, for drafts.
+
+        The time of a mask made after such a token is charged only once that token is accepted for
+        good.
+        """
         before = (self.waiting, self._tail, self._lost)
-        self._owed.clear()
+        self._uncharged.clear()
         self._steps, self._ahead = 0, True
         try:
             yield
@@ -127,22 +132,22 @@ class GrammarState:
                 self._matcher.rollback(self._steps)
 
     def _settle(self, token: int) -> None:
-        """Pays for what was made ahead behind this token."""
-        expected, seconds = self._owed.popleft() if self._owed else (token, 0.0)
+        """Charge the mask that was made ahead of time after this token."""
+        expected, seconds = self._uncharged.popleft() if self._uncharged else (token, 0.0)
         if expected == token:
             self._time.charge(seconds)
         else:
-            self._owed.clear()
+            self._uncharged.clear()
 
     def _follow(self, token: int) -> None:
         if self.waiting:
-            self._look_for_the_start(self._token_bytes(token))
+            self._find_start(self._token_bytes(token))
         elif self._matcher.accept_token(token):
             self._steps += 1
         else:
-            self._lost = True  # e.g. a model that computes NaN
+            self._lost = True  # e.g. the model computes NaN
 
-    def _look_for_the_start(self, data: bytes) -> None:
+    def _find_start(self, data: bytes) -> None:
         tail = self._tail + data
         found = tail.find(self._after)
         if found < 0:
@@ -150,23 +155,26 @@ class GrammarState:
             return
         self.waiting, self._tail = False, b""
         rest = tail[found + len(self._after) :]
-        # A token may hold more than the marker's end: white space there belongs to neither side.
+        # A token may extend past the marker: whitespace there belongs to neither side.
         if rest and self._matcher.accept_string(rest):
             self._steps += 1
         elif rest.strip():
             self._lost = True
 
     def allowed(self) -> npt.NDArray[np.uint8] | None:
-        """The tokens that may come next, packed: bit `i % 8` of byte `i // 8` stands for token i,
-        those beyond the vocabulary mean nothing. None: all. The next call overwrites it."""
+        """Return a packed mask of the allowed tokens, None if all are allowed.
+
+        Bit `i % 8` of byte `i // 8` is token i; bits beyond the vocabulary are undefined. The next
+        call overwrites the array.
+        """
         if self.waiting or self.finished or self.too_slow:
             return None
         begin = time.thread_time()
         restricts = self._matcher.fill_next_token_bitmask(self._words)
         seconds = time.thread_time() - begin
         if self._ahead:
-            token, _ = self._owed.pop()
-            self._owed.append((token, seconds))
+            token, _ = self._uncharged.pop()
+            self._uncharged.append((token, seconds))
         else:
             self._time.charge(seconds)
         return self._words.view(np.uint8)[0] if restricts else None

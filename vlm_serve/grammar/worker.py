@@ -1,8 +1,8 @@
-"""Compiles grammars in processes of their own, so that one that takes too long or too much memory
-can be ended without harm. Speaks length-prefixed JSON over its standard streams.
+"""Fork server for compiling grammars: one too slow or too large can be killed without harm.
 
-The compiler takes seconds to start, so it never compiles itself: each grammar has a process that is
-forked from it, which is there at once, and gives back all it has taken when it ends.
+It speaks length-prefixed JSON over its standard streams. The compiler takes seconds to load, so
+this process loads it once and forks a child per grammar. A child starts at once, and its end frees
+all of its memory.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from typing import IO, Any
 from vlm_serve.kernels.host_memory import release_freed_memory
 
 MEMORY_BYTES = 1 << 29
-"""What compiling may add to the memory of the process."""
+"""Memory limit of compiling, in addition to that of this process."""
 MAX_MESSAGE_BYTES = 64 << 20
 NICENESS = 10
-"""Of compiling: every open answer waits for the model, few for a new grammar."""
+"""Niceness of compiling: every open answer needs the model, few need a new grammar."""
 
 
 def send(stream: IO[bytes], value: Any) -> None:
-    """Writes one message."""
+    """Write one message."""
     data = json.dumps(value).encode()
     stream.write(struct.pack("<I", len(data)) + data)
     stream.flush()
 
 
 def main() -> None:
-    """Serves until its input ends. The first message holds the tokenizer."""
+    """Serve until the input ends. The first message contains the tokenizer."""
     import xgrammar
 
     inward, outward = sys.stdin.buffer, sys.stdout.buffer
@@ -47,25 +47,25 @@ def main() -> None:
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
     _limit_memory()
     gc.collect()
-    gc.freeze()  # a collection would copy what all of them share
+    gc.freeze()  # a collection would copy pages shared with the children
     send(outward, {"ready": True})
     while (task := _receive(inward)) is not None:
         answer = _forked(partial(_answer, compiler, task), task["seconds"])
         outward.write(struct.pack("<I", len(answer)) + answer)
         outward.flush()
-        # Texts of megabytes would leave tens of them free at the end of the heap.
+        # Messages of megabytes would leave tens of free megabytes at the end of the heap.
         del task, answer
         release_freed_memory()
 
 
 def _forked(work: Callable[[], dict[str, str]], seconds: float) -> bytes:
-    """What the work says, as JSON, if another process comes to its end in that time."""
+    """Run the work in a forked process and return its result as JSON, within a time limit."""
     ours, theirs = os.pipe()
     process = os.fork()
     if process == 0:
         try:
             os.nice(NICENESS)
-            # Whoever started this may end it meanwhile: then nobody is there to end the work.
+            # If the fork server is killed meanwhile, the child must still end.
             resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds) + 1,) * 2)
             with open(theirs, "wb") as out:
                 out.write(json.dumps(work()).encode() + b"\n")
@@ -90,7 +90,7 @@ def _forked(work: Callable[[], dict[str, str]], seconds: float) -> bytes:
 def _answer(compiler: Any, task: dict[str, Any]) -> dict[str, str]:
     try:
         return {"compiled": _compile(compiler, task)}
-    except Exception as error:  # whatever the compiler makes of a text that somebody sent
+    except Exception as error:  # the compiler may raise anything for a client's text
         return {"error": _words(error)}
 
 
@@ -108,7 +108,7 @@ def _limit_memory() -> None:
 
 
 def _compile(compiler: Any, task: dict[str, Any]) -> str:
-    # White space between the tokens of JSON is fixed: small models would never leave it.
+    # JSON whitespace is fixed: small models would emit it forever.
     kind, source = task["kind"], task["source"]
     if kind == "json":
         compiled = compiler.compile_json_schema(
@@ -125,7 +125,7 @@ def _compile(compiler: Any, task: dict[str, Any]) -> str:
 
 
 def _words(error: Exception) -> str:
-    """The compiler's own sentence, without the place in its sources."""
+    """Return the compiler's message, without its source location."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else "is not valid"
     if isinstance(error, MemoryError) or "bad_alloc" in text:
         return f"it needs more than {MEMORY_BYTES >> 20} MiB to compile"

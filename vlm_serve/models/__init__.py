@@ -1,5 +1,4 @@
-"""Models: what they are, their weights, and the forward over packed tokens, paged KV and state
-rows."""
+"""Models: architectures, weights, and the forward over packed tokens, paged KV and state rows."""
 
 from vlm_serve.models.files import resolve_checkpoint
 from vlm_serve.models.model import Model, load_model

@@ -1,4 +1,4 @@
-"""What goes into one forward of the language model and what comes out of it."""
+"""Input and output of one forward of the language model."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """T packed tokens: the decode tokens (one per decode sequence), the prefill slices, and then
-    the slices of drafted tokens.
+    """T packed tokens: the decode tokens (one per decode sequence), the prefill slices, then the
+    slices of drafted tokens.
 
     Attributes:
         token_ids: int64 `[T]`.
         positions: int64 `[3, T]` M-RoPE positions.
-        slots: int64 `[T]`, `block * block_size + offset` where a token's K and V are written;
-            -1: not written (its block is shared and already holds them).
+        slots: int64 `[T]`, `block * block_size + offset` where a token's K and V are written; -1:
+            not written (its block is shared and already holds them).
         decode, prefill, verify: None where the step has no such tokens.
-        media: (offset into the T tokens, `[n, embedding_width]`) pairs: what replaces the
-            placeholder tokens' embeddings, and what the first layers add to the residual.
+        media: (offset into the T tokens, `[n, embedding_width]`) pairs: embeddings that replace the
+            placeholder tokens', and features that the first layers add to the residual.
         logit_rows: int64 `[R]`, the tokens whose logits are wanted.
         deterministic: pad GEMMs and tile attention so that a row's bits do not depend on the batch.
         capture_experts: also return the routed expert ids (MoE models only).
-        greedy: also return where the largest logits are, if that costs little.
+        greedy: also return the argmax of the logits, if that costs little.
     """
 
     token_ids: torch.Tensor
@@ -42,7 +42,7 @@ class ForwardBatch:
     verify: VerifyMeta | None = None
 
     def to(self, device: torch.device) -> ForwardBatch:
-        """The same with token ids, positions, slots and rows on a device."""
+        """Return the same batch with token ids, positions, slots and rows on a device."""
         if self.token_ids.device == device:
             return self
         return replace(
@@ -56,10 +56,10 @@ class ForwardBatch:
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """logits: float32 `[R, vocab]`; experts: `[T, moe_layers, top_k]` uint8 (up to 256 experts)
-    or int16/uint16, or None; hidden: `[T, hidden]` behind the final norm in the type of
-    activations, of a model with a layer that drafts from them, else None; best: R token ids, the
-    first of each row's largest logits, or None: nobody has looked."""
+    """logits: float32 `[R, vocab]`. experts: `[T, moe_layers, top_k]` uint8 (up to 256 experts) or
+    int16/uint16, or None. hidden: `[T, hidden]` behind the final norm in the dtype of activations,
+    for a model with an MTP layer, else None. best: R token ids, the first argmax of each row's
+    logits, or None if it was not computed."""
 
     logits: torch.Tensor
     experts: torch.Tensor | None = None

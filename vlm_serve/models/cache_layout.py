@@ -1,6 +1,6 @@
-"""What layers keep between steps: kinds of pools, their sizes, and the pools themselves.
+"""The memory of layers between steps: kinds of pools, their sizes, and the pools themselves.
 
-A pool has one entry for every layer that has its kind, in every KV block or in every state row.
+A pool has one entry for every layer of its kind, in every KV block or in every state row.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from vlm_serve.kernels.large_pages import zeros
 
 BLOCK_SIZE = -1
-"""Stands in a pool's entry for the tokens of a block."""
+"""Placeholder for the block size in a pool's entry shape."""
 
 Unit = Literal["block", "row", "update"]
 Dtypes = Mapping[str, torch.dtype]
-"""The types of pools by their kind. A kind without one does not exist."""
+"""The dtypes of pools by kind. A kind without a dtype does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Pool:
     Attributes:
         kind: "kv", "kv_scales", "conv", "recurrent", "hidden", and "update_keys", "update_changes",
             "update_decays", "update_inputs".
-        unit: whether a block of tokens, a sequence's state row or a drafted token whose state has
-            yet to be written has an entry.
+        unit: the owner of an entry: a block of tokens, a sequence's state row, or a drafted token
+            with a pending state update.
         entry: shape of one layer's.
-        split: the dimension of the entry that tensor parallelism shares out, None for none; where
-            it is smaller than the number of ranks, each of them has one.
-        swapped: a dimension of the entry that lies behind the next one in a CPU's memory.
+        split: the dimension of the entry that tensor parallelism splits, None for none; if it is
+            smaller than the number of ranks, each of them has one.
+        swapped: a dimension of the entry that is stored behind the next one in a CPU's memory.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Pool:
     swapped: int | None = None
 
     def of_rank(self, ranks: int) -> Pool:
-        """The pool of one of so many ranks."""
+        """Return the pool of one of so many ranks."""
         if self.split is None:
             return self
         sizes = list(self.entry)
@@ -53,7 +53,7 @@ class Pool:
         return replace(self, entry=tuple(sizes))
 
     def shape(self, block_size: int) -> tuple[int, ...]:
-        """Of an entry, in blocks of that many tokens."""
+        """Return the shape of an entry, with blocks of `block_size` tokens."""
         return tuple(block_size if size == BLOCK_SIZE else size for size in self.entry)
 
 
@@ -62,8 +62,8 @@ class CacheLayout:
     """The pools of a model.
 
     Attributes:
-        pools: every kind, and how many layers have it.
-        places: for each layer its place among the layers of a kind, by kind.
+        pools: every kind, and the number of its layers.
+        places: for each layer its index among the layers of a kind, by kind.
     """
 
     pools: tuple[tuple[Pool, int], ...]
@@ -71,7 +71,7 @@ class CacheLayout:
 
     @classmethod
     def of(cls, layers: Iterable[Sequence[Pool]], ranks: int = 1) -> CacheLayout:
-        """The layout of layers with these pools, of which one of `ranks` ranks holds its share."""
+        """Return the layout of layers with these pools, for one of `ranks` ranks."""
         kinds: dict[str, Pool] = {}
         counts: Counter[str] = Counter()
         places = []
@@ -87,11 +87,11 @@ class CacheLayout:
 
     @property
     def has_state(self) -> bool:
-        """Whether sequences have state rows."""
+        """True if sequences have state rows."""
         return any(pool.unit == "row" for pool, _ in self.pools)
 
     def num_bytes(self, unit: Unit, dtypes: Dtypes, block_size: int = 0) -> int:
-        """Bytes of one KV block, of one state row or of one update."""
+        """Return the size of one KV block, of one state row or of one update."""
         return sum(
             layers * prod(pool.shape(block_size)) * dtypes[pool.kind].itemsize
             for pool, layers in self.pools
@@ -108,7 +108,8 @@ class CacheLayout:
         *,
         num_updates: int = 0,
     ) -> CacheTensors:
-        """The pools. Untouched pages of a CPU pool cost no memory until they are written."""
+        """Allocate the pools. Untouched pages of a CPU pool cost no memory until they are
+        written."""
         counts = {"block": num_blocks, "row": num_rows, "update": num_updates}
         tensors = {
             pool.kind: _room(
@@ -134,8 +135,8 @@ class CacheLayout:
 def _room(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, swapped: int | None
 ) -> torch.Tensor:
-    """Of that shape; on a CPU dimension `swapped` of the entries and the next one are the other way
-    round in memory."""
+    """Allocate a tensor of a shape; on a CPU dimension `swapped` of the entries and the next one
+    are exchanged in memory."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     if swapped is None:
@@ -150,7 +151,7 @@ class CacheTensors:
     """The pools that a forward reads and writes.
 
     Attributes:
-        layout: which there are.
+        layout: the kinds of pools.
         tensors: by kind, `[num_blocks or num_rows, layers, *entry]`; "kv" is `[blocks, layers, 2,
             block_size, kv_heads, head_dim]`, "kv_scales" float16 `[blocks, layers, 4, block_size,
             kv_heads]` (k scale, k zero, v scale, v zero; int8 only), "conv" `[rows, layers,
@@ -174,13 +175,13 @@ class CacheTensors:
         return self.tensors[kind]
 
     def of_unit(self, unit: Unit) -> tuple[torch.Tensor, ...]:
-        """All pools with an entry for every one of these."""
+        """Return all pools with one entry per such unit."""
         pools = self.layout.pools
         kinds = [pool.kind for pool, _ in pools if pool.unit == unit and pool.kind in self.tensors]
         return tuple(self.tensors[kind] for kind in kinds)
 
     def of_layer(self, index: int) -> dict[str, torch.Tensor]:
-        """A layer's part of each of its pools, `[num_blocks or num_rows, *entry]`."""
+        """Return a layer's part of each of its pools, `[num_blocks or num_rows, *entry]`."""
         places = self.layout.places[index]
         return {
             kind: self[kind][:, place] for kind, place in places.items() if kind in self.tensors

@@ -1,8 +1,8 @@
 """The compiled forward: a step as one call into `native/step.cpp`.
 
-A decode step is some hundreds of short operations, and launching them one by one from Python takes
-longer than computing them. A prefill runs through the same code, so that what a decode step has
-written is what a prefill would have.
+A decode step consists of hundreds of short operations. Launching them one by one from Python takes
+longer than computing them. A prefill runs through the same code, so decode steps and prefills write
+the same values.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _Step = struct("Step")
 class CompiledStep:
     """Runs the steps of one model.
 
-    A token's bits depend on its own sequence alone: not on what else is in the step, on where its
-    slice begins, or on whether it is prompt or answer.
+    A token's bits depend on its own sequence alone. The rest of the step, the start of its slice,
+    and prompt or answer make no difference.
 
     Args:
         program: the model.
-        caches: the pools that it was made for.
+        caches: its pools.
 
     Attributes:
-        looks_up: whether it finds the embeddings of tokens.
+        looks_up: whether it looks up the embeddings of tokens.
 
     Raises:
         BuildError: the library can be neither found nor built.
@@ -60,7 +60,7 @@ class CompiledStep:
     def run(
         self, batch: ForwardBatch, x: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Sequence[int] | None]:
-        """One forward.
+        """Run one forward.
 
         Args:
             batch: its tensors on the host.
@@ -68,13 +68,13 @@ class CompiledStep:
                 looked up.
 
         Returns:
-            (float32 logits `[R, vocab]`, int64 `[T, layers, top_k]` expert ids if they are wanted,
-            `[T, hidden]` in the dtype of activations if the program reports hidden states, the
-            first of each row's largest logits if they are wanted).
+            (float32 logits `[R, vocab]`, int64 `[T, layers, top_k]` expert ids if requested, `[T,
+            hidden]` in the dtype of activations if the program reports hidden states, the first
+            argmax of each row's logits if requested).
 
         Raises:
             KernelArgumentError: a row or block outside of the pools, as from the kernels.
-            MemoryError: from a step whose contexts are too long for it.
+            MemoryError: the contexts are too long for one step.
         """
         _, program = self._program
         tokens, rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
@@ -109,7 +109,7 @@ class CompiledStep:
         return logits, ids, hidden, best
 
     def fold(self, folds: Sequence[tuple[int, int, int]]) -> None:
-        """See `Model.fold`; the arguments are checked there. A step of no tokens."""
+        """Implement `Model.fold`, which checks the arguments, as a step of no tokens."""
         rows, updates, folded = (array("q", each) for each in zip(*folds, strict=True))
         offsets = array("q", [0]) * (len(folds) + 1)
         arrays = {
@@ -128,7 +128,7 @@ class CompiledStep:
 
 
 class _Layout:
-    """Which tokens, rows and blocks belong to which sequence; decode sequences come first."""
+    """The tokens, rows and blocks of each sequence; decode sequences come first."""
 
     def __init__(self, batch: ForwardBatch, tokens: int, caches: CacheTensors) -> None:
         decode, prefill = batch.decode, batch.prefill
@@ -194,7 +194,8 @@ class _Layout:
         return len(self._start)
 
     def addresses(self) -> dict[str, int]:
-        """Where the tables lie, by their names in `Step`: one behind the other."""
+        """Return the addresses of the tables, by their names in `Step`; they lie one behind the
+        other."""
         parts = {
             "first_token": self._first_token,
             "start": self._start,
@@ -216,7 +217,7 @@ class _Layout:
 
 
 class _Media:
-    """Which tokens have features of media, and where those lie."""
+    """The tokens with features of media, and the addresses of those features."""
 
     def __init__(self, batch: ForwardBatch, dtype: torch.dtype) -> None:
         self._rows = [rows.to(dtype).contiguous() for _, rows in batch.media]
@@ -227,6 +228,6 @@ class _Media:
         }
 
     def fields(self) -> dict[str, int]:
-        """Of `Step`."""
+        """Return the fields for `Step`."""
         places = {name: each.buffer_info()[0] for name, each in self._arrays.items()}
         return {"media": len(self._rows), "media_stride": self._rows[0].shape[1], **places}

@@ -1,8 +1,7 @@
 """The compiled vision tower: pictures as one call into `native/step.cpp`.
 
-A small picture is a hundred short operations. Each of them lets the interpreter's lock go and waits
-for its turn to have it back: between threads that are busy in Python that takes far longer than the
-work.
+A small picture takes a hundred short operations. Each one releases the interpreter lock and waits
+to acquire it again. Between threads that are busy in Python, that takes far longer than the work.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ class CompiledTower:
 
     Args:
         blocks, merger: weights.
-        late: mergers of features, by the blocks that they come behind.
+        late: mergers of features, by the index of the block before them.
         dtype: of activations.
         hidden, heads: of the blocks.
         merge: patches per side of a square that becomes one token.
         inv_freq: float32 `[head_dim / 4]`, the rotary embedding's frequencies of each axis.
 
     Attributes:
-        width: of what it returns, embeddings and features.
+        width: of its result, embeddings and features.
 
     Raises:
-        UnsupportedError: a size, type or layout that compiled code does not know.
+        UnsupportedError: a size, dtype or layout that compiled code does not support.
         BuildError: the library can be neither found nor built.
     """
 
@@ -75,7 +74,7 @@ class CompiledTower:
         load()
 
     def run(self, x: torch.Tensor, positions: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Pictures one after the other.
+        """Encode pictures one after the other.
 
         Args:
             x: `[patches, hidden]` embedded patches in the dtype of activations, contiguous.
@@ -91,7 +90,7 @@ class CompiledTower:
         patches = len(x)
         out = torch.empty(patches // self._area, self.width, dtype=x.dtype)
         first_token = array("q", accumulate(sizes, initial=0))
-        # Every patch is a block of keys of its own, and they lie in their order.
+        # Every patch is its own block of keys, in order.
         blocks = array("i", range(patches))
         tables = array("q", (blocks.buffer_info()[0] + 4 * first for first in first_token[:-1]))
         start = array("q", [0]) * len(sizes)
@@ -133,7 +132,7 @@ class CompiledTower:
         program.add(block.fc2, wide)
 
     def _add_merger(self, merger: Merger, place: int) -> None:
-        """Leaves its tokens in that place of the step's rows."""
+        """Write a merger's tokens to its place in the step's rows."""
         program, area = self._program, self._area
         merged, columns = area * self._hidden, merger.fc2.columns
         squares = View(program.normed.buffer, 0, merged)

@@ -1,5 +1,5 @@
-"""Reading config.json: fields as the file gives them, else as the family's table of defaults of
-transformers' classes has them, or as the class itself works them out."""
+"""Reads config.json: fields from the file, else from the family's table of transformers' defaults,
+else from the configuration class itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = {
 }
 
 _SECTIONS = {"text_config": "TextConfig", "vision_config": "VisionConfig"}
-"""How transformers' classes of sections end, which begin like that of the whole."""
+"""Suffixes of the names of transformers' section classes, which share a prefix with the whole's."""
 
 Defaults = Mapping[str, Mapping[str, Any]]
 
@@ -31,20 +31,21 @@ Defaults = Mapping[str, Mapping[str, Any]]
 class Config:
     """A config.json or a section of it.
 
-    What decides shapes or arithmetic is asked for by `size`, `number` and `given`. transformers
-    saves files that leave such fields to its classes, so a default that the family's table names is
-    taken and noted; loading compares what it implies with the tensors (`model_check.py`).
+    Fields that decide shapes or arithmetic are read with `size`, `number` and `given`. transformers
+    saves files that leave such fields to its classes. A default named by the family's table is
+    therefore used and recorded, and loading compares its consequences with the tensors
+    (`model_check.py`).
 
     Args:
         raw: the content.
-        source: the name of transformers' configuration class, which an old version may not have:
-            the table answers for that one alone.
-        defaults: of the classes of a family, by the class's name, then by field. A function works a
-            value out of the section that lacks it.
+        source: the name of transformers' configuration class. An old version may lack it: then the
+            table answers instead.
+        defaults: of the classes of a family, by class name, then by field. A function computes the
+            value from the section that lacks it.
         class_of: returns a class by its name, None if there is none.
-        place: what the section's fields begin with in `defaulted`.
-        defaulted: the fields that the file left to a class, with the class's name; sections share
-            it.
+        place: prefix of the section's fields in `defaulted`.
+        defaulted: the fields left to a class by the file, with the class's name; shared by
+            sections.
 
     Raises:
         CheckpointError: from every method; names the field.
@@ -79,7 +80,7 @@ class Config:
             raise CheckpointError(f"config.json: {' '.join(str(error).split())}") from error
 
     def given(self, name: str) -> Any:
-        """Return a field of the file, also under another name that means the same, or its default.
+        """Return a field of the file, also under its alternative names, or its default.
 
         Raises CheckpointError if neither the file nor the family's table has it.
         """
@@ -91,12 +92,12 @@ class Config:
         if name not in (known := self._defaults.get(self._source, {})):
             raise CheckpointError(f"config.json lacks {name}")
         self.defaulted[self._place + name] = self._source
-        if name in self.raw and self._kind:  # null, which a class may read in a way of its own
+        if name in self.raw and self._kind:  # null, which a class may interpret differently
             return self.value(name)
         return known[name](self) if callable(known[name]) else known[name]
 
     def size(self, name: str) -> int:
-        """A positive whole number; see `given`."""
+        """Return a positive whole number; see `given`."""
         value = self.given(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(
@@ -105,21 +106,22 @@ class Config:
         return value
 
     def number(self, name: str) -> float:
-        """A number; see `given`."""
+        """Return a number; see `given`."""
         value = self.given(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"{name} in config.json must be a number, not {value!r}")
         return float(value)
 
     def positive(self, name: str) -> float:
-        """A finite number above 0; see `given`."""
+        """Return a finite number above 0; see `given`."""
         value = self.number(name)
         if not (math.isfinite(value) and value > 0):
             raise CheckpointError(f"{name} in config.json must be positive, not {value!r}")
         return value
 
     def value(self, name: str) -> Any:
-        """A field as transformers has it; see `given` for a class that it does not have yet."""
+        """Return a field as transformers computes it; see `given` for a class that is not
+        installed."""
         if self._kind is None:
             return self.given(name)
         try:
@@ -131,20 +133,20 @@ class Config:
             ) from error
 
     def expect(self, name: str, expected: object) -> None:
-        """Refuses a model in which a field, see `given`, has another value."""
+        """Refuse a model in which a field (see `given`) has another value."""
         value = self.given(name)
         if value != expected:
             raise CheckpointError(f"{name} {value!r} is not supported, only {expected!r}")
 
     def allow(self, name: str, *values: object) -> None:
-        """Refuses a model in which a field has another value than these, if the file has it."""
+        """Refuse a model in which a field has another value than these, if the file has it."""
         value = self.raw.get(name)
         if value is not None and value not in values:
             named = f", only {values[0]!r}" if values[0] is not None else ""
             raise CheckpointError(f"{name} {value!r} is not supported{named}")
 
     def section(self, name: str, source: str = "") -> Config:
-        """A part that is an object of its own; `source`: its class, if it is not the whole's."""
+        """Return a nested object as a section; `source`: its class, if it is not the whole's."""
         value = self.given(name)
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{name} in config.json must be an object")
@@ -162,14 +164,15 @@ class Config:
         )
 
     def inlined(self, *names: str) -> Config:
-        """The same, with the fields of the first of these objects that the file has, if any."""
+        """Return the same config with the fields of the first of these nested objects in the
+        file, if any."""
         given: Any = next((self.raw[name] for name in names if self.raw.get(name)), {})
         if not isinstance(given, Mapping):
             raise CheckpointError(f"{names[0]} in config.json must be an object")
         return self._like({**self.raw, **given}, self._source, self._place)
 
     def dtype(self, *sections: Config) -> torch.dtype:
-        """Of the weights, which sections may name as well; bfloat16 if nobody does."""
+        """Return the dtype of the weights, which sections may name as well; bfloat16 by default."""
         for each in (self, *sections):
             for name in ("dtype", "torch_dtype"):
                 value = each.raw.get(name)
@@ -181,7 +184,7 @@ class Config:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError, which names no folder."""
+    """Return the object in a JSON file. Raises CheckpointError without the folder's name."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -22,7 +22,7 @@ class Layer:
 
 
 def load_layer(spec: ModelSpec, layer: LayerSpec, source: Loader, name: str) -> Layer:
-    """A layer of a model, whose tensors' names start with `name`."""
+    """Load a layer of a model, whose tensors' names start with `name`."""
     hidden, norm = spec.hidden_size, spec.norm
     return Layer(
         input_norm=load_norm(source, f"{name}.{spec.input_norm}", hidden, norm),
@@ -37,9 +37,9 @@ class Decoder:
 
     Args:
         spec: the model.
-        source: where they come from.
-        prefix: of their names, but for the head's.
-        head: name of the output projection's; None: the embeddings are tied.
+        source: of the weights.
+        prefix: of their names, except for the head's.
+        head: name of the output projection; None: the embeddings are tied.
     """
 
     def __init__(self, spec: ModelSpec, source: Loader, prefix: str, head: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are: a directory, or a Hugging Face hub id."""
+"""Locates a checkpoint's files: a directory, or a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from vlm_serve.errors import CheckpointError, ModelNotFoundError
 INDEX_FILE = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 SIDECAR = "hf_quant_config.json"
-"""What ModelOpt's older exports have instead of a quantization_config."""
+"""ModelOpt's older exports have this file instead of a quantization_config."""
 _CONFIG_FILES = ("config.json", "generation_config.json", SIDECAR)
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 
 
 def resolve_checkpoint(model: str | Path, *, configs_only: bool = False) -> Path:
-    """The local directory of a checkpoint; a hub id is downloaded, or found in the hub's cache.
+    """Return the local directory of a checkpoint; a hub id is downloaded, or found in the hub's
+    cache.
 
     Args:
         model: directory or hub id.
-        configs_only: download what says how large the model is, and nothing else.
+        configs_only: download only the files that determine the model's size.
 
     Raises:
         ModelNotFoundError: neither a directory nor a hub id that can be fetched.
@@ -32,7 +33,7 @@ def resolve_checkpoint(model: str | Path, *, configs_only: bool = False) -> Path
     name = str(model)
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(f"{name!r} is neither a directory nor a Hugging Face hub id")
-    # Imported late: it costs start-up time that local checkpoints need not pay.
+    # Imported late, because local checkpoints do not need it and it slows the start.
     from huggingface_hub import snapshot_download
 
     files = _CONFIG_FILES if configs_only else _HUB_FILES
@@ -43,7 +44,7 @@ def resolve_checkpoint(model: str | Path, *, configs_only: bool = False) -> Path
 
 
 def _complaint(error: Exception) -> str:
-    """What the hub's client, which raises errors of many libraries, means."""
+    """Translate an error of the hub's client, which raises errors of many libraries."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -58,7 +59,7 @@ def _complaint(error: Exception) -> str:
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint directory, in name order.
+    """Return the safetensors files of a checkpoint directory, in name order.
 
     Raises:
         CheckpointError: there are none, or the index is broken or names a missing file.

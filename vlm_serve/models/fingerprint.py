@@ -18,9 +18,9 @@ from vlm_serve.private_files import cache_path, make_private, open_private, secu
 _DOMAIN = b"vlm-serve weights 1"
 _MEMORY_FILE = "fingerprints.json"
 _MOST_REMEMBERED = 4096
-# A file changed within this many seconds of being hashed could change again without a new mtime.
+# A file modified within this many seconds before hashing could change again without a new mtime.
 _SETTLED_SECONDS = 2.0
-# Fields of config.json that say who wrote it, not what it computes.
+# Fields of config.json that name its writer and do not affect the computation.
 _IDLE_FIELDS = ("transformers_version", "_name_or_path")
 
 _Entry = tuple[int, int, str]
@@ -28,10 +28,10 @@ _Entry = tuple[int, int, str]
 
 
 def fingerprint(path: Path | str) -> bytes:
-    """32-byte BLAKE3 over config.json, what ModelOpt has beside it, and every weight file.
+    """Return a 32-byte BLAKE3 over config.json, ModelOpt's file beside it, and every weight file.
 
-    A file's digest is remembered by path, size and modification time in the user's cache directory
-    (`$XDG_CACHE_HOME/vlm-serve`); where that is unwritable, or another user could have written it,
+    A file's digest is cached by path, size and modification time in the user's cache directory
+    (`$XDG_CACHE_HOME/vlm-serve`). If that is unwritable, or another user could have written it,
     files are hashed at every start.
 
     Raises:
@@ -89,12 +89,12 @@ def _recall() -> dict[str, _Entry]:
             if len(digest) == 64
         }
     except (OSError, ValueError, TypeError, AttributeError):
-        # Unreadable, damaged or another user's: as good as empty, and the next write replaces it.
+        # Unreadable, damaged or another user's: treat it as empty; the next write replaces it.
         return {}
 
 
 def _remember(fresh: dict[str, _Entry]) -> None:
-    """Merge into the file and replace it whole, so that a reader never sees half of it."""
+    """Merge into the file and replace it whole, so that readers never see half of it."""
     folder = cache_path()
     if folder is None:
         return

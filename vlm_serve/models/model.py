@@ -35,18 +35,18 @@ _MOST_UINT8_EXPERTS = 256
 
 
 class Model:
-    """A loaded checkpoint. It holds no state of any sequence; that is in the caches it is given.
+    """A loaded checkpoint. It holds no state of any sequence; the caches do.
 
     Attributes:
-        spec: what it is.
-        fingerprint: 32 bytes that stand for the content of the checkpoint.
+        spec: the architecture.
+        fingerprint: 32 bytes that identify the content of the checkpoint.
         weight_dtype: of its projections in memory.
         dtype: of activations and of everything else.
-        device: where it runs.
+        device: of its weights and computation.
         compiled: whether compiled CPU code multiplies.
-        ranks: who share its language model; the vision tower is whole on each of them.
-        drafts: whether its multi-token-prediction layer is loaded; forwards report hidden states
-            then.
+        ranks: the ranks that share its language model; the vision tower is whole on each of them.
+        drafts: whether its multi-token-prediction layer is loaded; forwards then report hidden
+            states.
         quantised: names of the weights that the checkpoint holds as codes.
     """
 
@@ -77,11 +77,11 @@ class Model:
         self._compiled_step: CompiledStep | None = None
 
     def compile_steps(self, caches: CacheTensors) -> None:
-        """Have steps over these pools computed by one call of compiled code each, from now on.
+        """Compute each later step over these pools by one call of compiled code.
 
         Raises:
             BuildError: it can be neither found nor built here.
-            UnsupportedError: it does not know this model, or pools like these.
+            UnsupportedError: it does not support this model, or such pools.
         """
         spec, program = self.spec, Program(self.dtype, self.spec.hidden_size, self.ranks)
         eps, table = spec.norm.eps, self._decoder.embedding
@@ -110,8 +110,8 @@ class Model:
             self._predictor.compile(caches, self._inv_freq, self._decoder.head)
 
     def forward(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
-        """One step: read and write the caches, return the logits that were asked for; of several
-        ranks the first one does, all others their part of them.
+        """Run one step: read and write the caches, return the requested logits. With several ranks,
+        the first one returns all logits and the others their part.
 
         Raises whatever an op raises; the state rows written so far are then undefined.
         """
@@ -129,18 +129,18 @@ class Model:
     def draft(
         self, batch: ForwardBatch, before: torch.Tensor, caches: CacheTensors
     ) -> ForwardOutput:
-        """One forward of the multi-token-prediction layer, which writes its own KV.
+        """Run one forward of the multi-token-prediction layer, which writes its own KV.
 
         Args:
-            batch: the tokens as slices of prefills without state rows, none of them a sequence's
-                first. `positions` are those of the tokens before, and `starts` count the keys
-                before a slice, which are one less than the tokens.
-            before: `[T, hidden]`, what comes before each token: the model's hidden state, or for
-                drafts in a row this layer's own.
+            batch: the tokens as slices of prefills without state rows; none is a sequence's first
+                token. `positions` are those of the preceding tokens, and `starts` count the keys
+                before a slice, one less than the tokens.
+            before: `[T, hidden]`, the input before each token: the model's hidden state, or this
+                layer's own output for consecutive drafts.
             caches: the pools.
 
         Returns:
-            Logits of the token behind, and hidden states, of the batch's `logit_rows`.
+            Logits of the next token, and hidden states, of the batch's `logit_rows`.
         """
         assert self._predictor is not None, "loaded without drafts"
         with compiled_kernels(self.compiled):
@@ -150,8 +150,8 @@ class Model:
 
     @torch.inference_mode()
     def fold(self, caches: CacheTensors, folds: Sequence[tuple[int, int, int]]) -> None:
-        """Folds what drafted tokens have left behind into state rows: (row, first update, count)
-        each, all rows and updates apart."""
+        """Fold the updates of drafted tokens into state rows: (row, first update, count) each, with
+        all rows and updates distinct."""
         check_folds(folds, caches.num_rows, caches.num_updates)
         bound = self._bind(caches)
         if self._compiled_step is not None:
@@ -168,7 +168,7 @@ class Model:
         return x
 
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the table, of which a rank may have its part of the vocabulary alone."""
+        """Return rows of the embedding table; a rank may hold only its part of the vocabulary."""
         table, vocab = self._decoder.embedding, self.spec.vocab_size
         if len(table) == vocab:
             return F.embedding(token_ids, table)
@@ -178,7 +178,7 @@ class Model:
         return self.ranks.sum(rows * known[:, None])
 
     def _add_features(self, x: torch.Tensor, batch: ForwardBatch, index: int) -> None:
-        """What media add to the residual behind the layer of that index."""
+        """Add the media's features for a layer to the residual behind it."""
         hidden = self.spec.hidden_size
         for offset, rows in batch.media:
             first = (1 + index) * hidden
@@ -199,7 +199,7 @@ class Model:
         )
         routed: list[torch.Tensor] = []
         for index, (layer, cache) in enumerate(zip(layers, self._bind(caches), strict=True)):
-            # Behind the last token mixer only the rows with wanted logits matter.
+            # After the last token mixer only rows with requested logits are needed.
             last = layer is layers[-1] and not (batch.capture_experts or self.drafts)
             keep = batch.logit_rows if last else None
             x = layer.mixer.apply(rms_norm(x, layer.input_norm, eps), x, cache, step, keep)
@@ -226,19 +226,19 @@ class Model:
         merges: Sequence[int] | None = None,
         deterministic: bool = False,
     ) -> list[torch.Tensor]:
-        """Embeddings of media spans; see `Tower.encode`."""
+        """Return the embeddings of media spans; see `Tower.encode`."""
         assert self._vision is not None, "a text-only model has no vision tower"
         with compiled_kernels(self.compiled):
             return self._vision.encode(patches, grids, merges, deterministic=deterministic)
 
     def embedding_like(self, grid: Grid, merge: int) -> torch.Tensor:
-        """A tensor without content, of the shape and dtype that `encode_media` gives a grid whose
-        squares of `merge` patches a side become tokens."""
+        """Return a tensor without content, with the shape and dtype of `encode_media`'s result
+        for a grid whose squares of `merge` patches a side become tokens."""
         rows = grid[1] * grid[2] // merge**2
         return torch.empty(rows, self.spec.embedding_width, dtype=self.dtype, device="meta")
 
     def _bind(self, caches: CacheTensors) -> tuple[Any, ...]:
-        """Each layer's part of the pools, made anew only when the pools change."""
+        """Return each layer's part of the pools, rebuilt only when the pools change."""
         if self._caches is not caches:
             self._caches, self._compiled_step = caches, None
             self._bound = tuple(
@@ -269,21 +269,21 @@ def load_model(
 
     Args:
         path: directory or hub id.
-        dtype: float32, bfloat16 or float16, of the projections in memory; what the checkpoint holds
-            is converted.
-        device: where the model runs.
+        dtype: float32, bfloat16 or float16, of the projections in memory; the checkpoint's weights
+            are converted.
+        device: for the model.
         compute_dtype: of activations; `dtype` if it is not given. Only compiled code takes another
             one: float32 with any dtype.
-        compiled: whether compiled CPU code is to compute what it can.
-        ranks: who share the model: only this rank's part is read.
+        compiled: whether compiled CPU code computes everything that it supports.
+        ranks: the ranks that share the model: only this rank's part is read.
         drafts: whether to load its multi-token-prediction layer too; the spec has one.
-        bits: 8 or 4: to what plain weights are quantised, where their parts allow.
+        bits: 8, 6 or 4: precision to which plain weights are quantised, where their parts allow.
         dynamic: whether compiled code quantises activations beside integer codes as well.
 
     Raises:
         ModelNotFoundError: no such checkpoint.
         CheckpointError: it is incomplete, broken or of an unsupported kind.
-        BuildError: compiled code is wanted and cannot be had.
+        BuildError: compiled code is wanted and unavailable.
     """
     directory = resolve_checkpoint(path)
     spec = read_spec(directory)
@@ -300,5 +300,5 @@ def load_model(
     )
     check_defaults(spec, weights)
     model = Model(spec, weights, fingerprint(directory), drafts=drafts)
-    release_freed_memory(regrow=True)  # what pieces of weights needed on their way
+    release_freed_memory(regrow=True)  # release the memory of temporary pieces of weights
     return model

@@ -1,4 +1,4 @@
-"""Compares what config.json leaves to transformers' classes with the tensors there are."""
+"""Compares the fields that config.json leaves to transformers' classes with the tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _COUNTS = ("num_hidden_layers", "depth")
 
 
 def check_defaults(spec: ModelSpec, weights: Weights) -> None:
-    """Say which defaults were taken, and refuse a number of layers that the tensors contradict.
+    """Log the defaults that were used, and refuse a number of layers that the tensors contradict.
 
-    Other sizes are compared when their tensors are read; layers too many would just not be read.
+    Other sizes are compared when their tensors are read; surplus layers would silently not be read.
 
     Raises CheckpointError that names the field.
     """

@@ -1,9 +1,9 @@
 """The multi-token-prediction layer (`mtp.*` of Qwen3.5 checkpoints): drafts the token after next.
 
-At a token's place it reads that token's embedding and the hidden state of the token before, behind
-the model's final norm and at that one's position (as vLLM feeds it). So its keys begin with the
-second token: the first slot of a sequence's KV counts nowhere. Asked for another token, it reads
-its own output in place of the hidden state. Embeddings and output projection are the model's.
+Its input at a token is that token's embedding and the hidden state of the preceding token, behind
+the model's final norm and at that one's position (as in vLLM). Its keys therefore begin with the
+second token, and the first slot of a sequence's KV is unused. For further drafts its own output
+takes the place of the hidden state. Embeddings and output projection are the model's.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FIRST_KEY = 1
 
 
 class Predictor:
-    """The layer, and the pools that it reads and writes.
+    """The layer, and its pools.
 
     Args:
         spec: the model; its `mtp` is not None.
-        source: where the weights come from.
+        source: of the weights.
     """
 
     def __init__(self, spec: ModelSpec, source: Loader) -> None:
@@ -48,7 +48,8 @@ class Predictor:
         self._compiled: CompiledStep | None = None
 
     def compile(self, caches: CacheTensors, inv_freq: torch.Tensor, head: Linear) -> None:
-        """Has compiled code compute the layer over these pools; raises as `Model.compile_steps`."""
+        """Compute the layer over these pools with compiled code; raises as
+        `Model.compile_steps`."""
         eps, layer = self._spec.norm.eps, self._layer
         program = Program(self._norm.dtype, self._spec.hidden_size, first_key=FIRST_KEY)
         program.rotate(inv_freq, axes(len(inv_freq), self._spec.rope.sections))
@@ -59,7 +60,7 @@ class Predictor:
         program.norm(self._norm, eps)
         program.hidden()
         program.logits(head)
-        # It reads and writes no state row.
+        # The layer has no state rows.
         self._compiled = CompiledStep(program, replace(caches, num_rows=0))
 
     def forward(
@@ -71,7 +72,7 @@ class Predictor:
         inv_freq: torch.Tensor,
         head: Linear,
     ) -> ForwardOutput:
-        """See `Model.draft`; `embedded`: `[T, hidden]`, the tokens'."""
+        """Implement `Model.draft`; `embedded`: `[T, hidden]`, the tokens' embeddings."""
         eps = self._spec.norm.eps
         pair = (
             rms_norm(embedded, self._embedding_norm, eps),
@@ -102,5 +103,5 @@ class Predictor:
         return ForwardOutput(logits, hidden=hidden)
 
     def _bind(self, caches: CacheTensors) -> object:
-        """Its pools come behind those of all other layers."""
+        """Return its pools, which come behind those of all other layers."""
         return self._layer.mixer.bind(caches.of_layer(len(self._spec.layers)))

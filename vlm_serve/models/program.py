@@ -1,4 +1,4 @@
-"""A forward as a program of operations, for compiled code; `native/program.h` says what they do."""
+"""A forward as a program of operations for compiled code; `native/program.h` defines them."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ class View(NamedTuple):
     stride: int = 0
 
     def at(self, column: int) -> View:
-        """The same rows from another column on."""
+        """Return the same rows from another column on."""
         return View(self.buffer, self.column + column, self.stride)
 
 
 class Program:
-    """Takes operations one after the other, and keeps all that they point to.
+    """Collects operations in order, and keeps everything that they point to alive.
 
     Args:
         dtype: of activations.
         hidden: width of the residual.
-        ranks: who share the model.
+        ranks: the ranks that share the model.
         first_key: slots of a sequence's table before its first key.
 
     Attributes:
-        residual: float32, what layers add to; it begins as the embeddings.
-        normed: where norms of the residual go.
+        residual: float32, the sum that layers add to; it begins as the embeddings.
+        normed: destination of norms of the residual.
         shared: whether ranks share the model.
         cos, sin: float32, angles of every token, once `rotate` has been called.
         reports_hidden: whether `hidden` has been called.
         looks_up: whether `look_up` has been called.
 
     Raises:
-        UnsupportedError: from every method: a size, type or layout that compiled code does not
-            know.
+        UnsupportedError: from every method: a size, dtype or layout that compiled code does not
+            support.
     """
 
     def __init__(
@@ -78,13 +78,14 @@ class Program:
         self.normed = self.view("normed", hidden)
 
     def check_whole(self, **sizes: int) -> None:
-        """Rows are worked on in whole vectors."""
+        """Check that rows consist of whole vectors."""
         for name, size in sizes.items():
             if size % LANES:
                 raise UnsupportedError(f"{name} is {size}, not a multiple of {LANES}")
 
     def view(self, name: str, width: int, dtype: torch.dtype | None = None) -> View:
-        """Rows of so many elements in the buffer of that name, which is made wide enough."""
+        """Return rows of so many elements in the buffer of that name, which is widened as
+        needed."""
         index = self._names.setdefault(name, len(self._widths))
         if index == len(self._widths):
             self._widths.append(0)
@@ -94,20 +95,20 @@ class Program:
         return View(index, 0, stride)
 
     def emit(self, operation: str, **arguments: Any) -> None:
-        """Adds an operation, by the name of its struct, with the fields of that."""
+        """Append an operation, by the name of its struct, with that struct's fields."""
         kind = struct(operation)
         assert arguments.keys() <= {field[0] for field in kind._fields_}, f"no such {operation}"
         self._ops.append((_number(operation), kind(**arguments)))
 
     def look_up(self, embeddings: torch.Tensor) -> None:
-        """Tokens may come without embeddings, which are rows of this table: `[tokens known,
+        """Let steps take tokens without embeddings, which are rows of this table: `[known tokens,
         hidden]`, in the dtype of activations."""
         assert embeddings.dtype == self.dtype and embeddings.is_contiguous()
         self._embeddings, self.looks_up = embeddings, True
 
     def rotate(self, inv_freq: torch.Tensor, axis: torch.Tensor) -> None:
-        """Angles of every token: frequencies float32 `[half]`, and int32 `[half]`, the row of the
-        positions that each takes."""
+        """Append the angles of every token: frequencies float32 `[half]`, and int32 `[half]`,
+        the row of positions for each."""
         half = len(inv_freq)
         self.cos = self.view("cos", half, torch.float32)
         self.sin = self.view("sin", half, torch.float32)
@@ -116,38 +117,38 @@ class Program:
         self.emit("Rotations", cos=self.cos, sin=self.sin, half=half, **tables)
 
     def norm(self, weight: torch.Tensor, eps: float) -> None:
-        """The residual's norm, to `normed`."""
+        """Append the residual's norm, to `normed`."""
         factors, width = self.factors(weight), self._hidden
         self.emit("Norm", x=self.residual, out=self.normed, width=width, factors=factors, eps=eps)
 
     def product(self, weight: Linear, x: View, out: View, use: str = "STORE") -> None:
-        """A projection of all rows; `use` says where it goes."""
+        """Append a projection of all rows; `use` selects its destination."""
         for part in weight.parts if isinstance(weight, Joined) else (weight,):
             self.emit("Product", weight=self.weight(part), x=x, out=out, use=constant(use))
             out = out.at(part.columns)
 
     def add(self, weight: Linear, x: View) -> None:
-        """Adds a projection to the residual; of all ranks, each with its part of x."""
+        """Append a projection that is added to the residual; each rank multiplies its part of x."""
         self.product(weight, x, self.residual, "SHARED" if self.shared else "ADD")
         self.reduce()
 
     def reduce(self) -> None:
-        """Adds what all ranks have computed last to the residual."""
+        """Append the sum of all ranks' last results to the residual."""
         if self.shared:
             self.emit("Reduce", out=self.residual, width=self._hidden)
 
     def logits(self, head: Linear) -> None:
-        """The step's logits, from `normed`."""
+        """Append the step's logits, from `normed`."""
         self._vocab = head.columns
         self.product(head, self.normed, View(), "LOGITS")
 
     def hidden(self) -> None:
-        """The step's hidden states, from `normed`."""
+        """Append the step's hidden states, from `normed`."""
         self.reports_hidden = True
         self.emit("Hidden", x=self.normed, width=self._hidden, stride=self._hidden)
 
     def gated(self, gate: Linear, up: Linear) -> View:
-        """silu(gate(normed)) * up(normed)."""
+        """Append silu(gate(normed)) * up(normed)."""
         self.check_whole(intermediate_size=gate.columns)
         hidden = self.view("hidden", gate.columns)
         weights = {"gate": self.weight(gate), "up": self.weight(up)}
@@ -156,13 +157,12 @@ class Program:
         return hidden
 
     def features(self, index: int) -> None:
-        """Adds the features of that index, which media bring behind their embeddings, to the
-        residual."""
+        """Append the sum of the residual and the media features of that index."""
         column = (1 + index) * self._hidden
         self.emit("Features", out=self.residual, column=column, width=self._hidden)
 
     def keep(self, x: View, width: int, *, reporting: bool = False) -> None:
-        """From here on only rows with wanted logits matter, of the residual and of x; in steps that
+        """Restrict the residual and x to the rows with requested logits from here on; in steps that
         report routed experts, or in all others."""
         self.emit(
             "Keep",
@@ -174,13 +174,13 @@ class Program:
         )
 
     def next_expert_layer(self, top_k: int) -> int:
-        """The place of another layer's choice in what a step reports."""
+        """Return the index of another layer's choice in a step's report."""
         self._top_k = top_k
         self._expert_layers += 1
         return self._expert_layers - 1
 
     def weight(self, weight: Linear) -> ctypes.Structure:
-        """A projection's record."""
+        """Return a projection's record."""
         record = weight.record()
         if record is None:
             raise UnsupportedError("weights that torch multiplies by")
@@ -191,24 +191,25 @@ class Program:
         return record
 
     def weights(self, weights: Sequence[Linear]) -> int:
-        """The address of several projections' records."""
+        """Return the address of several projections' records."""
         records = (WeightRecord * len(weights))(*map(self.weight, weights))
         _check_alike(*records)
         self._alive.append(records)
         return ctypes.addressof(records)
 
     def factors(self, norm: torch.Tensor) -> int:
-        """The address of a norm's factors."""
+        """Return the address of a norm's factors."""
         return self.vector(norm.float() + 1.0)
 
     def vector(self, values: torch.Tensor) -> int:
-        """The address of a float32 copy."""
+        """Return the address of a float32 copy."""
         own = values.float().contiguous()
         self._alive.append(own)
         return own.data_ptr()
 
     def record(self, only: str | None = None) -> ctypes.Structure:
-        """The whole program, or its operations of one kind; it lives as long as this."""
+        """Return the whole program, or its operations of one kind; it lives as long as this
+        object."""
         kind, wanted = struct("Op"), None if only is None else _number(only)
         chosen = [op for op in self._ops if wanted in (None, op[0])]
         table = self._embeddings
@@ -233,7 +234,7 @@ class Program:
 
 
 def _check_alike(*records: Any) -> None:
-    """One operand serves them all."""
+    """Check that the weights have the same operand."""
     if len({(each.type, each.group, each.dynamic, bool(each.zeros)) for each in records}) > 1:
         raise UnsupportedError("weights of several formats that share an operand")
 

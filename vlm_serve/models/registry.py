@@ -1,4 +1,4 @@
-"""The models that can be served: what config.json calls them, and who reads it."""
+"""The supported models: their names in config.json, and the modules that read them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from vlm_serve.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a model type gets.
+    """The features of a model type.
 
     Attributes:
-        module: its `spec(Config) -> ModelSpec` knows the type; it may have a table of `DEFAULTS`.
+        module: its `spec(Config) -> ModelSpec` reads the type; it may have a table of `DEFAULTS`.
         source: transformers' class of its config.json, if it has one.
-        media: what prompts may hold beside text.
+        media: kinds of media in prompts.
         state: whether layers keep a state, so that hits need snapshots.
         experts: whether layers have routed experts.
         compiled: whether compiled code runs whole steps on a CPU.
-        quantised: what `quant_method` its checkpoints may have.
+        quantised: supported `quant_method` values.
     """
 
     module: str
@@ -54,11 +54,11 @@ FAMILIES = {
     "minicpmv4_6": Served(_MINICPMV, "MiniCPMV4_6Config"),
     "minicpmv4_7": Served(_MINICPMV, "MiniCPMV4_7Config"),
 }
-"""By model type, as config.json has it."""
+"""By `model_type` of config.json."""
 
 
 def read_spec(path: Path | str) -> ModelSpec:
-    """The model in a checkpoint directory, or that of a config.json alone.
+    """Return the model in a checkpoint directory, or that of a config.json alone.
 
     Raises:
         CheckpointError: a file is missing or broken, or the model is of an unsupported kind.
@@ -72,7 +72,7 @@ def read_spec(path: Path | str) -> ModelSpec:
 
 
 def _with_sidecar(path: Path) -> Mapping[str, Any]:
-    """A config.json, with what ModelOpt's older exports have beside it."""
+    """Return a config.json, completed by the file of ModelOpt's older exports."""
     raw, beside = read_json(path), path.with_name(SIDECAR)
     if "quantization_config" in raw or not beside.is_file():
         return raw
@@ -80,7 +80,7 @@ def _with_sidecar(path: Path) -> Mapping[str, Any]:
 
 
 def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
-    """The model that the content of a config.json describes; raises as `read_spec`."""
+    """Return the model described by the content of a config.json; raises as `read_spec`."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -99,7 +99,7 @@ def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
 
 
 def _class_of(source: str) -> Any:
-    # Imported late: it takes half a second, which those need not pay who read no config.
+    # Imported late, because it takes half a second and only reading a config needs it.
     import transformers
 
     return getattr(transformers, source, None)

@@ -1,4 +1,4 @@
-"""Says which fields of config.json a tensor's shape follows from, for errors."""
+"""Names the fields of config.json that determine a tensor's shape, for error messages."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ _FIELDS = {
     ),
     r"(input_layernorm|post_attention_layernorm|(^|\.)norm)\.weight": ("hidden_size",),
 }
-"""Of the axes of tensors, by how names end; the first that fits."""
+"""Fields by axes of tensors, by suffixes of names; the first match wins."""
 _STORED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_\w+)$")
-"""What stands in the place of a quantised weight, in axes of its own."""
+"""Tensors in place of a quantised weight, with other axes."""
 
 
 def mismatch(name: str, found: Sequence[int], *wanted: Sequence[int]) -> str:
     """Return the sentence about a tensor of another shape than the config implies.
 
     Args:
-        wanted: the shapes that would do.
+        wanted: the accepted shapes.
     """
     implied = " or ".join(str(list(each)) for each in wanted)
     sentence = f"{name} has shape {list(found)}, the config implies {implied}"

@@ -1,4 +1,4 @@
-"""A model as data: its layers and everything else but the weights."""
+"""A model as data: its layers and everything else except the weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from vlm_serve.preprocess.family import Family
 
 @dataclass(frozen=True)
 class Rope:
-    """`rotary_dim` of each head's dims are rotated; `sections` says how many of the
-    `rotary_dim / 2` frequencies take the temporal, height and width position."""
+    """`rotary_dim` of each head's dims are rotated; `sections` gives the number of the
+    `rotary_dim / 2` frequencies for temporal, height and width position."""
 
     theta: float
     rotary_dim: int
@@ -38,21 +38,21 @@ class Tower(Protocol):
         *,
         deterministic: bool = False,
     ) -> list[torch.Tensor]:
-        """Embeddings of the pictures that `MediaItem.patches` gives, one after the other.
+        """Return embeddings of the pictures given by `MediaItem.patches`, one after the other.
 
         Args:
             patches: float32, all their patches.
             grids: (1, h, w) of each, in patches.
-            merges: patches per side that become one token, of each; None: as the config has it.
+            merges: patches per side that become one token, of each; None: as in the config.
             deterministic: each result has the bits of encoding it alone.
         """
         ...
 
 
 class Vision(Protocol):
-    """A vision tower as data. `deepstack` names its layers that add features behind the decoder's
-    first layers, none in most; `anchor` is the name of one of its tensors, `layers` the beginning
-    of those of its `depth` layers."""
+    """A vision tower as data. `deepstack` names the layers whose features are added behind the
+    decoder's first layers, none in most. `anchor` is the name of one of its tensors, `layers` the
+    prefix of those of its `depth` layers."""
 
     @property
     def anchor(self) -> str: ...
@@ -66,7 +66,7 @@ class Vision(Protocol):
     def deepstack(self) -> tuple[int, ...]: ...
 
     def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> Tower:
-        """Reads its weights; names start with `prefix`, activations are of type `dtype`."""
+        """Read its weights; names start with `prefix`, activations have `dtype`."""
         ...
 
 
@@ -86,11 +86,11 @@ class ModelSpec:
         norm: before mixers and feed-forwards, and behind the last layer.
         vision: None for a text-only model.
         dtype: of the checkpoint's weights.
-        family: what its tokenizer and its chat template agree on.
+        family: conventions of its tokenizer and its chat template.
         input_norm, post_norm: names of a layer's norms in the checkpoint.
         mtp: the layer that drafts the token after next (`mtp.py`); None: there is none.
         generation: the content of generation_config.json: defaults of sampling.
-        quantization: how its weights are quantised; None if none are.
+        quantization: of its weights; None if none are quantised.
         defaulted: the fields that config.json left to a class of transformers, with its name.
     """
 
@@ -113,7 +113,7 @@ class ModelSpec:
 
     @cached_property
     def routing(self) -> Routing | None:
-        """How the layers with routed experts choose them, all alike; None if there are none."""
+        """Routing of the layers with routed experts, the same for all; None if there are none."""
         found = {layer.feed_forward.routing for layer in self.layers} - {None}
         assert len(found) <= 1, "layers route alike"
         return found.pop() if found else None
@@ -125,20 +125,20 @@ class ModelSpec:
 
     @property
     def media_features(self) -> int:
-        """Decoder layers behind which media add features."""
+        """Number of decoder layers that add media features."""
         return 0 if self.vision is None else len(self.vision.deepstack)
 
     @property
     def embedding_width(self) -> int:
-        """Numbers that stand for a token of a medium: its embedding, then its features."""
+        """Numbers per media token: its embedding, then its features."""
         return (1 + self.media_features) * self.hidden_size
 
     def cache_layout(self, ranks: int = 1, *, mtp: bool = False) -> CacheLayout:
-        """The pools that one of `ranks` ranks holds; with `mtp` also those of the layer that
-        drafts, behind all others: its KV, and in every state row the last token's hidden state.
+        """Return the pools of one of `ranks` ranks. With `mtp` the draft layer's come last: its KV,
+        and the last token's hidden state in every state row.
 
         Raises:
-            ConfigError: the heads cannot be shared out.
+            ConfigError: the heads cannot be split.
         """
         for layer in self.layers:
             repeated = layer.mixer.heads_to_repeat()

@@ -33,8 +33,8 @@ Grid = tuple[int, int, int]
 @dataclass(frozen=True)
 class VisionSpec:
     """The tower of Qwen. `num_positions` is a square: the learned grid of position embeddings.
-    `deepstack` lists the layers, ascending, behind which a merger of its own makes features that
-    are added to the residual behind the decoder's first layers, one after the other."""
+    `deepstack` lists layers, ascending. A merger behind each of them produces features, which are
+    added to the residual behind the decoder's first layers, one after the other."""
 
     depth: int
     hidden_size: int
@@ -56,7 +56,7 @@ class VisionSpec:
 
     @property
     def layers(self) -> str:
-        """Return what the names of its layers' tensors begin with."""
+        """Prefix of the names of its layers' tensors."""
         return "blocks."
 
     @property
@@ -65,7 +65,7 @@ class VisionSpec:
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> VisionTower:
-        """See `Vision.load`."""
+        """Implement `Vision.load`."""
         return VisionTower(self, source, prefix, dtype)
 
 
@@ -75,7 +75,7 @@ class VisionTower:
 
     Args:
         config: sizes.
-        source: where the tensors come from.
+        source: of the tensors.
         prefix: of their names.
         dtype: of activations.
     """
@@ -100,7 +100,7 @@ class VisionTower:
         self._grid_tensors = lru_cache(REMEMBERED_GRIDS)(self._compute_grid_tensors)
 
     def _compile(self) -> CompiledTower | None:
-        """None if compiled code does not multiply here, or does not know such a tower."""
+        """Return the compiled tower; None if compiled code is off or does not support it."""
         config = self._config
         try:
             return CompiledTower(
@@ -136,7 +136,7 @@ class VisionTower:
 
         Returns:
             `[h * w / merge**2, embedding_width]` in the model's dtype for each grid: embeddings,
-            and features of every deepstack layer behind them.
+            then features of every deepstack layer.
         """
         sizes = [height * width for _, height, width in grids]
         assert set(merges or ()) <= {self._config.merge_size}, "this tower merges in one way"
@@ -200,7 +200,7 @@ class VisionTower:
         return merger.fc2(hidden, deterministic=deterministic)
 
     def _compute_grid_tensors(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Position embeddings of a grid's patches, and int64 `[2, n]` rows and columns."""
+        """Return position embeddings of a grid's patches, and int64 `[2, n]` rows and columns."""
         merge = self._config.merge_size
         positions = interpolate_positions(self._positions, height, width, merge)
         return positions, torch.stack(block_order(height, width, merge))
@@ -217,7 +217,8 @@ class _Reader(Reader):
         return self.tensor("pos_embed.weight", self._config.num_positions, self._config.hidden_size)
 
     def patch_embed(self) -> Linear:
-        """A convolution whose stride is its kernel: a projection of flattened patches."""
+        """Load a convolution whose stride equals its kernel, as a projection of flattened
+        patches."""
         config = self._config
         kernel = (config.in_channels, config.temporal_patch_size, *[config.patch_size] * 2)
         return self.projection("patch_embed.proj", config.hidden_size, *kernel)

@@ -1,4 +1,4 @@
-"""What the vision tower derives from a picture's grid alone: interpolated positions and angles."""
+"""Values that depend on a picture's grid alone: interpolated positions and angles."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def block_order(height: int, width: int, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column of every patch, in the order the processor emits patches.
+    """Return row and column of every patch, in the processor's order of patches.
 
-    Patches come in squares of `merge * merge` that later become one token: squares row by row,
+    Patches come in squares of `merge * merge`, which later become one token: squares row by row,
     and row by row within a square.
 
     Args:
@@ -24,7 +24,7 @@ def block_order(height: int, width: int, merge: int) -> tuple[torch.Tensor, torc
 
 
 def interpolate_positions(table: torch.Tensor, height: int, width: int, merge: int) -> torch.Tensor:
-    """The learned square grid of position embeddings, resampled to a picture's grid.
+    """Resample the learned square grid of position embeddings to a picture's grid.
 
     Bilinear with aligned corners (transformers' get_vision_interpolation_indices_and_weights).
 
@@ -46,7 +46,7 @@ def interpolate_positions(table: torch.Tensor, height: int, width: int, merge: i
 
 
 def _taps(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two grid lines around each position, and how much each of them counts."""
+    """Return the two grid lines around each position, and their weights."""
     place = index.float() * (side - 1) / max(size - 1, 1)
     below = place.floor()
     taps = torch.stack([below, below + 1], dim=1).clamp(max=side - 1).long()
@@ -55,21 +55,21 @@ def _taps(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tensor, torc
 
 
 def axial_frequencies(head_dim: int, theta: float) -> torch.Tensor:
-    """Of the axial rotary embedding: float32 `[head_dim / 4]`. Half of a head's angles turn with
-    the row by these, half with the column."""
+    """Return the frequencies of the axial rotary embedding: float32 `[head_dim / 4]`. Half of a
+    head's angles follow the row, half the column."""
     spatial = head_dim // 2
     return 1.0 / (theta ** (torch.arange(0, spatial, 2, dtype=torch.float) / spatial))
 
 
 def nested_order(height: int, width: int, merge: int) -> torch.Tensor:
-    """Which patch of a picture, counted row by row, comes when: in squares of `merge * merge` that
-    later become one token, row by row; those in squares of half the side, and so on.
+    """Return the order of a picture's patches: squares of `merge * merge`, which later become one
+    token, row by row; within them squares of half the side, and so on.
 
     Args:
         height, width: the grid in patches, multiples of `merge`, a power of two.
 
     Returns:
-        int64 `[height * width]`.
+        int64 `[height * width]`, patches counted row by row.
     """
     order = torch.arange(height * width).view(1, height, width)
     side = merge
@@ -82,11 +82,11 @@ def nested_order(height: int, width: int, merge: int) -> torch.Tensor:
 
 
 def nearest_positions(height: int, width: int, side: int) -> torch.Tensor:
-    """The place in a learned `side * side` grid that each patch of a picture, counted row by row,
-    is nearest to from below (transformers' get_vision_nearest_position_ids, with its rounding).
+    """Return the index in a learned `side * side` grid for each patch of a picture, rounded down
+    from its position (transformers' get_vision_nearest_position_ids, with its rounding).
 
     Returns:
-        int64 `[height * width]`.
+        int64 `[height * width]`, patches counted row by row.
     """
     edges = torch.arange(1 / side, 1.0, 1 / side)
     rows, columns = (

@@ -1,4 +1,4 @@
-"""What vision towers have in common: reading their tensors, layer norms, attention by picture."""
+"""Common parts of vision towers: reading their tensors, layer norms, attention by picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.models.parts.base import Loader
 
 REMEMBERED_GRIDS = 64
-"""What follows from a grid alone is kept for so many of them."""
+"""Number of grids for which derived tensors are kept."""
 
 EPS = 1e-6
 """Of layer norms."""
@@ -39,7 +39,7 @@ class VisionBlock:
 
 @dataclass(frozen=True, slots=True)
 class Merger:
-    """Squares of patches to tokens. `norm` is of patches, or of squares where `late`."""
+    """Squares of patches to tokens. `norm` applies to patches, or to squares if `late`."""
 
     norm: Affine
     fc1: Linear
@@ -48,38 +48,39 @@ class Merger:
 
 
 class Reader:
-    """Tensors of a tower by their names, all of which start with `prefix`."""
+    """Tensors of a tower by name; all names start with `prefix`."""
 
     def __init__(self, source: Loader, prefix: str) -> None:
         self._source = source
         self._prefix = prefix
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """In the type of activations."""
+        """Return a tensor in the dtype of activations."""
         return self._source.tensor(self._prefix + name, shape)
 
     def norm(self, name: str, size: int) -> Affine:
-        """A layer norm over `size` numbers."""
+        """Load a layer norm over `size` numbers."""
         return Affine(self.tensor(f"{name}.weight", size), self.tensor(f"{name}.bias", size))
 
     def projection(self, name: str, *shape: int) -> Linear:
-        """One with a bias; what is not its rows is flattened."""
+        """Load a projection with a bias; all dimensions but the rows are flattened."""
         return self.fused([name], *shape)
 
     def fused(self, names: list[str], *shape: int) -> Linear:
-        """Several of one shape as one, their rows below each other."""
+        """Load several projections of one shape as one, with their rows stacked."""
         starts = [self._prefix + name for name in names]
         biases = [Part(f"{start}.bias", shape[:1]) for start in starts]
         return self._source.linear(*(Part(f"{s}.weight", shape) for s in starts), bias=biases)
 
 
 def layer_norm(x: torch.Tensor, norm: Affine) -> torch.Tensor:
-    """Over the last dim."""
+    """Normalise over the last dim."""
     return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, EPS)
 
 
 def attend(qk: torch.Tensor, v: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Attention of every picture to itself: `[n, 2, heads, d]`, `[n, heads, d]` to `[n, heads, d]`.
+    """Compute attention of every picture to itself: `[n, 2, heads, d]`, `[n, heads, d]` to `[n,
+    heads, d]`.
 
     Neighbours of equal size share a call.
     """

@@ -16,7 +16,7 @@ from vlm_serve.models.vision_grid import nearest_positions, nested_order
 from vlm_serve.models.vision_parts import REMEMBERED_GRIDS, Affine, Reader, attend, layer_norm
 
 _WINDOW = 4
-"""Patches of a window, and windows of a token."""
+"""Patches per window, and windows per token."""
 
 Grid = tuple[int, int, int]
 
@@ -27,9 +27,9 @@ class WindowVisionSpec:
 
     Attributes:
         side: of the square of learned position embeddings.
-        merged_layer: behind this layer windows of 2x2 patches become one, where a token stands for
-            4x4 of them.
-        merge_size: patches per side that become one token, unless a picture says otherwise: 2 or 4.
+        merged_layer: behind this layer windows of 2x2 patches become one, if a token covers 4x4 of
+            them.
+        merge_size: patches per side that become one token, unless a picture overrides it: 2 or 4.
     """
 
     depth: int
@@ -50,7 +50,7 @@ class WindowVisionSpec:
 
     @property
     def layers(self) -> str:
-        """Return what the names of its layers' tensors begin with."""
+        """Prefix of the names of its layers' tensors."""
         return "vision_tower.encoder.layers."
 
     @property
@@ -64,7 +64,7 @@ class WindowVisionSpec:
         return self.in_channels * self.patch_size**2
 
     def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> WindowVisionTower:
-        """See `Vision.load`."""
+        """Implement `Vision.load`."""
         return WindowVisionTower(self, source, prefix, dtype)
 
 
@@ -91,12 +91,12 @@ class _Block:
 class WindowVisionTower:
     """transformers' MiniCPMV4_6VisionModel and its mergers.
 
-    Patches are put into the order in which they are merged, so that a window and a token are
-    neighbours; attention does not mind.
+    Patches are sorted into merge order, so that the patches of a window and of a token are
+    neighbours; attention does not depend on their order.
 
     Args:
         config: sizes.
-        source: where the tensors come from.
+        source: of the tensors.
         prefix: of their names.
         dtype: of activations.
     """
@@ -169,7 +169,8 @@ class WindowVisionTower:
         return merged.split_with_sizes([size // merge**2 for size in sizes])
 
     def _merge_windows(self, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
-        """`[n, hidden]` to `[n / 4, hidden]`: attention within each window, then one of it."""
+        """Reduce `[n, hidden]` to `[n / 4, hidden]`: attention within each window, then its
+        merger."""
         attention, mlp = self._window
         x = self._attend(attention, x, [_WINDOW] * (len(x) // _WINDOW), deterministic)
         windows = x.view(-1, _WINDOW, self._config.hidden_size)
@@ -198,7 +199,7 @@ class WindowVisionTower:
     def _compute_grid_tensors(
         self, height: int, width: int, merge: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which patch comes when, and the positions of those patches."""
+        """Return the order of the patches, and their positions."""
         assert merge in (2, 4) and height % merge == width % merge == 0, "a grid of whole tokens"
         order = nested_order(height, width, merge)
         places = nearest_positions(height, width, self._config.side)[order]
@@ -217,7 +218,8 @@ class _Reader(Reader):
         return self.tensor(name, self._config.side**2, self._config.hidden_size)
 
     def patch_embed(self) -> Linear:
-        """A convolution whose stride is its kernel: a projection of flattened patches."""
+        """Load a convolution whose stride equals its kernel, as a projection of flattened
+        patches."""
         config = self._config
         kernel = (config.in_channels, config.patch_size, config.patch_size)
         name = "vision_tower.embeddings.patch_embedding"

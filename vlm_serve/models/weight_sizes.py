@@ -1,5 +1,5 @@
-"""What a model's weights take in memory, without reading them: the model is loaded from nothing,
-and what it asks for is counted."""
+"""Memory of a model's weights without reading them: a dry load counts the tensors that it
+requests."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class WeightBytes:
         projections: with their biases.
         table: the token embeddings.
         others: norms, convolutions, positions of the vision tower.
-        mapped: whether the table stays in its file, of which only rows that are looked up are read.
-        formats: of projections in a quantised checkpoint, by the names of formats and of the type
+        mapped: whether the table stays in its file, from which only needed rows are read.
+        formats: of projections in a quantised checkpoint, by the names of formats and of the dtype
             of dense ones.
     """
 
@@ -46,7 +46,7 @@ class WeightBytes:
 
     @property
     def in_memory(self) -> int:
-        """What is allocated for them."""
+        """Bytes allocated for them."""
         return self.projections + self.others + (0 if self.mapped else self.table)
 
     def __str__(self) -> str:
@@ -56,17 +56,17 @@ class WeightBytes:
 
 
 class Shapes:
-    """A `Loader` of tensors without memory; adds up what they would take.
+    """A `Loader` of tensors without memory; adds up their sizes.
 
     Args:
-        weights: type of dense projections and of the table.
-        compute: type of everything else.
-        device: where they are to live.
+        weights: dtype of dense projections and of the table.
+        compute: dtype of everything else.
+        device: of the tensors.
         compiled: whether projections are packed for compiled CPU kernels.
         format_of: the format of a part; None: dense.
 
     Attributes:
-        of_tensors: every tensor that was asked for, by name.
+        of_tensors: every requested tensor, by name.
         formats: bytes of quantised projections, by the name of their format.
     """
 
@@ -124,7 +124,7 @@ class Shapes:
     def _add(
         self, format_: Format | OnLoad | None, columns: int, depth: int, *, biased: bool
     ) -> None:
-        """Counts one weight."""
+        """Count one weight."""
         width, biases = self._weights.itemsize, columns if biased else 0
         padded = -(-columns // PANEL) * PANEL if self._compiled else columns
         if format_ is not None:
@@ -143,7 +143,8 @@ class Shapes:
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """One number many times: arithmetic on a tensor on "meta" imports torch's compiler."""
+    """Return one number expanded to a shape: arithmetic on a "meta" tensor imports torch's
+    compiler."""
     return torch.zeros((), dtype=dtype).expand(*shape)
 
 
@@ -159,20 +160,20 @@ def weight_bytes(
     quantised: Collection[str] | None = None,
     bits: int | None = None,
 ) -> WeightBytes:
-    """The sizes, to within one percent of what a loaded model has.
+    """Return the sizes, to within one percent of a loaded model's.
 
     Args:
         spec: the model.
-        weights: type of projections and table.
-        compute: type of everything else.
-        device: where they are to live.
+        weights: dtype of projections and table.
+        compute: dtype of everything else.
+        device: of the tensors.
         compiled: whether they are packed for compiled CPU kernels, in whole panels.
-        tensor_parallel: ranks that share the language model; the vision tower is on each. The
-            sizes are those of the last rank, which has the larger part of what cannot be halved.
+        tensor_parallel: ranks that share the language model; the vision tower is on each. The sizes
+            are those of the last rank, which has the larger part of an uneven split.
         drafts: with the multi-token-prediction layer.
-        quantised: names of the weights that are; without them, what the config says and published
-            checkpoints do decides.
-        bits: to which plain weights are quantised while they are loaded.
+        quantised: names of the quantised weights; without them, the config and the habits of
+            published checkpoints decide.
+        bits: precision to which plain weights are quantised while they are loaded.
     """
     ranks = Ranks(tensor_parallel - 1, tensor_parallel)
     mapped = device.type == "cpu" and weights == spec.dtype
@@ -218,7 +219,7 @@ class _Formats:
             return None
         names = [part.name]
         if part.index is not None:
-            # Checkpoints may hold each expert by itself.
+            # Checkpoints may hold each expert separately.
             place, _, kind = part.name.rpartition(".")
             own = "down" if kind == "down_proj" else "gate"
             names.append(f"{place}.{part.index}.{own}_proj.weight")
@@ -235,9 +236,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def prompt_price(spec: ModelSpec) -> float:
-    """What the layer that drafts adds to the multiplications by weights that a prompt's token
-    takes, as a share of them: the layer itself, and the last layer's feed-forward, which else runs
-    for a prompt's last token alone."""
+    """Return the draft layer's share of a prompt token's multiplications by weights: the layer
+    itself, and the last layer's feed-forward, which otherwise runs for a prompt's last token
+    alone."""
     last = Shapes(spec.dtype)
     spec.layers[-1].feed_forward.load(last, "", spec.hidden_size)
     drafting, whole = Shapes(spec.dtype), Shapes(spec.dtype)
@@ -249,7 +250,8 @@ def prompt_price(spec: ModelSpec) -> float:
 
 
 def _multiplications(spec: ModelSpec, shapes: Shapes) -> float:
-    """Of one token by all matrices; it goes through `top_k` of its routed experts."""
+    """Count one token's multiplications by all matrices; it passes `top_k` of its routed
+    experts."""
     routing = spec.routing
     share = routing.top_k / routing.num_experts if routing is not None else 1.0
     return sum(

@@ -1,4 +1,4 @@
-"""Reading weights: memory-mapped files in, tensors of the wanted type out."""
+"""Reads weights: memory-mapped files in, tensors of the wanted dtype out."""
 
 from __future__ import annotations
 
@@ -36,26 +36,27 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Weights:
-    """The tensors of a checkpoint. Files are mapped, and each tensor is copied once, straight into
-    the memory of the model.
+    """The tensors of a checkpoint. Files are mapped, and each tensor is copied once, directly
+    into the memory of the model.
 
     Args:
         path: checkpoint directory.
         dtype: of projections and lookup tables in memory.
-        device: where everything is to live.
+        device: for all tensors.
         compute_dtype: of everything else, and of activations; `dtype` if it is not given.
         compiled: whether compiled CPU code multiplies.
-        ranks: who share the model. What a rank has no part of is not read.
-        scheme: what its config says about quantised weights.
-        bits: to which plain weights are quantised, where their parts allow; None: they are not.
+        ranks: the ranks that share the model. Other ranks' parts are not read.
+        scheme: the config's description of quantised weights.
+        bits: precision to which plain weights are quantised, where their parts allow; None: they
+            are not.
         dynamic: whether activations beside integer codes are quantised as well.
 
     Attributes:
-        quantised: names of the weights that were read as codes, as if they were dense.
+        quantised: names of the weights read as codes, as if they were dense.
 
     Raises:
         CheckpointError: from every method: a file is missing or broken, a tensor is missing or has
-            another shape or type than the config implies, or values that are no numbers.
+            another shape or dtype than the config implies, or values that are no numbers.
     """
 
     def __init__(
@@ -101,11 +102,11 @@ class Weights:
         raise CheckpointError(f"the checkpoint has no {anchor}")
 
     def vision_prefix(self, anchor: str) -> str:
-        """What the names of the vision tower start with; `anchor`: one of them, without it."""
+        """Return the prefix of the vision tower's names; `anchor`: one of them, without it."""
         return self._prefix(_VISION_PREFIXES, anchor)
 
     def head_name(self) -> str:
-        """Name of the output projection of a model without tied embeddings."""
+        """Return the name of the output projection of a model without tied embeddings."""
         for name in _HEAD_NAMES:
             if name in self._files or self._format(name) is not None:
                 return name
@@ -115,19 +116,19 @@ class Weights:
         return name in self._files
 
     def count(self, start: str) -> int:
-        """Count the numbers that stand behind such a beginning of names, as layers have them."""
+        """Count the distinct numbers that follow a prefix of names, such as those of layers."""
         names = (name for name in self._files if name.startswith(start))
         return len({name[len(start) :].partition(".")[0] for name in names})
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """As the checkpoint has it; None if it has no such tensor."""
+        """Return a tensor's shape in the checkpoint; None if it has no such tensor."""
         file = self._files.get(name)
         if file is None:
             return None
         return tuple(file.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def stored(self, name: str) -> torch.Tensor:
-        """A tensor as it lies in its file, whatever its shape and type."""
+        """Return a tensor as stored in its file, whatever its shape and dtype."""
         if name not in self._files:
             raise CheckpointError(self._missing(name))
         tensor: torch.Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
@@ -145,7 +146,8 @@ class Weights:
         return None if self._scheme is None else self._scheme.found(weight, self)
 
     def codes(self, part: Part, shard: Shard | None) -> Iterator[Codes] | None:
-        """The codes of a part's rows, None if it is dense; checks all but the codes at once."""
+        """Return the codes of a part's rows, None if it is dense; checks everything but the
+        codes at once."""
         format_ = self._format(part.name)
         if format_ is None:
             return self._made_codes(part, shard)
@@ -156,8 +158,8 @@ class Weights:
         return pieces(opened, part, shard)
 
     def _made_codes(self, part: Part, shard: Shard | None) -> Iterator[Codes] | None:
-        """Of a plain weight, if it is to be quantised. A shard of the depth has those of whole
-        rows."""
+        """Return the codes of a plain weight that is to be quantised. A shard of the depth has
+        those of whole rows."""
         depth = shape([part], shard)[1]
         if self._bits is None or loading_format(self._bits, part, depth) is None:
             return None
@@ -169,7 +171,7 @@ class Weights:
         return quantised(part.pieces(self, shard), kind.bits, kind.group, columns)
 
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor as it lies in its file, read-only memory that is paged in when touched."""
+        """Return a tensor as stored in its file: read-only memory, paged in when touched."""
         tensor = self.stored(name)
         if tuple(tensor.shape) != tuple(shape):
             raise CheckpointError(mismatch(name, tensor.shape, shape))
@@ -182,7 +184,7 @@ class Weights:
         return tensor
 
     def _tell(self, num_bytes: int) -> None:
-        """Notes that so much more was read; says so now and then."""
+        """Add to the bytes read so far, and log the progress now and then."""
         self._read += num_bytes
         now = time.monotonic()
         if now - self._told >= _TELL_SECONDS:
@@ -190,8 +192,8 @@ class Weights:
             _log.info("%d %% of the weights are read", 100 * self._read // max(1, self._total))
 
     def tensor(self, name: str, shape: Sequence[int], rows: Sequence[range] = ()) -> torch.Tensor:
-        """A tensor in the type of activations, in memory of its own; if rows are named, those
-        alone, one below the other."""
+        """Return a tensor in the dtype of activations, in its own memory; only the named rows,
+        stacked, if any are named."""
         whole = self.mapped(name, shape)
         if rows:
             whole = torch.cat([whole[each.start : each.stop] for each in rows])
@@ -200,9 +202,9 @@ class Weights:
     def linear(
         self, *parts: Part, bias: list[Part] | None = None, shard: Shard | None = None
     ) -> Linear:
-        """Rows of several tensors below each other, as one projection; or what a shard has."""
+        """Load rows of several tensors, stacked, as one projection; or a shard of it."""
         loaded = load(self, list(parts), bias, shard)
-        # Where a piece lay on its way, the next one of its size does not always fit.
+        # The allocator cannot always reuse a freed piece's memory for the next one of its size.
         if self._read - self._released >= _RELEASE_BYTES:
             self._released = self._read
             release_freed_memory()
@@ -211,8 +213,8 @@ class Weights:
     def stacked(
         self, parts: Sequence[Part], count: int, shard: Shard | None = None
     ) -> torch.Tensor | Stored:
-        """`[count, rows, K]` in the type of projections, or the codes of as many rows, for kernels
-        that take all experts in one tensor; or what a shard has."""
+        """Return `[count, rows, K]` in the dtype of projections, or the codes of as many rows, for
+        kernels with all experts in one tensor; or a shard of it."""
         first, *others = runs(self, parts, shard)
         if others:
             name = others[0].parts[0].name
@@ -227,8 +229,8 @@ class Weights:
         return whole.to(self.device).view(count, -1, whole.shape[1])
 
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """A lookup table. It stays in its file where type and device allow: once it has been
-        found sound, only the rows that are looked up are read. Else a rank has its part of it."""
+        """Return a lookup table. It stays in its file where dtype and device allow: after one
+        check, only needed rows are read. Otherwise a rank gets its part."""
         table = self.mapped(name, shape)
         if table.device == self.device and table.dtype == self.dtype:
             return table
@@ -237,6 +239,7 @@ class Weights:
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
-    """One pass over memory that loading reads anyway: the extremes are NaN if anything is."""
+    """Check in one pass over memory that loading reads anyway: the extremes are NaN if anything
+    is."""
     if tensor.numel() and not all(math.isfinite(float(each)) for each in torch.aminmax(tensor)):
         raise CheckpointError(f"{name} holds values that are NaN or infinite")

@@ -1,1 +1,1 @@
-"""Which replica answers a request: plain Python, without any server or cluster around it."""
+"""Request routing: chooses a replica for each request. Plain Python, without server or cluster."""

@@ -1,5 +1,7 @@
-"""Who holds which prefix, as a router knows it: from replicas' digests, and from what it has sent
-since. Both are bounded."""
+"""A router's knowledge of cached prefixes: digests from replicas, and its own requests since.
+
+Both are bounded.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,17 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 MAX_DIGEST_ENTRIES = 4096
-"""Of one replica."""
+"""Per replica."""
 MAX_ALL_ENTRIES = 131_072
-"""Of all replicas' digests together: the more replicas, the fewer entries of each are kept."""
+"""Over all replicas: the more replicas, the fewer entries of each are kept."""
 MAX_SENT_KEYS = 32_768
-"""That this router has sent requests with."""
+"""Keys of requests that this router has sent."""
 MAX_SENT_REPLICAS = 16
-"""Of one key, the latest ones."""
+"""Per key, the latest ones."""
 
 
 class Digests:
-    """What replicas have said they hold, by key."""
+    """Index of the prefixes in the replicas' digests."""
 
     def __init__(self, limit: int = MAX_ALL_ENTRIES) -> None:
         self._limit = limit
@@ -25,15 +27,15 @@ class Digests:
         self._holders: dict[bytes, dict[str, int]] = {}
 
     def __len__(self) -> int:
-        """Entries of all replicas."""
+        """Return the number of entries over all replicas."""
         return sum(map(len, self._of.values()))
 
     def holders(self, key: bytes) -> Mapping[str, int]:
-        """Replica -> tokens that it holds of a key's prefix."""
+        """Return replica -> tokens held of a key's prefix."""
         return self._holders.get(key, {})
 
     def replace(self, replica: str, entries: Iterable[tuple[bytes, int]]) -> None:
-        """A replica's new digest takes the old one's place."""
+        """Replace a replica's digest."""
         most = self._share(len(self._of.keys() | {replica}))
         new: dict[bytes, int] = {}
         for key, tokens in entries:
@@ -47,7 +49,7 @@ class Digests:
                 self._set(other, dict(list(held.items())[:most]))
 
     def remove(self, replica: str) -> None:
-        """Forgets a replica."""
+        """Forget a replica."""
         self._set(replica, {})
         self._of.pop(replica, None)
 
@@ -66,8 +68,8 @@ class Digests:
         self._of[replica] = new
 
 
-class Sent:
-    """Where this router has sent the prefixes of late, by key; the least recent are forgotten."""
+class SentPrefixes:
+    """Recent destinations of each prefix; an LRU by key."""
 
     def __init__(self, limit: int = MAX_SENT_KEYS) -> None:
         self._limit = limit
@@ -77,7 +79,7 @@ class Sent:
         return len(self._times)
 
     def add(self, replica: str, keys: Sequence[bytes], now: float) -> None:
-        """A request with these keys goes to a replica."""
+        """Record a request with these keys for a replica."""
         for key in keys:
             times = self._times.setdefault(key, {})
             times.pop(replica, None)
@@ -89,11 +91,11 @@ class Sent:
             self._times.popitem(last=False)
 
     def holders(self, key: bytes) -> Mapping[str, float]:
-        """Replica -> when a request with the key went there last."""
+        """Return replica -> time of the last request with this key."""
         return self._times.get(key, {})
 
     def remove(self, replica: str) -> None:
-        """Forgets a replica."""
+        """Forget a replica."""
         for key in [key for key, times in self._times.items() if replica in times]:
             del self._times[key][replica]
             if not self._times[key]:

@@ -1,4 +1,4 @@
-"""What a router has given each replica to do."""
+"""Accounting of the work assigned to each replica."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 MAX_REPLICAS = 4096
 MAX_OPEN_KINDS = 65_536
-"""Kinds of open requests that are told apart, by replica and longest key."""
+"""Kinds of open requests: pairs of a replica and a longest key."""
 _MAX_AGE = 50.0
 
 
@@ -16,23 +16,23 @@ class Loads:
     """Tokens to compute, by replica.
 
     Args:
-        memory_seconds: after so long work that was given counts 1/e of what it was.
+        memory_seconds: time constant: after so long, assigned work counts 1/e.
     """
 
     def __init__(self, memory_seconds: float) -> None:
         self._memory_seconds = memory_seconds
-        # All of it fades alike, so it is kept as of `_since`: what is added later counts for more.
+        # All work decays alike, so it is stored as of `_since`, and later work is added scaled up.
         self._work: dict[str, float] = {}
         self._since = 0.0
         self._open: dict[str, float] = {}
         self._kinds: OrderedDict[tuple[str, bytes], list[float]] = OrderedDict()
 
     def works(self, now: float) -> tuple[dict[str, float], float]:
-        """Tokens given to each replica of late, each times the second value. Not to be changed."""
+        """Return recent tokens by replica, read-only, and their scale factor."""
         return self._work, self._growth(now)
 
     def work(self, replica: str, now: float) -> float:
-        """Tokens given to one of late."""
+        """Return the tokens assigned to a replica recently, with decay."""
         return self._work.get(replica, 0.0) / self._growth(now)
 
     def _growth(self, now: float) -> float:
@@ -44,12 +44,14 @@ class Loads:
         return math.exp(age)
 
     def open(self, replica: str) -> float:
-        """Tokens of requests that have not ended."""
+        """Return the tokens of a replica's open requests."""
         return self._open.get(replica, 0.0)
 
-    def know(self, replicas: Iterable[str]) -> None:
-        """One that is new begins with what the others have on average: it gets its share of what
-        comes, not all of it."""
+    def add_new(self, replicas: Iterable[str]) -> None:
+        """Add new replicas, with the average work of the others.
+
+        Starting at zero, a new replica would attract all requests.
+        """
         new = [each for each in replicas if each not in self._work]
         if not new:
             return
@@ -60,7 +62,7 @@ class Loads:
         self._work.update(dict.fromkeys(new, average))
 
     def sent(self, replica: str, kind: bytes, tokens: float, now: float) -> None:
-        """A request goes to a replica, which has so many tokens to compute for it."""
+        """Add a request for a replica, with the tokens to compute."""
         growth = self._growth(now)
         self._work[replica] = self._work.get(replica, 0.0) + tokens * growth
         self._open[replica] = self.open(replica) + tokens
@@ -71,19 +73,18 @@ class Loads:
             (other, _), (_, forgotten) = self._kinds.popitem(last=False)
             self._close(other, forgotten)
 
-    def ended(self, replica: str, kind: bytes, now: float, spent: float | None = None) -> None:
-        """One of that kind has ended there; one that is not known changes nothing.
+    def ended(self, replica: str, kind: bytes, now: float, computed: float | None = None) -> None:
+        """Remove a request of that kind; an unknown kind changes nothing.
 
         Args:
-            spent: tokens that were computed for it, if that is known: they take the place of those
-                that were expected.
+            computed: tokens that were computed, if known; they replace the expected ones.
         """
         entry = self._kinds.get((replica, kind))
         if entry is None:
             return
         tokens = entry[1] / entry[0]
-        if spent is not None:
-            more = (spent - tokens) * self._growth(now)
+        if computed is not None:
+            more = (computed - tokens) * self._growth(now)
             self._work[replica] = max(0.0, self._work.get(replica, 0.0) + more)
         entry[0] -= 1
         entry[1] -= tokens
@@ -92,7 +93,7 @@ class Loads:
         self._close(replica, tokens)
 
     def remove(self, replica: str) -> None:
-        """Forgets a replica."""
+        """Forget a replica."""
         self._work.pop(replica, None)
         self._open.pop(replica, None)
         for each in [each for each in self._kinds if each[0] == replica]:

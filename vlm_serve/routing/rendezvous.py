@@ -1,5 +1,7 @@
-"""Rendezvous hashing (Thaler and Ravishankar, 1998): routers agree on a key's replicas without
-talking, and a replica that comes or goes moves no more than its own share of keys."""
+"""Rendezvous hashing (Thaler and Ravishankar, 1998): routers agree on the replicas of a key.
+
+They need no communication. When a replica joins or leaves, only its own share of keys moves.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,18 @@ MAX_REPLICAS_REMEMBERED = 4096
 
 
 class Rendezvous:
-    """Ranks replicas for a key. Remembers the numbers of at most MAX_REPLICAS_REMEMBERED ids."""
+    """Ranks replicas for a key. Caches the hashes of at most MAX_REPLICAS_REMEMBERED ids."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
 
     def first(self, key: bytes, ids: Iterable[str], count: int) -> list[str]:
-        """The `count` replicas that rank highest for a key, highest first."""
+        """Return the `count` replicas with the highest weight for a key, highest first."""
         weights = self.weights(key, ids)
         return heapq.nlargest(count, weights, key=weights.__getitem__)
 
     def weights(self, key: bytes, ids: Iterable[str]) -> dict[str, int]:
-        """Of replicas for a key."""
+        """Return the weights of replicas for a key."""
         base, numbers, weights = _number(key), self._numbers, dict[str, int]()
         for replica in ids:
             number = numbers.get(replica)

@@ -1,9 +1,8 @@
-"""Chooses replicas for requests: what they would have to compute, times what they have been given.
+"""Chooses replicas for requests by the tokens to compute, weighted by the work assigned so far.
 
-A router works alone. It knows the digests that replicas publish, what it has sent itself since and
-what that has cost, and the loads that it is told. Several routers agree where it matters by
-rendezvous hashing: each prefix has a home, to which it goes unless another replica has it or the
-home has been given too much.
+A router works alone. It knows the published digests, the requests it has sent since with their
+cost, and the reported loads. Rendezvous hashing lets routers agree without talking: each prefix has
+a home replica, unless another one has it cached or the home is overloaded.
 """
 
 from __future__ import annotations
@@ -17,34 +16,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlm_serve.preprocess.affinity import KEY_BYTES, MAX_KEYS, AffinityDigest, place_of
-from vlm_serve.routing.holdings import Digests, Sent
+from vlm_serve.routing.holdings import Digests, SentPrefixes
 from vlm_serve.routing.loads import Loads
 from vlm_serve.routing.rendezvous import Rendezvous
-from vlm_serve.routing.sizes import Sizes
-from vlm_serve.routing.view import ReplicaView, Spent
+from vlm_serve.routing.sizes import SizeEstimator
+from vlm_serve.routing.view import ReplicaView, RequestUsage
 
 _log = logging.getLogger(__name__)
 
 _MAX_FACTOR = 500.0
-"""The exponential of it is a number."""
+"""Bound on the exponent: its exponential is finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What counts how much. A replica's price for a request is the tokens that it would have to
-    compute, times the exponential of the work that it has been given of late and of its place among
-    the homes of the request's prefix.
+    """Weights of a replica's price for a request.
+
+    The price is the tokens to compute times an exponential. The exponent grows with the work
+    assigned recently and with the replica's rank among the homes of the request's prefix.
 
     Attributes:
-        work_weight: of the tokens given to a replica of late. The unit is what all have got on
-            average and twice the whole request: where little is done, little is to be evened out,
-            and of large requests routers rather agree where they are at home.
-        home_weight: of a place in the order of a prefix's homes.
-        load_weight: of a token that a replica has to do now, as if it were to be computed too.
-        homes: replicas that a prefix is at home on; all others share the place behind them.
-        answer_tokens: that answers are taken to have before any has ended.
+        work_weight: of recent tokens. Their unit is the replicas' average plus twice the whole
+            request. So balancing weighs little when there is little work, and for large requests
+            the home counts for more.
+        home_weight: per rank among a prefix's homes.
+        load_weight: of a token of current load, relative to a token to compute.
+        homes: home replicas per prefix; all others share the rank behind them.
+        answer_tokens: initial estimate of an answer's length.
         memory_seconds: see `Loads`.
-        sent_seconds: so long a prefix counts as held where it was sent to, digest or not.
+        sent_seconds: for so long a prefix counts as cached where it was sent, digest or not.
     """
 
     work_weight: float = 4.0
@@ -57,18 +57,17 @@ class Policy:
 
 
 class Router:
-    """One of any number of routers. Nothing in it raises, and nothing in it waits.
+    """One of any number of routers. No method raises or blocks. Not thread-safe.
 
-    What it holds is bounded: `MAX_ALL_ENTRIES` entries of digests, `MAX_SENT_KEYS` keys of its own
-    requests with `MAX_SENT_REPLICAS` replicas each, `MAX_OPEN_KINDS` kinds of open requests. Not
-    thread-safe.
+    Its memory is bounded: `MAX_ALL_ENTRIES` digest entries, `MAX_SENT_KEYS` keys of its own
+    requests with `MAX_SENT_REPLICAS` replicas each, `MAX_OPEN_KINDS` kinds of open requests.
 
     Args:
-        policy: what counts how much.
-        clock: seconds.
+        policy: weights.
+        clock: time in seconds.
 
     Attributes:
-        failures: calls that went wrong inside and did less than they should have.
+        failures: calls that failed inside and had no or a partial effect.
     """
 
     def __init__(
@@ -79,20 +78,20 @@ class Router:
         self._clock = clock
         self._rendezvous = Rendezvous()
         self._digests = Digests()
-        self._sent = Sent()
+        self._sent = SentPrefixes()
         self._loads = Loads(self._policy.memory_seconds)
-        self._sizes = Sizes(self._policy.answer_tokens)
+        self._sizes = SizeEstimator(self._policy.answer_tokens)
         self._turn = 0
 
     def choose(
         self, keys: Sequence[bytes], tokens: int, replicas: Sequence[ReplicaView]
     ) -> list[str]:
-        """Ids of all replicas, the best one first.
+        """Rank all candidate replicas by id, best first.
 
         Args:
             keys: the request's affinity keys, longest prefix first.
-            tokens: of its prompt, if that is known; 0: as many as its keys say.
-            replicas: those that may be chosen.
+            tokens: length of its prompt; 0 if unknown: it is estimated from the keys.
+            replicas: the candidates.
         """
         try:
             return self._choose(_valid(keys), tokens, _loads_of(replicas))
@@ -107,12 +106,12 @@ class Router:
             return []
 
     def sent(self, replica_id: str, keys: Sequence[bytes], tokens: int) -> None:
-        """A request goes to a replica. Arguments as of `choose`."""
+        """Record a request for a replica. Arguments as for `choose`."""
         try:
             keys, now = _valid(keys), self._clock()
             length = self._length(keys, tokens)
             held = self._reuse(keys, length, {replica_id}, now).get(replica_id, 0.0)
-            self._loads.know([replica_id])
+            self._loads.add_new([replica_id])
             work = length - held + self._sizes.answer
             self._loads.sent(replica_id, keys[0] if keys else b"", work, now)
             self._sent.add(replica_id, keys, now)
@@ -124,35 +123,35 @@ class Router:
         replica_id: str,
         keys: Sequence[bytes] = (),
         tokens: int = 0,
-        spent: Spent | None = None,
+        usage: RequestUsage | None = None,
     ) -> None:
-        """A request that was sent has ended, in whichever way.
+        """Record the end of a sent request, successful or not.
 
         Args:
-            spent: what it has turned out to be, if that is known. What was expected of it is
-                corrected, and what will be expected of others like it.
+            usage: its token counts, if known; they correct the estimates of this request and of
+                similar ones.
         """
         try:
             keys, now = _valid(keys), self._clock()
             kind = keys[0] if keys else b""
-            if not isinstance(spent, Spent):
+            if not isinstance(usage, RequestUsage):
                 self._loads.ended(replica_id, kind, now)
                 return
-            self._loads.ended(replica_id, kind, now, spent.computed)
+            self._loads.ended(replica_id, kind, now, usage.computed)
             if keys:
-                self._sizes.learn(kind, spent.prompt_tokens, spent.answer_tokens)
+                self._sizes.learn(kind, usage.prompt_tokens, usage.answer_tokens)
         except Exception:
             self._failed()
 
     def digest(self, replica_id: str, digest: AffinityDigest) -> None:
-        """What a replica holds now."""
+        """Update a replica's digest."""
         try:
             self._digests.replace(replica_id, digest.entries)
         except Exception:
             self._failed()
 
     def removed(self, replica_id: str) -> None:
-        """A replica is gone, with all that it held."""
+        """Forget a replica."""
         try:
             self._digests.remove(replica_id)
             self._sent.remove(replica_id)
@@ -162,7 +161,7 @@ class Router:
 
     def _failed(self) -> None:
         if not self.failures:
-            _log.exception("a router's call failed; it goes on without, and further ones are mute")
+            _log.exception("a router call failed and is ignored; further ones are not logged")
         self.failures += 1
 
     def _choose(self, keys: list[bytes], tokens: int, loads: dict[str, float]) -> list[str]:
@@ -170,7 +169,7 @@ class Router:
             return list(loads)
         policy, now = self._policy, self._clock()
         length = self._length(keys, tokens)
-        self._loads.know(loads)
+        self._loads.add_new(loads)
         saved = self._reuse(keys, length, set(loads), now)
         ranks = self._rendezvous.weights(self._home_key(keys), loads)
         homes = heapq.nlargest(policy.homes, ranks, key=ranks.__getitem__)
@@ -189,8 +188,10 @@ class Router:
         return sorted(prices, key=prices.__getitem__)
 
     def _length(self, keys: list[bytes], tokens: Any) -> float:
-        """Tokens of a request. If nobody has counted them: what its keys say, or somebody who has
-        computed the beginning of it."""
+        """Return a request's tokens.
+
+        If unknown, they are estimated from its keys and from the replicas' digests.
+        """
         if isinstance(tokens, int) and tokens > 0:
             return tokens
         if not keys:
@@ -205,7 +206,7 @@ class Router:
     def _reuse(
         self, keys: list[bytes], tokens: float, ids: set[str], now: float
     ) -> dict[str, float]:
-        """Tokens of a request that replicas need not compute, as far as is known."""
+        """Return replica -> tokens of a request in its cache, as far as known."""
         found: dict[str, float] = {}
         share = tokens / max(1, place_of(keys[0]).tokens) if keys else 0.0
         since = now - self._policy.sent_seconds
@@ -227,9 +228,10 @@ class Router:
         return found
 
     def _home_key(self, keys: list[bytes]) -> bytes:
-        """The key by which a request has a home.
+        """Return the key for the home of a request.
 
-        Its prefix ends with the first medium; without media where half of all has been said.
+        Its prefix ends with the first medium, or without media in the middle of the prompt. A
+        request without keys gets a new one.
         """
         if not keys:
             self._turn += 1
@@ -249,7 +251,7 @@ def _valid(keys: Any) -> list[bytes]:
 
 
 def _loads_of(replicas: Iterable[ReplicaView]) -> dict[str, float]:
-    """What is known of each replica; one without an id cannot be chosen."""
+    """Return replica id -> load, without replicas whose id is invalid."""
     loads: dict[str, float] = {}
     for each in replicas:
         name, load = getattr(each, "id", None), getattr(each, "load", None)

@@ -1,27 +1,27 @@
-"""How large requests are: guessed from their keys, corrected by what they turn out to be."""
+"""Estimates the tokens of requests from their keys, corrected by the usage of past requests."""
 
 from __future__ import annotations
 
 from vlm_serve.preprocess.affinity import AffinityKey, place_of
 
 RATE = 1 / 8
-"""By so much of what it is off a figure moves with every request."""
+"""Weight of a new request in the moving averages."""
 MIN_FACTOR, MAX_FACTOR = 1 / 64, 8.0
 MAX_ANSWER_TOKENS = 65_536
 
 
-class Sizes:
-    """Tokens of requests and of their answers.
+class SizeEstimator:
+    """Estimates the tokens of requests and of their answers.
 
-    How many tokens a byte of an upload is depends on the model, and nobody reads uploads here. So
-    the guesses are corrected by a factor, one for each magnitude of what a medium is guessed to be:
-    clips are guessed larger than pictures, so they have a factor of their own; one is for texts.
+    The tokens per byte of an upload depend on the model, and a router does not decode uploads. So
+    the guess from the key is multiplied by a learned factor. There is one factor per power of two
+    of the guessed size per medium, to separate images from larger clips, and one for texts.
 
     Args:
-        answer_tokens: what answers are taken to have at first.
+        answer_tokens: initial estimate for answers.
 
     Attributes:
-        answer: tokens of an answer.
+        answer: estimated tokens of an answer.
     """
 
     def __init__(self, answer_tokens: float) -> None:
@@ -29,15 +29,15 @@ class Sizes:
         self._factors: dict[int, float] = {}
 
     def guess(self, key: AffinityKey) -> float:
-        """Tokens of a request whose longest key this is."""
+        """Estimate the tokens of a request from its longest key."""
         return place_of(key).tokens * self.factor(key)
 
     def factor(self, key: AffinityKey) -> float:
-        """What guesses of a request with this key are to be multiplied with."""
+        """Return the correction factor for requests with this longest key."""
         return self._factors.get(_magnitude(key), 1.0)
 
     def learn(self, key: AffinityKey, prompt_tokens: float, answer_tokens: float) -> None:
-        """A request whose longest key this is had so many tokens, and its answer so many."""
+        """Learn from the token counts of an ended request, given its longest key."""
         self.answer += RATE * (min(max(answer_tokens, 0.0), MAX_ANSWER_TOKENS) - self.answer)
         factor = self.factor(key)
         found = prompt_tokens / max(1, place_of(key).tokens)
@@ -46,6 +46,6 @@ class Sizes:
 
 
 def _magnitude(key: AffinityKey) -> int:
-    """Of its media as they are guessed, 0 to 16; -1: it has none."""
+    """Return the bit length of the guessed size per medium, 0 to 16; -1 without media."""
     place = place_of(key)
     return (place.media_units // place.media).bit_length() if place.media else -1

@@ -1,4 +1,4 @@
-"""A replica and an answer as a router is told of them."""
+"""A router's inputs: the state of a replica, and the usage of a request."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A replica that may be chosen.
+    """A candidate replica.
 
     Attributes:
-        id: names it, the same in every router.
+        id: its name, the same in every router.
         load: tokens queued and running there, as last reported.
     """
 
@@ -19,12 +19,12 @@ class ReplicaView:
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
-    """What a request has turned out to be.
+class RequestUsage:
+    """Token counts of an ended request.
 
     Attributes:
-        prompt_tokens: of its prompts.
-        cached_tokens: of those, the ones that the replica need not compute.
+        prompt_tokens: of all its prompts.
+        cached_tokens: prompt tokens that were reused from the cache.
         answer_tokens: of all its answers.
     """
 
@@ -34,5 +34,5 @@ class Spent:
 
     @property
     def computed(self) -> int:
-        """Tokens that a replica has computed for it."""
+        """Tokens computed for the request."""
         return max(0, self.prompt_tokens - self.cached_tokens) + self.answer_tokens

@@ -1,4 +1,4 @@
-"""The routes, put together."""
+"""The ASGI application: all routes and the layers around them."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ from vlm_serve.server.api.tokenization import (
     detokenize,
     tokenize,
 )
-from vlm_serve.server.auth import guarded
-from vlm_serve.server.errors import (
+from vlm_serve.server.failover.resuming import Resuming
+from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.errors import (
     MESSAGES_PATH,
     MODELS_PATH,
     error_for,
     on_http_exception,
     public_error,
 )
-from vlm_serve.server.openapi import DescribedApp
-from vlm_serve.server.request_id import request_id_of
-from vlm_serve.server.request_memory import Intake
-from vlm_serve.server.resuming import Resuming
+from vlm_serve.server.http.openapi import DescribedApp
+from vlm_serve.server.http.request_id import request_id_of
+from vlm_serve.server.http.request_memory import Intake
+from vlm_serve.server.http.streaming import ClientGoneError
 from vlm_serve.server.service import Service
 from vlm_serve.server.status import ModelCard, ModelList
-from vlm_serve.server.streaming import ClientGoneError
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 Responses = dict[int | str, dict[str, Any]]
@@ -74,7 +74,7 @@ Responses = dict[int | str, dict[str, Any]]
 CLIENT_CLOSED_REQUEST = 499
 EVENT_STREAM: dict[str, Any] = {
     "text/event-stream": {
-        "schema": {  # of one event
+        "schema": {  # one event
             "type": "object",
             "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
             "required": ["data"],
@@ -84,16 +84,17 @@ EVENT_STREAM: dict[str, Any] = {
 
 
 def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> ASGIApp:
-    """The ASGI application of one server; it owns the service and closes it at shutdown.
+    """Return the ASGI application of one server; it closes the service at shutdown.
 
     Args:
-        tenants: further API keys, each with the cache salt that its requests always have.
+        service: what answers.
+        tenants: {API key: cache salt of its requests}, besides the configured keys.
     """
     return guarded(create_routes(service), service.config, tenants)
 
 
 def create_routes(service: Service) -> ASGIApp:
-    """The routes alone, for whoever has checked the requests already; see `create_app`."""
+    """Return the routes without authentication, for callers with their own."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -104,14 +105,19 @@ def create_routes(service: Service) -> ASGIApp:
             await service.close()
 
     app = routed(service, lifespan=lifespan)
-    return Intake(Resuming(_head_as_get(app)), service.memory, service.config.max_body_bytes)
+    return Intake(
+        Resuming(_head_as_get(app), error_for),
+        service.admission.memory,
+        service.config.max_body_bytes,
+    )
 
 
 def routed(service: Service, **settings: Any) -> DescribedApp:
-    """Return the application that only routes: every handler of the server at its path.
+    """Return the routing application: every handler of the server at its path.
 
     Args:
-        settings: further ones of FastAPI.
+        service: what answers.
+        settings: further settings of FastAPI.
     """
     app = DescribedApp(
         title="vlm-serve",
@@ -130,8 +136,10 @@ def routed(service: Service, **settings: Any) -> DescribedApp:
 
 
 def _head_as_get(app: ASGIApp) -> ASGIApp:
-    """HEAD is answered as GET; the HTTP protocol below leaves the body out. What would go on for
-    ever sees `is_head` in its scope."""
+    """Answer HEAD as GET; the HTTP protocol drops the body.
+
+    Endless streams check `is_head` in the scope.
+    """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "HEAD":
@@ -141,14 +149,14 @@ def _head_as_get(app: ASGIApp) -> ASGIApp:
     return answer
 
 
-def _guarded(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """The route of a handler: whatever it raises becomes a response in the one error form."""
+def _route(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """Return the route of a handler; it turns every exception into an error response."""
 
     async def route(request: Request) -> Response:
         try:
             return await handler(service, request)
         except ClientGoneError:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)  # for logs: nobody reads it
+            return Response(status_code=CLIENT_CLOSED_REQUEST)  # for logs only
         except Exception as error:
             return error_for(request.scope, public_error(error, request_id_of(request.scope)))
 
@@ -167,15 +175,20 @@ def _add(
     described: dict[str, Any] | None = None,
     **settings: Any,
 ) -> None:
-    """Adds a route. Its handler reads the request itself, so what FastAPI cannot know is described
-    here: the parameters of the path, and what is `described`."""
+    """Add a route.
+
+    Handlers read requests themselves, so FastAPI is told the path's parameters.
+
+    Args:
+        described: further fields of the route's OpenAPI operation.
+    """
     parameters = [
         {"name": each, "in": "path", "required": True, "schema": {"type": "string"}}
         for each in compile_path(path)[2]
     ]
     app.add_api_route(
         path,
-        _guarded(service, handler),
+        _route(service, handler),
         methods=[method],
         name=name or handler.__name__,
         response_model=None,
@@ -186,7 +199,7 @@ def _add(
 
 
 def _add_posts(app: DescribedApp, service: Service) -> None:
-    """Routes with a JSON body. They read it themselves, within bounds; FastAPI describes it."""
+    """Add routes with a JSON body. They read it themselves; FastAPI only describes it."""
     posts: list[tuple[str, Handler, type[RequestModel], type[Any]]] = [
         ("/v1/chat/completions", chat_completions, ChatCompletionRequest, ChatCompletion),
         ("/v1/completions", completions, CompletionRequest, Completion),
@@ -219,6 +232,7 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
 
 
 def _add_stored_responses(app: DescribedApp, service: Service) -> None:
+    """Add routes for stored responses."""
     routes: list[tuple[str, str, Handler, type[Any]]] = [
         ("GET", "", get_response, ResponseBody),
         ("DELETE", "", delete_response, Deleted),
@@ -237,6 +251,7 @@ def _add_stored_responses(app: DescribedApp, service: Service) -> None:
 
 
 def _add_cache(app: DescribedApp, service: Service) -> None:
+    """Add routes for reading the cache."""
     gets: list[tuple[str, Handler, dict[str, Any]]] = [
         ("stats", cache.stats, {"model": dict[str, Any]}),
         ("affinity", cache.affinity, {"model": cache.Affinity}),
@@ -256,7 +271,7 @@ def _add_cache(app: DescribedApp, service: Service) -> None:
 
 
 def _add_gets(app: DescribedApp, service: Service) -> None:
-    """Routes that tell about the server. A model's name may have slashes."""
+    """Add routes about the server. A model's name may contain slashes."""
     card: Responses = {200: {"model": ModelCard}, 404: {"model": ErrorBody}}
     gets: list[tuple[str, Handler, Responses, dict[str, Any]]] = [
         (MODELS_PATH, status.list_models, {200: {"model": ModelList}}, {}),

@@ -1,4 +1,4 @@
-"""The most that clients can make a server hold, as it follows from its options (docs/limits.md)."""
+"""The upper bound of the memory held for clients (docs/limits.md)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from vlm_serve.preprocess.decoders import (
 )
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.connection import READ_BYTES
-from vlm_serve.server.json_body import max_cost
-from vlm_serve.server.request_memory import VALUE_BYTES, WIDEST_BODY_FACTOR
-from vlm_serve.server.service import large_threads
+from vlm_serve.server.http.connection import READ_BYTES
+from vlm_serve.server.http.json_body import max_cost
+from vlm_serve.server.http.request_memory import VALUE_BYTES, WIDEST_BODY_FACTOR
+from vlm_serve.server.workers import large_threads
 
 CONNECTION_BYTES = 4 * READ_BYTES
-"""What it has sent of a request that is not read yet, what waits to be sent, and its objects."""
+"""Memory of a connection: unread bytes of a request, unsent bytes of an answer, and objects."""
 PROMPT_TOKEN_BYTES = 3 * 2 * 32 * 32
-"""Of a prompt that is being made: a token of a video stands for two frames of 32 x 32 pixels."""
+"""Memory of a token while its prompt is made: in a video it is two frames of 32 x 32 pixels."""
 
 
 def parts(config: ServerConfig, max_model_len: int) -> Iterator[tuple[str, int]]:
-    """What is held for whom, and the most of it in bytes."""
+    """Yield the name and the upper bound in bytes of each part."""
     body = config.max_body_bytes
     values = min(body, max_cost(max_model_len))
     yield "bodies and prompts", config.max_request_bytes
@@ -37,16 +37,16 @@ def parts(config: ServerConfig, max_model_len: int) -> Iterator[tuple[str, int]]
     threads = config.preprocess_threads + large_threads(config.preprocess_threads)
     prompts = threads * max_model_len * PROMPT_TOKEN_BYTES
     yield "prompts that are being made", prompts
-    # A decoder has a medium's bytes in shared memory of its own.
+    # A decoder copies a medium's bytes into its own shared memory.
     yield "the decoders' copies of media", media.max_fetched_bytes
     light, heavy = default_places()
     yield "light decoders", light * (LIGHT_DECODE_BYTES + 2 * LIGHT_FILE_BYTES + PROCESS_BYTES)
     each = media.max_decode_bytes + 2 * media.max_image_bytes + PROCESS_BYTES
     yield "heavy decoders", heavy * each
-    # What the process says is there up to six times on its way: bytes, text, values, grammar.
+    # Up to six copies of the process's reply exist: bytes, text, values, grammar.
     yield "compiling a grammar", MEMORY_BYTES + 6 * MAX_MESSAGE_BYTES
 
 
 def total(config: ServerConfig, max_model_len: int) -> int:
-    """Bytes of all of them together."""
+    """Return the sum of all parts in bytes."""
     return sum(size for _, size in parts(config, max_model_len))

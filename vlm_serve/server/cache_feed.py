@@ -1,7 +1,7 @@
-"""What the cache does, told to whoever watches: one reader of the mirror for all subscribers.
+"""The feed of the cache's changes: one poll of the mirror for all subscribers.
 
-While nobody subscribes nothing runs here. While somebody does, the mirror is looked at some times
-a second; the engine's thread is asked for nothing but its counters, once a second.
+Nothing runs without subscribers. With some, the mirror is polled ten times a second, and the
+engine's thread is asked only for its counters, once a second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.errors import EngineClosedError, OverloadedError
-from vlm_serve.server.errors import DrainingError
+from vlm_serve.server.http.errors import DrainingError
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MAX_SUBSCRIBERS = 8
-LOOK_SECONDS = 0.1
-"""Between two looks at the mirror."""
-USE_LOOKS = 5
-"""So many looks apart, pins and hits are told: a request changes them on its whole path."""
-STATUS_LOOKS = 10
+POLL_SECONDS = 0.1
+"""Interval between polls of the mirror."""
+POLLS_PER_USE = 5
+"""Polls between reports of pins and hits, which a request changes on its whole path."""
+POLLS_PER_STATUS = 10
 
 
 class CacheFeed:
-    """The subscribers of one server. All on the event loop.
+    """The subscribers of one server's cache. It is used on the event loop only.
 
     Args:
-        engine: whose cache is watched.
-        status_of: makes a status message's body from what `Engine.stats` returns.
+        engine: the engine whose cache is watched.
+        status_of: makes a status message's body from a result of `Engine.stats`.
 
     Attributes:
-        status: the latest one, empty before the first one.
-        status_number: how many there have been.
-        num_subscribers: how many there are.
+        status: the latest status; empty before the first one.
+        status_number: number of statuses so far.
+        num_subscribers: number of subscribers.
     """
 
     def __init__(
@@ -50,26 +50,28 @@ class CacheFeed:
         self.num_subscribers = 0
         self._engine = engine
         self._status_of = status_of
-        self._looking: asyncio.Task[None] | None = None
-        self._asking: asyncio.Task[None] | None = None
-        self._looked = asyncio.Event()
+        self._polling: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._polled = asyncio.Event()
         self._closed = False
 
     @property
     def mirror(self) -> TreeMirror:
+        """The engine's mirror of the cache's tree."""
         return self._engine.mirror
 
     def close(self) -> None:
-        """Ends every subscription."""
+        """End every subscription."""
         self._closed = True
-        self._looked.set()
+        self._polled.set()
 
     @contextlib.contextmanager
     def subscribed(self) -> Iterator[None]:
-        """Counts a subscriber in and out.
+        """Count a subscriber for the duration of the block.
 
-        Raises OverloadedError if there are too many, DrainingError or EngineClosedError if there
-        will be nothing to tell.
+        Raises:
+            OverloadedError: there are too many subscribers.
+            DrainingError, EngineClosedError: there will be no more changes.
         """
         if self._closed:
             raise DrainingError("the server is shutting down", code="shutting_down")
@@ -83,34 +85,34 @@ class CacheFeed:
         self.num_subscribers += 1
         try:
             with self.mirror.following():
-                if self._looking is None:
-                    self._looking = asyncio.ensure_future(self._look())
+                if self._polling is None:
+                    self._polling = asyncio.ensure_future(self._poll())
                 yield
         finally:
             self.num_subscribers -= 1
-            if not self.num_subscribers and self._looking is not None:
-                self._looking.cancel()
-                self._looking = None
+            if not self.num_subscribers and self._polling is not None:
+                self._polling.cancel()
+                self._polling = None
 
-    async def looked(self) -> bool:
-        """Waits for the next look at the mirror; False if it was the last one."""
-        await self._looked.wait()
+    async def next_poll(self) -> bool:
+        """Wait for the next poll of the mirror; return False if it was the last one."""
+        await self._polled.wait()
         return not self._closed and self._engine.alive
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         number = 0
         while not self._closed:
-            if number % USE_LOOKS == 0:
+            if number % POLLS_PER_USE == 0:
                 self.mirror.publish_use()
-            if number % STATUS_LOOKS == 0 and (self._asking is None or self._asking.done()):
-                self._asking = asyncio.ensure_future(self._ask())
-            looked, self._looked = self._looked, asyncio.Event()
-            looked.set()
-            await asyncio.sleep(LOOK_SECONDS)
+            if number % POLLS_PER_STATUS == 0 and (self._reading is None or self._reading.done()):
+                self._reading = asyncio.ensure_future(self._read_status())
+            polled, self._polled = self._polled, asyncio.Event()
+            polled.set()
+            await asyncio.sleep(POLL_SECONDS)
             number += 1
 
-    async def _ask(self) -> None:
-        """An engine in a long step answers when it has ended; until then nobody waits."""
+    async def _read_status(self) -> None:
+        """Read the engine's counters; an engine in a long step answers after it."""
         try:
             stats = await asyncio.to_thread(self._engine.stats)
             self.status = self._status_of(stats)
@@ -118,4 +120,4 @@ class CacheFeed:
         except EngineClosedError:
             return
         except Exception:
-            _log.exception("the status of the cache could not be told")
+            _log.exception("the status of the cache could not be read")

@@ -1,4 +1,4 @@
-"""The totals of a server in one message: memory, use, queue, tokens, latencies."""
+"""The totals of a server in one message: memory, usage, queue, tokens, latencies."""
 
 from __future__ import annotations
 
@@ -7,43 +7,48 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.memory import EMBEDDING_CACHE_BYTES, LOGPROB_CACHE_BYTES
+from vlm_serve.server.state import ServerState
 
 if TYPE_CHECKING:
     from vlm_serve.engine.memory import MemoryPlan
-    from vlm_serve.server.service import Service
 
 
-def status_of(service: Service, stats: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of an event `status`.
+def cache_status(
+    plan: MemoryPlan, state: ServerState, open_requests: int, stats: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the data of an event `status`.
 
     Args:
-        stats: what `Engine.stats` has returned just now.
+        plan: the engine's memory plan.
+        state: the server's state.
+        open_requests: number of open requests.
+        stats: fresh result of `Engine.stats`.
     """
     cache = stats["cache"]
     return {
         "time": time.time(),
-        "memory": memory_used(service.engine.memory, stats),
-        "memory_limits": memory_limits(service.engine.memory),
+        "memory": memory_used(plan, stats),
+        "memory_limits": memory_limits(plan),
         "usage": stats["usage"],
         "tiers": stats["tiers"],
         "running": stats["num_running"],
         "waiting": stats["num_waiting"],
-        "open_requests": service.num_open,
+        "open_requests": open_requests,
         "requests": cache["requests"],
         "prompt_tokens": cache["query_tokens"],
         "hit_tokens": cache["hit_tokens"],
-        "generated_tokens": service.num_generated_tokens,
+        "generated_tokens": state.num_generated_tokens,
         "reasons": cache["reasons"],
         "evictions": cache["evictions"],
         "steps": stats["num_steps"],
         "preemptions": stats["num_preemptions"],
-        "time_to_first_token_seconds": service.recent_first_tokens.percentiles(),
-        "inter_token_seconds": service.recent_tokens.percentiles(),
+        "time_to_first_token_seconds": state.first_token_seconds.percentiles(),
+        "inter_token_seconds": state.inter_token_seconds.percentiles(),
     }
 
 
 def memory_used(plan: MemoryPlan, stats: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes that hold anything, by bucket."""
+    """Return the bytes in use by bucket."""
     usage = stats["usage"]
     rows = usage["rows"]
     return {
@@ -57,7 +62,7 @@ def memory_used(plan: MemoryPlan, stats: Mapping[str, Any]) -> dict[str, int]:
 
 
 def memory_limits(plan: MemoryPlan) -> dict[str, int | None]:
-    """Most bytes of each bucket; None: what the others hold decides."""
+    """Return the most bytes of each bucket; None: it depends on the other buckets."""
     return {
         "kv": plan.num_blocks * plan.block_bytes,
         "snapshots": plan.num_snapshot_rows * plan.snapshot_bytes,

@@ -1,4 +1,4 @@
-"""Options of the HTTP server, from which its flags and the documentation's tables are made."""
+"""Options of the HTTP server, the source of its flags and of the documentation's table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vlm-serve serve`: load, say what was loaded, listen until told to stop."""
+"""`vlm-serve serve`: load a model, print a summary, and serve until stopped."""
 
 from __future__ import annotations
 
@@ -22,37 +22,38 @@ from vlm_serve.engine.prefill_graphs import TOKENS
 from vlm_serve.engine.ranks.start import slot_bytes
 from vlm_serve.models.weight_sizes import prompt_price
 from vlm_serve.options import format_size
+from vlm_serve.server.answers.pieces import form_of
 from vlm_serve.server.bounds import total
-from vlm_serve.server.browsers import is_loopback
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.draining import SWITCH_SECONDS, listen, say, url_of
-from vlm_serve.server.pieces import form_of
+from vlm_serve.server.http.browsers import is_loopback
+from vlm_serve.server.http.draining import SWITCH_SECONDS, listen, print_notice, url_of
+from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.server.run import make_server
-from vlm_serve.server.tenants import read_tenant_keys
 
 _log = logging.getLogger(__name__)
 
 COLLECTIONS_BEFORE_A_FULL_ONE = 100
-"""Of the middle generation; Python's own is 10."""
+"""Threshold of the garbage collector's oldest generation; Python's default is 10."""
 OPEN_TO_ALL = (
-    "everybody who reaches this address can use the page, and see and empty the cache: "
+    "everybody who can reach this address can use the page, and see and empty the cache: "
     "set --api-key, listen on loopback, or use --no-page"
 )
 
 
 def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Runs until a signal ends it; returns the exit status.
+    """Serve a model until a signal arrives; return the exit status.
 
-    Raises ConfigError or CheckpointError, before anything listens, if it cannot start.
+    Raises:
+        ConfigError, CheckpointError: the server cannot start; nothing listens.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    # It would warn of every chunk that was on its way to a client that has gone.
+    # asyncio would warn of every chunk for a client that has disconnected.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
-    read_tenant_keys(config.tenant_keys)  # before the model is loaded, as with the port
-    bound = listen(config)  # first: a taken port should not cost a model's loading time
+    read_tenant_keys(config.tenant_keys)  # fail before the model is loaded
+    bound = listen(config)  # fail before the model is loaded
     _log.info("loading %s", model)
     try:
         engine = Engine.from_checkpoint(model, engine_config)
@@ -64,11 +65,10 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
         _log.warning("%s", OPEN_TO_ALL)
     try:
         rows = list(startup_rows(engine, config, names, url_of(bound)))
-        # Whoever reads the URL there may use it at once.
-        announce = partial(say, table(rows))
+        announce = partial(print_notice, format_table(rows))
         server = make_server(engine, config, names, announce, _leave_at_once)
-        server.service.warm_up()
-        leave_alone_what_stays()
+        server.service.grammars.warm_up()
+        freeze_startup_objects()
         server.run(sockets=[bound])
     finally:
         engine.close()
@@ -76,25 +76,29 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
 
 
 def is_open_to_all(config: ServerConfig) -> bool:
-    """Whether whoever reaches the server has its page, and with it the cache of everybody."""
+    """Return True if the page, and so the cache, is open to anybody with access to the address."""
     has_keys = bool(config.api_key) or config.tenant_keys is not None
     return config.page and not has_keys and not is_loopback(config.host)
 
 
-def leave_alone_what_stays() -> None:
-    """Takes what there is before the first request, half a million objects of libraries and model,
-    out of the garbage collector's sight. Looking through them all stops every thread for 0.2 s,
-    again and again while requests come and go. And looking through all that has come since, the
-    cache's nodes above all, takes 20 to 70 ms: that is done ten times less often, and when it is
-    quiet (`trimming`)."""
+def freeze_startup_objects() -> None:
+    """Exempt the objects that exist at startup from garbage collection.
+
+    These are half a million objects of libraries and the model. A full collection of them stops
+    every thread for 0.2 s, repeatedly while requests come and go. Collecting newer objects,
+    mostly the cache's nodes, takes 20 to 70 ms. It is done ten times less often than by default,
+    and when the server is quiet (`trimming`).
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], COLLECTIONS_BEFORE_A_FULL_ONE)
 
 
 def _leave_at_once() -> None:
-    """Ends the process in the middle of whatever it does: tiers survive that, as they do a crash,
-    and child processes end with their pipes."""
+    """Exit the process at once.
+
+    Tiers survive that as they survive a crash, and child processes end with their pipes.
+    """
     _log.warning("stopped by a second signal")
     logging.shutdown()
     os._exit(0)
@@ -103,7 +107,7 @@ def _leave_at_once() -> None:
 def startup_rows(
     engine: Engine, config: ServerConfig, names: tuple[str, ...], url: str
 ) -> Iterable[tuple[str, str]]:
-    """What an operator wants to know first."""
+    """Yield the rows of the table printed at startup."""
     options, memory = engine.config, engine.memory
     yield "model", ", ".join(names)
     yield "context", f"{engine.max_model_len} tokens"
@@ -154,15 +158,17 @@ def startup_rows(
 
 
 def _ranks(engine: Engine) -> str:
+    """Describe the ranks and their exchange buffers."""
     options = engine.config
-    what = f"{options.tensor_parallel_size}, each with what follows"
+    text = f"{options.tensor_parallel_size}, each with what follows"
     if not options.compiled_kernels:
-        return what
+        return text
     exchange = 2 * slot_bytes(engine.spec, options)
-    return f"{what}; up to {format_size(exchange)} more for what it tells the others"
+    return f"{text}; up to {format_size(exchange)} more for what it tells the others"
 
 
 def _drafts(engine: Engine) -> str:
+    """Describe speculative decoding."""
     options, memory = engine.config, engine.memory
     if options.speculative == "off":
         device, ranks = torch.device(options.device), options.tensor_parallel_size
@@ -185,6 +191,7 @@ def _drafts(engine: Engine) -> str:
 
 
 def _decode(options: EngineConfig, memory: MemoryPlan) -> str:
+    """Describe the CUDA graphs of decode steps."""
     if not options.cuda_graphs:
         return "without CUDA graphs"
     most = padded_sizes(options.max_num_seqs)[-1]
@@ -194,8 +201,8 @@ def _decode(options: EngineConfig, memory: MemoryPlan) -> str:
     return text
 
 
-def table(rows: Iterable[tuple[str, str]]) -> str:
-    """Two aligned columns."""
+def format_table(rows: Iterable[tuple[str, str]]) -> str:
+    """Return rows as text in two aligned columns."""
     pairs = list(rows)
     width = max(len(name) for name, _ in pairs)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in pairs)

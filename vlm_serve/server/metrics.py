@@ -1,4 +1,4 @@
-"""Prometheus metrics under the names that dashboards for other engines already chart."""
+"""Prometheus metrics under the names in dashboards of other engines."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from vlm_serve.engine.outputs import CacheReport, Usage
-from vlm_serve.server.request_memory import RequestMemory
+from vlm_serve.server.finished_request import FinishedRequest
+from vlm_serve.server.http.request_memory import RequestMemory
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
 
-# One process has all values in memory. PROMETHEUS_MULTIPROC_DIR, which may be in the environment
-# for servers of several processes, would have them in files, in a folder that need not be there.
+# A single process keeps its values in memory. PROMETHEUS_MULTIPROC_DIR, which the environment may
+# set for servers of several processes, would put them into files of a folder that may be missing.
 values.ValueClass = values.MutexValue
 
 PREFIX = "vlm_serve:"
@@ -48,8 +48,11 @@ _TOKEN_SECONDS = (
 
 
 class Metrics:
-    """The metrics of one server, in registries of their own, labelled with the model's name; every
-    one also under a name without a colon, which Prometheus keeps for recording rules."""
+    """The metrics of one server, labelled with the model's name.
+
+    They are in registries separate from the library's default. Each metric also has a name without
+    a colon, since Prometheus reserves colons for recording rules.
+    """
 
     def __init__(self, model_name: str, engine: Engine, memory: RequestMemory) -> None:
         self._registry = CollectorRegistry()
@@ -122,13 +125,18 @@ class Metrics:
         metric = Gauge(PREFIX + name, text, ("model_name",), registry=self._registry)
         metric.labels(self._model_name).set_function(read)
 
-    def finished(self, reason: str, usage: Usage, report: CacheReport | None) -> None:
-        """Accounts for one request that reached its end."""
+    def finished(self, finished: FinishedRequest) -> None:
+        """Count a finished request."""
+        usage, report = finished.usage, finished.cache_report
+        first = finished.seconds_to_first_token
+        self.e2e_request_latency.observe(finished.seconds)
+        if first is not None:
+            self.time_to_first_token.observe(first)
         self.prompt_tokens.inc(usage.prompt_tokens)
         self.generation_tokens.inc(usage.completion_tokens)
         self.prefix_cache_queries.inc(usage.prompt_tokens)
         self.prefix_cache_hits.inc(usage.cached_tokens)
-        self._finished.labels(self._model_name, reason).inc()
+        self._finished.labels(self._model_name, finished.reason).inc()
         if report is not None:
             self._misses.labels(self._model_name, report.reason).inc()
             media = report.media_encoded + report.media_skipped
@@ -139,12 +147,12 @@ class Metrics:
                 self._hits_by_tier.labels(self._model_name, tier).inc(tokens)
 
     def render(self) -> bytes:
-        """The text that a Prometheus server scrapes."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry) + generate_latest(self._plain)
 
 
 class PlainNames(Collector):
-    """What a registry has, under names that begin with PLAIN_PREFIX."""
+    """The metrics of a registry, renamed to begin with PLAIN_PREFIX."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -163,14 +171,14 @@ def _plain(name: str) -> str:
 
 
 class EngineStats(Collector):
-    """Counters and gauges that the engine keeps itself, as of the last `update`."""
+    """Counters and gauges of the engine, as of the last `update`."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._stats: Mapping[str, Any] = {}
 
     def update(self, stats: Mapping[str, Any]) -> None:
-        """Takes over what `Engine.stats` returned."""
+        """Store a result of `Engine.stats`."""
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:

@@ -1,6 +1,6 @@
-"""Answers of /v1/responses that clients may come back to, in memory and for a while.
+"""Stored answers of /v1/responses, kept in memory for a limited time.
 
-Conversations grow by turns that share their past, so every turn is held, and counted, once.
+Turns of a conversation share their past, so every turn is held and counted once.
 """
 
 from __future__ import annotations
@@ -11,34 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlm_serve.server.attempt import Attempt, new_token
+from vlm_serve.server.failover.attempt import Attempt, new_token
+from vlm_serve.server.http.tenants import Owner
 
 Item = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Whose responses they are.
-
-    Attributes:
-        key: digest of the API key; empty if the server has none.
-        salt: of the requests.
-    """
-
-    key: bytes
-    salt: str
-
-
 @dataclass(slots=True, eq=False)
 class Turn:
-    """What one request added to a conversation.
+    """The part of a conversation added by one request.
 
     Attributes:
-        parent: the turn that it continues.
+        parent: the turn that it continues; None: it is the first one.
         given: the request's input items.
         answer: the response's body, with its output items.
-        num_bytes: memory that the items and the answer take.
-        holders: stored responses and turns that need this one.
+        num_bytes: memory of the items and the answer.
+        holders: number of stored responses and turns that refer to this one.
     """
 
     parent: Turn | None
@@ -48,7 +36,7 @@ class Turn:
     holders: int = 0
 
     def past(self) -> list[Item]:
-        """The items that the answer was made from, the oldest first."""
+        """Return the input items of the answer, the oldest first."""
         turns = list(_line(self))[::-1]
         return [
             item
@@ -58,7 +46,7 @@ class Turn:
 
     @property
     def total_bytes(self) -> int:
-        """With the turns before it."""
+        """Memory of this turn and all earlier ones."""
         return sum(turn.num_bytes for turn in _line(self))
 
 
@@ -77,7 +65,7 @@ class _Stored:
 
 @dataclass(slots=True)
 class _Account:
-    """What is stored for one key."""
+    """Stored responses of one API key."""
 
     responses: dict[str, _Stored] = field(default_factory=dict)
     num_bytes: int = 0
@@ -98,10 +86,11 @@ class _Account:
 
 
 class ResponseStore:
-    """Everything runs on the event loop, but `find` may be called from any thread.
+    """Store of responses, for each API key. It is used on the event loop; only `find` is
+    thread-safe.
 
     Args:
-        max_bytes: for all responses of one key.
+        max_bytes: limit for all responses of one key.
         ttl: seconds that a response is kept.
     """
 
@@ -111,19 +100,22 @@ class ResponseStore:
         self._accounts: dict[bytes, _Account] = {}
 
     def num_bytes(self, key: bytes) -> int:
-        """What is held for a key."""
+        """Return the bytes held for a key."""
         account = self._accounts.get(key)
         return 0 if account is None else account.num_bytes
 
     def find(self, owner: Owner, response_id: str) -> Turn | None:
-        """The turn of a response, None if its owner has none of that id."""
+        """Return the turn of a response; None: the owner has none of that id."""
         account = self._accounts.get(owner.key)
         stored = account and account.responses.get(response_id)
         return stored.turn if stored and stored.salt == owner.salt else None
 
     def put(self, owner: Owner, response_id: str, turn: Turn) -> None:
-        """Stores a response. The key's oldest ones make room for it; it is gone at once if it is
-        too large by itself."""
+        """Store a response.
+
+        The key's oldest responses are dropped for it. A response above the limit is dropped at
+        once.
+        """
         expiry = asyncio.get_running_loop().call_later(self._ttl, self.delete, owner, response_id)
         account = self._accounts.setdefault(owner.key, _Account())
         account.responses[response_id] = _Stored(owner.salt, turn, expiry)
@@ -132,15 +124,17 @@ class ResponseStore:
             self._drop(account, next(iter(account.responses)))
 
     def delete(self, owner: Owner, response_id: str) -> bool:
-        """Forgets a response, but not the part that later turns continue. False if the owner has
-        none of that id."""
+        """Delete a response, except for turns that later ones continue.
+
+        Return False if the owner has none of that id.
+        """
         if self.find(owner, response_id) is None:
             return False
         self._drop(self._accounts[owner.key], response_id)
         return True
 
     def clear(self) -> None:
-        """Forgets the responses of all keys."""
+        """Delete the responses of all keys."""
         for account in self._accounts.values():
             for response_id in list(account.responses):
                 self._drop(account, response_id)
@@ -154,17 +148,17 @@ class ResponseStore:
 
 
 def new_response_id(attempt: Attempt | None = None) -> str:
-    """128 random bits, or what an attempt makes of its seed: nobody finds another's by trying."""
+    """Return an id of 128 random bits; an attempt derives them from its seed."""
     return f"resp_{new_token(attempt, 'response', size=16)}"
 
 
 def memory_of(value: Any) -> int:
-    """Bytes that parsed JSON takes in memory; what is in it twice counts twice."""
+    """Return the bytes of parsed JSON in memory; shared objects count each time."""
     return sum(map(sys.getsizeof, parts_of(value)))
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-    """Parsed JSON and everything in it, keys included."""
+    """Yield a parsed JSON value and all values and keys in it."""
     waiting = [value]
     while waiting:
         each = waiting.pop()

@@ -1,4 +1,4 @@
-"""Making the server of one engine."""
+"""Assembling the server of one engine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.server.app import create_app
-from vlm_serve.server.browsers import for_browsers
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.connections import Connections
-from vlm_serve.server.draining import DrainingServer, uvicorn_config
+from vlm_serve.server.http.browsers import for_browsers
+from vlm_serve.server.http.connections import Connections
+from vlm_serve.server.http.draining import DrainingServer, uvicorn_config
+from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.server.service import Service
-from vlm_serve.server.tenants import read_tenant_keys
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def _tracer(endpoint: str, model: str) -> RequestTracer:
+    """Return the tracer for an OTLP endpoint."""
     try:
         from vlm_serve.server.tracing import RequestTracer
     except ImportError:
@@ -37,16 +38,21 @@ def make_server(
     on_listening: Callable[[], None] = lambda: None,
     on_second_signal: Callable[[], None] = lambda: None,
 ) -> DrainingServer[Service]:
-    """A server that is not running yet; run it with `run(sockets=[...])`. It closes the engine.
+    """Return a server; start it with `run(sockets=[...])`.
 
-    `on_listening` is called once it accepts connections, `on_second_signal` if it is told to stop
-    while it is stopping.
+    Args:
+        engine: the engine that answers; the server closes it.
+        config: the server's options.
+        model_names: names under which requests may ask for the model; the first is canonical.
+        on_listening: called when the server accepts connections.
+        on_second_signal: called when a signal arrives while the server is stopping.
 
-    Raises ConfigError for a bad file of tenants' keys, or if traces cannot be made.
+    Raises:
+        ConfigError: the file of tenants' keys is bad, or traces cannot be exported.
     """
     service = Service(engine, config, model_names)
     if config.otlp_traces_endpoint is not None:
-        service.tracer = _tracer(config.otlp_traces_endpoint, model_names[0])
+        service.state.tracer = _tracer(config.otlp_traces_endpoint, model_names[0])
     connections = Connections(config)
     app = for_browsers(create_app(service, read_tenant_keys(config.tenant_keys)), config)
     settings = uvicorn_config(app, connections)

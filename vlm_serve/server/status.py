@@ -1,4 +1,4 @@
-"""Routes that tell about the server: models, health, readiness, load, version, metrics."""
+"""Routes about the server: models, health, readiness, load, version, metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from vlm_serve.own_version import own_version
-from vlm_serve.server.errors import is_anthropic
+from vlm_serve.server.http.errors import is_anthropic
 from vlm_serve.server.service import Service
 
 STATS_TIMEOUT_SECONDS = 1.0
@@ -35,19 +35,20 @@ class ModelList(BaseModel):
 
 
 def model_cards(service: Service) -> list[ModelCard]:
+    """Return a card for each name of the model."""
     return [
         ModelCard(
             id=name,
-            created=service.created,
-            root=service.model_names[0],
+            created=service.state.created,
+            root=service.state.model_names[0],
             max_model_len=service.engine.max_model_len,
         )
-        for name in service.model_names
+        for name in service.state.model_names
     ]
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    """All names, in the form of the API whose client asks."""
+    """GET /v1/models, in the form of the client's API."""
     cards = model_cards(service)
     if is_anthropic(request.scope):
         infos = [_info(card) for card in cards]
@@ -57,16 +58,20 @@ async def list_models(service: Service, request: Request) -> Response:
 
 
 async def get_model(service: Service, request: Request) -> Response:
-    """One name, which may be empty here: that is none. Raises ModelNotFoundError."""
+    """GET /v1/models/{name}.
+
+    Raises:
+        ModelNotFoundError: the server has no model of that name, which may be empty.
+    """
     name = request.path_params["name"]
     card = next((card for card in model_cards(service) if card.id == name), None)
     if card is None:
-        raise service.unknown_model(name)
+        raise service.state.unknown_model(name)
     return JSONResponse(_info(card) if is_anthropic(request.scope) else card.model_dump())
 
 
 def _info(card: ModelCard) -> dict[str, Any]:
-    """A card in the form of Anthropic's API."""
+    """Return a card in the form of Anthropic's API."""
     return {
         "type": "model",
         "id": card.id,
@@ -79,21 +84,21 @@ def _info(card: ModelCard) -> dict[str, Any]:
 
 
 def problem(service: Service) -> str | None:
-    """Why the server is not healthy, None if it is."""
+    """Return why the server is unhealthy; None: it is healthy."""
     engine = service.engine
     if not engine.alive:
         return "the engine has stopped"
-    if service.check_failed:
+    if service.idle_check.failed:
         return "the cache violates an invariant"
     busy = engine.num_running + engine.num_waiting > 0
-    idle_seconds = time.monotonic() - max(engine.last_step_time, service.busy_since)
+    idle_seconds = time.monotonic() - max(engine.last_step_time, service.state.busy_since)
     if busy and idle_seconds > service.engine.config.stall_timeout:
         return f"there is work, but no step has ended for {idle_seconds:.0f} s"
     return None
 
 
 async def health(service: Service, _: Request) -> Response:
-    """200 while the engine makes progress or has nothing to do, else 503."""
+    """GET /health: 200 while the engine makes progress or is idle, else 503."""
     trouble = problem(service)
     if trouble is not None:
         return JSONResponse({"status": "unhealthy", "reason": trouble}, status_code=503)
@@ -101,29 +106,31 @@ async def health(service: Service, _: Request) -> Response:
 
 
 async def ready(service: Service, _: Request) -> Response:
-    """200 while new requests are taken, else 503."""
-    if service.draining or problem(service) is not None:
+    """GET /ready: 200 while new requests are admitted, else 503."""
+    if service.requests.draining or problem(service) is not None:
         return JSONResponse({"status": "not ready"}, status_code=503)
     return JSONResponse({"status": "ready"})
 
 
 async def load(service: Service, _: Request) -> Response:
+    """GET /load: open requests, and their tokens and memory."""
     return JSONResponse(
         {
-            "server_load": service.num_open,
+            "server_load": service.requests.num_open,
             "num_requests_running": service.engine.num_running,
             "num_requests_waiting": service.engine.num_waiting,
-            "open_prompt_tokens": service.open_tokens,
-            "request_memory_bytes": service.memory.held,
+            "open_prompt_tokens": service.admission.open_tokens,
+            "request_memory_bytes": service.admission.memory.held,
         }
     )
 
 
 async def show_version(_: Service, __: Request) -> Response:
+    """GET /version."""
     return JSONResponse({"version": own_version()})
 
 
 async def metrics(service: Service, _: Request) -> Response:
-    """What a Prometheus server scrapes."""
-    await service.refresh_engine_stats(STATS_TIMEOUT_SECONDS)
-    return Response(service.metrics.render(), media_type=METRICS_TYPE)
+    """GET /metrics, for Prometheus."""
+    await service.state.refresh_engine_stats(STATS_TIMEOUT_SECONDS)
+    return Response(service.state.metrics.render(), media_type=METRICS_TYPE)

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: one span per request. Imported only if they are switched on."""
+"""OpenTelemetry traces: one span for each request. Imported only if traces are on."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from vlm_serve.server.generation import Generation
+from vlm_serve.server.finished_request import FinishedRequest
 
 
 class RequestTracer:
-    """Makes a span of every request that has ended.
+    """Makes a span of every finished request.
 
     Args:
-        processor: where the spans go.
-        model: its name, for the span's attributes.
+        processor: receives the spans.
+        model: name of the model, for the spans' attributes.
     """
 
     def __init__(self, processor: SpanProcessor, model: str) -> None:
@@ -29,38 +29,38 @@ class RequestTracer:
 
     @classmethod
     def to_endpoint(cls, endpoint: str, model: str) -> RequestTracer:
-        """Sends the spans in batches, on a thread of their own, to an OTLP/HTTP endpoint."""
+        """Make a tracer that exports batches of spans over OTLP/HTTP, on its own thread."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model)
 
-    def record(self, generation: Generation, reason: str) -> None:
-        """Times are monotonic until here; spans want the clock on the wall."""
-        task, usage, report = generation.task, generation.usage, generation.cache_report
-        end, now = time.time_ns(), time.monotonic()
+    def record(self, finished: FinishedRequest) -> None:
+        """Make the span of a request, with wall-clock times for its monotonic ones."""
+        usage, report = finished.usage, finished.cache_report
+        end = time.time_ns()
         span = self._tracer.start_span(
             "llm_request",
-            context=TraceContextTextMapPropagator().extract(task.trace),
+            context=TraceContextTextMapPropagator().extract(finished.trace),
             kind=SpanKind.SERVER,
-            start_time=end - round((now - task.arrival) * 1e9),
+            start_time=end - round((time.monotonic() - finished.arrival) * 1e9),
             attributes={
-                "gen_ai.request.id": task.request_id,
+                "gen_ai.request.id": finished.request_id,
                 "gen_ai.response.model": self._model,
-                "gen_ai.request.n": task.params.n,
+                "gen_ai.request.n": finished.choices,
                 "gen_ai.usage.prompt_tokens": usage.prompt_tokens,
                 "gen_ai.usage.completion_tokens": usage.completion_tokens,
                 "gen_ai.usage.cached_tokens": usage.cached_tokens,
-                "gen_ai.response.finish_reason": reason,
-                "gen_ai.latency.e2e": now - task.arrival,
+                "gen_ai.response.finish_reason": finished.reason,
+                "gen_ai.latency.e2e": finished.seconds,
             },
         )
-        first = generation.first_token_time
+        first = finished.seconds_to_first_token
         if first is not None:
-            span.set_attribute("gen_ai.latency.time_to_first_token", first - task.arrival)
+            span.set_attribute("gen_ai.latency.time_to_first_token", first)
         if report is not None:
             span.set_attribute("vlm_serve.cache_reason", report.reason)
         span.end(end)
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()

@@ -1,8 +1,8 @@
-"""Memory that requests have held goes back to the system soon after they have ended.
+"""Returning the memory of ended requests to the system.
 
-glibc keeps what is freed between blocks that are not, for ever: a server would stay as large as its
-largest moment. And what refers to itself, as a failed request's traceback does, is not freed before
-Python looks for it, which a quiet server has no reason to do.
+glibc never returns freed memory between blocks in use, so a server would keep its peak size.
+Reference cycles, such as a failed request's traceback, stay until the garbage collector runs, and a
+quiet server does not trigger it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import gc
 from vlm_serve.kernels.host_memory import release_freed_memory
 
 TRIM_BYTES = 16 << 20
-"""What must have been freed since the last time while requests come and go."""
+"""Bytes that must have been freed since the last trim while requests come and go."""
 PAUSE_SECONDS = 2.0
 QUIET_SECONDS = 10.0
-"""After that long without a request that ended, the rest is looked for and given back too."""
+"""After this long without a request that ended, cycles are collected and the rest is returned."""
 
 
 class Trimmer:
-    """Trims the heap once enough has been freed, at most every PAUSE_SECONDS, and all that is left
-    when it has become quiet, on another thread.
+    """Trims the heap on another thread.
+
+    While requests end, it does so at most every PAUSE_SECONDS and if TRIM_BYTES were freed. When
+    the server has become quiet it also collects cycles.
 
     Attributes:
-        num_trims: how often it has.
-        num_collections: how often it has looked for what refers to itself.
+        num_trims: number of trims.
+        num_collections: number of garbage collections.
     """
 
     def __init__(self) -> None:
@@ -36,23 +38,23 @@ class Trimmer:
         self._task: asyncio.Task[None] | None = None
 
     def freed(self, size: int) -> None:
-        """Counts bytes that a request has given back. To be called on the event loop."""
+        """Count bytes that a request has given back; call it on the event loop."""
         self._freed += size
         self._quiet_at = asyncio.get_running_loop().time() + QUIET_SECONDS
         if self._task is None:
-            self._task = asyncio.ensure_future(self._tend())
+            self._task = asyncio.ensure_future(self._run())
 
     def close(self) -> None:
-        """Leaves the rest as it is."""
+        """Stop trimming."""
         if self._task is not None:
             self._task.cancel()
 
-    async def _tend(self) -> None:
-        """Until it is quiet."""
+    async def _run(self) -> None:
+        """Trim until the server is quiet."""
         loop = asyncio.get_running_loop()
         try:
             while loop.time() < self._quiet_at:
-                # What has just ended may not have let go of it all.
+                # A request that has just ended may still hold some of its memory.
                 await asyncio.sleep(PAUSE_SECONDS)
                 if loop.time() >= self._quiet_at:
                     await asyncio.to_thread(gc.collect)

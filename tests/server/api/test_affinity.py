@@ -8,7 +8,7 @@ import pytest
 from serving import RunningServer, chat_body, ok
 
 from vlm_serve.preprocess.affinity import affinity_keys_of_body
-from vlm_serve.server.affinity import AFFINITY, affinity_of, note_affinity
+from vlm_serve.server.api.request_affinity import AFFINITY, affinity_of, note_affinity
 
 TEXT = "Which of all these conversations began like this one? " * 8
 

@@ -48,7 +48,7 @@ def server(_server: RunningServer) -> Iterator[RunningServer]:
     _server.engine.flush()
     yield _server
     wait_for(lambda: _server.service.cache_feed.num_subscribers == 0)
-    assert _server.service.cache_feed._looking is None
+    assert _server.service.cache_feed._polling is None
     assert not _server.engine._cache.events.node_used.subscribers
     _server.engine.check()
 
@@ -128,7 +128,7 @@ def test_random_load_is_followed(server: RunningServer) -> None:
             thread.join()
         while not server.engine.stats()["cache"]["evictions"].get("kv"):  # flushes came too often
             ask(server, text(" ".join(rng.choices("abcdef", k=400))), max_tokens=1)
-        wait_for(lambda: server.service.num_open == 0)
+        wait_for(lambda: server.service.requests.num_open == 0)
         wait_for(lambda: not any(node["pins"] for node in tree(server).values()))
         wait_for(lambda: agrees(server, reader) and agrees(server, late))
         assert reader.hits and len(reader.named("changes")) > 3

@@ -88,7 +88,7 @@ def parts(kind: str) -> Form:
 
 
 def ids(made: Preprocessor, request: Any) -> tuple[int, ...]:
-    return made.prepare(request.asked().input.read()).token_ids
+    return made.prepare(request.parsed().input.read()).token_ids
 
 
 def test_text_and_parts_are_one_prompt_in_every_api(made: Preprocessor) -> None:

@@ -56,7 +56,7 @@ def _server() -> Iterator[RunningServer]:
 @pytest.fixture
 def server(_server: RunningServer) -> Iterator[RunningServer]:
     yield _server
-    wait_for(lambda: _server.service.num_open == 0)
+    wait_for(lambda: _server.service.requests.num_open == 0)
     _server.engine.check()
 
 

@@ -56,7 +56,7 @@ def test_the_second_question_about_a_picture_encodes_nothing(visit: Visit) -> No
     page.locator(".reuse-of summary").nth(1).click()
     told = page.locator(".turn").nth(1).locator(".sentences")
     expect(told).to_contain_text("none went through the vision encoder again")
-    expect(told).to_contain_text("what follows is new")
+    expect(told).to_contain_text("the rest of the prompt is new")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_options_are_part_of_the_request_and_checked(visit: Visit) -> None:
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     assert (body["temperature"], body["max_tokens"]) == (0, 2)
     assert "top_p" not in body
-    expect(page.locator(".answer .note")).to_have_text("The answer reached its greatest length.")
+    expect(page.locator(".answer .note")).to_have_text("The answer reached its maximum length.")
 
 
 def test_an_export_holds_the_conversation(visit: Visit) -> None:

@@ -10,7 +10,7 @@ import pytest
 from browser import Visit
 from playwright.sync_api import Route, expect
 
-from vlm_serve.server.static_page import CONTENT_SECURITY_POLICY
+from vlm_serve.server.http.static_page import CONTENT_SECURITY_POLICY
 
 STRANGER = "http://192.0.2.1"  # an address that is kept for documents
 

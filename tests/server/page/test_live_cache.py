@@ -24,7 +24,7 @@ def size(page: Page) -> Any:
 def flush(visit: Visit) -> None:
     visit.page.get_by_role("button", name="Flush all").click()
     visit.page.get_by_role("dialog").get_by_role("button", name="Flush all").click()
-    expect(size(visit.page)).to_have_text("Nothing is kept yet.")
+    expect(size(visit.page)).to_have_text("The cache is empty.")
 
 
 def ask(visit: Visit, question: str) -> None:
@@ -41,7 +41,7 @@ def test_it_shows_what_is_kept_as_it_comes_and_goes(visit: Visit) -> None:
     rows = page.get_by_role("treegrid").locator(".rows [role=row]")
     expect(rows.first).to_be_visible()
     feed = page.locator(".feed li")
-    expect(feed.filter(has_text="kept")).not_to_have_count(0)
+    expect(feed.filter(has_text="cached")).not_to_have_count(0)
     expect(feed.filter(has_text="prompt tokens reused")).to_have_count(1)
     number = len(nodes_of(visit.url))
     expect(size(page)).to_contain_text(f"{number} node")
@@ -118,7 +118,7 @@ def test_a_node_is_chosen_read_and_pinned(visit: Visit) -> None:
     details.get_by_role("button", name="As text").click()
     expect(details.locator("pre")).to_contain_text("here.")
     details.get_by_role("button", name="Pin for 10 minutes").click()
-    expect(details.get_by_role("status")).to_contain_text("tokens stay for 10 minutes.")
+    expect(details.get_by_role("status")).to_contain_text("tokens are pinned for 10 minutes.")
     expect(details.locator("dl")).to_contain_text("users now1")
     assert any(node["pins"] for node in nodes_of(visit.url))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from browser import Visit
 
-from vlm_serve.server.static_page import PAGE_FOLDER
+from vlm_serve.server.http.static_page import PAGE_FOLDER
 
 MOST_LINES = 300
 MODULES = [path for path in sorted(PAGE_FOLDER.rglob("*.js")) if "vendor" not in path.parts]

@@ -40,7 +40,7 @@ def test_a_wrong_key_is_told_and_a_right_one_opens(guarded: Visit) -> None:
     page = guarded.page
     give_key(guarded, "wrong")
     expect(page.get_by_role("dialog").get_by_role("alert")).to_have_text(
-        "The server does not take this key."
+        "The server does not accept this key."
     )
     give_key(guarded, KEY)
     expect(page.get_by_role("dialog")).to_have_count(0)
@@ -56,8 +56,8 @@ def test_without_a_key_the_page_says_what_is_missing(guarded: Visit) -> None:
     page.get_by_role("button", name="Close").click()
     guarded.ask("Hello?")
     expect(page.locator(".answer .problem")).to_be_visible()
-    expect(page.locator(".server-state")).to_contain_text("The server asks for a key.")
-    page.get_by_role("button", name="Give a key").click()
+    expect(page.locator(".server-state")).to_contain_text("The server requires an API key.")
+    page.get_by_role("button", name="Enter a key").click()
     give_key(guarded, KEY)
     page.get_by_role("button", name="Ask again").click()
     expect(page.locator(".numbers-line")).to_be_visible()

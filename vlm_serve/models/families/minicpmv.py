@@ -1,5 +1,5 @@
-"""MiniCPM-V 4.6 and 4.7: Qwen3.5's language model, and a vision tower that sees pictures in slices.
-They differ in where media lie: 4.6 counts tokens, 4.7 lays slices out on a canvas."""
+"""MiniCPM-V 4.6 and 4.7: Qwen3.5's language model, and a vision tower that cuts pictures into
+slices. They differ in media positions: 4.6 counts tokens, 4.7 lays slices out on a canvas."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ DEFAULTS: Defaults = {
     "MiniCPMV4_6VisionConfig": _VISION,
     "MiniCPMV4_7VisionConfig": _VISION,
 }
-"""What a file may leave to transformers' classes."""
+"""Defaults of transformers' classes, for fields that a file omits."""
 
 
 def spec(config: Config) -> ModelSpec:
-    """The model of a config.json."""
+    """Return the model of a config.json."""
     text = config.section("text_config", "Qwen3_5TextConfig")
     text.expect("model_type", "qwen3_5_text")
     family = family_of(config.raw["model_type"])

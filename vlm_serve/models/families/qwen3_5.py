@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.5-MoE, with a vision tower or without: three Gated DeltaNet layers to one of
+"""Qwen3.5 and Qwen3.5-MoE, with a vision tower or without: three Gated DeltaNet layers per layer of
 gated attention."""
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ DEFAULTS: Defaults = {
     "Qwen3_5VisionConfig": shared.VISION_DEFAULTS,
     "Qwen3_5MoeVisionConfig": shared.VISION_DEFAULTS,
 }
-"""What a file may leave to transformers' classes."""
+"""Defaults of transformers' classes, for fields that a file omits."""
 
 
 def spec(config: Config) -> ModelSpec:
-    """The model of a config.json."""
+    """Return the model of a config.json."""
     text = config
     if not config.raw["model_type"].endswith("_text"):
         text = shared.text_section(config)
@@ -71,10 +71,10 @@ def spec(config: Config) -> ModelSpec:
 
 
 def language_model(config: Config, text: Config, vision: Vision | None, rope: Rope) -> ModelSpec:
-    """The model whose language part is described by a section `text` of a config.json."""
+    """Return the model whose language part is the section `text` of a config.json."""
     text.expect("hidden_act", "silu")
-    # transformers' classes have neither field: their attention is always gated, and so is what they
-    # save. The rows of q_proj show it when it is loaded.
+    # transformers' classes have neither field: their attention is always gated, in saved files too.
+    # Loading checks the rows of q_proj.
     text.allow("attn_output_gate", True)
     text.allow("output_gate_type", "swish", "silu")
     kinds = shared.layer_types(text, _MIXERS)
@@ -98,7 +98,8 @@ def language_model(config: Config, text: Config, vision: Vision | None, rope: Ro
 
 
 def _predictor(text: Config, feed_forward: FeedForward) -> LayerSpec | None:
-    """The multi-token-prediction layer: always attention. Published models have one or none."""
+    """Return the multi-token-prediction layer, which is always attention. Published models have
+    one or none."""
     if text.raw.get("mtp_num_hidden_layers") != 1:
         return None
     text.allow("mtp_use_dedicated_embeddings", False)

@@ -1,4 +1,4 @@
-"""Qwen3-Next: Qwen3.5-MoE's layers with text alone, and the rows of a Gated DeltaNet's input
+"""Qwen3-Next: Qwen3.5-MoE's layers for text alone, with the rows of a Gated DeltaNet's input
 projections grouped by key head."""
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ DEFAULTS: Defaults = {
         "num_experts": 512,
     }
 }
-"""What a file may leave to transformers' class."""
+"""Defaults of transformers' class, for fields that a file omits."""
 
 
 def spec(config: Config) -> ModelSpec:
-    """The model of a config.json."""
+    """Return the model of a config.json."""
     config.expect("hidden_act", "silu")
     config.allow("attn_output_gate", True)
     config.allow("output_gate_type", "swish", "silu")

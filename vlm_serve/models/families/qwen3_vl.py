@@ -1,5 +1,5 @@
-"""Qwen3-VL and Qwen3-VL-MoE: attention alone, without gates, and a vision tower whose middle layers
-add features behind the decoder's first ones."""
+"""Qwen3-VL and Qwen3-VL-MoE: attention without gates, and a vision tower whose middle layers add
+features behind the decoder's first ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VISION = shared.VISION_DEFAULTS | {"deepstack_visual_indexes": (8, 16, 24)}
 
 
 def _head_dim(text: Config) -> int:
-    """Return it as Qwen3VLMoeTextConfig works it out."""
+    """Return the head size by Qwen3VLMoeTextConfig's rule."""
     return text.size("hidden_size") // text.size("num_attention_heads")
 
 
@@ -56,11 +56,11 @@ DEFAULTS: Defaults = {
     "Qwen3VLVisionConfig": _VISION,
     "Qwen3VLMoeVisionConfig": _VISION,
 }
-"""What a file may leave to transformers' classes."""
+"""Defaults of transformers' classes, for fields that a file omits."""
 
 
 def spec(config: Config) -> ModelSpec:
-    """The model of a config.json, dense or MoE."""
+    """Return the model of a config.json, dense or MoE."""
     text = shared.text_section(config)
     text.expect("hidden_act", "silu")
     text.allow("attn_output_gate", False)

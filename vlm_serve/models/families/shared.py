@@ -1,4 +1,4 @@
-"""What the config.json of several of Qwen's families have in common."""
+"""Common readers for the config.json of several of Qwen's families."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ VISION_DEFAULTS: dict[str, Any] = {
     "out_hidden_size": 3584,
     "num_position_embeddings": 2304,
 }
-"""What Qwen3_5VisionConfig, Qwen3VLVisionConfig and their MoE twins agree on."""
+"""Common defaults of Qwen3_5VisionConfig, Qwen3VLVisionConfig and their MoE twins."""
 
 
 def text_section(config: Config) -> Config:
-    """The language model of a config.json that has a vision tower beside it."""
+    """Return the language model's section of a config.json with a vision tower."""
     text = config.section("text_config")
     text.allow("model_type", f"{config.raw['model_type']}_text")
     return text
 
 
 def tied_embeddings(config: Config, text: Config) -> bool:
-    """transformers reads the outer switch; older files carry only the inner one."""
+    """Return whether embeddings are tied. transformers reads the outer switch; older files have
+    only the inner one."""
     for section in (config, text):
         if "tie_word_embeddings" in section.raw:
             return bool(section.raw["tie_word_embeddings"])
@@ -47,7 +48,7 @@ def tied_embeddings(config: Config, text: Config) -> bool:
 
 
 def layer_types(text: Config, known: Collection[str]) -> list[str]:
-    """The kind of every layer's token mixer."""
+    """Return the kind of every layer's token mixer."""
     count = text.size("num_hidden_layers")
     given = text.raw.get("layer_types") or []
     if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
@@ -67,7 +68,7 @@ def layer_types(text: Config, known: Collection[str]) -> list[str]:
 
 
 def attention(text: Config, *, gated: bool) -> Attention:
-    """Attention over all keys."""
+    """Return attention over all keys."""
     if text.raw.get("use_sliding_window") is not False:
         text.allow("use_sliding_window", None)
         text.allow("sliding_window", None)
@@ -83,7 +84,7 @@ def attention(text: Config, *, gated: bool) -> Attention:
 
 
 def gated_delta(text: Config, *, interleaved: bool = False) -> GatedDelta:
-    """A Gated DeltaNet mixer."""
+    """Return a Gated DeltaNet mixer."""
     sizes = GatedDelta(
         key_heads=text.size("linear_num_key_heads"),
         value_heads=text.size("linear_num_value_heads"),
@@ -102,12 +103,12 @@ def _check_groups(name: str, heads: int, key_heads: int) -> None:
 
 
 def mlp(text: Config) -> Mlp:
-    """A dense feed-forward."""
+    """Return a dense feed-forward."""
     return Mlp(text.size("intermediate_size"))
 
 
 def experts(text: Config, *, shared: bool, transposed: bool = False) -> Experts:
-    """Routed experts, the weights of a token's adding up to 1."""
+    """Return routed experts, whose weights sum to 1 for each token."""
     text.allow("norm_topk_prob", True)
     routing = Routing(text.size("num_experts"), text.size("num_experts_per_tok"))
     if routing.top_k > routing.num_experts:
@@ -119,7 +120,7 @@ def experts(text: Config, *, shared: bool, transposed: bool = False) -> Experts:
 
 
 def sparse_layers(text: Config, sparse: Experts) -> list[FeedForward]:
-    """Experts in every layer but those that the file wants dense."""
+    """Return experts in every layer but those that the file lists as dense."""
     step, dense = text.size("decoder_sparse_step"), text.given("mlp_only_layers")
     count = text.size("num_hidden_layers")
     routed = [index not in dense and (index + 1) % step == 0 for index in range(count)]
@@ -127,9 +128,9 @@ def sparse_layers(text: Config, sparse: Experts) -> list[FeedForward]:
 
 
 def rope(text: Config, *, partial: bool, sections: bool) -> Rope:
-    """Rotation of a part of each head or of all of it, by positions on three axes or on one."""
+    """Return the rotation of all or part of each head, by positions on three axes or on one."""
     fields = text.inlined("rope_parameters", "rope_scaling")
-    # What is added by hand for longer contexts stands beside what transformers has saved.
+    # Settings added by hand for longer contexts stand beside those saved by transformers.
     for given in (fields, text.inlined("rope_scaling")):
         kind = given.raw.get("rope_type", given.raw.get("type"))
         if kind not in ("default", None):
@@ -152,13 +153,13 @@ def rope(text: Config, *, partial: bool, sections: bool) -> Rope:
 
 
 def vision(outer: Config, *, deepstack: bool) -> VisionSpec:
-    """The vision tower; `deepstack`: its layers may add features to the decoder's."""
+    """Return the vision tower; `deepstack`: its layers may add features to the decoder's."""
     config, kind = outer.section("vision_config"), outer.raw["model_type"]
-    # Published files have the family's name as well, that of the dense one even beside experts.
+    # Published files also use the family's name, even the dense one's beside experts.
     plain = kind.removesuffix("_moe")
     config.allow("model_type", f"{kind}_vision", kind, plain, f"{plain}_vision")
     config.expect("hidden_act", "gelu_pytorch_tanh")
-    # No published file has it: transformers' value is the model's.
+    # No published file has this field, so transformers' value applies.
     angles = config.value("rope_parameters")
     if angles["rope_type"] != "axial":
         raise CheckpointError(f"rope_type {angles['rope_type']!r} is not supported, only 'axial'")

@@ -40,8 +40,8 @@ from vlm_serve.models.program import Program, UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class Attention(Mixer):
-    """Sizes. `gated`: the output is multiplied with the sigmoid of a gate, whose rows the
-    checkpoint keeps behind the query's of each head. `name` begins its tensors' names."""
+    """Sizes. `gated`: the output is multiplied by the sigmoid of a gate, whose rows follow the
+    query's of each head in the checkpoint. `name` is the prefix of its tensors' names."""
 
     heads: int
     kv_heads: int
@@ -61,7 +61,7 @@ class Attention(Mixer):
         return self.kv_heads * self.head_dim
 
     def pools(self) -> tuple[Pool, ...]:
-        # Few queries wait for the memory, which is faster if a head's tokens lie together.
+        # Few queries are memory-bound, and reading is faster if a head's tokens are contiguous.
         pages = (2, BLOCK_SIZE, self.kv_heads, self.head_dim)
         return (
             Pool("kv", "block", pages, split=2, swapped=1),
@@ -98,7 +98,7 @@ class Attention(Mixer):
         )
 
     def _input(self, name: str, tail: tuple[int, ...], ranks: Ranks) -> list[Part]:
-        """Query, key, value and gate rows of a rank: all queries first, all gates last."""
+        """Return query, key, value and gate rows of a rank: all queries first, all gates last."""
         dim, heads = self.head_dim, ranks.share(self.heads)
         rows = rows_of(ranks.share_or_copy(self.kv_heads), dim)
         keys = [Part(name.format(kind), (self.keys, *tail), rows, least_bits=4) for kind in "kv"]
@@ -116,7 +116,7 @@ class Attention(Mixer):
 
 @dataclass(frozen=True, slots=True)
 class LoadedAttention(LoadedMixer):
-    """`in_proj` gives query, key, value and, if there is one, gate, from one product."""
+    """One product, `in_proj`, computes query, key, value and, if there is one, gate."""
 
     sizes: Attention
     in_proj: Linear

@@ -1,4 +1,4 @@
-"""What token mixers and feed-forward parts have in common: as data, and with their weights."""
+"""Interfaces of token mixers and feed-forward parts: as data, and with their weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Routed experts, and how many of them a token goes through."""
+    """The number of routed experts, and of those that each token uses."""
 
     num_experts: int
     top_k: int
@@ -35,7 +35,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What every layer of one forward shares. The packed tokens are those of decode steps, of
+    """The data shared by all layers of one forward. The packed tokens are those of decode steps, of
     prefills and of drafts, in this order. A sequence's keys begin with slot `first_key` of its
     table; other than 0 with prefills only."""
 
@@ -49,7 +49,7 @@ class Step:
     first_key: int = 0
 
     def parts(self) -> Iterator[tuple[DecodeMeta | PrefillMeta | VerifyMeta, slice]]:
-        """Each kind of tokens that there is, and where they are among the packed ones."""
+        """Yield each kind of tokens in the step with its slice of the packed tokens."""
         first = 0
         for meta in (self.decode, self.prefill, self.verify):
             if meta is not None:
@@ -59,9 +59,9 @@ class Step:
 
 
 class Loader(Protocol):
-    """Where a part's weights come from; `Weights` reads a checkpoint. Raises CheckpointError.
+    """The source of a part's weights; `Weights` reads a checkpoint. Raises CheckpointError.
 
-    A part takes what its rank holds; `ranks` may be alone.
+    A part loads its own rank's share; `ranks` may be a single one.
     """
 
     device: torch.device
@@ -70,60 +70,62 @@ class Loader(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Of a tensor, as the checkpoint has it; None if it has none."""
+        """Return the shape of a tensor in the checkpoint; None if it has none."""
         ...
 
     def linear(
         self, *parts: Part, bias: list[Part] | None = None, shard: Shard | None = None
     ) -> Linear:
-        """Rows of several tensors below each other, as one projection; or what a shard has."""
+        """Load rows of several tensors, stacked, as one projection; or a shard of it."""
         ...
 
     def tensor(self, name: str, shape: Sequence[int], rows: Sequence[range] = ()) -> torch.Tensor:
-        """In the type of activations; if rows are named, those alone, one below the other."""
+        """Return a tensor in the dtype of activations; only the named rows, stacked, if any are
+        named."""
         ...
 
     def stacked(
         self, parts: Sequence[Part], count: int, shard: Shard | None = None
     ) -> torch.Tensor | Stored:
-        """`[count, rows, K]` in the type of projections, or as many rows of codes; or what a shard
-        has."""
+        """Return `[count, rows, K]` in the dtype of projections, or as many rows of codes; or a
+        shard of it."""
         ...
 
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """A lookup table in the type of projections."""
+        """Return a lookup table in the dtype of projections."""
         ...
 
 
 def load_norm(source: Loader, name: str, size: int, norm: Norm) -> torch.Tensor:
-    """`[size]`, as the kernels take it: a weight of 0 means a factor of 1."""
+    """Load a norm's `[size]` weights in the kernels' convention: a weight of 0 means a factor of
+    1."""
     weight = source.tensor(f"{name}.weight", (size,))
-    # In float32: one less than a bfloat16 is none.
+    # In float32, because a bfloat16 minus one may not be a bfloat16.
     return weight if norm.centred else weight.float() - 1.0
 
 
 def rows_of(items: range, width: int) -> tuple[range, ...]:
-    """Rows of items next to each other, of so many rows each."""
+    """Return the row ranges of adjacent items of `width` rows each."""
     return (range(items.start * width, items.stop * width),)
 
 
 def shard_of_inputs(source: Loader) -> Shard | None:
-    """The columns of a weight whose inputs are shared out."""
+    """Return the columns of a weight whose inputs are split among ranks."""
     ranks = source.ranks
     return Shard(ranks.rank, ranks.size, 1) if ranks.shared else None
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The projection that ends a mixer or a feed-forward. Each rank has its part of the inputs;
-    what all of them make of theirs is added before the residual is."""
+    """The projection at the end of a mixer or a feed-forward. Each rank holds a part of the inputs;
+    the ranks' results are summed before the residual is added."""
 
     weight: Linear
     ranks: Ranks
 
     @classmethod
     def load(cls, source: Loader, part: Part, bias: Part | None = None) -> Output:
-        """A bias is the first rank's."""
+        """Load the projection. The first rank adds the bias."""
         biases = [] if bias is None or source.ranks.rank else [bias]
         shard = shard_of_inputs(source)
         return cls(source.linear(part, bias=biases or None, shard=shard), source.ranks)
@@ -131,28 +133,28 @@ class Output:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, *, deterministic: bool
     ) -> torch.Tensor:
-        """`[T, hidden]` in the dtype of the residual, which has been added."""
+        """Return `[T, hidden]` in the dtype of the residual, with the residual added."""
         if not self.ranks.shared:
             return self.weight(x, plus=residual, deterministic=deterministic)
         part = self.weight.partial(x, deterministic=deterministic)
         return added(self.ranks, part, residual)
 
     def lower(self, program: Program, x: View) -> None:
-        """Adds it to the residual of a compiled step."""
+        """Append its sum with the residual to a compiled step."""
         program.add(self.weight, x)
 
 
 def added(ranks: Ranks, part: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """The residual and the float32 parts of all ranks."""
+    """Return the sum of the residual and the float32 parts of all ranks."""
     return (residual.float() + ranks.sum(part)).to(residual.dtype)
 
 
 class LoadedMixer(ABC):
-    """A token mixer with its weights. `cache` is what `bind` has made of the layer's pools."""
+    """A token mixer with its weights. `cache` is the result of `bind` for the layer's pools."""
 
     @abstractmethod
     def bind(self, pools: Mapping[str, torch.Tensor]) -> Any:
-        """The layer's part of the pools, as `apply` takes it."""
+        """Return the layer's part of the pools, in the form of `apply`'s argument."""
 
     @abstractmethod
     def apply(
@@ -163,36 +165,36 @@ class LoadedMixer(ABC):
         step: Step,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Mixes tokens by ops; what the layer keeps between steps is updated in place.
+        """Mix tokens by ops, updating the layer's memory between steps in place.
 
         Args:
             x: `[T, hidden]` normed input.
             residual: `[T, hidden]`, added to the output.
             cache: from `bind`.
             step: this forward.
-            keep: rows whose output is wanted, None for all.
+            keep: rows of the output to compute, None for all.
 
         Returns:
             `[T or len(keep), hidden]`.
         """
 
     def fold(self, cache: Any, folds: Sequence[tuple[int, int, int]]) -> None:
-        """Folds what drafted tokens have left into the state rows, by ops: (row, first update,
-        count) each. Nothing to do without state."""
+        """Fold the updates of drafted tokens into the state rows, by ops: (row, first update,
+        count) each. Without state it does nothing."""
         del cache, folds
 
     @abstractmethod
     def lower(self, program: Program, cache: Any, *, last: bool) -> None:
-        """Adds the operations of a compiled step: from `program.normed` to the residual.
+        """Append the operations of a compiled step: from `program.normed` to the residual.
 
         Args:
             program: the step.
             cache: from `bind`.
-            last: in the last layer; only the rows with wanted logits matter from the output
-                projection on.
+            last: the last layer: from the output projection on, only rows with requested logits are
+                computed.
 
         Raises:
-            UnsupportedError: compiled code does not know such a mixer, or such pools.
+            UnsupportedError: compiled code does not support such a mixer, or such pools.
         """
 
 
@@ -201,19 +203,19 @@ class Mixer(ABC):
 
     @abstractmethod
     def pools(self) -> tuple[Pool, ...]:
-        """What a layer keeps between steps."""
+        """Return the pools of a layer's memory between steps."""
 
     @abstractmethod
     def heads_to_split(self) -> Mapping[str, int]:
-        """What tensor parallelism shares out: names for messages, and numbers."""
+        """Return the numbers that tensor parallelism splits, by names for messages."""
 
     def heads_to_repeat(self) -> Mapping[str, int]:
-        """Likewise, but where there are fewer of them than ranks, several ranks have the same."""
+        """Return the numbers that are split too, but repeated if there are fewer than ranks."""
         return {}
 
     @abstractmethod
     def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedMixer:
-        """With the weights of the layer whose tensors' names start with `layer`."""
+        """Load the weights of the layer whose tensors' names start with `layer`."""
 
 
 class LoadedFeedForward(ABC):
@@ -223,12 +225,12 @@ class LoadedFeedForward(ABC):
     def apply(
         self, x: torch.Tensor, residual: torch.Tensor, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """By ops: (`[T, hidden]` with the residual added, int64 `[T, top_k]` ids of routed experts
-        or None)."""
+        """Compute by ops: (`[T, hidden]` with the residual added, int64 `[T, top_k]` ids of routed
+        experts or None)."""
 
     @abstractmethod
     def lower(self, program: Program) -> None:
-        """Adds the operations of a compiled step: from `program.normed` to the residual."""
+        """Append the operations of a compiled step: from `program.normed` to the residual."""
 
 
 class FeedForward(ABC):
@@ -236,13 +238,13 @@ class FeedForward(ABC):
 
     @property
     def routing(self) -> Routing | None:
-        """Of routed experts, if it has some."""
+        """Routing of its experts, if it has any."""
         return None
 
     @abstractmethod
     def columns_to_split(self) -> Mapping[str, int]:
-        """What tensor parallelism shares out: names for messages, and numbers."""
+        """Return the numbers that tensor parallelism splits, by names for messages."""
 
     @abstractmethod
     def load(self, source: Loader, layer: str, hidden: int) -> LoadedFeedForward:
-        """With the weights of the layer whose tensors' names start with `layer`."""
+        """Load the weights of the layer whose tensors' names start with `layer`."""

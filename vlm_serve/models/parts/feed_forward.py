@@ -29,13 +29,13 @@ from vlm_serve.models.program import Program, UnsupportedError
 
 
 def stacked_experts(device: torch.device) -> bool:
-    """Whether kernels for a device take all experts' weights in one tensor."""
+    """Return True if kernels for a device take all experts' weights in one tensor."""
     return device.type != "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp(FeedForward):
-    """`down(silu(gate(x)) * up(x))`. `name` begins its tensors' names inside of a layer."""
+    """`down(silu(gate(x)) * up(x))`. `name` is the prefix of its tensors' names within a layer."""
 
     size: int
     name: str = "mlp"
@@ -72,8 +72,8 @@ class LoadedMlp(LoadedFeedForward):
 
 @dataclass(frozen=True, slots=True)
 class Experts(FeedForward):
-    """Experts of `size`, and a shared one of `shared`, 0 for none. `transposed`: checkpoints keep
-    the columns of the routed ones as rows."""
+    """Experts of `size`, and a shared one of `shared`, 0 for none. `transposed`: checkpoints
+    store the routed experts' columns as rows."""
 
     routed: Routing
     size: int
@@ -107,7 +107,7 @@ class Experts(FeedForward):
         )
 
     def _parts(self, source: Loader, name: str, hidden: int) -> tuple[list[Part], list[Part]]:
-        """Gate and up of every expert, as far as the rank has them, and down of every expert;
+        """Return gate and up of every expert (the rank's share), and down of every expert;
         checkpoints hold them in one tensor, or expert by expert."""
         size, count, own = self.size, self.routing.num_experts, source.ranks.share(self.size)
         if f"{name}.gate_up_proj" in source:
@@ -135,7 +135,8 @@ class Experts(FeedForward):
         )
 
     def _stored(self, source: Loader, name: str, shape: tuple[int, int, int]) -> Part:
-        """All experts' weights. As transformers has it, a shape that fits is never transposed."""
+        """Return all experts' weights. As in transformers, a shape that fits is never
+        transposed."""
         turned = self.transposed and source.shape_of(name) != shape
         stored = (shape[0], shape[2], shape[1]) if turned else shape
         return Part(name, stored, transposed=turned, least_bits=4)
@@ -147,8 +148,8 @@ def _apart(source: Loader, parts: list[Part], shard: Shard | None) -> tuple[Line
 
 @dataclass(frozen=True, slots=True)
 class LoadedExperts(LoadedFeedForward):
-    """`router` has one row per expert and, if there is a shared one, a last row for its gate;
-    `gate_up` and `down` are as `routed_experts` takes them."""
+    """Weights. `router` has one row per expert and a last row for the shared expert's gate, if
+    there is one; `gate_up` and `down` are arguments of `routed_experts`."""
 
     routing: Routing
     router: Linear
@@ -176,7 +177,7 @@ class LoadedExperts(LoadedFeedForward):
     def _shared(
         self, hidden: torch.Tensor, gate: torch.Tensor, deterministic: bool
     ) -> torch.Tensor:
-        """The shared expert's part of the sum."""
+        """Return the shared expert's part of the sum."""
         assert self.shared is not None
         down = self.shared.down.weight
         if self.ranks.shared:

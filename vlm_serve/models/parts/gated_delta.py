@@ -1,7 +1,7 @@
 """The Gated DeltaNet mixer: convolution, gated delta rule, gated norm.
 
-Numerics follow transformers' Qwen3_5GatedDeltaNet; where that rounds an intermediate result to
-bfloat16 that here stays in a register, ours is the more exact one.
+Numerics follow transformers' Qwen3_5GatedDeltaNet. Where transformers rounds an intermediate result
+to bfloat16 and this code keeps it in a register, ours is more exact.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from vlm_serve.models.parts.base import (
 from vlm_serve.models.program import Program, UnsupportedError
 
 _MOST_SHARED = constant("MOST_SHARED")
-"""Value heads of a key head, in compiled steps."""
+"""Most value heads per key head in compiled steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta(Mixer):
-    """Sizes. `interleaved`: the checkpoint keeps the rows of query, key, value and z together for
-    each key head, and those of b and a. `name` begins its tensors' names inside of a layer."""
+    """Sizes. `interleaved`: the checkpoint groups the rows of query, key, value and z by key
+    head, and those of b and a. `name` is the prefix of its tensors' names within a layer."""
 
     key_heads: int
     value_heads: int
@@ -62,7 +62,7 @@ class GatedDelta(Mixer):
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
@@ -102,7 +102,7 @@ class GatedDelta(Mixer):
         )
 
     def _mixed(self, ranks: Ranks) -> tuple[range, ...]:
-        """A rank's channels of the convolution: its queries, keys and values among those of all."""
+        """Return a rank's channels of the convolution: its queries, keys and values among all."""
         (keys,) = rows_of(ranks.share(self.key_heads), self.key_dim)
         (values,) = rows_of(ranks.share(self.value_heads), self.value_dim)
         width = self.key_heads * self.key_dim
@@ -113,7 +113,8 @@ class GatedDelta(Mixer):
         )
 
     def _input(self, name: str, hidden: int, ranks: Ranks) -> Iterator[Part]:
-        """A rank's rows of query, key, value, z, b and a, in this order, each of all its heads."""
+        """Yield a rank's rows of query, key, value, z, b and a, in this order, each of all its
+        heads."""
         heads, values = self.value_heads, self.values
         if not self.interleaved:
             own = ranks.share(heads)
@@ -140,7 +141,7 @@ class GatedDelta(Mixer):
 @dataclass(frozen=True, slots=True)
 class StateLayer:
     """A layer's view of the state rows: tails `[rows, channels, taps - 1]` and recurrent matrices
-    `[rows, value_heads, key_dim, value_dim]`; and of the updates, if there are pools for them."""
+    `[rows, value_heads, key_dim, value_dim]`; and of the updates, if they have pools."""
 
     conv: torch.Tensor
     recurrent: torch.Tensor
@@ -149,7 +150,7 @@ class StateLayer:
 
 @dataclass(frozen=True, slots=True)
 class LoadedGatedDelta(LoadedMixer):
-    """`in_proj` gives query, key, value, z, b and a, in this order, from one product."""
+    """One product, `in_proj`, computes query, key, value, z, b and a, in this order."""
 
     sizes: GatedDelta
     in_proj: Linear
@@ -265,7 +266,7 @@ class LoadedGatedDelta(LoadedMixer):
 
 
 def _updates_record(cache: StateLayer) -> dict[str, object]:
-    """Where compiled code keeps updates, if there are pools for them."""
+    """Return the record of compiled code's updates, if they have pools."""
     updates = cache.updates
     if updates is None or not updates.decays.shape[0]:
         return {}

@@ -1,5 +1,5 @@
-"""AWQ: as GPTQ, but the words of `qweight` and `qzeros` both run along the rows of the weight, in
-an order of their own, and zero points are stored as they are.
+"""AWQ: as GPTQ, but the words of `qweight` and `qzeros` both run along the weight's rows, in a
+different order, and zero points are stored without offset.
 
 `qweight` int32 `[K, N / 8]`, `qzeros` int32 `[K / group, N / 8]`, `scales` `[K / group, N]`.
 """
@@ -27,12 +27,12 @@ from vlm_serve.models.quantization.gptq import check_words, integer_label, whole
 
 _BITS = 4
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""In which nibble of a word each of its eight codes is."""
+"""The nibble of a word for each of its eight codes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Awq(Format):
-    """`group` is -1 for whole rows."""
+    """The format. `group` is -1 for whole rows."""
 
     group: int
 
@@ -76,6 +76,6 @@ class OpenedAwq(OpenedIntegers):
 
 
 def _ordered(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 `[k, 8 n]` codes in `[k, n]` words."""
+    """Return the uint8 `[k, 8 n]` codes of `[k, n]` words."""
     codes = halves(words(packed), _BITS).view(*packed.shape, 8)
     return codes[..., _PLACES].flatten(-2)

@@ -1,4 +1,4 @@
-"""How the quantised weights of a checkpoint are stored: what every format has in common."""
+"""Interfaces and helpers of the formats of quantised weights in checkpoints."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from vlm_serve.kernels.linear.codes import Codes, IntegerCodes
 from vlm_serve.models.shape_fields import mismatch
 
 PIECE_BYTES = CHUNK_BYTES // 4
-"""Codes that are unpacked at a time: with what that needs besides they stay below CHUNK_BYTES."""
+"""Codes unpacked at a time: with temporaries they stay below CHUNK_BYTES."""
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)
-"""Values of one scale, where it is not that of a whole row."""
+"""Supported numbers of values per scale, besides whole rows."""
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -29,17 +29,17 @@ class Tensors(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """None if there is no such tensor."""
+        """Return a tensor's shape; None if there is no such tensor."""
         ...
 
     def stored(self, name: str) -> torch.Tensor:
-        """As it lies in its file, of any shape and type."""
+        """Return a tensor as stored in its file, of any shape and dtype."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the tensors that stand for a weight are called.
+    """The names of the tensors that represent a weight.
 
     Attributes:
         weight: the name that the weight would have if it were dense.
@@ -49,29 +49,30 @@ class Names:
 
     @property
     def module(self) -> str:
-        """What lists of modules call it."""
+        """The name in lists of modules."""
         return self.weight.removesuffix(".weight")
 
     def beside(self, name: str) -> str:
-        """Of a tensor of that name in the same module; experts in one tensor have none."""
+        """Return the name of another tensor in the same module; experts in one tensor have none."""
         inside = self.weight.endswith(".weight")
         return f"{self.module}{'.' if inside else '_'}{name}"
 
     def of_weight(self, name: str) -> str:
-        """Of a tensor whose name says what of the weight it is."""
+        """Return the name of a tensor whose suffix names a property of the weight."""
         return f"{self.weight}_{name}"
 
 
 class Opened(ABC):
-    """The tensors of one `[N, K]` weight, found sound."""
+    """The validated tensors of one `[N, K]` weight."""
 
     @abstractmethod
     def piece(self, rows: range, columns: range, unit: int) -> Codes:
-        """A part of it. Raises CheckpointError for codes that are no numbers.
+        """Return a part of it. Raises CheckpointError for codes that are no numbers.
 
         Args:
             rows: from a multiple of `unit` on.
-            columns: a cut through what shares a scale makes that as small as it needs, exactly.
+            columns: a cut through values with one scale makes their group as small as needed,
+                exactly.
             unit: a divisor of the whole's; rows that may share a scale.
         """
 
@@ -82,37 +83,37 @@ class Opened(ABC):
 
 
 class Format(ABC):
-    """How the weights of one kind are stored; frozen, so that layers can share one."""
+    """The storage of one kind of weights; frozen, so that layers can share one."""
 
     @property
     @abstractmethod
     def label(self) -> str:
-        """What tables call it: the same for weights that take the same memory."""
+        """Its name in tables: the same for weights of equal memory."""
 
     @abstractmethod
     def mark(self, names: Names) -> str:
-        """Name of the tensor that is there if a weight is stored so."""
+        """Return the name of the tensor whose presence indicates this format."""
 
     def holds(self, tensors: Tensors, names: Names) -> bool:
-        """Whether a weight of a checkpoint is stored so."""
+        """Return True if a checkpoint stores a weight in this format."""
         return self.mark(names) in tensors
 
     @abstractmethod
     def open(self, tensors: Tensors, part: Part) -> Opened:
-        """The weight of a part.
+        """Return the weight of a part.
 
         Raises:
-            CheckpointError: a tensor is missing, has another shape or type, or bad scales; names
+            CheckpointError: a tensor is missing, has another shape or dtype, or bad scales; names
                 it.
         """
 
     @abstractmethod
     def nbytes(self, columns: int, depth: int) -> int:
-        """What `[N, K]` takes in memory."""
+        """Return the bytes of `[N, K]` in memory."""
 
 
 def pieces(opened: Opened, part: Part, shard: Shard | None) -> Iterator[Codes]:
-    """The codes of a part's rows, at most PIECE_BYTES at a time."""
+    """Yield the codes of a part's rows, at most PIECE_BYTES at a time."""
     columns = range(part.sizes[1])
     if shard is not None and shard.axis == 1:
         columns = shard.of(len(columns))
@@ -142,7 +143,7 @@ class OpenedIntegers(Opened):
 
     @abstractmethod
     def unpacked(self, rows: range, columns: range) -> torch.Tensor:
-        """uint8 `[n, k]` codes."""
+        """Return uint8 `[n, k]` codes."""
 
     def piece(self, rows: range, columns: range, unit: int) -> IntegerCodes:
         group = math.gcd(self._group, columns.start, len(columns))
@@ -154,13 +155,13 @@ class OpenedIntegers(Opened):
 
 
 def integer_bytes(columns: int, depth: int, bits: int, group: int, *, zeros: bool) -> int:
-    """What integer codes take, with scales of two bytes."""
+    """Return the bytes of integer codes with two-byte scales."""
     groups = -(-depth // group)
     return columns * (-(-depth * bits // 8) + groups * (3 if zeros else 2))
 
 
 def group_of(group: int, part: Part, tensor: str) -> int:
-    """Values of one scale in a row of a part; -1 stands for all.
+    """Return the number of values per scale in a row of a part; -1 means the whole row.
 
     Raises:
         CheckpointError: rows are not made of whole groups.
@@ -176,7 +177,7 @@ def group_of(group: int, part: Part, tensor: str) -> int:
 def integers(
     tensors: Tensors, name: str, shape: tuple[int, ...], *what: torch.dtype
 ) -> torch.Tensor:
-    """A tensor of codes, of that shape and one of those types (any integers without)."""
+    """Return a tensor of codes with that shape and one of those dtypes (any integers without)."""
     tensor = shaped(tensors, name, shape)
     if tensor.dtype not in (what or _INTEGERS):
         wanted = " or ".join(str(each).removeprefix("torch.") for each in what) or "integers"
@@ -186,7 +187,7 @@ def integers(
 
 
 def scales(tensors: Tensors, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of scales, of one of those shapes, float32, bfloat16 or float16.
+    """Return a tensor of scales with one of those shapes, float32, bfloat16 or float16.
 
     Raises:
         CheckpointError: it is missing or does not fit, or a scale is NaN, infinite or negative.
@@ -205,7 +206,7 @@ def scales(tensors: Tensors, name: str, *shapes: tuple[int, ...]) -> torch.Tenso
 
 
 def shaped(tensors: Tensors, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of one of those shapes."""
+    """Return a tensor with one of those shapes."""
     found = tensors.shape_of(name)
     if found is None:
         raise CheckpointError(f"the checkpoint has no {name}")
@@ -215,12 +216,13 @@ def shaped(tensors: Tensors, name: str, *shapes: tuple[int, ...]) -> torch.Tenso
 
 
 def halves(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 `[..., n * 8 / bits]` codes in a dense tensor of bytes `[..., n]`, low bits first."""
+    """Return uint8 `[..., n * 8 / bits]` codes of a dense tensor of bytes `[..., n]`, low bits
+    first."""
     if bits == 8:
         return packed
     return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
 
 
 def words(packed: torch.Tensor) -> torch.Tensor:
-    """The bytes of int32 words, `[..., 4 n]`, low ones first."""
+    """Return the bytes of int32 words, `[..., 4 n]`, low ones first."""
     return packed.contiguous().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The groups of compressed-tensors' configuration: modules, and how their weights are stored."""
+"""The groups of compressed-tensors' configuration: modules, and the storage of their weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlm_serve.models.quantization.packed import Packed
 from vlm_serve.models.quantization.rules import Rule, expression, rule
 
 _ANY = "Linear"
-"""The class that every projection has."""
+"""The class name of every projection."""
 _EXPRESSION = "re:"
 _INTEGERS = ("pack-quantized", "int-quantized")
 _FLOATS = ("float-quantized", "naive-quantized")
@@ -24,7 +24,7 @@ _FLOATS4: dict[str, Float4] = {
 
 
 def groups_of(fields: Fields) -> tuple[tuple[Rule, ...], str | None]:
-    """Rules in the order in which they count, and what is said about activations, if anything.
+    """Return rules in order of precedence, and the wanted activations, if any.
 
     Raises:
         CheckpointError: as from `QuantScheme.of`.
@@ -45,7 +45,7 @@ def groups_of(fields: Fields) -> tuple[tuple[Rule, ...], str | None]:
         said += _said(group.raw.get("input_activations"))
     if not found:
         raise CheckpointError("quantization_config has no config_groups with targets")
-    # Names count before expressions, and those before the class of all.
+    # Precedence: names, then expressions, then the class of all projections.
     ordered = sorted(found, key=lambda each: (each[0] == _ANY, each[0].startswith(_EXPRESSION)))
     rules += [_rule(target, format_) for target, format_ in ordered]
     if fields.raw.get("kv_cache_scheme"):
@@ -122,7 +122,7 @@ def _refuse(group: Fields, stored: str, kind: object, bits: object) -> None:
 
 
 def _said(activations: Any) -> list[str]:
-    """What a group says about activations, in words."""
+    """Return a group's wanted activations as text."""
     if activations is None:
         return []
     fields = Fields(activations, "input_activations")

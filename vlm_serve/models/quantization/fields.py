@@ -1,4 +1,4 @@
-"""The fields of quantization_config."""
+"""Reads the fields of quantization_config."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Fields:
         self.place = place
 
     def number(self, name: str, *known: int) -> int:
-        """A whole number that must be there, one of those known."""
+        """Return a required whole number out of the supported ones."""
         value = self.raw.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value not in known:
             self._refuse(name, value, known)
@@ -34,27 +34,27 @@ class Fields:
         return value
 
     def switch(self, name: str, *, default: bool) -> bool:
-        """A yes or no."""
+        """Return a boolean."""
         value = self.raw.get(name, default)
         if not isinstance(value, bool):
             raise CheckpointError(f"{name} in {self.place} must be true or false, not {value!r}")
         return value
 
     def expect(self, name: str, *known: object) -> None:
-        """Refuses another value than those known, if there is one."""
+        """Refuse a value outside the supported ones, if the field is present."""
         value = self.raw.get(name)
         if value is not None and value not in known:
             self._refuse(name, value, known)
 
     def names(self, name: str) -> list[str]:
-        """A list of names, empty if it is not there."""
+        """Return a list of names, empty if it is absent."""
         value = self.raw.get(name) or []
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise CheckpointError(f"{name} in {self.place} must be a list of names, not {value!r}")
         return value
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """An object, empty if it is not there."""
+        """Return an object, empty if it is absent."""
         value = self.raw.get(name) or {}
         return Fields(value, f"{name} of {self.place}").raw
 

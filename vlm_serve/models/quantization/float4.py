@@ -1,6 +1,6 @@
-"""FP4: rows of e2m1 codes, two to a byte, low half first, with a scale of one byte per group of k.
+"""FP4: rows of e2m1 codes, two per byte, low half first, with a one-byte scale per group of k.
 
-NVFP4 has groups of 16 with e4m3 scales, and one more float32 number for the whole weight:
+NVFP4 has groups of 16 with e4m3 scales, and one float32 number for the whole weight:
 compressed-tensors divides by it (`weight_packed`, `weight_scale`, `weight_global_scale`), ModelOpt
 multiplies by it (`weight`, `weight_scale`, `weight_scale_2`). MXFP4 has groups of 32, whose scales
 are exponents of two (`weight_packed`, `weight_scale`).
@@ -30,17 +30,17 @@ from vlm_serve.models.quantization.packed import OpenedPacked
 
 _E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _HALF = 0.5
-"""What codes count in: twice a number is whole."""
+"""The unit of codes: twice a number is whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Float4(Format):
-    """What both kinds have in common."""
+    """The common base of both kinds."""
 
     @property
     @abstractmethod
     def group(self) -> int:
-        """Values of one scale."""
+        """Values per scale."""
 
     def mark(self, names: Names) -> str:
         return names.of_weight("packed")
@@ -54,19 +54,20 @@ class Float4(Format):
         return OpenedFloat4(packed, factors, factor * _HALF, group)
 
     def nbytes(self, columns: int, depth: int) -> int:
-        """With a factor per row, so that rows of several tensors lie below each other."""
+        """Return the bytes in memory, with a factor per row, so that rows of several tensors can be
+        stacked."""
         return columns * (depth // 2 + -(-depth // self.group) + 4)
 
     @abstractmethod
     def _scales(
         self, tensors: Tensors, names: Names, shape: tuple[int, int]
     ) -> tuple[torch.Tensor, float]:
-        """Sound scales of one byte, and what all of them have to be multiplied by."""
+        """Return valid one-byte scales, and their common factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4(Float4):
-    """`modelopt`: in the layout of ModelOpt, else in that of compressed-tensors."""
+    """NVFP4. `modelopt`: in the layout of ModelOpt, else in that of compressed-tensors."""
 
     modelopt: bool = False
 
@@ -104,7 +105,7 @@ class Nvfp4(Float4):
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4(Float4):
-    """In the layout of compressed-tensors."""
+    """MXFP4 in the layout of compressed-tensors."""
 
     @property
     def label(self) -> str:
@@ -125,7 +126,7 @@ class Mxfp4(Float4):
 
 
 class OpenedFloat4(OpenedPacked):
-    """Bytes of consecutive k, row after row; `factor`: of all scales."""
+    """Bytes of consecutive k, row after row; `factor` multiplies all scales."""
 
     def __init__(
         self, packed: torch.Tensor, factors: torch.Tensor, factor: float, group: int

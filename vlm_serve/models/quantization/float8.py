@@ -1,7 +1,7 @@
-"""FP8 weights: `X.weight` in float8_e4m3fn, and scales per block, per row or for all of it.
+"""FP8 weights: `X.weight` in float8_e4m3fn, and scales per block, per row or for the whole tensor.
 
 Published files call the scales `weight_scale_inv` (blocks) or `weight_scale`, and multiply by both.
-Experts in one tensor `Y` keep theirs in `Y_scale_inv` or `Y_scale`.
+Experts in one tensor `Y` have `Y_scale_inv` or `Y_scale`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SUFFIXES = ("scale_inv", "scale")
 
 @dataclass(frozen=True, slots=True)
 class Float8(Format):
-    """`block`: rows and columns of one scale; None for one scale per row or one in all."""
+    """The format. `block`: rows and columns per scale; None for one scale per row or one in all."""
 
     block: tuple[int, int] | None
 
@@ -62,7 +62,7 @@ class Float8(Format):
         height, width = codes.shape[-2:]
         block = self.block
         if block is None:
-            # A row of a weight that is kept transposed is a column of its tensor.
+            # In a transposed tensor, a row of the weight is a column.
             channels = (1, width) if part.transposed else (height, 1)
             shapes = [(*outer, *channels), (*outer, 1, 1), outer, (*outer, 1), (*outer, height)]
             factors = scales(tensors, name, *shapes)
@@ -80,7 +80,8 @@ class Float8(Format):
         return OpenedFloat8(part.name, codes, factors, block)
 
     def nbytes(self, columns: int, depth: int) -> int:
-        """Scales are kept per row, so that rows of several tensors lie below each other."""
+        """Return the bytes in memory. Scales are stored per row, so that rows of several tensors
+        can be stacked."""
         groups = 1 if self.block is None else -(-depth // self.block[1])
         return columns * (depth + 2 * groups)
 

@@ -1,8 +1,8 @@
-"""GPTQ: columns of `qweight` are rows of the weight, whose codes follow each other in its words.
+"""GPTQ: columns of `qweight` are rows of the weight, with consecutive codes packed into its words.
 
-`qweight` int32 `[K * bits / 32, N]`, `qzeros` int32 `[K / group, N * bits / 32]`, `scales`
-`[K / group, N]`, and `g_idx` int32 `[K]`, the group of each k. The first version stores zero points
-less one.
+`qweight` int32 `[K * bits / 32, N]`, `qzeros` int32 `[K / group, N * bits / 32]`, `scales` `[K /
+group, N]`, and `g_idx` int32 `[K]`, the group of each k. The first version stores zero points minus
+one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from vlm_serve.models.quantization.base import (
 
 @dataclass(frozen=True, slots=True)
 class Gptq(Format):
-    """`group` is -1 for whole rows; `offset`: what stored zero points lack; `symmetric`: whether
-    they are expected to be all in the middle."""
+    """The format. `group` is -1 for whole rows; `offset`: added to stored zero points; `symmetric`:
+    whether all of them are expected to be in the middle."""
 
     bits: int
     group: int
@@ -99,15 +99,15 @@ class OpenedGptq(OpenedIntegers):
 
 
 def integer_label(bits: int, group: int) -> str:
-    """What tables call integers with a scale per group."""
+    """Return the name in tables of integers with a scale per group."""
     return f"int{bits} " + ("with a scale per channel" if group == -1 else f"in groups of {group}")
 
 
 def whole_weight(part: Part) -> Names:
-    """The names of a part's weight.
+    """Return the names of a part's weight.
 
     Raises:
-        CheckpointError: it is one of several in one tensor, for which the format has no layout.
+        CheckpointError: it is one of several in one tensor, which the format does not support.
     """
     if part.index is not None or part.transposed:
         raise CheckpointError(f"{part.name} holds several experts, which must lie apart")
@@ -115,6 +115,6 @@ def whole_weight(part: Part) -> Names:
 
 
 def check_words(name: str, *, rows: int, depth: int, each: int) -> None:
-    """Raises CheckpointError unless rows and columns fill whole words."""
+    """Raise CheckpointError unless rows and columns fill whole words."""
     if rows % each or depth % each:
         raise CheckpointError(f"{name}: {rows} rows of {depth} do not fill words of {each} codes")

@@ -1,4 +1,4 @@
-"""Plain weights that are quantised while they are loaded."""
+"""Plain weights quantised during loading."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from vlm_serve.kernels.linear.quantising import group_of, num_bytes
 
 @dataclass(frozen=True, slots=True)
 class OnLoad:
-    """Codes that no file holds: bits, and how many k share a scale."""
+    """Codes made at load time: bits, and the number of k per scale."""
 
     bits: int
     group: int
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         return f"int{self.bits}"
 
     def nbytes(self, columns: int, depth: int) -> int:
-        """What `[N, K]` takes in memory, whose K may be a shard of a row's."""
+        """Return the bytes of `[N, K]` in memory; K may be a shard of a row's."""
         return num_bytes(columns, depth, self.bits, math.gcd(self.group, depth))
 
 
 def loading_format(bits: int, part: Part, depth: int) -> OnLoad | None:
-    """What a part becomes with `--quantization`; None: it stays as it is.
+    """Return a part's format with `--quantization`; None: it stays as it is.
 
     Args:
-        bits: that are wanted, 4, 6 or 8.
-        part: says what it may get at least.
+        bits: requested bits, 4, 6 or 8.
+        part: with its minimum of bits.
         depth: of the rows that are loaded.
     """
     bits = max(bits, part.least_bits)

@@ -1,6 +1,6 @@
 """ModelOpt's configuration: one format for all modules but some, or a format for every module.
 
-It lies in config.json, or, as older exports have it, under `quantization` in a file of its own.
+It is in config.json or, in older exports, under `quantization` in a separate file.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _FORMATS: Mapping[str, tuple[Format, str | None]] = {
     "FP8": (Float8(None), f"{_STATIC}8"),
     "FP8_PER_CHANNEL_PER_TOKEN": (Float8(None), "dynamic, in FP8"),
 }
-"""By name: how weights are stored, and what is wanted of activations."""
+"""By name: storage of weights, and wanted activations."""
 
 
 def modelopt_rules(fields: Fields) -> tuple[tuple[Rule, ...], Format | None, str | None]:
-    """Rules in the order in which they count, the format of all other modules, and what is said
-    about activations, if anything.
+    """Return rules in order of precedence, the format of all other modules, and the wanted
+    activations, if any.
 
     Raises:
         CheckpointError: as from `QuantScheme.of`.
@@ -45,11 +45,11 @@ def modelopt_rules(fields: Fields) -> tuple[tuple[Rule, ...], Format | None, str
             by_format.setdefault(_known(own), []).append(module)
         if not by_format:
             raise CheckpointError(f"{fields.place} has no quantized_layers")
-        # What has a format of its own has it, also where a wildcard excludes it.
+        # A module's own format wins over a wildcard that excludes it.
         rules = [each for name, own in by_format.items() for each in _layers(own, name)] + rules
         said = [_FORMATS[name][1] for name in by_format]
     elif fields.raw.get("quant_algo") is not None:
-        # Without one the keys and values alone are quantised.
+        # Without an algorithm only keys and values are quantised.
         default, wanted = _FORMATS[_known(fields)]
         said.append(wanted)
     if fields.raw.get("kv_cache_quant_algo") or fields.raw.get("kv_cache_scheme"):
@@ -58,13 +58,14 @@ def modelopt_rules(fields: Fields) -> tuple[tuple[Rule, ...], Format | None, str
 
 
 def _layers(modules: list[str], name: str) -> Iterable[Rule]:
-    """The draft predictor's layers end in the words of the model's own: all words count."""
+    """Yield a rule per module. The draft layer's names end in the words of the model's own, so all
+    words must match."""
     for each in _rules(modules, _FORMATS[name][0]):
         yield replace(each, anchored=True)
 
 
 def _rules(modules: list[str], format_: Format | None) -> Iterable[Rule]:
-    """By names and wildcards."""
+    """Yield rules by names and wildcards."""
     yield rule([each for each in modules if "*" not in each], format_)
     for each in modules:
         if "*" in each:

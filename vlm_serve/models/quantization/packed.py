@@ -31,7 +31,7 @@ from vlm_serve.models.quantization.gptq import integer_label, whole_weight
 
 @dataclass(frozen=True, slots=True)
 class Packed(Format):
-    """`group` is -1 for whole rows; `plain`: codes are int8 and not packed."""
+    """The format. `group` is -1 for whole rows; `plain`: codes are int8 and not packed."""
 
     bits: int
     group: int

@@ -1,4 +1,4 @@
-"""Which modules a line of a configuration means."""
+"""Which modules an entry of a configuration matches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlm_serve.models.quantization.base import Format
 
 _FRONT = r"(?:model\.|language_model\.)"
 _PREFIX = re.compile(rf"^{_FRONT}+")
-"""What the same module's name begins with depends on who wrote the file."""
+"""Prefixes of module names that depend on the file's writer."""
 _NAME = re.compile(r"[\w.-]+")
 
 
@@ -23,8 +23,8 @@ class Rule:
     Attributes:
         names: whole names, or consecutive words of them: `mlp.gate` is in `layers.0.mlp.gate` and
             not in `layers.0.mlp.gate_proj`, and `visual` is in all modules below it.
-        expressions: that match a name from its beginning.
-        anchored: whether a name's words must be the first ones, as of a module and all below it.
+        expressions: matched from a name's beginning.
+        anchored: whether a name's words must be the first ones, as for a module and all below it.
     """
 
     format: Format | None
@@ -33,7 +33,7 @@ class Rule:
     anchored: bool = False
 
     def fits(self, module: str) -> bool:
-        """Whether it is about a module."""
+        """Return True if it matches a module."""
         runs = _runs(plain_name(module), only_first=self.anchored)
         if self.names and not self.names.isdisjoint(runs):
             return True
@@ -41,7 +41,7 @@ class Rule:
 
 
 def rule(entries: Iterable[str], format_: Format | None) -> Rule:
-    """By names; what cannot be one is an expression.
+    """Return a rule by names; entries that cannot be names are expressions.
 
     Raises:
         CheckpointError: an entry is neither.
@@ -53,7 +53,7 @@ def rule(entries: Iterable[str], format_: Format | None) -> Rule:
 
 
 def expression(text: str) -> re.Pattern[str]:
-    """A regular expression of a configuration. Raises CheckpointError."""
+    """Compile a regular expression of a configuration. Raises CheckpointError."""
     try:
         return re.compile(text)
     except re.error as error:
@@ -63,12 +63,12 @@ def expression(text: str) -> re.Pattern[str]:
 
 
 def wildcard(text: str) -> re.Pattern[str]:
-    """The expression of whole names whose stars stand for any number of words."""
+    """Return the expression for whole names in which stars match any number of words."""
     return expression(f"{_FRONT}*{fnmatch.translate(plain_name(text))}")
 
 
 def plain_name(name: str) -> str:
-    """A name without what differs with who wrote the file."""
+    """Return a name without the prefixes that depend on the file's writer."""
     return _PREFIX.sub("", name)
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says about quantised weights: which tensor has which format."""
+"""Quantised weights as described by a checkpoint's config.json: the format of each tensor."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _PLACES = ("quantization_config", "compression_config")
 _USUALLY_DENSE = re.compile(
     r"(.*\.)?(visual|embed_tokens|lm_head|conv1d|gate|shared_expert_gate|in_proj_(a|b|ba))(\..*)?"
 )
-"""Modules that published checkpoints leave as they are, whether their lists say so or not."""
+"""Modules that are dense in published checkpoints, whether their lists include them or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantScheme:
-    """How the weights of a checkpoint are quantised.
+    """The quantisation of a checkpoint's weights.
 
     Attributes:
-        method: as config.json names it.
-        activations: what it says about them, in words.
-        rules: in their order; the first one that fits a module decides.
-        default: the format of modules that no rule fits.
-        lists_err: whether a weight that lies quantised in the checkpoint is so, where the config
-            calls it dense: ModelOpt's exports exclude heads that they quantise.
+        method: its name in config.json.
+        activations: the wanted activations, as text.
+        rules: in order; the first one that matches a module decides.
+        default: the format of modules without a matching rule.
+        lists_err: whether a weight stored quantised is accepted although the config calls it dense:
+            ModelOpt's exports exclude heads that they quantise.
     """
 
     method: str
@@ -45,7 +45,7 @@ class QuantScheme:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> QuantScheme | None:
-        """That of the content of a config.json; None if nothing is quantised.
+        """Return the scheme in the content of a config.json; None if nothing is quantised.
 
         Raises:
             CheckpointError: a method, a format or a field's value that is not supported.
@@ -58,22 +58,23 @@ class QuantScheme:
         return None
 
     def format_of(self, weight: str) -> Format | None:
-        """That of a weight, as config.json has it; None if it says that the weight is dense."""
+        """Return a weight's format by config.json; None if it is dense there."""
         module = Names(weight).module
         return next((each.format for each in self.rules if each.fits(module)), self.default)
 
     def expected(self, weight: str) -> Format | None:
-        """That which a weight most likely has, where its tensors cannot be looked at."""
+        """Return a weight's most likely format, without looking at its tensors."""
         module = Names(weight).module
         named = any(each.format and each.names and each.fits(module) for each in self.rules)
         usual = _USUALLY_DENSE.fullmatch(module) and not named
         return None if usual else self.format_of(weight)
 
     def found(self, weight: str, tensors: Tensors) -> Format | None:
-        """That of a weight in a checkpoint; None if it lies there dense, whatever the config says.
+        """Return a weight's format in a checkpoint; None if it is stored dense, whatever the config
+        says.
 
         Raises:
-            CheckpointError: it lies there quantised, and the config says that it is dense.
+            CheckpointError: it is stored quantised although the config calls it dense.
         """
         format_, names = self.format_of(weight), Names(weight)
         if format_ is not None:
@@ -91,12 +92,12 @@ class QuantScheme:
 
     @property
     def integers(self) -> bool:
-        """Whether some weights are integers, or e2m1 numbers, which are whole in halves."""
+        """True if some weights are integers, or e2m1 numbers, which are multiples of one half."""
         formats = [self.default, *(each.format for each in self.rules)]
         return any(each is not None and not isinstance(each, Float8) for each in formats)
 
     def __str__(self) -> str:
-        """What tables say of it."""
+        """Return its description for tables."""
         return f"{self.method}; {self.activations}"
 
 
@@ -186,7 +187,7 @@ def _modelopt(fields: Fields) -> QuantScheme:
 
 
 def _activations(wanted: str | None) -> str:
-    """What the checkpoint wants, in words."""
+    """Return the checkpoint's wanted activations as text."""
     if wanted is None:
         return "made for activations as they are"
     return f"made for quantised activations ({wanted}), which is not followed"
@@ -201,4 +202,4 @@ _METHODS: dict[str, Callable[[Fields], QuantScheme]] = {
 }
 
 METHODS = tuple(_METHODS)
-"""What `quant_method` may be."""
+"""Supported values of `quant_method`."""

@@ -15,11 +15,11 @@ from starlette.responses import Response
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import VlmServeError
-from vlm_serve.server.api.covering import Cover, CoveredResponse
-from vlm_serve.server.errors import envelope, public_error
-from vlm_serve.server.generation import Generation, Task, answering
+from vlm_serve.server.answers.generation import Generation, Task, answering
+from vlm_serve.server.failover.covering import Coverage, CoveredResponse
+from vlm_serve.server.http.errors import envelope, public_error
+from vlm_serve.server.http.streaming import Chunks, stream_response, until_disconnected
 from vlm_serve.server.service import Service
-from vlm_serve.server.streaming import Chunks, stream_response, until_disconnected
 
 Event = dict[str, Any]
 
@@ -53,14 +53,14 @@ class AnswerStream(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A validated request.
+class ResponseSpec:
+    """How to respond to a validated request.
 
     Attributes:
         tasks: one per prompt.
         stream_of: makes the stream of the tasks' generations.
-        stream: the answer is wanted as a stream.
-        headers: of the response.
+        stream: the answer is sent as a stream.
+        headers: headers of the response.
         named: the stream's events have names, see `streaming.as_events`.
     """
 
@@ -71,29 +71,29 @@ class Job:
     named: bool = False
 
 
-async def respond(service: Service, request: Request, job: Job) -> Response:
+async def respond(service: Service, request: Request, spec: ResponseSpec) -> Response:
     """Answers a request.
 
     Raises VlmServeError; ClientGoneError if nobody waits for the answer any more.
     """
-    cover = Cover()
-    if job.stream:
-        events = _events(service, job, cover)
+    coverage = Coverage()
+    if spec.stream:
+        events = _events(service, spec, coverage)
         return await stream_response(
-            request, events, job.headers, named=job.named, extra=cover.take
+            request, events, spec.headers, named=spec.named, extra=coverage.take
         )
-    answer = await until_disconnected(request, _whole(service, job, cover))
-    return CoveredResponse(answer, job.headers, cover.take())
+    answer = await until_disconnected(request, _whole(service, spec, coverage))
+    return CoveredResponse(answer, spec.headers, coverage.take())
 
 
-async def _whole(service: Service, job: Job, cover: Cover) -> str:
+async def _whole(service: Service, spec: ResponseSpec, coverage: Coverage) -> str:
     """The answer as JSON. Log-probabilities are many times as long as the text that they are
     about: telling them does not keep the event loop."""
-    asked = [task.params for task in job.tasks]
-    long = any(each.logprobs is not None or each.prompt_logprobs is not None for each in asked)
-    async with _submitted(service, job) as generations:
-        answer, kept = job.stream_of(generations), list[tuple[int, Delta]]()
-        cover.begin(generations)
+    params = [task.params for task in spec.tasks]
+    long = any(each.logprobs is not None or each.prompt_logprobs is not None for each in params)
+    async with _submitted(service, spec) as generations:
+        answer, kept = spec.stream_of(generations), list[tuple[int, Delta]]()
+        coverage.begin([generation.part for generation in generations])
 
         def made() -> str:
             for prompt, delta in kept:
@@ -102,25 +102,25 @@ async def _whole(service: Service, job: Job, cover: Cover) -> str:
 
         async with aclosing(_merged(generations)) as deltas:
             async for prompt, delta in deltas:
-                cover.add(prompt, delta)
+                coverage.add(prompt, delta)
                 if long:
                     kept.append((prompt, delta))
                 else:
                     answer.push(prompt, delta)
-        return await service.in_pool(made) if long else made()
+        return await service.workers.prepare(made) if long else made()
 
 
-async def _events(service: Service, job: Job, cover: Cover) -> Chunks:
+async def _events(service: Service, spec: ResponseSpec, coverage: Coverage) -> Chunks:
     """What goes wrong before the first event is raised; later it is an event itself, since the
     status has been sent."""
-    async with _submitted(service, job) as generations:
-        answer = job.stream_of(generations)
-        cover.begin(generations)
+    async with _submitted(service, spec) as generations:
+        answer = spec.stream_of(generations)
+        coverage.begin([generation.part for generation in generations])
         sent = False
         try:
             async with aclosing(_merged(generations)) as deltas:
                 async for prompt, delta in deltas:
-                    cover.add(prompt, delta)
+                    coverage.add(prompt, delta)
                     events = [] if sent else answer.start()
                     events += answer.push(prompt, delta)
                     for event in events:
@@ -129,8 +129,8 @@ async def _events(service: Service, job: Job, cover: Cover) -> Chunks:
         except Exception as error:
             if not sent:
                 raise
-            cover.fail()
-            for event in answer.failed(public_error(error, job.tasks[0].request_id)):
+            coverage.fail()
+            for event in answer.failed(public_error(error, spec.tasks[0].request_id)):
                 yield event
             return
         for event in answer.end():
@@ -148,12 +148,12 @@ async def _in_turn(generations: Sequence[Generation]) -> AsyncIterator[tuple[int
 
 
 @asynccontextmanager
-async def _submitted(service: Service, job: Job) -> AsyncIterator[list[Generation]]:
+async def _submitted(service: Service, spec: ResponseSpec) -> AsyncIterator[list[Generation]]:
     """Submits all prompts. All or nothing: an error in one ends all."""
     async with AsyncExitStack() as stack:
         yield [
-            await stack.enter_async_context(answering(service, task, patient=not job.stream))
-            for task in job.tasks
+            await stack.enter_async_context(answering(service, task, patient=not spec.stream))
+            for task in spec.tasks
         ]
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vlm_serve.engine.outputs import Delta
+from vlm_serve.server.answers.output_parser import OutputParser
+from vlm_serve.server.answers.pieces import Piece
 from vlm_serve.server.api.answer import AnswerStream, Event
-from vlm_serve.server.attempt import Attempt, new_token
-from vlm_serve.server.output_parser import OutputParser
-from vlm_serve.server.pieces import Piece
+from vlm_serve.server.failover.attempt import Attempt, new_token
 
 
 @dataclass(slots=True)

@@ -19,10 +19,10 @@ from vlm_serve.errors import InvalidRequestError, VlmServeError
 from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
 from vlm_serve.server.api.prompts import EitherPrompt, prepare_tokens
+from vlm_serve.server.api.reading import read_json, read_request
 from vlm_serve.server.api.reports import cache_report_body
-from vlm_serve.server.body import read_json, read_request
+from vlm_serve.server.http.tenants import is_tenant, refuse_tenants, salt_of
 from vlm_serve.server.service import Preparation, Service
-from vlm_serve.server.tenants import is_tenant, refuse_tenants, salt_of
 
 DEFAULT_TREE_NODES = 100
 
@@ -119,9 +119,11 @@ class CacheTree(BaseModel):
 
 async def probe(service: Service, request: Request) -> Response:
     """POST /v1/cache/probe: what a request would find. Nothing runs. Raises InvalidRequestError."""
-    asked = await read_request(service, request, ProbeRequest, partial(_asked, service, request))
-    with service.admitted():
-        prompt = await service.prepared(asked)
+    preparation = await read_request(
+        service, request, ProbeRequest, partial(_preparation, service, request)
+    )
+    with service.admission.admitted():
+        prompt = await service.prepare(preparation)
         report = cache_report_body(await asyncio.to_thread(service.engine.probe, prompt))
     assert report is not None
     return JSONResponse(report.model_dump())
@@ -130,15 +132,15 @@ async def probe(service: Service, request: Request) -> Response:
 async def pin(service: Service, request: Request) -> Response:
     """POST /v1/cache/pin: keeps a prompt's KV and state, or a node's and those before it, for a
     while. Raises InvalidRequestError, NodeNotFoundError."""
-    body, asked = await read_request(
+    body, preparation = await read_request(
         service, request, PinRequest, lambda body: (body, _to_pin(service, request, body))
     )
-    with service.admitted():
-        if isinstance(asked, Entry):
-            length, key = asked.node.end, asked.node.key
+    with service.admission.admitted():
+        if isinstance(preparation, Entry):
+            length, key = preparation.node.end, preparation.node.key
             pinned = await asyncio.to_thread(service.engine.pin_node, key, body.ttl_seconds)
         else:
-            prompt = await service.prepared(asked)
+            prompt = await service.prepare(preparation)
             length = len(prompt)
             pinned = await asyncio.to_thread(service.engine.pin, prompt, body.ttl_seconds)
     return JSONResponse(Pinned(prompt_tokens=length, pinned_tokens=pinned).model_dump())
@@ -150,8 +152,8 @@ async def flush(service: Service, request: Request) -> Response:
     refuse_tenants(request.scope)
     await read_json(service, request, FlushRequest)
     await asyncio.to_thread(service.engine.flush)
-    if service.responses is not None:
-        service.responses.clear()
+    if service.state.responses is not None:
+        service.state.responses.clear()
     return JSONResponse(Flushed().model_dump())
 
 
@@ -226,20 +228,22 @@ def _to_pin(
 ) -> Entry | Callable[[], Preparation]:
     """The node that the body names, or what makes the prompt that it describes."""
     if body.key is None:
-        return _asked(service, request, body)
+        return _preparation(service, request, body)
     given = body.model_dump(exclude_unset=True, exclude_none=True).keys()
     if given - {"key", "ttl_seconds", "model"}:
         raise InvalidRequestError("key must come without a prompt", param="key")
-    service.resolve_model(body.model)
+    service.state.resolve_model(body.model)
     return _find(service, request, body.key)
 
 
-def _asked(service: Service, request: Request, body: CachePrompt) -> Callable[[], Preparation]:
+def _preparation(
+    service: Service, request: Request, body: CachePrompt
+) -> Callable[[], Preparation]:
     """What makes the prompt that the body describes; to be called on a preparation thread.
 
     Raises InvalidRequestError, here or there.
     """
-    service.resolve_model(body.model)
+    service.state.resolve_model(body.model)
     salt = salt_of(request.scope, body.cache_salt)
     chat = body.chat_or_none(body.prompt)
     if chat is not None:

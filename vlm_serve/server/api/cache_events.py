@@ -18,17 +18,17 @@ from vlm_serve.cache.listing import Entry, NodeInfo
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.mirror import Change, Whole
 from vlm_serve.server.api.cache import CacheNode, refuse_unknown, seen_below, visible_root
+from vlm_serve.server.http.streaming import Events, EventStream, until_disconnected
+from vlm_serve.server.http.tenants import PermissionDeniedError
 from vlm_serve.server.service import Service
-from vlm_serve.server.streaming import Events, EventStream, until_disconnected
-from vlm_serve.server.tenants import PermissionDeniedError
 
 SLICE = 16
 """Nodes or changes that are made into text at once, in a fraction of a millisecond: the event loop
 serves others in between, who each come to it several times before they have an answer."""
 MIN_CHANGES = 1000
 """As many changes are told one by one even if the tree has fewer nodes."""
-QUIET_LOOKS = 150
-"""After so many looks without a message a comment shows that the connection is alive."""
+QUIET_POLLS = 150
+"""After so many polls without a message a comment shows that the connection is alive."""
 
 _T = TypeVar("_T")
 _as_text = json.JSONEncoder(separators=(",", ":")).encode
@@ -94,10 +94,10 @@ class _Reader:
                     await asyncio.sleep(0)
                     if loop.time() > deadline:
                         return
-                if quiet == QUIET_LOOKS:
+                if quiet == QUIET_POLLS:
                     quiet = 0
                     yield b":\n\n"
-                if not await feed.looked():
+                if not await feed.next_poll():
                     return
 
     def _news(self, sequence: int) -> tuple[int, Iterator[bytes]]:

@@ -16,19 +16,19 @@ from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.affinity import affinity_of
+from vlm_serve.server.answers.generation import Generation, Task, begins_in_thought
+from vlm_serve.server.answers.output_parser import OutputParser
+from vlm_serve.server.answers.pieces import ToolForm, form_of
 from vlm_serve.server.api.fields import AnswerRequest
 from vlm_serve.server.api.media_sources import check_media_sources
+from vlm_serve.server.api.request_affinity import affinity_of
 from vlm_serve.server.api.structured import ToolChoice, with_tools
 from vlm_serve.server.api.truncation import prepare_what_fits
-from vlm_serve.server.attempt import attempt_of, created_of
-from vlm_serve.server.errors import told_as
-from vlm_serve.server.generation import Generation, Task, begins_in_thought
-from vlm_serve.server.output_parser import OutputParser
-from vlm_serve.server.pieces import ToolForm
-from vlm_serve.server.request_id import request_id_of, trace_context_of
+from vlm_serve.server.failover.attempt import attempt_of, created_of
+from vlm_serve.server.http.errors import renamed_params
+from vlm_serve.server.http.request_id import request_id_of, trace_context_of
+from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Preparation, Service
-from vlm_serve.server.tenants import salt_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ def with_variable(given: ChatInput, name: str, value: str | None) -> ChatInput:
     return dataclasses.replace(given, template_kwargs={name: value} | (given.template_kwargs or {}))
 
 
-def unheard(service: Service, name: str, value: str | None) -> bool:
-    """True if the wish changes nothing, since the checkpoint's template does not know it."""
+def template_ignores(service: Service, name: str, value: str | None) -> bool:
+    """Return True if a setting has no effect, since the chat template has no such variable."""
     known = service.engine.preprocessor.template_variables
     return value not in (None, "medium") and name not in known
 
@@ -120,8 +120,8 @@ def prepare(service: Service, given: ChatInput, cache_salt: str) -> Preparation:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a request asks for.
+class ParsedRequest:
+    """A request, parsed from one of the APIs.
 
     Attributes:
         params: with the form that the answer's text must have.
@@ -137,10 +137,10 @@ class Asked:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-async def count_tokens(service: Service, asked: Asked, cache_salt: str) -> int:
+async def count_tokens(service: Service, parsed: ParsedRequest, cache_salt: str) -> int:
     """Tokens of the prompt, media included; nothing runs. Raises what preparation raises."""
-    with service.admitted(), told_as(asked.names):
-        return len(await service.prepared(partial(prepare, service, asked.input, cache_salt)))
+    with service.admission.admitted(), renamed_params(parsed.names):
+        return len(await service.prepare(partial(prepare, service, parsed.input, cache_salt)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,40 +178,45 @@ class ConversationTask:
 
 
 def conversation_task(
-    service: Service, scope: Scope, body: AnswerRequest, asked: Asked, arrival: float
+    service: Service, scope: Scope, body: AnswerRequest, parsed: ParsedRequest, arrival: float
 ) -> ConversationTask:
     """How to answer a request.
 
     Raises VlmServeError for what the server refuses before any work is done.
     """
-    choice = _enforceable(service, asked.choice)
-    schemas = asked.input.schemas
-    plain = asked.params.structured_outputs
-    form = with_tools(plain, choice, schemas, asked.form_field, service.tool_form)
-    form_field = asked.form_field if form is plain else "tools"
+    choice = _enforceable(service, parsed.choice)
+    schemas = parsed.input.schemas
+    plain = parsed.params.structured_outputs
+    form = with_tools(plain, choice, schemas, parsed.form_field, _tool_form(service))
+    form_field = parsed.form_field if form is plain else "tools"
     salt = salt_of(scope, body.cache_salt)
     return ConversationTask(
         task=Task(
-            prepare=partial(prepare, service, asked.input, salt),
-            params=dataclasses.replace(asked.params, structured_outputs=form),
+            prepare=partial(prepare, service, parsed.input, salt),
+            params=dataclasses.replace(parsed.params, structured_outputs=form),
             request_id=body.request_id or request_id_of(scope),
             arrival=arrival,
             priority=body.priority or 0,
             reasoning=service.config.reasoning_parser != "none",
-            continued=asked.input.continue_final_message,
+            continued=parsed.input.continue_final_message,
             trace=trace_context_of(scope),
-            names={**asked.names, "structured_outputs": form_field},
+            names={**parsed.names, "structured_outputs": form_field},
             affinity=affinity_of(scope),
             attempt=attempt_of(scope),
         ),
-        model=service.resolve_model(body.model),
+        model=service.state.resolve_model(body.model),
         tools=None
         if choice.mode == "none"
         else {name: schemas[name] or {} for name in choice.names},
-        tool_form=service.tool_form,
+        tool_form=_tool_form(service),
         parallel=choice.parallel,
         created=created_of(scope),
     )
+
+
+def _tool_form(service: Service) -> ToolForm:
+    """Return the form of tool calls: the configured one, or else the chat template's."""
+    return form_of(service.config.tool_call_parser, service.engine.preprocessor.tool_form)
 
 
 def _enforceable(service: Service, choice: ToolChoice) -> ToolChoice:

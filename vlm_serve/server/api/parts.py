@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_serve.errors import FieldError, InvalidRequestError
-from vlm_serve.server.errors import UnsupportedFieldError
+from vlm_serve.server.http.errors import UnsupportedFieldError
 
 
 def text_of(item: Mapping[str, Any], name: str, where: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.grammar.schema import check_schema
-from vlm_serve.server.pieces import ToolForm
+from vlm_serve.server.answers.pieces import ToolForm
 from vlm_serve.structured_outputs import StructuredOutputs
 
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")

@@ -18,8 +18,8 @@ from vlm_serve.server.api.fields import RequestModel
 from vlm_serve.server.api.fields import Tokens as TokenIds
 from vlm_serve.server.api.logprobs import token_text
 from vlm_serve.server.api.prompts import EitherPrompt
+from vlm_serve.server.api.reading import read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.body import read_request
 from vlm_serve.server.service import Service
 
 
@@ -50,11 +50,11 @@ async def tokenize(service: Service, request: Request) -> Response:
     chat, answer = await read_request(
         service, request, TokenizeRequest, partial(_tokenizing, service)
     )
-    with service.admitted():
+    with service.admission.admitted():
         if chat is None:
-            return await service.in_pool(answer)
-        prompt = await service.prepared(partial(prepare, service, chat, ""))
-        return await service.in_pool(partial(answer, prompt))
+            return await service.workers.prepare(answer)
+        prompt = await service.prepare(partial(prepare, service, chat, ""))
+        return await service.workers.prepare(partial(answer, prompt))
 
 
 def _tokenizing(
@@ -62,7 +62,7 @@ def _tokenizing(
 ) -> tuple[ChatInput | None, Callable[..., Response]]:
     """The conversation, if there is one, and what makes the answer from its prompt."""
     headers = ignored_header(ignored_fields(body.model_extra or {}))
-    service.resolve_model(body.model)
+    service.state.resolve_model(body.model)
     chat = body.chat_or_none(body.prompt)
 
     def answer(prompt: Prompt | None = None) -> Response:
@@ -87,12 +87,12 @@ def _tokenizing(
 async def detokenize(service: Service, request: Request) -> Response:
     """Text of token ids, special tokens included. Raises InvalidRequestError."""
     work = await read_request(service, request, DetokenizeRequest, partial(_detokenizing, service))
-    return await service.in_pool(work)
+    return await service.workers.prepare(work)
 
 
 def _detokenizing(service: Service, body: DetokenizeRequest) -> Callable[[], Response]:
     headers = ignored_header(ignored_fields(body.model_extra or {}))
-    service.resolve_model(body.model)
+    service.state.resolve_model(body.model)
     size = service.tokenizer.vocab_size
     bad = next((token for token in body.tokens if not 0 <= token < size), None)
     if bad is not None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
-from vlm_serve.server.errors import UnsupportedFieldError
+from vlm_serve.server.http.errors import UnsupportedFieldError
 
 IGNORED_HEADER = "x-vlm-serve-ignored-fields"
 MAX_IGNORED_NAMED = 32

@@ -63,11 +63,11 @@ async function greet() {
 }
 
 server.subscribe((what) => {
-  const giveKey = button("Give a key", icon("key"), () => changeKey(false));
+  const giveKey = button("Enter a key", icon("key"), () => changeKey(false));
   const told = {
     ok: null,
     gone: h("p", { class: "problem" }, "The server does not answer. Trying again…"),
-    key: h("p", { class: "problem" }, "The server asks for a key. ", giveKey),
+    key: h("p", { class: "problem" }, "The server requires an API key. ", giveKey),
   };
   replace(state, told[what]);
   if (what === "key") changeKey(storedKey() !== "");

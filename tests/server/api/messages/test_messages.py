@@ -365,7 +365,7 @@ def test_models_as_anthropics_client_knows_them(
 ) -> None:
     (model,) = client.models.list()
     assert (model.id, model.type, model.lifecycle) == ("test-model", "model", "active")
-    assert client.models.retrieve("test-model").created_at.timestamp() == fake.service.created
+    assert client.models.retrieve("test-model").created_at.timestamp() == fake.service.state.created
     with pytest.raises(anthropic.NotFoundError):
         client.models.retrieve("other")
     assert fake.client.get("/v1/models").json()["object"] == "list"

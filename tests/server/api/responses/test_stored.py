@@ -261,8 +261,8 @@ def test_they_have_their_room(server: RunningServer, client: openai.OpenAI) -> N
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(response.id)
     assert client.responses.retrieve(third.id).id == third.id
-    assert server.service.responses is not None
-    assert server.service.responses.num_bytes(b"") < 1 << 20
+    assert server.service.state.responses is not None
+    assert server.service.state.responses.num_bytes(b"") < 1 << 20
     assert ask(client, picture(1_100_000)).store is False
     with pytest.raises(openai.BadRequestError) as raised:
         ask(client, picture(1_100_000), store=True)

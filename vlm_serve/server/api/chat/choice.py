@@ -7,13 +7,13 @@ from typing import Any
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.answers.output_parser import OutputParser
+from vlm_serve.server.answers.pieces import Piece
 from vlm_serve.server.api.bodies import ChatLogprobs, TokenLogprob
 from vlm_serve.server.api.chat.bodies import AssistantMessage, ChatChoice, FunctionCall, ToolCall
 from vlm_serve.server.api.logprobs import chat_logprobs
 from vlm_serve.server.api.reports import routed_experts_fields
-from vlm_serve.server.attempt import Attempt, new_token
-from vlm_serve.server.output_parser import OutputParser
-from vlm_serve.server.pieces import Piece
+from vlm_serve.server.failover.attempt import Attempt, new_token
 
 
 class ChatChoiceState:

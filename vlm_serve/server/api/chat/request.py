@@ -10,7 +10,7 @@ from pydantic import Field
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.messages import Conversation, read_messages
 from vlm_serve.sampling_params import MAX_LOGPROBS
-from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking, with_variable
+from vlm_serve.server.api.conversation import ChatInput, ParsedRequest, with_thinking, with_variable
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -111,7 +111,7 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
     verbosity: Verbosity | None = None
     prediction: Prediction | None = None
 
-    def asked(self) -> Asked:
+    def parsed(self) -> ParsedRequest:
         """What the request asks for. Raises InvalidRequestError that names the field at fault."""
         given = self.chat_input(self.messages)
         limit = self.max_completion_tokens
@@ -120,7 +120,7 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
         )
         if self.prediction is not None:
             params = replace(params, prediction=self.prediction.text)
-        return Asked(
+        return ParsedRequest(
             input=with_variable(
                 with_thinking(given, self.reasoning_effort), "verbosity", self.verbosity
             ),

@@ -10,30 +10,32 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from vlm_serve.server.api.answer import Job, respond
+from vlm_serve.server.answers.generation import Generation
+from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.chat.stream import ChatStream
-from vlm_serve.server.api.conversation import conversation_task, unheard
+from vlm_serve.server.api.conversation import conversation_task, template_ignores
+from vlm_serve.server.api.reading import read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.body import read_request
-from vlm_serve.server.generation import Generation
 from vlm_serve.server.service import Service
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """Answers one conversation. Raises as `respond`."""
-    job = partial(_job, service, request.scope, time.monotonic())
+    make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
-        service, request, await read_request(service, request, ChatCompletionRequest, job)
+        service, request, await read_request(service, request, ChatCompletionRequest, make_spec)
     )
 
 
-def _job(service: Service, scope: Scope, arrival: float, body: ChatCompletionRequest) -> Job:
+def _spec(
+    service: Service, scope: Scope, arrival: float, body: ChatCompletionRequest
+) -> ResponseSpec:
     ignored = ignored_fields(body.model_extra or {})
-    ignored += ["verbosity"] * unheard(service, "verbosity", body.verbosity)
-    chat = conversation_task(service, scope, body, body.asked(), arrival)
+    ignored += ["verbosity"] * template_ignores(service, "verbosity", body.verbosity)
+    chat = conversation_task(service, scope, body, body.parsed(), arrival)
 
     def stream_of(generations: Sequence[Generation]) -> ChatStream:
         return ChatStream(body, chat, service.tokenizer, generations[0])
 
-    return Job([chat.task], stream_of, bool(body.stream), ignored_header(ignored))
+    return ResponseSpec([chat.task], stream_of, bool(body.stream), ignored_header(ignored))

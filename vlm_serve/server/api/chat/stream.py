@@ -6,6 +6,7 @@ from typing import Any
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import AnswerStream, Event
 from vlm_serve.server.api.chat.bodies import ChatCompletion
 from vlm_serve.server.api.chat.choice import ChatChoiceState
@@ -13,7 +14,6 @@ from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.conversation import ConversationTask
 from vlm_serve.server.api.logprobs import prompt_logprobs_body
 from vlm_serve.server.api.reports import cache_report_body, cache_report_fields, usage_body
-from vlm_serve.server.generation import Generation
 
 
 class ChatStream(AnswerStream):

@@ -11,34 +11,34 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from vlm_serve.server.affinity import affinity_of
-from vlm_serve.server.api.answer import Job, respond
+from vlm_serve.server.answers.generation import Generation, Task
+from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.completions.stream import CompletionStream
 from vlm_serve.server.api.prompts import prepare_tokens
+from vlm_serve.server.api.reading import read_request
+from vlm_serve.server.api.request_affinity import affinity_of
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.attempt import attempt_of, created_of
-from vlm_serve.server.body import read_request
-from vlm_serve.server.generation import Generation, Task
-from vlm_serve.server.request_id import request_id_of, trace_context_of
+from vlm_serve.server.failover.attempt import attempt_of, created_of
+from vlm_serve.server.http.request_id import request_id_of, trace_context_of
+from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Service
-from vlm_serve.server.tenants import salt_of
 
 
 async def completions(service: Service, request: Request) -> Response:
     """Continues one or several prompts. Raises as `respond`."""
-    job = partial(_job, service, request.scope, time.monotonic())
+    make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
-        service, request, await read_request(service, request, CompletionRequest, job)
+        service, request, await read_request(service, request, CompletionRequest, make_spec)
     )
 
 
-def _job(service: Service, scope: Scope, arrival: float, body: CompletionRequest) -> Job:
+def _spec(service: Service, scope: Scope, arrival: float, body: CompletionRequest) -> ResponseSpec:
     headers = ignored_header(ignored_fields(body.model_extra or {}))
     params = body.sampling_params()
     request_id = body.request_id or request_id_of(scope)
     salt = salt_of(scope, body.cache_salt)
-    model, created = service.resolve_model(body.model), created_of(scope)
+    model, created = service.state.resolve_model(body.model), created_of(scope)
     names = {"messages": "prompt", "structured_outputs": body.form_field}
 
     def stream_of(generations: Sequence[Generation]) -> CompletionStream:
@@ -67,4 +67,4 @@ def _job(service: Service, scope: Scope, arrival: float, body: CompletionRequest
         for number, prompt in prompts
     ]
     tasks[0] = replace(tasks[0], affinity=affinity_of(scope))
-    return Job(tasks, stream_of, bool(body.stream), headers)
+    return ResponseSpec(tasks, stream_of, bool(body.stream), headers)

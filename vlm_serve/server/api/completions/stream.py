@@ -8,6 +8,7 @@ from typing import Any
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import AnswerStream, Event
 from vlm_serve.server.api.bodies import CacheReportBody, UsageBody
 from vlm_serve.server.api.completions.bodies import Completion
@@ -19,7 +20,6 @@ from vlm_serve.server.api.reports import (
     cache_report_fields,
     usage_body,
 )
-from vlm_serve.server.generation import Generation
 
 
 class CompletionStream(AnswerStream):

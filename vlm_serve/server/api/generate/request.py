@@ -21,7 +21,7 @@ from vlm_serve.server.api.fields import (
 )
 from vlm_serve.server.api.structured import form_of
 from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED
-from vlm_serve.server.errors import told_as
+from vlm_serve.server.http.errors import renamed_params
 
 GENERATE_REFUSED: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": ({},),
@@ -93,6 +93,6 @@ class GenerateRequest(RequestModel):
 
     def params(self) -> SamplingParams:
         """Raises InvalidRequestError that names the field at fault."""
-        with told_as(NAMES):
+        with renamed_params(NAMES):
             check_stream(self.stream, self.stream_options, self.sampling_params.prompt_logprobs)
             return self.sampling_params.params()

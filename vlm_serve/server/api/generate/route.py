@@ -10,8 +10,8 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from vlm_serve.server.affinity import affinity_of
-from vlm_serve.server.api.answer import Job, respond
+from vlm_serve.server.answers.generation import Generation, Task
+from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.generate.request import (
     GENERATE_REFUSED,
     NAMES,
@@ -20,28 +20,28 @@ from vlm_serve.server.api.generate.request import (
 )
 from vlm_serve.server.api.generate.stream import GenerateStream
 from vlm_serve.server.api.prompts import prepare_tokens
+from vlm_serve.server.api.reading import read_request
+from vlm_serve.server.api.request_affinity import affinity_of
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.attempt import attempt_of, created_of
-from vlm_serve.server.body import read_request
-from vlm_serve.server.errors import told_as
-from vlm_serve.server.generation import Generation, Task
-from vlm_serve.server.request_id import request_id_of, trace_context_of
+from vlm_serve.server.failover.attempt import attempt_of, created_of
+from vlm_serve.server.http.errors import renamed_params
+from vlm_serve.server.http.request_id import request_id_of, trace_context_of
+from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Service
-from vlm_serve.server.tenants import salt_of
 
 
 async def generate(service: Service, request: Request) -> Response:
     """Continues token ids. Raises as `respond`."""
-    job = partial(_job, service, request.scope, time.monotonic())
+    make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
-        service, request, await read_request(service, request, GenerateRequest, job)
+        service, request, await read_request(service, request, GenerateRequest, make_spec)
     )
 
 
-def _job(service: Service, scope: Scope, arrival: float, body: GenerateRequest) -> Job:
+def _spec(service: Service, scope: Scope, arrival: float, body: GenerateRequest) -> ResponseSpec:
     headers = ignored_header(_ignored(body))
     salt = salt_of(scope, body.cache_salt)
-    model, created = service.resolve_model(body.model), created_of(scope)
+    model, created = service.state.resolve_model(body.model), created_of(scope)
 
     def stream_of(generations: Sequence[Generation]) -> GenerateStream:
         return GenerateStream(body, service.tokenizer, generations[0], model=model, created=created)
@@ -57,13 +57,13 @@ def _job(service: Service, scope: Scope, arrival: float, body: GenerateRequest) 
         affinity=affinity_of(scope),
         attempt=attempt_of(scope),
     )
-    return Job([task], stream_of, bool(body.stream), headers)
+    return ResponseSpec([task], stream_of, bool(body.stream), headers)
 
 
 def _ignored(body: GenerateRequest) -> list[str]:
     """Raises UnsupportedFieldError for what would have an effect elsewhere."""
     sampling = body.sampling_params.model_extra or {}
-    with told_as({name: f"sampling_params.{name}" for name in sampling}):
+    with renamed_params({name: f"sampling_params.{name}" for name in sampling}):
         ignored = ignored_fields(sampling, SAMPLING_UNIMPLEMENTED)
     outer = ignored_fields(body.model_extra or {}, GENERATE_REFUSED)
     return outer + [f"sampling_params.{name}" for name in ignored]

@@ -7,6 +7,7 @@ from typing import Any
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import AnswerStream, Event
 from vlm_serve.server.api.generate.bodies import (
     Generated,
@@ -18,7 +19,6 @@ from vlm_serve.server.api.generate.bodies import (
 from vlm_serve.server.api.generate.request import GenerateRequest
 from vlm_serve.server.api.logprobs import LOWEST, prompt_logprobs_body, ranked
 from vlm_serve.server.api.reports import cache_report_body, routed_experts_fields, usage_body
-from vlm_serve.server.generation import Generation
 
 
 class GenerateStream(AnswerStream):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from vlm_serve.errors import FieldError
-from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking, with_variable
+from vlm_serve.server.api.conversation import ChatInput, ParsedRequest, with_thinking, with_variable
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -20,7 +20,7 @@ from vlm_serve.server.api.messages.blocks import Said, read_blocks
 from vlm_serve.server.api.parts import text_of, unsupported
 from vlm_serve.server.api.structured import ToolChoice, json_schema_form
 from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
-from vlm_serve.server.errors import told_as
+from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.structured_outputs import StructuredOutputs
 
 MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
@@ -64,15 +64,15 @@ class MessagesPrompt(AnswerRequest):
     chat_template_kwargs: Table[Any] | None = None
     output_config: OutputConfig | None = None
 
-    def asked(self) -> Asked:
+    def parsed(self) -> ParsedRequest:
         """What the request asks for. Raises InvalidRequestError that names the field at fault."""
-        return self._asked()
+        return self._parsed()
 
     @property
     def effort(self) -> str | None:
         return None if self.output_config is None else self.output_config.effort
 
-    def _asked(self, **limits: Any) -> Asked:
+    def _parsed(self, **limits: Any) -> ParsedRequest:
         continues = bool(self.messages) and self.messages[-1].role == "assistant"
         said = [Said(message.role, message.content or "") for message in self.messages]
         given = ChatInput(
@@ -82,12 +82,12 @@ class MessagesPrompt(AnswerRequest):
             continue_final_message=continues,
             template_kwargs=self.chat_template_kwargs,
         )
-        with told_as(_NAMES):
+        with renamed_params(_NAMES):
             params = self.sampling(structured_outputs=self._form(), **limits)
         thinks = None
         if self.thinking is not None:
             thinks = "none" if self.thinking.get("type") == "disabled" else "medium"
-        return Asked(
+        return ParsedRequest(
             input=with_variable(with_thinking(given, thinks), "reasoning_effort", self.effort),
             params=params,
             choice=self._tool_choice(given.function_names),
@@ -120,8 +120,8 @@ class MessagesRequest(MessagesPrompt):
     max_tokens: int
     stop_sequences: Items[str] | None = None
 
-    def asked(self) -> Asked:
-        return self._asked(max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ()))
+    def parsed(self) -> ParsedRequest:
+        return self._parsed(max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ()))
 
 
 # Counting ignores what only the answer needs, so a message request can be counted as it is.

@@ -12,12 +12,13 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Scope
 
-from vlm_serve.server.api.answer import Job, respond
+from vlm_serve.server.answers.generation import Generation
+from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.conversation import (
-    Asked,
+    ParsedRequest,
     conversation_task,
     count_tokens,
-    unheard,
+    template_ignores,
 )
 from vlm_serve.server.api.messages.request import (
     MESSAGES_UNIMPLEMENTED,
@@ -25,11 +26,10 @@ from vlm_serve.server.api.messages.request import (
     MessagesRequest,
 )
 from vlm_serve.server.api.messages.stream import MessageStream
+from vlm_serve.server.api.reading import read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.body import read_request
-from vlm_serve.server.generation import Generation
+from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Service
-from vlm_serve.server.tenants import salt_of
 
 
 class CountedTokens(BaseModel):
@@ -41,34 +41,34 @@ class CountedTokens(BaseModel):
 async def count_message_tokens(service: Service, request: Request) -> Response:
     """Says how long the prompt of a message request is. Raises VlmServeError."""
 
-    def asked_of(body: MessagesPrompt) -> tuple[dict[str, str], Asked, str]:
-        service.resolve_model(body.model)
-        return _headers(service, body), body.asked(), salt_of(request.scope, body.cache_salt)
+    def parse(body: MessagesPrompt) -> tuple[dict[str, str], ParsedRequest, str]:
+        service.state.resolve_model(body.model)
+        return _headers(service, body), body.parsed(), salt_of(request.scope, body.cache_salt)
 
-    headers, asked, salt = await read_request(service, request, MessagesPrompt, asked_of)
-    answer = CountedTokens(input_tokens=await count_tokens(service, asked, salt))
+    headers, parsed, salt = await read_request(service, request, MessagesPrompt, parse)
+    answer = CountedTokens(input_tokens=await count_tokens(service, parsed, salt))
     return JSONResponse(answer.model_dump(), headers=headers)
 
 
 def _headers(service: Service, body: MessagesPrompt) -> dict[str, str]:
     ignored = ignored_fields(body.model_extra or {}, MESSAGES_UNIMPLEMENTED)
-    effort = ["output_config.effort"] * unheard(service, "reasoning_effort", body.effort)
+    effort = ["output_config.effort"] * template_ignores(service, "reasoning_effort", body.effort)
     return ignored_header(ignored + effort)
 
 
 async def create_message(service: Service, request: Request) -> Response:
     """Answers one conversation. Raises as `respond`."""
-    job = partial(_job, service, request.scope, time.monotonic())
+    make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
-        service, request, await read_request(service, request, MessagesRequest, job)
+        service, request, await read_request(service, request, MessagesRequest, make_spec)
     )
 
 
-def _job(service: Service, scope: Scope, arrival: float, body: MessagesRequest) -> Job:
+def _spec(service: Service, scope: Scope, arrival: float, body: MessagesRequest) -> ResponseSpec:
     headers = _headers(service, body)
-    chat = conversation_task(service, scope, body, body.asked(), arrival)
+    chat = conversation_task(service, scope, body, body.parsed(), arrival)
 
     def stream_of(generations: Sequence[Generation]) -> MessageStream:
         return MessageStream(body, chat, generations[0])
 
-    return Job([chat.task], stream_of, bool(body.stream), headers, named=True)
+    return ResponseSpec([chat.task], stream_of, bool(body.stream), headers, named=True)

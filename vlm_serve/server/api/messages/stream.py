@@ -8,14 +8,14 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from vlm_serve.errors import VlmServeError
+from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import Event
 from vlm_serve.server.api.blocks import Block, BlockStream
 from vlm_serve.server.api.bodies import CacheReportBody, Optional
 from vlm_serve.server.api.conversation import ConversationTask
 from vlm_serve.server.api.messages.request import MessagesRequest
 from vlm_serve.server.api.reports import cache_report_body
-from vlm_serve.server.errors import messages_envelope
-from vlm_serve.server.generation import Generation
+from vlm_serve.server.http.errors import messages_envelope
 
 
 class MessageBody(BaseModel):
@@ -50,7 +50,7 @@ class MessageStream(BlockStream):
         self, body: MessagesRequest, chat: ConversationTask, generation: Generation
     ) -> None:
         super().__init__(chat.parser(generation), chat.task.attempt)
-        self._asked = body
+        self._request = body
         self._chat = chat
         self._generation = generation
 
@@ -97,7 +97,7 @@ class MessageStream(BlockStream):
             body.stop_reason = "tool_use"
         else:
             body.stop_reason = "end_turn"
-        if self._asked.cache_report:
+        if self._request.cache_report:
             body.cache_report = cache_report_body(self._generation.cache_report)
         return body
 

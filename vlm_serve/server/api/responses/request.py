@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from vlm_serve.errors import FieldError, InvalidRequestError
-from vlm_serve.server.api.conversation import Asked, ChatInput, with_thinking, with_variable
+from vlm_serve.server.api.conversation import ChatInput, ParsedRequest, with_thinking, with_variable
 from vlm_serve.server.api.fields import (
     MAX_TOOLS,
     AnswerRequest,
@@ -22,7 +22,7 @@ from vlm_serve.server.api.parts import allowed_tools, text_of, unsupported
 from vlm_serve.server.api.responses.items import read_input
 from vlm_serve.server.api.structured import ToolChoice, json_schema_form, simple_form
 from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
-from vlm_serve.server.errors import told_as
+from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.structured_outputs import StructuredOutputs
 
 RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {
@@ -76,7 +76,7 @@ class ResponsesRequest(AnswerRequest):
             return [{"type": "message", "role": "user", "content": self.input}]
         return self.input
 
-    def asked(self, past: list[dict[str, Any]]) -> Asked:
+    def parsed(self, past: list[dict[str, Any]]) -> ParsedRequest:
         """What the request asks for, after the items of the turns before it.
 
         Raises InvalidRequestError that names the field at fault.
@@ -88,7 +88,7 @@ class ResponsesRequest(AnswerRequest):
             template_kwargs=self.chat_template_kwargs,
             answer_tokens=(self.max_output_tokens or 0) if self.truncation == "auto" else None,
         )
-        with told_as(_NAMES):
+        with renamed_params(_NAMES):
             params = self.sampling(
                 max_tokens=self.max_output_tokens,
                 min_p=self.min_p or 0.0,
@@ -96,7 +96,7 @@ class ResponsesRequest(AnswerRequest):
                 logprobs=self.logprobs,
                 structured_outputs=self._form(),
             )
-        return Asked(
+        return ParsedRequest(
             input=with_variable(with_thinking(given, self._effort()), "verbosity", self.verbosity),
             params=params,
             choice=self._tool_choice(given.function_names),

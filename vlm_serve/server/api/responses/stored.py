@@ -14,9 +14,9 @@ from starlette.responses import Response
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.api.parts import unsupported
 from vlm_serve.server.api.responses.turns import found
-from vlm_serve.server.response_store import Owner, Turn
+from vlm_serve.server.http.tenants import Owner, owner_of
+from vlm_serve.server.response_store import Turn
 from vlm_serve.server.service import Service
-from vlm_serve.server.tenants import owner_of
 
 DEFAULT_ITEMS = 20
 MAX_ITEMS = 100
@@ -48,9 +48,9 @@ async def delete_response(service: Service, request: Request) -> Response:
     """Forgets a response; what later ones continue stays with them. Raises
     ResponseNotFoundError."""
     _turn(service, request)
-    assert service.responses is not None
+    assert service.state.responses is not None
     response_id = request.path_params["response_id"]
-    service.responses.delete(_owner(request), response_id)
+    service.state.responses.delete(_owner(request), response_id)
     return JSONResponse(Deleted(id=response_id).model_dump())
 
 
@@ -72,7 +72,7 @@ def _owner(request: Request) -> Owner:
 
 
 def _turn(service: Service, request: Request) -> Turn:
-    return found(service.responses, _owner(request), request.path_params["response_id"])
+    return found(service.state.responses, _owner(request), request.path_params["response_id"])
 
 
 def _page(turn: Turn, query: Mapping[str, str]) -> ItemList:

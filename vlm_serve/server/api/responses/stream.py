@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import VlmServeError
 from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import Event
 from vlm_serve.server.api.blocks import Block, BlockStream
 from vlm_serve.server.api.bodies import CacheReportBody, Optional, TokenLogprob
@@ -17,7 +18,6 @@ from vlm_serve.server.api.logprobs import chat_logprobs
 from vlm_serve.server.api.reports import cache_report_body, usage_body
 from vlm_serve.server.api.responses.request import ResponsesRequest
 from vlm_serve.server.api.responses.turns import NewTurn
-from vlm_serve.server.generation import Generation
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -64,7 +64,7 @@ class ResponseStream(BlockStream):
         super().__init__(chat.parser(generation), chat.task.attempt)
         self._chat = chat
         self._tokenizer = tokenizer
-        self._asked = body
+        self._request = body
         self._turn = turn
         self._generation = generation
         self._number = 0
@@ -130,38 +130,38 @@ class ResponseStream(BlockStream):
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": counts.total_tokens,
         }
-        if self._asked.cache_report:
+        if self._request.cache_report:
             body.cache_report = cache_report_body(generation.cache_report)
         self._turn.store(body.model_dump())
         return body
 
     def _body(self, status: Status) -> ResponseBody:
-        asked = self._asked
+        request = self._request
         return ResponseBody(
             id=self._turn.response_id or f"resp_{self._chat.task.request_id}",
             created_at=self._chat.created,
             status=status,
-            instructions=asked.instructions,
-            max_output_tokens=asked.max_output_tokens,
-            metadata=asked.metadata or {},
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata or {},
             model=self._chat.model,
             output=list(self._items),
-            previous_response_id=asked.previous_response_id,
+            previous_response_id=request.previous_response_id,
             store=self._turn.response_id is not None,
-            parallel_tool_calls=asked.parallel_tool_calls is not False,
-            temperature=asked.temperature,
-            top_logprobs=asked.top_logprobs or 0,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            temperature=request.temperature,
+            top_logprobs=request.top_logprobs or 0,
             text={
-                "format": (asked.text or {}).get("format") or {"type": "text"},
-                "verbosity": asked.verbosity or "medium",
+                "format": (request.text or {}).get("format") or {"type": "text"},
+                "verbosity": request.verbosity or "medium",
             },
-            tool_choice=asked.tool_choice or "auto",
+            tool_choice=request.tool_choice or "auto",
             tools=[
                 {"parameters": None, "strict": None} | tool.model_dump(exclude_unset=True)
-                for tool in asked.tools or []
+                for tool in request.tools or []
             ],
-            top_p=asked.top_p,
-            truncation=asked.truncation or "disabled",
+            top_p=request.top_p,
+            truncation=request.truncation or "disabled",
         )
 
     def _event(self, kind: str, **fields: Any) -> Event:

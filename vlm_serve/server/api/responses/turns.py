@@ -10,10 +10,10 @@ from starlette.types import Scope
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.server.api.responses.request import ResponsesRequest
-from vlm_serve.server.attempt import Attempt, attempt_of, new_token
-from vlm_serve.server.errors import UnsupportedFieldError
+from vlm_serve.server.failover.attempt import Attempt, attempt_of, new_token
+from vlm_serve.server.http.errors import UnsupportedFieldError
+from vlm_serve.server.http.tenants import Owner, owner_of
 from vlm_serve.server.response_store import (
-    Owner,
     ResponseStore,
     Turn,
     memory_of,
@@ -21,7 +21,6 @@ from vlm_serve.server.response_store import (
     parts_of,
 )
 from vlm_serve.server.service import Service
-from vlm_serve.server.tenants import owner_of
 
 _ID_PREFIXES = {
     "function_call": "fc_",
@@ -71,7 +70,7 @@ def new_turn(service: Service, scope: Scope, body: ResponsesRequest) -> NewTurn:
         InvalidRequestError: it must be stored, but is too large with what it continues; or it has
             a number that JSON cannot say.
     """
-    responses, owner = service.responses, owner_of(scope, body.cache_salt)
+    responses, owner = service.state.responses, owner_of(scope, body.cache_salt)
     parent = parent_of(service, owner, body.previous_response_id)
     past = items_until(parent)
     if responses is None or body.store is False:
@@ -98,13 +97,13 @@ def parent_of(service: Service, owner: Owner, previous: str | None) -> Turn | No
     """The turn of the response of that id, None if none is named. Raises as `new_turn`."""
     if previous is None:
         return None
-    if service.responses is None:
+    if service.state.responses is None:
         raise UnsupportedFieldError(
             "previous_response_id needs a server that runs with --response-store",
             param="previous_response_id",
             code="unsupported_field",
         )
-    return found(service.responses, owner, previous, "previous_response_id")
+    return found(service.state.responses, owner, previous, "previous_response_id")
 
 
 def items_until(turn: Turn | None) -> list[dict[str, Any]]:

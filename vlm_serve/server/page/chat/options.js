@@ -5,11 +5,11 @@ import { field, h } from "../shared/dom.js";
 import { complaintAbout } from "./request.js";
 
 const SAMPLING = [
-  ["temperature", "0 takes the likeliest token each time", "0.05"],
-  ["top_p", "of the likeliest tokens that together have this share", "0.01"],
-  ["top_k", "of so many of the likeliest tokens", "1"],
-  ["max_tokens", "longest answer", "1"],
-  ["seed", "repeats an answer", "1"],
+  ["temperature", "0 always picks the most likely token", "0.05"],
+  ["top_p", "probability mass of the most likely tokens to sample from", "0.01"],
+  ["top_k", "number of the most likely tokens to sample from", "1"],
+  ["max_tokens", "maximum length of the answer", "1"],
+  ["seed", "makes answers repeatable", "1"],
 ];
 
 /**
@@ -25,7 +25,7 @@ export async function askForOptions(options, models, model) {
     tools: h("textarea", { rows: 4, value: options.tools, spellcheck: "false", class: "code" }),
     thinking: select(
       [
-        ["", "as the model does by itself"],
+        ["", "model's default"],
         ["on", "on"],
         ["off", "off"],
       ],

@@ -10,7 +10,7 @@ import { rendered } from "./markdown.js";
 import { mediumFigure } from "./media.js";
 
 const FINISHED = {
-  length: "The answer reached its greatest length.",
+  length: "The answer reached its maximum length.",
   stopped: "Stopped.",
   error: null,
 };
@@ -143,8 +143,8 @@ export class TurnView {
     return h(
       "div",
       { class: "results" },
-      inputs.map(([, input, name]) => field(`What ${name} returned`, input)),
-      button("Give this back", null, give),
+      inputs.map(([, input, name]) => field(`Result of ${name}`, input)),
+      button("Send results", null, give),
     );
   }
 }

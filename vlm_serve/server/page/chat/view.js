@@ -67,7 +67,7 @@ export class ChatView {
     for (const each of this.#list) endWhatWasRunning(each);
     this.sidebar.note.textContent = (await isLasting())
       ? ""
-      : "This browser keeps nothing: conversations end with the tab.";
+      : "This browser stores nothing: conversations end with the tab.";
     this.#open(open ?? this.#list[0] ?? newConversation());
   }
 
@@ -262,7 +262,7 @@ function welcome() {
     h(
       "p",
       null,
-      "Drop, paste or choose pictures and videos. The second answer shows how much of the first one's work was kept, and why not more.",
+      "Drop, paste or choose pictures and videos. The second answer shows how much of the first one's work was reused, and why not more.",
     ),
   );
 }

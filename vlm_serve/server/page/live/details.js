@@ -24,11 +24,11 @@ export class Details {
     this.said = h("p", { class: "note", role: "status" });
     this.element = h(
       "section",
-      { class: "details", "aria-label": "The chosen part of the cache" },
+      { class: "details", "aria-label": "The selected part of the cache" },
       this.body,
       this.said,
     );
-    replace(this.body, h("p", { class: "note" }, "Choose a bar or a row to see what it holds."));
+    replace(this.body, h("p", { class: "note" }, "Choose a bar or a row to see its contents."));
   }
 
   /** Shows run `run` of a layout; asks the server about its last node if it is another one. */
@@ -51,7 +51,7 @@ export class Details {
   /** The run is not there any more. */
   gone() {
     this.#key = null;
-    replace(this.body, h("p", { class: "note" }, "What was chosen is not in the cache any more."));
+    replace(this.body, h("p", { class: "note" }, "The selected part is no longer in the cache."));
   }
 
   #facts(l, run) {
@@ -65,7 +65,7 @@ export class Details {
       ["users now", count(l.pins[run])],
       [
         "state kept after",
-        snapshots.map((at) => `token ${count(at)}`).join(", ") || "no token of it",
+        snapshots.map((at) => `token ${count(at)}`).join(", ") || "none",
       ],
       ["key", h("code", null, l.key[run].slice(0, 16))],
     ];
@@ -105,8 +105,8 @@ export class Details {
           body: { key, ttl_seconds: PIN_SECONDS },
         });
         return number
-          ? `${counted(number, "token")} stay for ${PIN_SECONDS / 60} minutes.`
-          : "Nothing was pinned: pins hold as much as they may.";
+          ? `${counted(number, "token")} are pinned for ${PIN_SECONDS / 60} minutes.`
+          : "Nothing was pinned: the limit of pinned memory is reached.";
       });
     return h(
       "div",

@@ -8,16 +8,16 @@ const MOST = 60;
 
 export class Feed {
   constructor() {
-    this.list = h("ol", { tabindex: "0", "aria-label": "What happens in the cache, newest first" });
-    this.element = h("section", { class: "feed" }, h("h2", null, "What happens"), this.list);
+    this.list = h("ol", { tabindex: "0", "aria-label": "Events of the cache, newest first" });
+    this.element = h("section", { class: "feed" }, h("h2", null, "Events"), this.list);
   }
 
   /** @param {object[]} changes of one step, as the worker tells them */
   add(changes) {
     const lines = changes.filter((change) => change.type === "hit").map(hitLine);
     for (const [type, words] of [
-      ["node_added", "kept"],
-      ["node_evicted", "made room:"],
+      ["node_added", "cached"],
+      ["node_evicted", "evicted"],
     ]) {
       const some = changes.filter((change) => change.type === type);
       const tokens = some.reduce((sum, { start, end }) => sum + end - start, 0);
@@ -34,7 +34,7 @@ export class Feed {
         `state kept after ${snapshots.map(({ end }) => `token ${count(end)}`).join(", ")}`,
       ]);
     const gone = changes.filter((change) => change.type === "snapshot_evicted").length;
-    if (gone) lines.push(["snapshot_evicted", `made room: ${counted(gone, "state snapshot")}`]);
+    if (gone) lines.push(["snapshot_evicted", `evicted ${counted(gone, "state snapshot")}`]);
     for (const [type, text] of lines) {
       this.list.prepend(
         h(

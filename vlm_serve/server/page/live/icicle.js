@@ -35,7 +35,7 @@ export class Icicle {
         tabindex: "0",
         role: "group",
         "aria-label":
-          "Map of the cache. The table beside it says the same in words. Plus and minus zoom, 0 shows all.",
+          "Map of the cache. The table beside it shows the same data. Plus and minus zoom, 0 shows all.",
         on: {
           scroll: () => this.draw(),
           click: (event) => this.#select(event),

@@ -119,7 +119,7 @@ export class LiveView {
     this.grid.show(layout);
     this.size.textContent = layout.count
       ? `${counted(layout.numNodes, "node")} in ${counted(layout.count, "run")}, ${counted(layout.rows, "branch", "branches")}`
-      : "Nothing is kept yet.";
+      : "The cache is empty.";
   }
 
   #happened(changes) {
@@ -157,7 +157,7 @@ export class LiveView {
 
   async #flush() {
     const question =
-      "Everything that no running request holds is forgotten, for all users of this server. The next answers are computed from the start.";
+      "Everything not in use by a running request is removed, for all users of this server. The next answers are computed from the start.";
     if (!(await confirmed("Flush the whole cache?", question, "Flush all"))) return;
     try {
       await flush();

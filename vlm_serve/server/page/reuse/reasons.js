@@ -1,22 +1,22 @@
 // The server's one word on why a request reused no more, as a sentence.
 
 const SENTENCES = {
-  full: "Nothing more could have been reused: the last token is always computed.",
-  unseen: "Everything that was seen before was reused; what follows is new.",
-  cold: "Nothing like it was seen before, so all of it was computed.",
-  below_granularity: "The prompt is shorter than the smallest piece that the cache keeps.",
-  media_changed: "At that place stood another picture or video the last time.",
-  media_grown: "The video goes on where it ended before; what was seen of it was reused.",
-  span_clamp: "What is known ends inside a picture or video, and half a picture is of no use.",
-  no_snapshot: "Keys and values go on, but the recurrent state was not stored further than this.",
-  snapshot_evicted: "The recurrent state was stored further on, and had to make room since.",
-  kv_evicted: "The next piece was stored, and had to make room since.",
-  in_flight: "Another request is computing the next piece at this moment.",
-  salt: "It is known under another tenant's salt only, and tenants share nothing.",
+  full: "Everything possible was reused: the last token is always computed.",
+  unseen: "Everything cached was reused; the rest of the prompt is new.",
+  cold: "No earlier prompt begins like this one, so all of it was computed.",
+  below_granularity: "The prompt is shorter than the cache's smallest unit.",
+  media_changed: "The earlier prompt had another picture or video at this position.",
+  media_grown: "The video is longer than before; its cached part was reused.",
+  span_clamp: "The cached prefix ends inside a picture or video, which cannot be reused in part.",
+  no_snapshot: "Keys and values are cached further, but no recurrent state is.",
+  snapshot_evicted: "A later recurrent state was cached, but has been evicted since.",
+  kv_evicted: "The next block was cached, but has been evicted since.",
+  in_flight: "Another request is computing the next block right now.",
+  salt: "It is cached for another tenant only, and tenants share nothing.",
   experts_missing:
-    "The routed experts of the next piece were not recorded, and the request asked for them.",
-  prompt_logprobs: "A log-probability that was asked for is not known further than this.",
-  tier_error: "A lower tier could not give back what it holds.",
+    "The routed experts of the next block were not recorded, and the request needs them.",
+  prompt_logprobs: "A requested log-probability is not cached beyond this point.",
+  tier_error: "A lower tier failed to return its entry.",
   disabled: "The prefix cache is off.",
 };
 

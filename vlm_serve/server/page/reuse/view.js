@@ -27,7 +27,7 @@ function contents(conversation) {
       h(
         "p",
         { class: "lead" },
-        "Ask something about a picture, then ask again. For each answer this page shows what of its prompt was kept from before, what was computed, and why not more was reused.",
+        "Ask something about a picture, then ask again. For each answer this page shows which part of its prompt was reused, which part was computed, and why not more was reused.",
       ),
     ];
   }

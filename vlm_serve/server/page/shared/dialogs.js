@@ -64,7 +64,7 @@ export async function askForKey(wrong) {
         },
       },
       wrong
-        ? h("p", { class: "problem", role: "alert" }, "The server does not take this key.")
+        ? h("p", { class: "problem", role: "alert" }, "The server does not accept this key.")
         : null,
       field(
         "Key",

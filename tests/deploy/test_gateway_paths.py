@@ -1,0 +1,91 @@
+"""The gateway refuses odd paths as its replicas do, and sends none of them astray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import pytest
+from fake_engine import FakeEngine
+from make_checkpoint import make_checkpoint
+from odd_paths import odd_targets, wrong_answers
+from serving import WAIT_SECONDS, wait_for
+from starlette.types import ASGIApp, Message
+
+from vlm_serve.deploy.gateway import ONE_REPLICA, Gateway
+from vlm_serve.deploy.gateway_routes import ROUTES
+from vlm_serve.deploy.replica import receiver
+from vlm_serve.deploy.replica_pool import ReplicaCall, ReplicaPool
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.app import create_routes, routed
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.browsers import for_browsers
+from vlm_serve.server.http.connections import Connections
+from vlm_serve.server.http.draining import DrainingServer, listen, url_of, uvicorn_config
+from vlm_serve.server.service import Service
+
+
+class PoolOfOne:
+    """Calls the routes of a replica in this process."""
+
+    names = ("r1",)
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def answers(self, call: ReplicaCall) -> AsyncGenerator[Message, None]:
+        messages: list[Message] = []
+
+        async def send(message: Message) -> None:
+            messages.append(message)
+
+        await self._app(call.scope, receiver(call.body), send)
+        for message in messages:
+            yield message
+
+
+@contextmanager
+def serving(gateway: Gateway, config: ServerConfig) -> Iterator[str]:
+    """Serves a gateway as `deploy` does; yields its URL."""
+    bound, connections = listen(config), Connections(config)
+    app = for_browsers(guarded(gateway, config), config)
+    server = DrainingServer(uvicorn_config(app, connections), gateway, connections)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    try:
+        yield url_of(bound)
+    finally:
+        server.should_exit = True
+        thread.join(WAIT_SECONDS)
+        bound.close()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    engine = FakeEngine(Tokenizer(make_checkpoint(tmp_path)))
+    yield Service(engine, ServerConfig(), ("test-model",))  # type: ignore[arg-type]
+    engine.close()
+
+
+def test_odd_paths_of_every_route_are_refused(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    app, config = routed(service), ServerConfig(port=0)
+    paths = {route.path for route in app.routes}  # type: ignore[attr-defined]
+    assert {path for _, path in ROUTES} <= paths
+    assert all(any(path.startswith(each) for path in paths) for each in ONE_REPLICA)
+    pool = cast(ReplicaPool, PoolOfOne(create_routes(service)))
+    gateway = Gateway(pool, config, "test-model", 8)
+    with serving(gateway, config) as url, caplog.at_level(logging.WARNING):
+        assert wrong_answers(url, odd_targets(app)) == []
+    assert caplog.records == []

@@ -1,0 +1,244 @@
+"""Connections that want to be kept for nothing: silent, slow, unread, and too many."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_engine import FakeEngine
+from server_process import server_process
+from serving import WAIT_SECONDS, RunningServer, connect, running, wait_for
+
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.config import ServerConfig
+
+CHAT = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": %d, "stream": true}'
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: [::1]\r\n\r\n"
+SMALL = ["--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1"]
+
+
+@contextmanager
+def serving(tokenizer: Tokenizer, **options: float) -> Iterator[RunningServer]:
+    with running(FakeEngine(tokenizer), ServerConfig(port=0, **options)) as server:  # type: ignore[arg-type]
+        yield server
+
+
+def raw(server: RunningServer, *pieces: bytes, pause: float = 0.0) -> socket.socket:
+    """A connection that has sent something."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    try:
+        for piece in pieces:
+            connection.sendall(piece)
+            time.sleep(pause)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """What the server still said before it closed the connection."""
+    said = b""
+    try:
+        while data := connection.recv(65536):
+            said += data
+    except ConnectionResetError:
+        pass
+    finally:
+        connection.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [[b"GET"], [b"GET /health HTTP/1.1\r\nHost: [::1]\r\n"], [HEALTH, b"GET /heal"]],
+    ids=["a word", "no end", "after an answer"],
+)
+def test_a_head_that_does_not_end_is_not_waited_for(
+    tokenizer: Tokenizer, said: list[bytes]
+) -> None:
+    with serving(tokenizer, header_timeout=0.3) as server:
+        answer = until_closed(raw(server, *said, pause=0.1))
+        assert answer.endswith(b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\n"
+                               b"Content-Length: 0\r\n\r\n")  # fmt: skip
+
+
+def test_a_head_that_trickles_in_is_not_waited_for_either(tokenizer: Tokenizer) -> None:
+    with serving(tokenizer, header_timeout=0.3) as server:
+        with pytest.raises(OSError):
+            raw(server, *[b"GET /health HTTP/1.1\r\n", *[b"X: y\r\n"] * 400], pause=0.02)
+        # On a busy machine a whole head, too, may take longer than that.
+        wait_for(lambda: server.client.get("/health").status_code == 200)
+
+
+@pytest.mark.parametrize("said", [b"", HEALTH])
+def test_an_idle_connection_is_closed(tokenizer: Tokenizer, said: bytes) -> None:
+    with serving(tokenizer, keep_alive_timeout=1) as server:
+        answer = until_closed(raw(server, said))
+        assert (b"200 OK" in answer) == bool(said)
+
+
+def test_what_is_written_is_sent_at_once(tokenizer: Tokenizer) -> None:
+    """Else the first words of a stream wait until the client has acknowledged the head: 40 ms."""
+    with serving(tokenizer) as server, raw(server, HEALTH) as client:
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+        (connection,) = server.server.connections._open
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer) -> None:
+    with serving(tokenizer, header_timeout=0.3) as server:
+        answer = until_closed(connect(server, b'{"messages"', length=1000))
+        assert answer.startswith(b"HTTP/1.1 408")
+        wait_for(lambda: len(server.server.connections) == 0)
+
+
+def test_a_slow_body_is_waited_for_while_it_keeps_its_rate(tokenizer: Tokenizer) -> None:
+    """Longer than the first deadline, at more than the rate; then below it."""
+    body = CHAT % 1 + b" " * 400
+    length = b"Content-Length: %d\r\n\r\n" % len(body)
+    with serving(tokenizer, header_timeout=1.0, min_body_rate=20) as server:
+        pieces = [body[start : start + 40] for start in range(0, len(body), 40)]
+        fast = raw(server, HEAD + length, *pieces, pause=0.15)
+        assert fast.recv(100).startswith(b"HTTP/1.1 200")
+        fast.close()
+    with serving(tokenizer, header_timeout=0.3, min_body_rate=100_000) as server:
+        slow = raw(server, HEAD + length, *pieces[:2], pause=0.05)
+        assert until_closed(slow).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_nonsense_behind_a_request_ends_it(
+    tokenizer: Tokenizer, started: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(tokenizer) as server:
+        server.engine.pause_after = 1 if started else 0
+        body = CHAT % 5
+        head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        with raw(server, head, body) as connection:
+            wait_for(lambda: len(server.engine.requests) == 1)
+            (request,) = server.engine.requests.values()
+            if started:
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
+            connection.sendall(b"nonsense" * 100)
+            assert request.aborted.wait(WAIT_SECONDS)
+        wait_for(lambda: server.service.requests.num_open == 0)
+        server.engine.gate.set()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_an_early_refusal_is_read_by_a_client_that_sends_on(tokenizer: Tokenizer) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: text/plain\r\n"
+    head += b"Connection: close\r\nContent-Length: 8000000\r\n\r\n"
+    with serving(tokenizer) as server:
+        for _ in range(5):
+            connection = raw(server, head, bytes(8_000_000))
+            answer = until_closed(connection)
+            assert answer.startswith(b"HTTP/1.1 415"), answer[:100]
+        wait_for(lambda: len(server.server.connections) == 0)
+
+
+def test_the_rest_of_a_refused_body_is_not_read_for_ever(tokenizer: Tokenizer) -> None:
+    head = b"POST /nowhere HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with serving(tokenizer, header_timeout=0.3, min_body_rate=1) as server:
+        connection = raw(server, head)
+        with pytest.raises(OSError):
+            for _ in range(2000):
+                connection.sendall(b"4\r\naaaa\r\n")
+                time.sleep(0.01)
+        connection.close()
+
+
+def deaf(server: RunningServer, *pieces: bytes) -> socket.socket:
+    """A client that sends as much as it can and never reads."""
+    host, port = server.url.removeprefix("http://").split(":")
+    client = socket.socket()
+    client.settimeout(30)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((host, int(port)))
+    try:
+        for piece in pieces:
+            client.sendall(piece)
+    except OSError:
+        pass  # it has been closed
+    return client
+
+
+def test_a_client_that_does_not_read_its_stream_loses_its_seat(tokenizer: Tokenizer) -> None:
+    with serving(tokenizer, send_timeout=0.5) as server:
+        server.engine.answer = "word " * 60_000
+        body = CHAT % 60_000
+        head = HEAD
+        with deaf(server, head + b"Content-Length: %d\r\n\r\n" % len(body) + body):
+            wait_for(lambda: server.service.requests.num_open == 1)
+            wait_for(lambda: server.service.requests.num_open == 0)
+            wait_for(lambda: len(server.server.connections) == 0)
+
+
+def test_a_client_that_does_not_read_its_answers_is_closed(tokenizer: Tokenizer) -> None:
+    """No request is open then; what waits to be sent must not wait for ever."""
+    with (
+        serving(tokenizer, send_timeout=0.5) as server,
+        deaf(server, *[b"GET /openapi.json HTTP/1.1\r\nHost: [::1]\r\n\r\n"] * 1000),
+    ):
+        wait_for(lambda: len(server.server.connections) == 0)
+
+
+def test_the_longest_idle_connection_makes_room(tokenizer: Tokenizer) -> None:
+    with serving(tokenizer, max_connections=3) as server, ExitStack() as stack:
+        server.engine.gate.clear()
+        busy = stack.enter_context(connect(server, CHAT % 2))
+        wait_for(lambda: server.service.requests.num_open == 1)
+        first = stack.enter_context(raw(server, b"GET"))
+        stack.enter_context(raw(server, b"GET"))
+        wait_for(lambda: len(server.server.connections) == 3)
+        for _ in range(4):
+            assert httpx.get(server.url + "/health", timeout=60, trust_env=False).status_code == 200
+        assert until_closed(first) == b""
+        server.engine.gate.set()
+        answer = b""
+        while b"[DONE]" not in answer:
+            answer += busy.recv(65536)
+
+
+def test_silent_connections_up_to_the_limit_of_files_do_not_shut_others_out(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Even where the limit is lowered under the running server, which then cannot accept any."""
+    log = tmp_path / "log"
+    with (
+        log.open("w") as file,
+        server_process(str(checkpoint), *SMALL, "--block-size", "16", log=file) as server,
+        ExitStack() as stack,
+    ):
+        host, port = server.url.removeprefix("http://").split(":")
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (120, 120))
+        for _ in range(200):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+        for _ in range(5):
+            answer = httpx.get(server.url + "/health", timeout=30, trust_env=False)
+            assert answer.status_code == 200
+        wait_for(lambda: "no connection can be accepted" in log.read_text())
+        time.sleep(2)
+        assert len(log.read_text()) < 20_000
+
+
+def test_few_descriptors_leave_room_for_few_connections(checkpoint: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    log = tmp_path / "log"
+    with log.open("w") as file, ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        arguments = [str(checkpoint), *SMALL, "--block-size", "16"]
+        server = stack.enter_context(server_process(*arguments, log=file))
+        soft, _ = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+        assert soft >= min(1024, before[1]), "the server raises the limit as far as it needs"

@@ -1,0 +1,226 @@
+"""The deployment's public server: it admits requests and forwards them to replicas.
+
+It reads a body only as far as affinity keys need. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from urllib.parse import parse_qsl, urlencode
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vlm_serve.deploy.answer_progress import AnswerProgress, first_attempt, for_client
+from vlm_serve.deploy.forwarded_scope import forwarded_scope
+from vlm_serve.deploy.gateway_routes import response
+from vlm_serve.deploy.replica_pool import (
+    BrokenAnswerError,
+    ReplicaCall,
+    ReplicaLostError,
+    ReplicaPool,
+    no_replica,
+)
+from vlm_serve.deploy.request_keys import keys_of
+from vlm_serve.errors import InvalidRequestError, OverloadedError, VlmServeError
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.body import read_body
+from vlm_serve.server.http.errors import DrainingError, error_for, public_error
+from vlm_serve.server.http.open_requests import OpenRequests
+from vlm_serve.server.http.request_id import request_id_of
+from vlm_serve.server.http.request_memory import Intake, RequestMemory
+from vlm_serve.server.http.streaming import cancelled, disconnected
+
+ONE_REPLICA = ("/v1/cache/tree", "/v1/cache/events", "/v1/cache/nodes/", "/v1/cache/affinity")
+"""Routes about a single replica: the one in `?replica=`, by default the first."""
+
+
+class UnknownReplicaError(InvalidRequestError):
+    """The request names an unknown replica: HTTP 404."""
+
+    status = 404
+
+
+class Gateway:
+    """An ASGI application in front of the replicas.
+
+    Args:
+        pool: the replicas.
+        config: the server's options.
+        model: the model's name for clients.
+        max_open_per_replica: open requests per replica; beyond that, requests are refused.
+
+    Attributes:
+        num_lost: requests that moved to another replica because theirs was lost.
+    """
+
+    def __init__(
+        self, pool: ReplicaPool, config: ServerConfig, model: str, max_open_per_replica: int
+    ) -> None:
+        self.config = config
+        self.requests = OpenRequests()
+        self.num_lost = 0
+        self.pool = pool
+        self.memory = RequestMemory(config.max_request_bytes)
+        self._model = model
+        self._max_open_per_replica = max_open_per_replica
+        self._running: asyncio.Task[None] | None = None
+        self._streams: set[asyncio.Future[None]] = set()
+        self._app: ASGIApp = Intake(self._answer, self.memory, config.max_body_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "lifespan.startup"
+        self.start()
+        await send({"type": "lifespan.startup.complete"})
+        assert (await receive())["type"] == "lifespan.shutdown"
+        await self.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def start(self) -> None:
+        """Start to watch the replicas."""
+        if self._running is None:
+            self._running = asyncio.ensure_future(self.pool.run())
+
+    def end_streams(self) -> None:
+        """End the endless streams."""
+        for stream in self._streams:
+            stream.cancel()
+
+    async def close(self) -> None:
+        """Stop accepting requests and watching the replicas."""
+        self.requests.draining = True
+        self.end_streams()
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            own = await response(self, scope, receive)
+            if own is not None:
+                await own(scope, receive, send)
+                return
+            await self._forward(scope, receive, send)
+        except ClientDisconnect:
+            return
+        except _BrokenOff as broken:
+            raise broken.error from None
+        except Exception as error:
+            problem = public_error(error, request_id_of(scope))
+            await error_for(scope, problem)(scope, receive, send)
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Admit a request and forward it to a replica."""
+        single = scope["path"].startswith(ONE_REPLICA)
+        query, replica = self._named_replica(scope, single)
+        with contextlib.nullcontext() if single else self._admitted():
+            body = await read_body(Request(scope, receive), self.config.max_body_bytes)
+            keys = await keys_of(scope, body, self._model)
+            call = ReplicaCall(forwarded_scope(scope, query), body, keys, replica=replica)
+            sending = asyncio.ensure_future(self._send(call, scope, send))
+            watching = asyncio.ensure_future(disconnected(receive))
+            if single:
+                self._streams.add(sending)
+            try:
+                await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done() and not sending.cancelled():
+                    sending.result()
+            finally:
+                self._streams.discard(sending)
+                await cancelled(watching)
+                await cancelled(sending)
+
+    async def _send(self, call: ReplicaCall, scope: Scope, send: Send) -> None:
+        """Send the answer, resuming it on another replica if one is lost.
+
+        A request moves whenever its replica shuts down in order, but survives only one death.
+        """
+        progress = AnswerProgress(first_attempt(scope, self.config.request_timeout))
+        try:
+            while True:
+                try:
+                    await self._send_one(call, progress, send)
+                    return
+                except ReplicaLostError as lost:
+                    if call.replica is not None or not progress.can_resume(died=lost.died):
+                        raise
+                    names = [lost.replica] if lost.replica else []
+                    self.num_lost += 1
+                    progress.resume(died=lost.died)
+                    call = replace(call, avoid=(*call.avoid, *names))
+        except (ReplicaLostError, BrokenAnswerError, VlmServeError) as error:
+            problem = error if isinstance(error, VlmServeError) else _broken(error)
+            if not progress.started:
+                raise problem from None
+            event = progress.error_event(scope, problem)
+            if event is None:
+                raise _BrokenOff(problem) from None
+            await send({"type": "http.response.body", "body": event, "more_body": False})
+
+    async def _send_one(self, call: ReplicaCall, progress: AnswerProgress, send: Send) -> None:
+        call = replace(call, attempt=progress.attempt)
+        async with contextlib.aclosing(self.pool.answers(call)) as answers:
+            async for message in answers:
+                if progress.started and message["type"] == "http.response.start":
+                    raise BrokenAnswerError(f"resuming was refused with status {message['status']}")
+                await send(for_client(message))
+                progress.record(message)
+
+    @contextlib.contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Count one request in and out. Raise DrainingError or OverloadedError on entry."""
+        if self.requests.draining:
+            raise DrainingError("the server is shutting down", code="shutting_down")
+        names = self.pool.names
+        if not names:
+            raise no_replica()
+        num_open = self.requests.num_open
+        if num_open >= self._max_open_per_replica * len(names):
+            raise OverloadedError(f"{num_open} requests are open already", code="queue_full")
+        with self.requests.counted():
+            yield
+
+    def _named_replica(self, scope: Scope, single: bool) -> tuple[bytes, str | None]:
+        """Return the query without `replica`, and the named replica.
+
+        If none is named: the first for a route about a single replica, else None. Raises
+        UnknownReplicaError.
+        """
+        if not scope["path"].startswith("/v1/cache/"):
+            return scope["query_string"], None
+        pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        named = [value for name, value in pairs if name == "replica"]
+        rest = urlencode([pair for pair in pairs if pair[0] != "replica"]).encode()
+        names = self.pool.names
+        if not names:
+            raise no_replica()
+        if not named:
+            return scope["query_string"], names[0] if single else None
+        if named[-1] not in names:
+            raise UnknownReplicaError(
+                f"no replica is called {named[-1][:64]!r}; there are: " + ", ".join(names),
+                param="replica",
+            )
+        return rest, named[-1]
+
+
+class _BrokenOff(Exception):
+    """An answer broke off after its status was sent: the connection must be closed."""
+
+    def __init__(self, error: VlmServeError) -> None:
+        self.error = error
+
+
+def _broken(error: Exception) -> VlmServeError:
+    if isinstance(error, BrokenAnswerError):
+        return VlmServeError("a replica failed at this request", code="internal_error")
+    return OverloadedError("the replica with this request was lost", code="replica_lost")

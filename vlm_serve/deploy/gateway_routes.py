@@ -1,0 +1,160 @@
+"""The gateway's own routes: they merge the replies of all replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope
+
+from vlm_serve.deploy.forwarded_scope import forwarded_scope
+from vlm_serve.deploy.metrics import labelled, own_metrics
+from vlm_serve.deploy.replica_pool import (
+    BrokenAnswerError,
+    ReplicaCall,
+    ReplicaLostError,
+    ReplicaPool,
+    no_replica,
+)
+from vlm_serve.errors import OverloadedError, VlmServeError
+from vlm_serve.own_version import own_version
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.body import read_body
+from vlm_serve.server.http.open_requests import OpenRequests
+from vlm_serve.server.http.request_memory import RequestMemory
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = 2.0
+"""Time limit for a replica's reply; a slower replica is left out."""
+
+Replies = Mapping[str, Response]
+"""Replies of the replicas that answered in time, by name."""
+
+
+class GatewayState(Protocol):
+    """The attributes of a `Gateway` read by these routes."""
+
+    config: ServerConfig
+    memory: RequestMemory
+    num_lost: int
+    pool: ReplicaPool
+    requests: OpenRequests
+
+
+async def response(gateway: GatewayState, scope: Scope, receive: Receive) -> Response | None:
+    """Answer a request about the whole deployment; return None for all other requests.
+
+    Raises VlmServeError.
+    """
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    route = ROUTES.get((method, scope["path"]))
+    return None if route is None else await route(gateway, Request(scope, receive))
+
+
+async def health(gateway: GatewayState, request: Request) -> Response:
+    """Return 200 while any replica is healthy, else 503."""
+    replies = await ask_all(gateway, request)
+    if any(each.status_code == 200 for each in replies.values()):
+        return JSONResponse({"status": "ok"})
+    if not replies:
+        return JSONResponse({"status": "unhealthy", "reason": "no replica answers"}, 503)
+    return next(iter(replies.values()))
+
+
+async def ready(gateway: GatewayState, request: Request) -> Response:
+    """Return 200 while new requests are accepted, else 503."""
+    if gateway.requests.draining or (await health(gateway, request)).status_code != 200:
+        return JSONResponse({"status": "not ready"}, status_code=503)
+    return JSONResponse({"status": "ready"})
+
+
+async def show_version(gateway: GatewayState, request: Request) -> Response:
+    return JSONResponse({"version": own_version()})
+
+
+async def load(gateway: GatewayState, request: Request) -> Response:
+    """Sum the load of all replicas; open requests and their memory are the gateway's own."""
+    bodies = [json.loads(bytes(each.body)) for each in (await ask_all(gateway, request)).values()]
+    names = ("num_requests_running", "num_requests_waiting", "open_prompt_tokens")
+    sums = {name: sum(body[name] for body in bodies) for name in names}
+    own = {"server_load": gateway.requests.num_open, "request_memory_bytes": gateway.memory.held}
+    return JSONResponse(own | sums | {"replicas": len(bodies)})
+
+
+async def metrics(gateway: GatewayState, request: Request) -> Response:
+    """Return all replicas' metrics, labelled by replica, and the gateway's own."""
+    replies = await ask_all(gateway, request)
+    texts = {name: bytes(reply.body).decode() for name, reply in replies.items()}
+    own = own_metrics(len(gateway.pool.names), gateway.requests.num_open, gateway.num_lost)
+    return Response(labelled(texts) + own, media_type=METRICS_TYPE)
+
+
+async def stats(gateway: GatewayState, request: Request) -> Response:
+    """Serve GET /v1/cache/stats: a list with one entry per replica."""
+    replies = await ask_all(gateway, request)
+    refusal = _refusal(replies)
+    if refusal is not None:
+        return refusal
+    data = [{"replica": name, **json.loads(bytes(a.body))} for name, a in replies.items()]
+    return JSONResponse({"object": "list", "data": data})
+
+
+async def flush(gateway: GatewayState, request: Request) -> Response:
+    """Serve POST /v1/cache/flush on all replicas. Raise OverloadedError if one did not answer."""
+    replies = await ask_all(gateway, request, seconds=None)
+    refusal = _refusal(replies)
+    if refusal is not None:
+        return refusal
+    if len(replies) < len(gateway.pool.names):
+        raise OverloadedError("not all replicas have answered", code="replica_lost")
+    return next(iter(replies.values()))
+
+
+def _refusal(replies: Replies) -> Response | None:
+    """Return the first error reply, if any."""
+    if not replies:
+        raise no_replica()
+    return next((each for each in replies.values() if each.status_code != 200), None)
+
+
+async def ask_all(
+    gateway: GatewayState, request: Request, seconds: float | None = SECONDS
+) -> Replies:
+    """Send a request to all replicas; lost and slow ones are left out."""
+    body = await read_body(request, gateway.config.max_body_bytes)
+    scope = forwarded_scope(request.scope)
+
+    async def one(name: str) -> tuple[str, Response] | None:
+        try:
+            async with asyncio.timeout(seconds):
+                call = ReplicaCall({**scope, "method": request.method}, body, replica=name)
+                return name, response_of([each async for each in gateway.pool.answers(call)])
+        except (TimeoutError, ReplicaLostError, BrokenAnswerError, VlmServeError):
+            return None
+
+    replies = await asyncio.gather(*map(one, gateway.pool.names))
+    return dict(each for each in replies if each is not None)
+
+
+def response_of(messages: list[Message]) -> Response:
+    """Build a response from the messages of a whole answer."""
+    head, *rest = messages
+    body = b"".join(message.get("body", b"") for message in rest)
+    answer = Response(body, head["status"])
+    answer.raw_headers = list(head.get("headers", ()))
+    return answer
+
+
+ROUTES: Mapping[tuple[str, str], Callable[[GatewayState, Request], Awaitable[Response]]] = {
+    ("GET", "/health"): health,
+    ("GET", "/ready"): ready,
+    ("GET", "/version"): show_version,
+    ("GET", "/load"): load,
+    ("GET", "/metrics"): metrics,
+    ("GET", "/v1/cache/stats"): stats,
+    ("POST", "/v1/cache/flush"): flush,
+}

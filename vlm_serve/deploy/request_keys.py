@@ -1,0 +1,78 @@
+"""Computes a request's affinity keys from its body: large bodies off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.types import Scope
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.affinity import affinity_keys_of_body
+from vlm_serve.server.http.json_body import count_json, parse_counted
+from vlm_serve.server.http.request_memory import current_share
+from vlm_serve.server.http.tenants import salt_of
+
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
+
+APIS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/cache/probe": "chat",
+    "/v1/cache/pin": "chat",
+}
+"""Routes with cache affinity: their requests go where their prefix may be cached."""
+
+
+SMALL_BYTES = 1 << 14
+"""Parsing a body of this size takes less time than waking a thread."""
+
+_threads = ThreadPoolExecutor(1, thread_name_prefix="affinity")
+"""One thread: parsing holds the GIL, so more threads would only contend for it."""
+
+
+async def keys_of(scope: Scope, body: bytes, model: str) -> tuple[bytes, ...]:
+    """Return the request's affinity keys, longest prefix first.
+
+    Other routes and malformed bodies have none: the replica reports the error.
+    """
+    api = APIS.get(scope["path"])
+    if api is None:
+        return ()
+    share = current_share()
+    try:
+        cost = await _off_the_loop(body, count_json, body)
+        if share is not None:
+            await share.grow(cost.to_parse())
+        return await _off_the_loop(body, _keys, api, body, scope, model)
+    except InvalidRequestError:
+        return ()
+    except Exception:
+        _log.exception("computing affinity keys failed; the request may go to any replica")
+        return ()
+    finally:
+        if share is not None:
+            share.shrink(len(body))
+
+
+async def _off_the_loop(body: bytes, work: Callable[..., R], *args: Any) -> R:
+    """Call a function on a thread, or at once if the body is small."""
+    if len(body) <= SMALL_BYTES:
+        return work(*args)
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(work, *args))
+
+
+def _keys(api: str, body: bytes, scope: Scope, model: str) -> tuple[bytes, ...]:
+    value = parse_counted(body)
+    if not isinstance(value, Mapping):
+        return ()
+    given = value.get("cache_salt")
+    salt = salt_of(scope, given if isinstance(given, str) else None)
+    return affinity_keys_of_body(api, value, salt=salt, model=model)

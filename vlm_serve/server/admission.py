@@ -1,0 +1,79 @@
+"""Admission of requests, and accounting of what open requests hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from vlm_serve.errors import EngineClosedError, OverloadedError
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.errors import DrainingError
+from vlm_serve.server.http.open_requests import OpenRequests
+from vlm_serve.server.http.request_memory import RequestMemory
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.engine import Engine
+
+
+class Admission:
+    """Admits requests up to the server's limits. It is used on the event loop only.
+
+    Args:
+        engine: the engine that answers.
+        config: the server's options.
+        on_freed: called with the number of bytes that a request gives back.
+
+    Attributes:
+        requests: counter of open requests.
+        memory: budget for the bodies, media and prompts of open requests.
+        open_tokens: prompt tokens of open requests.
+        on_idle: called when the last open request has ended.
+    """
+
+    def __init__(
+        self, engine: Engine, config: ServerConfig, on_freed: Callable[[int], None]
+    ) -> None:
+        self.requests = OpenRequests()
+        self.memory = RequestMemory(config.max_request_bytes, on_freed)
+        self.open_tokens = 0
+        self.on_idle: Callable[[], None] = lambda: None
+        self._engine = engine
+        self._config = config
+
+    @contextlib.contextmanager
+    def admitted(self, *, resumed: bool = False) -> Iterator[None]:
+        """Admit one request for the duration of the block. It never waits.
+
+        Args:
+            resumed: another replica began the answer. The request keeps the slot that it had in
+                that replica's queue: no more of them come than another replica had.
+
+        Raises:
+            DrainingError, OverloadedError, EngineClosedError: the request is refused.
+        """
+        self._refuse_if_closed()
+        if not resumed:
+            self._refuse_if_full()
+        try:
+            with self.requests.counted():
+                yield
+        finally:
+            if not self.requests.num_open:
+                self.on_idle()
+
+    def _refuse_if_closed(self) -> None:
+        if self.requests.draining:
+            raise DrainingError("the server is shutting down", code="shutting_down")
+        if not self._engine.alive:
+            raise EngineClosedError("the engine has stopped", code="engine_stopped")
+
+    def _refuse_if_full(self) -> None:
+        limit = self._engine.config.max_num_seqs + self._config.max_queued_requests
+        if self.requests.num_open >= limit:
+            raise OverloadedError(f"{limit} requests are open already", code="queue_full")
+        if self.open_tokens >= self._config.max_queued_tokens:
+            raise OverloadedError(
+                f"{self._config.max_queued_tokens} prompt tokens are open already",
+                code="queue_full",
+            )

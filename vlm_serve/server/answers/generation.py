@@ -1,0 +1,281 @@
+"""One prompt in the engine, seen from the event loop as a source of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from vlm_serve.engine.outputs import CacheReport, Delta, Usage
+from vlm_serve.engine.plan import PromptLogprobs
+from vlm_serve.errors import EngineClosedError
+from vlm_serve.grammar.state import Grammar
+from vlm_serve.preprocess.affinity import AffinityKey
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.answers.pieces import THINK_END, THINK_START
+from vlm_serve.server.failover.attempt import Attempt
+from vlm_serve.server.failover.attempt_part import AttemptPart
+from vlm_serve.server.finished_request import FinishedRequest
+from vlm_serve.server.http.errors import RequestTimeoutError, renamed_params
+from vlm_serve.server.http.request_memory import current_share
+from vlm_serve.server.service import Preparation, Service
+
+_TURN = "<|im_start|>"
+
+TOKEN_BYTES = 128
+"""Memory of one prompt token: its id, positions, text, and its part of keys and spans."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt of a request and how to answer it.
+
+    Attributes:
+        prepare: makes the prompt, or a rendering whose media are still to be loaded. It runs on a
+            preparation thread and may block.
+        request_id: id in responses and logs. The engine gives its own id, since clients' ids may
+            collide.
+        arrival: monotonic time in seconds at which the request came in.
+        reasoning: the answer's reasoning is split off; a grammar begins after it.
+        continued: the answer continues the prompt's last message.
+        trace: headers of the trace that the request continues.
+        names: internal field name -> the client's name for it, for errors.
+        affinity: affinity keys of the prompt.
+        attempt: the attempt that this request is; None: there will be no other attempt.
+        number: index of the prompt in the request.
+    """
+
+    prepare: Callable[[], Preparation]
+    params: SamplingParams
+    request_id: str
+    arrival: float
+    priority: int = 0
+    reasoning: bool = False
+    continued: bool = False
+    trace: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    affinity: tuple[AffinityKey, ...] = ()
+    attempt: Attempt | None = None
+    number: int = 0
+
+
+class Generation:
+    """A prompt submitted to the engine.
+
+    Args:
+        patient: deltas are delivered late; token times are the times at which they were made.
+
+    Attributes:
+        stages: seconds of the preparation by stage.
+        submitted_time: monotonic time at which the engine got the prompt.
+        usage, cache_report: as of the last delta.
+        prompt_logprobs: of the prompt's tokens from `prompt_logprobs_start` on, if requested.
+        finish_reason: of the last choice that ended; "abort" until one has.
+        unfinished: number of choices that have not ended.
+        part: the attempt's state for this prompt; None: the request is not an attempt.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        task: Task,
+        prompt: Prompt,
+        stages: Mapping[str, float],
+        *,
+        patient: bool = False,
+    ) -> None:
+        self.task = task
+        self.prompt = prompt
+        self.stages = stages
+        self.submitted_time = time.monotonic()
+        self.usage = Usage(prompt_tokens=len(prompt))
+        self.cache_report: CacheReport | None = None
+        self.prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
+        self.finish_reason = "abort"
+        self.unfinished = task.params.n
+        self.queue: asyncio.Queue[Delta] = asyncio.Queue()
+        self.part: AttemptPart | None = None
+        if task.attempt is not None:
+            self.part = AttemptPart(task.attempt, task.number, task.params)
+        self.first_token_time: float | None = None
+        self._state = service.state
+        self._patient = patient
+        self._token_times: dict[int, float] = {}
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Yield the deltas of all choices as they arrive; those of an attempt round-robin.
+
+        Raises:
+            VlmServeError: the engine ended the request with this error.
+        """
+        while self.unfinished:
+            delta = await self._next()
+            if delta.error is not None:
+                self.finish_reason = "error"
+                with renamed_params(self.task.names):
+                    raise delta.error
+            if delta.finish_reason == "abort":
+                # The client is still connected, so the engine aborted the request.
+                raise EngineClosedError("the request was ended by the server", code="aborted")
+            if delta.prompt_logprobs is not None:
+                self.prompt_logprobs = delta.prompt_logprobs
+            if delta.finish_reason is not None:
+                self.unfinished -= 1
+                self.finish_reason = delta.finish_reason
+            self._report(delta)
+            if delta.token_ids and not (self.part is not None and self.part.replayed):
+                self._state.num_generated_tokens += len(delta.token_ids)
+                now = delta.time if self._patient else time.monotonic()
+                self._observe_token(delta.index, now)
+            yield delta
+
+    async def _next(self) -> Delta:
+        if self.part is None:
+            return await self.queue.get()
+        while (delta := self.part.next()) is None:
+            delta = await self.queue.get()
+            if delta.finish_reason in ("abort", "error"):
+                return delta
+            self.part.add(delta)
+        return delta
+
+    def _report(self, delta: Delta) -> None:
+        if self.part is None:
+            self.usage = delta.usage
+            self.cache_report = delta.cache_report or self.cache_report
+        else:
+            ended = not self.unfinished
+            self.usage = self.part.usage(delta, ended=ended)
+            self.cache_report = self.part.cache_report(delta, ended=ended)
+
+    def _observe_token(self, index: int, now: float) -> None:
+        if self.first_token_time is None:
+            self.first_token_time = now
+            self._state.record_first_token(now - self.task.arrival)
+        before = self._token_times.get(index)
+        if before is not None:
+            self._state.record_next_token(now - before)
+        self._token_times[index] = now
+
+    def finished(self) -> FinishedRequest:
+        """Return the facts about the request, at its end."""
+        reason = self.finish_reason
+        if self.unfinished and reason != "error":
+            reason = "abort"
+        return FinishedRequest(
+            request_id=self.task.request_id,
+            trace=self.task.trace,
+            choices=self.task.params.n,
+            usage=self.usage,
+            cache_report=self.cache_report,
+            stages=self.stages,
+            arrival=self.task.arrival,
+            submitted=self.submitted_time,
+            first_token=self.first_token_time,
+            ended=time.monotonic(),
+            reason=reason,
+        )
+
+
+@asynccontextmanager
+async def answering(
+    service: Service, task: Task, *, patient: bool = False
+) -> AsyncIterator[Generation]:
+    """Admit a request, prepare its prompt and submit it.
+
+    Leaving the block before the end frees everything within one step.
+
+    Args:
+        patient: only the end of the answer is needed in time.
+
+    Raises:
+        DrainingError, OverloadedError, EngineClosedError: see `Admission.admitted`.
+        RequestTimeoutError: the deadline has passed, here or in `Generation.deltas`.
+        VlmServeError: see `Service.prepare`, `GrammarQueue.compile` and `Engine.submit`.
+    """
+    loop, stop, admission = asyncio.get_running_loop(), Stop(), service.admission
+    with admission.admitted(resumed=task.attempt is not None and task.attempt.resumed > 0):
+        limit = _time_limit(service, task)
+        deadline = None if limit is None else task.arrival - time.monotonic() + loop.time() + limit
+        try:
+            async with asyncio.timeout_at(deadline):
+                with renamed_params(task.names):
+                    prompt = await service.prepare(task.prepare, stop)
+                    grammar = await _grammar(service, task, prompt)
+                share = current_share()
+                if share is not None:
+                    await share.grow(share.size + _bytes_of(prompt))
+        except TimeoutError:
+            raise _timeout_error(service) from None
+        generation = Generation(service, task, prompt, stop.seconds, patient=patient)
+        mailbox, queue = service.mailbox, generation.queue
+        with renamed_params(task.names):
+            engine_id = service.submit(
+                prompt,
+                task.params,
+                lambda delta: mailbox.post(queue, delta, patient=patient),
+                task.priority,
+                grammar,
+                task.affinity,
+                generation.part,
+            )
+        admission.open_tokens += len(prompt)
+        timer = None
+        if deadline is not None:
+            late = Delta(0, finish_reason="error", error=_timeout_error(service))
+            timer = loop.call_at(deadline, queue.put_nowait, late)
+        try:
+            yield generation
+        finally:
+            if generation.unfinished:
+                service.engine.abort(engine_id)
+            if timer is not None:
+                timer.cancel()
+            admission.open_tokens -= len(prompt)
+            service.state.record_finished(generation.finished())
+
+
+def begins_in_thought(prompt: str, *, continued: bool) -> bool:
+    """Return True if the answer to a prompt with this text begins inside a `<think>` block.
+
+    Args:
+        continued: the answer continues the last message, whose thought may be open. A thought
+            begins where the message or its text does; elsewhere `<think>` is a word of the text.
+    """
+    if not continued:
+        return prompt.rstrip().endswith(THINK_START)
+    turn = prompt.rfind(_TURN)
+    if turn < 0:
+        return prompt.rfind(THINK_START) > prompt.rfind(THINK_END)
+    text = prompt[turn:].partition("\n")[2].rpartition(THINK_END)[2]
+    return text.lstrip().startswith(THINK_START)
+
+
+def _bytes_of(prompt: Prompt) -> int:
+    """Return an upper bound of a prompt's bytes."""
+    return len(prompt) * TOKEN_BYTES + sum(item.num_bytes for item in prompt.media)
+
+
+async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | None:
+    form = task.params.structured_outputs
+    if form is None:
+        return None
+    thinks = task.reasoning and begins_in_thought(prompt.text, continued=task.continued)
+    return await service.grammars.compile(form, THINK_END.encode() if thinks else b"")
+
+
+def _time_limit(service: Service, task: Task) -> float | None:
+    """Return the request's time limit in seconds, counted from arrival; None means unlimited."""
+    if task.attempt is None or task.attempt.deadline is None:
+        return service.config.request_timeout
+    return task.attempt.deadline - time.time() + time.monotonic() - task.arrival
+
+
+def _timeout_error(service: Service) -> RequestTimeoutError:
+    limit = service.config.request_timeout
+    allowed = "allowed" if limit is None else f"{limit:g} s"
+    return RequestTimeoutError(f"the request took longer than {allowed}", code="timeout")

@@ -1,0 +1,276 @@
+"""Splitting a streamed answer into reasoning, content and tool calls.
+
+Text before `</think>` is reasoning. Tool calls have one of two forms (`xml_calls`, `hermes_calls`).
+A call is emitted when it is complete, since unparsable text is plain text. Only a call
+cut by the token limit is emitted incomplete.
+
+A thought may contain calls for consideration only. They count if nothing but `</think>` or
+the end of the answer follows the last one, or if there is no `</think>` at all.
+
+Whole answers and streams use the same parser, so they cannot differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from enum import Enum
+from functools import lru_cache
+
+from vlm_serve.server.answers.hermes_calls import HermesCalls
+from vlm_serve.server.answers.pieces import (
+    THINK_END,
+    THINK_START,
+    TOOL_START,
+    Call,
+    CallForm,
+    CallReader,
+    Kind,
+    Piece,
+    Reading,
+    ToolForm,
+    Tools,
+    begun,
+)
+from vlm_serve.server.answers.quoting import Quoting
+from vlm_serve.server.answers.xml_calls import XmlCalls
+
+_FORMS: dict[ToolForm, Callable[[Tools], CallForm]] = {
+    "qwen3_xml": XmlCalls,
+    "hermes": HermesCalls,
+}
+
+
+class _State(Enum):
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALL = "call"
+    FOLLOWED = "followed"
+    """Calls inside a thought were read; the text after them decides whether they count."""
+
+
+class OutputParser:
+    """Parser of one choice.
+
+    Args:
+        reasoning: the answer starts inside a `<think>` block; None: reasoning is not split off.
+        tools: {function name: JSON schema of its parameters}; None: calls stay in the text.
+        form: form of the calls.
+        parallel: more than one call is allowed.
+        continued: the answer continues text at the end of the prompt.
+        enforced: a grammar enforces the form of everything after the thought, calls included.
+    """
+
+    def __init__(
+        self,
+        *,
+        reasoning: bool | None = None,
+        tools: Tools | None = None,
+        form: ToolForm = "qwen3_xml",
+        parallel: bool = True,
+        continued: bool = False,
+        enforced: bool = False,
+    ) -> None:
+        self._form = None if tools is None else _FORMS[form](tools)
+        self._parallel, self._enforced = parallel, enforced
+        self._state = _State.REASONING if reasoning else _State.CONTENT
+        self._buffer = ""
+        self._may_think = reasoning is not None
+        self._skip_space = bool(reasoning) and not continued
+        self._cut = False
+        self._quoting = Quoting()
+        self._reader: CallReader | None = None
+        self._thought = False
+        self._lead = ""  # white space before the text that is being read
+        self._pending: list[Call] = []
+        self._pending_text = ""  # their text, and the white space before them
+        self._scanned = -1  # end of the scanned text after them; -1: there is none yet
+        self.num_calls = 0
+
+    @property
+    def in_content(self) -> bool:
+        """True if the next text may be content."""
+        return self._state is _State.CONTENT or (self._state is _State.CALL and not self._thought)
+
+    def feed(self, text: str) -> list[Piece]:
+        """Add text and return newly completed pieces."""
+        self._buffer += text
+        return self._run(final=False)
+
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        """End the answer and return the remaining pieces.
+
+        Args:
+            cut: the token limit ended the answer. The prefix of a marker is then dropped, and an
+                open call keeps its arguments so far, as a prefix of JSON.
+        """
+        self._cut = cut
+        return self._run(final=True)
+
+    def _run(self, *, final: bool) -> list[Piece]:
+        pieces: list[Piece] = []
+        steps = {_State.CALL: self._read, _State.FOLLOWED: self._follow}
+        while steps.get(self._state, self._plain)(pieces, final):
+            pass
+        return pieces
+
+    def _plain(self, pieces: list[Piece], final: bool) -> bool:
+        """Emit text up to a marker, without the white space around the marker."""
+        if not self._opened(final):
+            return False
+        openings = self._openings()
+        thought = self._state is _State.REASONING
+        markers = (THINK_END, *openings) if thought else openings
+        found = _first(self._buffer, markers)
+        if found is None:
+            self._emit(pieces, self._certain(markers, final))
+            return False
+        kept = len(self._buffer[: found.start()].rstrip())
+        lead = self._buffer[kept : found.start()]
+        self._emit(pieces, kept)
+        self._buffer = self._buffer[len(lead) :]
+        if found.group() == THINK_END:
+            self._end_thought()
+        else:
+            self._start_reading(lead, thought)
+        return True
+
+    def _opened(self, final: bool) -> bool:
+        """Skip a `<think>` at the start; return False if more text is needed to tell."""
+        start = self._buffer.lstrip()
+        if self._may_think and start.startswith(THINK_START):
+            self._buffer, self._state = start[len(THINK_START) :], _State.REASONING
+            self._skip_space = True
+        elif self._may_think and THINK_START.startswith(start) and not final:
+            return False
+        self._may_think = False
+        return True
+
+    def _openings(self) -> tuple[str, ...]:
+        if self._form is None or (self.num_calls and not self._parallel):
+            return ()
+        return self._form.openings
+
+    def _certain(self, markers: tuple[str, ...], final: bool) -> int:
+        """Return how many characters of a buffer without markers are certainly text."""
+        length = len(self._buffer)
+        if not markers:
+            return length
+        if not final:
+            return len(self._buffer[: length - begun(self._buffer, *markers)].rstrip())
+        held = begun(self._buffer, THINK_END if THINK_END in markers else TOOL_START)
+        if self._cut and held:
+            self._buffer = self._buffer[: length - held].rstrip()
+        return len(self._buffer)
+
+    def _emit(self, pieces: list[Piece], length: int, *, quoted: bool = False) -> None:
+        """Emit the start of the buffer as text."""
+        text, self._buffer = self._buffer[:length], self._buffer[length:]
+        if self._skip_space:
+            text = text.lstrip()
+        if not text:
+            return
+        self._skip_space = False
+        if not quoted:  # a call directly after a quoted one is quoted, too
+            self._quoting.add(text)
+        kind: Kind = "reasoning" if self._state is _State.REASONING else "content"
+        pieces.append(Piece(kind, text))
+
+    def _end_thought(self) -> None:
+        self._buffer = self._buffer[len(THINK_END) :]
+        self._state, self._skip_space = _State.CONTENT, True
+        self._quoting = Quoting()
+
+    def _start_reading(self, lead: str, thought: bool) -> None:
+        assert self._form is not None
+        self._reader = self._form.reader(thought=thought)
+        self._lead, self._thought, self._state = lead, thought, _State.CALL
+
+    def _read(self, pieces: list[Piece], final: bool) -> bool:
+        assert self._reader is not None
+        text, self._buffer = self._buffer, ""
+        reading = self._reader.feed(text) if text else None
+        if reading is None:
+            if not final:
+                return False
+            reading = self._reader.end(cut=self._cut)
+        text, self._reader = self._reader.text, None
+        self._buffer = text[reading.size :]
+        self._decide(pieces, reading, text[: reading.size])
+        return True
+
+    def _decide(self, pieces: list[Piece], reading: Reading, text: str) -> None:
+        """Act on a reader's result."""
+        quoted = bool(reading.calls) and self._quoting.quotes(self._lead)
+        allowed = self._parallel or len(reading.calls) == 1
+        called = bool(reading.calls) and not quoted and allowed
+        if called and self._thought:
+            self._pending += reading.calls
+            self._pending_text += self._lead + text
+            self._state = _State.FOLLOWED
+        elif called:
+            self._state = _State.CONTENT
+            self._call(pieces, reading.calls)
+        elif self._pending:
+            self._buffer = self._lead + text + self._buffer
+            self._state, self._scanned = _State.FOLLOWED, len(self._lead) + 1
+        else:
+            self._state = _State.REASONING if self._thought else _State.CONTENT
+            if not reading.begun:
+                text = self._lead + text
+                self._buffer = text + self._buffer
+                self._emit(pieces, len(text.rstrip()), quoted=quoted)
+
+    def _call(self, pieces: list[Piece], calls: Iterable[Call]) -> None:
+        for call in calls:
+            pieces.append(Piece("tool_name", call.name, self.num_calls))
+            pieces.append(Piece("tool_arguments", call.arguments, self.num_calls))
+            self.num_calls += 1
+        self._skip_space = True
+
+    def _follow(self, pieces: list[Piece], final: bool) -> bool:
+        """Decide whether the calls at the end of a thought count."""
+        start = self._buffer.lstrip()
+        openings = self._openings()
+        if self._scanned < 0:
+            if start.startswith(THINK_END):
+                self._buffer = start
+                return self._count(pieces, counts=not self._enforced)
+            if start.startswith(openings) and self._parallel:
+                self._start_reading(self._buffer[: len(self._buffer) - len(start)], thought=True)
+                self._buffer = start
+                return True
+            if not final and any(each.startswith(start) for each in (THINK_END, *openings)):
+                return False
+            self._scanned = 0
+        if start and _first(self._buffer[self._scanned :], (THINK_END, TOOL_START)) is not None:
+            return self._count(pieces, counts=False)
+        if final:
+            cut = bool(start) and self._cut
+            if cut and any(each.startswith(start) for each in (THINK_END, *openings)):
+                self._buffer, cut = "", False  # the token limit cut the marker that follows
+            return self._count(pieces, counts=not cut)
+        self._scanned = max(self._scanned, len(self._buffer) - len(TOOL_START) + 1)
+        return False
+
+    def _count(self, pieces: list[Piece], *, counts: bool) -> bool:
+        calls, text = self._pending, self._pending_text
+        self._pending, self._pending_text, self._scanned = [], "", -1
+        if counts:
+            self._call(pieces, calls)
+            self._state, self._quoting = _State.CONTENT, Quoting()
+            self._buffer = self._buffer.removeprefix(THINK_END)
+        else:
+            self._state, self._buffer = _State.REASONING, text + self._buffer
+            self._emit(pieces, len(text))
+        return True
+
+
+@lru_cache
+def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))
+
+
+def _first(text: str, markers: tuple[str, ...]) -> re.Match[str] | None:
+    """Return the first match of a marker in a text."""
+    return _pattern(markers).search(text) if markers else None

@@ -1,0 +1,241 @@
+"""Converting the text of a tool call's parameter to a value of its schema.
+
+A line break on either side of the text belongs to the form. The grammar of an enforced call allows
+any single white space there around a restricted value. So a text has several
+readings: the plain one is tried first, then those with the most white space removed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from pydantic_core import from_json
+
+_SPACE = (" ", "\n", "\r", "\t")
+_BLANK = r"(?: |\\[nrst]|\[(?: |\\[nrst])+\])"
+_BLANK_FIRST = re.compile(rf"\^?(?:\((?:\?:)?)*{_BLANK}(?![?*]|\{{0)")
+_BLANK_LAST = re.compile(rf"(?<!\\){_BLANK}(?:\+|\{{[1-9]\d*(?:,\d*)?\}})?\)*\$?$")
+_COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
+
+
+def read(text: str, schema: Any, root: Mapping[str, Any] | None = None) -> Any:
+    """Return the value of the first reading that satisfies the schema, preferring JSON to text.
+
+    If none does, the plain reading becomes JSON or text, as the schema's types suggest.
+
+    Args:
+        text: the text between the tags.
+        schema: the parameter's schema.
+        root: the schema of all parameters, in which `$ref` is resolved.
+    """
+    plain = unframed(text)
+    leaves = list(_alternatives(schema, root or {}))
+    for reading in (plain, *_readings(text)):
+        for value_of in (_json_value, _text_value):
+            for leaf in leaves:
+                for value in value_of(reading, leaf):
+                    return value
+    if not any("string" in _kinds(leaf) for leaf in leaves):
+        for value in _json_value(plain, {}):
+            return value
+    return plain
+
+
+def unframed(text: str) -> str:
+    """Return a value without the form's line breaks on either side of it."""
+    end = "\r\n" if text.startswith("\r\n") else "\n"
+    return text.removeprefix(end).removesuffix(end)
+
+
+def is_no_text(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Return True if the schema names types and none of them is string."""
+    kinds = [_kinds(leaf) for leaf in _alternatives(schema, root)]
+    return all(each and "string" not in each for each in kinds)
+
+
+def _readings(text: str) -> Iterator[str]:
+    """Yield the text without white space at its edges, the shortest first."""
+    for start in [text[1:], text] if text.startswith(_SPACE) else [text]:
+        yield from [start[:-1], start] if start.endswith(_SPACE) else [start]
+
+
+def _alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the alternatives of a schema, with $ref and combinations resolved."""
+    followed: set[str] = set()
+    open_schemas = [schema]
+    while open_schemas:
+        node = open_schemas.pop(0)
+        if not isinstance(node, Mapping):
+            yield {}
+            continue
+        rest = {name: value for name, value in node.items() if name not in _COMBINED}
+        reference = node.get("$ref")
+        if isinstance(reference, str):
+            if reference not in followed:  # avoid cycles
+                followed.add(reference)
+                open_schemas.append(_merged(rest, _resolve(reference, root)))
+        elif node.get("allOf"):
+            whole: Any = {**rest, **{name: node[name] for name in _COMBINED[2:] if name in node}}
+            for part in _listed(node["allOf"]):
+                whole = _merged(whole, part)
+            open_schemas.append(whole)
+        elif parts := _listed(node.get("anyOf")) or _listed(node.get("oneOf")):
+            open_schemas += [_merged(rest, part) for part in parts]
+        else:
+            yield rest
+
+
+def _merged(outer: Mapping[str, Any], inner: Any) -> Mapping[str, Any]:
+    return {**outer, **inner} if isinstance(inner, Mapping) else outer
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the target of a `#/...` reference; None: there is none."""
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _kinds(leaf: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = leaf.get("type")
+    return (kinds,) if isinstance(kinds, str) else tuple(_listed(kinds))
+
+
+def _json_value(text: str, leaf: Mapping[str, Any]) -> list[Any]:
+    """Return [value of the text as JSON] if it satisfies the schema, else []."""
+    kinds = _kinds(leaf)
+    if kinds == ("string",):
+        return []
+    try:
+        value = strict_json(text)
+    except (ValueError, RecursionError):
+        word = text.strip().lower()
+        if "boolean" in kinds and word in ("true", "false"):
+            value = word == "true"
+        elif "null" in kinds and word in ("none", "null"):
+            value = None
+        else:
+            return []
+    if kinds and (isinstance(value, str) or not _is_of(value, kinds)):
+        return []
+    allowed = _allowed(leaf)
+    return [value] if allowed is None or any(_same(value, each) for each in allowed) else []
+
+
+def _text_value(text: str, leaf: Mapping[str, Any]) -> list[str]:
+    """Return [text] if it satisfies the schema, else []."""
+    kinds, allowed = _kinds(leaf), _allowed(leaf)
+    if kinds and "string" not in kinds:
+        return []
+    if allowed is not None:
+        return [text] if text in allowed else []
+    shortest, longest = leaf.get("minLength"), leaf.get("maxLength")
+    if isinstance(shortest, int) and len(text) < shortest:
+        return []
+    if isinstance(longest, int) and len(text) > longest:
+        return []
+    return [text] if _edges_fit(text, leaf) else []
+
+
+def _edges_fit(text: str, leaf: Mapping[str, Any]) -> bool:
+    """Return True if a pattern or format allows the white space at the text's edges.
+
+    The pattern itself is not run: a hostile one could take exponential time.
+    """
+    pattern = leaf.get("pattern")
+    if not isinstance(pattern, str):
+        return "format" not in leaf or text == text.strip()
+    first, last = _BLANK_FIRST.match(pattern), _BLANK_LAST.search(pattern)
+    return text.startswith(_SPACE) == bool(first) and text.endswith(_SPACE) == bool(last)
+
+
+def _allowed(leaf: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in leaf:
+        return [leaf["const"]]
+    values = leaf.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _is_of(value: Any, kinds: tuple[str, ...]) -> bool:
+    if isinstance(value, bool):
+        return "boolean" in kinds
+    if isinstance(value, int | float):
+        return "number" in kinds or ("integer" in kinds and value == int(value))
+    names = {dict: "object", list: "array", type(None): "null"}
+    return names[type(value)] in kinds
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Compare as JSON does; in Python `True == 1`."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def strict_json(text: str, *, lenient: bool = False) -> Any:
+    """Parse JSON without NaN and infinities.
+
+    Args:
+        text: the JSON.
+        lenient: strings may contain raw line breaks and tabs, and the first of duplicate members
+            counts.
+
+    Raises:
+        ValueError: the text is no such JSON.
+    """
+    return json.loads(
+        text,
+        strict=not lenient,
+        parse_constant=_not_json,
+        parse_float=_finite,
+        object_pairs_hook=_first_members if lenient else None,
+    )
+
+
+def as_json(value: Any) -> str:
+    """Return the value as JSON; lone surrogates are replaced, since UTF-8 cannot encode them."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def begins_json(text: str) -> bool:
+    """Return True if the text is a prefix of JSON."""
+    try:
+        from_json(text, allow_partial=True)
+    except ValueError:
+        return False
+    return True
+
+
+def _first_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members: dict[str, Any] = {}
+    for name, value in pairs:
+        members.setdefault(name, value)
+    return members
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(number)  # JSON has no such number
+    return value
+
+
+def _not_json(name: str) -> Any:
+    raise ValueError(name)

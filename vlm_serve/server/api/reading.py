@@ -1,0 +1,84 @@
+"""Reading a request's JSON body into its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.server.api.request_affinity import note_affinity
+from vlm_serve.server.http.body import read_body
+from vlm_serve.server.http.errors import MediaTypeError
+from vlm_serve.server.http.json_body import (
+    SMALL_BYTES,
+    count_json,
+    max_cost,
+    parse_counted,
+    validate,
+)
+from vlm_serve.server.http.request_memory import current_share
+from vlm_serve.server.http.streaming import until_disconnected
+
+if TYPE_CHECKING:
+    from vlm_serve.server.service import Service
+
+M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+
+
+async def read_json(service: Service, request: Request, model: type[M]) -> M:
+    """Return the request's body as a validated model; it raises as `read_request` does."""
+    return await read_request(service, request, model, lambda body: body)
+
+
+async def read_request(
+    service: Service, request: Request, model: type[M], use: Callable[[M], T]
+) -> T:
+    """Validate the request's body and return the result of `use` for the model.
+
+    Args:
+        use: may take time in proportion to the body. Like parsing, it runs on the event loop only
+            if the body is small.
+
+    Raises:
+        MediaTypeError: the body is not declared as JSON. A browser asks for permission before it
+            sends that type to another site's server; other types it would just send.
+        BodyTooLargeError: the body is over the size limit.
+        InvalidRequestError: the body is not JSON in UTF-8, too deep, has too many values, or does
+            not fit the model; the message names the field. `use` may raise it, too.
+    """
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise MediaTypeError("the body must be sent with Content-Type: application/json")
+    try:
+        body = await read_body(request, service.config.max_body_bytes)
+    except ClientDisconnect:
+        raise InvalidRequestError("the client went away before its body was complete") from None
+    limit = max_cost(service.engine.max_model_len)
+    small = len(body) <= SMALL_BYTES
+    count = partial(count_json, body, limit)
+    cost = count() if small else await service.workers.parse(count)
+    share = current_share()
+    if share is not None:
+        needed = cost.to_parse()
+        if not share.fits(needed):
+            await until_disconnected(request, share.grow(needed))
+        await share.grow(needed)
+
+    def read() -> tuple[T, int]:
+        value = parse_counted(body)
+        note_affinity(request.scope, value, service.state.model_names[0])
+        return use(validate(value, model)), cost.when_parsed(value)
+
+    if small:
+        made, kept = read()
+    else:
+        made, kept = await service.workers.parse(read)
+    if share is not None:
+        share.shrink(kept)
+    return made

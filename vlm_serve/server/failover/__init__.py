@@ -1,0 +1,1 @@
+"""Failover: continuing an answer on another replica."""

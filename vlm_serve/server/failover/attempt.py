@@ -1,0 +1,155 @@
+"""Attempts: data for continuing an answer on another replica.
+
+An attempt fixes everything random or dated before a replica gets the request, and keeps the
+delivered part. It stands in the ASGI scope under `ATTEMPT`, where no client can write.
+
+The sender of a request makes the first attempt (`Attempt.first`) and records the messages on their
+way to the client (`Delivery`). When the replica dies, it sends `Delivery.next` to another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+ATTEMPT = "vlm_serve.attempt"
+"""Key of the ASGI scope."""
+
+TOKENS = "vlm_serve.tokens"
+USAGE = "vlm_serve.usage"
+REPORT = "vlm_serve.cache_report"
+FAILURE = "vlm_serve.failure"
+"""Keys of a replica's messages `http.response.body`; each is left out where it would be empty.
+
+TOKENS: {choice: [token ids covered by the message's bytes]}. USAGE, REPORT: of each prompt, so far.
+FAILURE: the message reports a failure.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try to answer a request. Plain data: it can be pickled, and reading it needs no model.
+
+    Attributes:
+        seed: 62 secret random bits for all draws; a request's own seed takes precedence.
+        request_id: with the seed it determines every id in the answer that the client did not give.
+        created: Unix time in seconds for the answer.
+        deadline: Unix time of the request's deadline; None: the replica's own limit applies.
+        tokens: tokens delivered of each choice (prompt * n + choice).
+        delivered: bytes of the response's body that were delivered.
+        usage, cache_report: of each prompt, as far as earlier attempts have reported them.
+        resumed: number of earlier attempts.
+        deaths: number of earlier attempts whose replica died; the others were moved in time.
+        started: the response's status and headers have been delivered.
+    """
+
+    seed: int
+    request_id: str
+    created: int
+    deadline: float | None = None
+    tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    delivered: int = 0
+    usage: tuple[Mapping[str, int] | None, ...] | None = None
+    cache_report: tuple[Mapping[str, Any] | None, ...] | None = None
+    resumed: int = 0
+    deaths: int = 0
+    started: bool = False
+
+    @classmethod
+    def first(cls, request_id: str, deadline: float | None = None) -> Attempt:
+        """Make the first attempt to answer a request."""
+        return cls(secrets.randbits(62), request_id, int(time.time()), deadline)
+
+    def token(self, *place: object, size: int = 12) -> str:
+        """Return a hexadecimal id for a place in the answer, the same in every attempt.
+
+        It cannot be predicted without the seed.
+
+        Args:
+            size: bytes.
+        """
+        text = repr((self.request_id, *place)).encode()
+        key = self.seed.to_bytes(8, "little", signed=True)
+        return hashlib.blake2b(text, digest_size=size, key=key).hexdigest()
+
+
+def attempt_of(scope: Mapping[str, Any]) -> Attempt | None:
+    """Return the attempt in a request's ASGI scope; None: there will be no other attempt."""
+    attempt = scope.get(ATTEMPT)
+    assert attempt is None or isinstance(attempt, Attempt), "only our own code sets it"
+    return attempt
+
+
+def created_of(scope: Mapping[str, Any]) -> int:
+    """Return the Unix time in seconds for the answer to the request with this ASGI scope."""
+    attempt = attempt_of(scope)
+    return int(time.time()) if attempt is None else attempt.created
+
+
+def new_token(attempt: Attempt | None, *place: object, size: int = 12) -> str:
+    """Return letters for an id, see `Attempt.token`; without an attempt they are random."""
+    return secrets.token_hex(size) if attempt is None else attempt.token(*place, size=size)
+
+
+def merged(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge consecutive messages `http.response.body`, at least one, into one."""
+    tokens: dict[int, list[int]] = {}
+    one: dict[str, Any] = {}
+    for message in messages:
+        one |= message
+        for choice, ids in message.get(TOKENS, {}).items():
+            tokens.setdefault(choice, []).extend(ids)
+    one["body"] = b"".join(message.get("body", b"") for message in messages)
+    return one | ({TOKENS: tokens} if tokens else {})
+
+
+class Delivery:
+    """Record of the delivered messages of an attempt's answer.
+
+    Args:
+        attempt: the attempt whose messages they are.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._started = attempt.started
+        self._delivered = attempt.delivered
+        self._usage, self._report = attempt.usage, attempt.cache_report
+        self._tokens = {choice: list(ids) for choice, ids in attempt.tokens.items()}
+
+    def passed(self, message: Mapping[str, Any]) -> None:
+        """Record a message after it was passed on whole."""
+        self._started = True
+        self._delivered += len(message.get("body", b""))
+        for choice, ids in message.get(TOKENS, {}).items():
+            self._tokens.setdefault(choice, []).extend(ids)
+        self._usage = message.get(USAGE, self._usage)
+        self._report = message.get(REPORT, self._report)
+
+    @property
+    def next(self) -> Attempt:
+        """The next attempt after the replica died."""
+        return replace(self.moved, deaths=self._attempt.deaths + 1)
+
+    @property
+    def moved(self) -> Attempt:
+        """The next attempt while the replica shuts down in order."""
+        return replace(
+            self._attempt,
+            tokens={choice: tuple(ids) for choice, ids in self._tokens.items()},
+            delivered=self._delivered,
+            usage=self._usage,
+            cache_report=self._report,
+            resumed=self._attempt.resumed + 1,
+            started=self._started,
+        )
+
+
+def tokens_of(attempt: Attempt, prompt: int, choices: int) -> tuple[Sequence[int], ...]:
+    """Return the forced tokens of each choice of a prompt."""
+    first = prompt * choices
+    return tuple(attempt.tokens.get(first + index, ()) for index in range(choices))

@@ -1,0 +1,1 @@
+"""The HTTP layer: connections, authentication, bodies and their budget, errors, streams."""

@@ -1,0 +1,94 @@
+"""Protection against other websites: checks of the Host header, and CORS.
+
+Any website can make a browser send requests to this server. Both checks come before the API key,
+since browsers send no key with a preflight request.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vlm_serve.errors import VlmServeError
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.errors import error_for
+from vlm_serve.server.http.request_id import request_id_of
+
+
+class HostNotAllowedError(VlmServeError):
+    """The request's Host is not one of this server's names: HTTP 403."""
+
+    status = 403
+    type = "permission_error"
+
+
+def for_browsers(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    """Return the application behind the configured checks of hosts and origins."""
+    if config.allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+        )
+    if is_loopback(config.host) or config.allowed_hosts:
+        app = HostCheck(app, config.allowed_hosts)
+    return app
+
+
+def is_loopback(name: str) -> bool:
+    """Return True if a host name or address always means the local machine."""
+    name = name.lower().removesuffix(".")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def host_name(header: str) -> str:
+    """Return the name in a Host header, without the port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
+class HostCheck:
+    """ASGI layer for refusing requests with a Host other than loopback and the allowed names.
+
+    This stops DNS rebinding: a website whose name resolves to 127.0.0.1 would share the server's
+    origin, and its scripts could do whatever the page may. Browsers always send the website's name.
+
+    Args:
+        app: the application behind it.
+        allowed: further names, without ports; `*` allows all.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: tuple[str, ...]) -> None:
+        self._app = app
+        self._all = "*" in allowed
+        self._allowed = frozenset(name.lower().removesuffix(".") for name in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._all or self._is_ours(scope):
+            await self._app(scope, receive, send)
+            return
+        refusal = HostNotAllowedError(
+            "this server does not answer for that Host; --allowed-hosts names further ones",
+            code="host_not_allowed",
+        )
+        response = error_for(scope, refusal)
+        response.headers["x-request-id"] = request_id_of(scope)
+        await response(scope, receive, send)
+
+    def _is_ours(self, scope: Scope) -> bool:
+        """Return True if the Host is allowed, or missing; browsers always send exactly one."""
+        for name, value in scope["headers"]:
+            if name == b"host":
+                host = host_name(value.decode("latin-1")).lower().removesuffix(".")
+                return host in self._allowed or is_loopback(host)
+        return True

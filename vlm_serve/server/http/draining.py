@@ -1,0 +1,164 @@
+"""Listening and orderly shutdown, for every kind of server process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Generic, Protocol, TypeVar
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from vlm_serve.errors import ConfigError
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.connections import Connections
+from vlm_serve.server.http.open_requests import OpenRequests
+
+SWITCH_SECONDS = 0.0005
+"""The interpreter's switch interval. With the default of 5 ms, /health takes several times as long
+while prompts are being prepared."""
+
+_log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 5
+"""Time for connections to notice that their request was ended."""
+
+BACKLOG = 128
+"""Connections that may wait to be accepted; asyncio accepts as many at once."""
+
+
+class Servable(Protocol):
+    """A service for a `DrainingServer` to run and stop."""
+
+    @property
+    def config(self) -> ServerConfig:
+        """The server's options."""
+        ...
+
+    @property
+    def requests(self) -> OpenRequests:
+        """The counter of open requests."""
+        ...
+
+    def end_streams(self) -> None:
+        """End the endless streams."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything."""
+        ...
+
+
+S = TypeVar("S", bound=Servable)
+
+
+class DrainingServer(uvicorn.Server, Generic[S]):
+    """A uvicorn server with a shutdown in two steps.
+
+    After the first signal it refuses new work and lets open requests end, up to the timeout. The
+    port stays open meanwhile, and /ready reports it. A second signal calls `on_second_signal` from
+    the signal handler.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: S,
+        connections: Connections,
+        on_listening: Callable[[], None] = lambda: None,
+        on_second_signal: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(config)
+        self.service = service
+        self.connections = connections
+        self._on_listening = on_listening
+        self._on_second_signal = on_second_signal
+        self._watching: asyncio.Task[None] | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._watching = asyncio.ensure_future(self.connections.watch())
+        await super().startup(sockets)
+        self._on_listening()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.end_streams()
+        await super().shutdown(sockets)
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.service.requests.draining or self._loop is None:
+            self.should_exit = True
+            self.force_exit = True
+            self._on_second_signal()
+            return
+        self.service.requests.draining = True
+        self._loop.call_soon_threadsafe(self._start_draining)
+
+    def _start_draining(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        requests, timeout = self.service.requests, self.service.config.shutdown_timeout
+        _log.info("stopping: %d requests are open", requests.num_open)
+        if not await requests.drain(timeout):
+            _log.warning("%d requests did not end within %g s", requests.num_open, timeout)
+            await self.service.close()
+        self.should_exit = True
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Return a socket bound to the configured address.
+
+    Raises:
+        ConfigError: it cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only on sockets whose protocol is given.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((config.host, config.port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}", param="port"
+        ) from None
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """Return the URL of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def print_notice(text: str) -> None:
+    """Print a notice for the operator; a closed output is no reason to stop."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        _log.warning("the notice could not be printed: %s", error)
+
+
+def uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
+    """Return the settings for serving an application over these connections."""
+    return uvicorn.Config(
+        app,
+        http=connections.protocol,  # type: ignore[arg-type]
+        loop="asyncio",
+        backlog=BACKLOG,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=connections.config.keep_alive_timeout,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        lifespan="on",
+        ws="none",
+    )

@@ -1,0 +1,143 @@
+"""Server-sent events, and detecting disconnected clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+_T = TypeVar("_T")
+
+DONE = b"data: [DONE]\n\n"
+
+Chunks = AsyncGenerator[dict[str, Any], None]
+"""Bodies of a stream's events."""
+
+Events = AsyncGenerator[bytes, None]
+
+
+class ClientGoneError(Exception):
+    """The client disconnected before it had its answer."""
+
+
+def event(body: Mapping[str, Any], name: str | None = None) -> bytes:
+    """Return one server-sent event."""
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {text}\n\n".encode()
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client disconnects. The body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
+    """Return the result of the work; cancel it when the client disconnects.
+
+    Raises:
+        ClientGoneError: the client has disconnected.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(disconnected(request.receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        await cancelled(watching)
+        await cancelled(working)
+
+
+async def cancelled(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait for its cleanup; its result is dropped."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # retrieved, so that asyncio does not report it
+
+
+async def as_events(chunks: Chunks, *, named: bool = False) -> Events:
+    """Yield the chunks as events.
+
+    Args:
+        chunks: the events' bodies.
+        named: each event's name is its body's `type`, and the last event ends the stream. Without
+            names the stream ends with `[DONE]`.
+    """
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            yield event(chunk, chunk["type"] if named else None)
+    if not named:
+        yield DONE
+
+
+Extra = Callable[[], Mapping[str, Any]]
+"""Returns further fields for the ASGI message of the latest chunk."""
+
+
+def nothing() -> Mapping[str, Any]:
+    """Return no fields."""
+    return {}
+
+
+async def stream_response(
+    request: Request,
+    chunks: Chunks,
+    headers: Mapping[str, str],
+    *,
+    named: bool = False,
+    extra: Extra = nothing,
+) -> Response:
+    """Wait for the first chunk and return the stream; earlier errors get a status of their own."""
+    events = as_events(chunks, named=named)
+    first = await until_disconnected(request, anext(events))
+    return EventStream(first, events, headers, extra)
+
+
+class EventStream(Response):
+    """Sends events until they end or the client disconnects, then closes their generator.
+
+    Starlette's own streaming response notices a disconnect only when it next sends something. A
+    queued request sends nothing.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: bytes, rest: Events, headers: Mapping[str, str], extra: Extra = nothing
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", **headers})
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+        self._extra = extra
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        watching = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            await cancelled(watching)
+            await cancelled(sending)
+            await self._rest.aclose()
+
+    async def _send(self, send: Send) -> None:
+        headers = self.raw_headers
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        part = {"type": "http.response.body", "more_body": True}
+        await send({**part, **self._extra(), "body": self._first})
+        async for chunk in self._rest:
+            await send({**part, **self._extra(), "body": chunk})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

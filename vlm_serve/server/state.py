@@ -1,0 +1,125 @@
+"""The state of a server: its model's names, statistics and stored answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vlm_serve.errors import ModelNotFoundError
+from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.finished_request import FinishedRequest
+from vlm_serve.server.http.request_memory import RequestMemory
+from vlm_serve.server.latency_window import LatencyWindow
+from vlm_serve.server.metrics import Metrics
+from vlm_serve.server.response_store import ResponseStore
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.engine import Engine
+
+
+class Tracer(Protocol):
+    """Exporter of a trace span for every request."""
+
+    def record(self, finished: FinishedRequest) -> None:
+        """Make the span of a finished request."""
+        ...
+
+    def close(self) -> None:
+        """Send the remaining spans."""
+        ...
+
+
+class ServerState:
+    """State of one server. It is used on the event loop only.
+
+    Args:
+        engine: the engine that answers.
+        config: the server's options.
+        model_names: names under which requests may ask for the model; the first is canonical.
+        memory: the budget of open requests.
+
+    Attributes:
+        created: Unix time in seconds that lists of models give.
+        responses: stored answers of /v1/responses; None: nothing is stored.
+        metrics: metrics in Prometheus' form.
+        tracer: exporter of traces; None: traces are off.
+        first_token_seconds, inter_token_seconds: latencies of the last minute.
+        num_generated_tokens: tokens generated so far for all requests.
+        busy_since: monotonic time at which the engine last got work while it had none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        model_names: tuple[str, ...],
+        memory: RequestMemory,
+    ) -> None:
+        assert model_names
+        size = config.response_store
+        assert not isinstance(size, str)
+        self.model_names = model_names
+        self.created = int(time.time())
+        self.responses = None if size is None else ResponseStore(size, config.response_store_ttl)
+        self.metrics = Metrics(model_names[0], engine, memory)
+        self.tracer: Tracer | None = None
+        self.first_token_seconds, self.inter_token_seconds = LatencyWindow(), LatencyWindow()
+        self.num_generated_tokens = 0
+        self.busy_since = time.monotonic()
+        self._engine = engine
+        self._reading: asyncio.Future[dict[str, Any]] | None = None
+
+    def resolve_model(self, name: str | None) -> str:
+        """Return the name to answer with.
+
+        Raises:
+            ModelNotFoundError: the server has no model of that name.
+        """
+        if not name:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise self.unknown_model(name)
+        return name
+
+    def unknown_model(self, name: str) -> ModelNotFoundError:
+        """Return the error for an unknown name."""
+        return ModelNotFoundError(
+            f"the model {name[:128]!r} does not exist; this server has "
+            + ", ".join(self.model_names),
+            param="model",
+            code="model_not_found",
+        )
+
+    def record_first_token(self, seconds: float) -> None:
+        """Record the seconds from a request's arrival to its first token."""
+        self.first_token_seconds.add(seconds)
+
+    def record_next_token(self, seconds: float) -> None:
+        """Record the seconds between two tokens of one choice."""
+        self.metrics.inter_token_latency.observe(seconds)
+        self.inter_token_seconds.add(seconds)
+
+    def record_finished(self, finished: FinishedRequest) -> None:
+        """Record a finished request in metrics, access log and traces."""
+        self.metrics.finished(finished)
+        finished.log()
+        if self.tracer is not None:
+            self.tracer.record(finished)
+
+    async def refresh_engine_stats(self, timeout: float) -> None:
+        """Copy the engine's counters into the metrics.
+
+        An engine in a long step is waited for up to the timeout, and not asked again before it
+        has answered.
+
+        Args:
+            timeout: seconds.
+        """
+        reading = self._reading
+        if reading is None or reading.done():
+            reading = asyncio.ensure_future(asyncio.to_thread(self._engine.stats))
+            self._reading = reading
+        await asyncio.wait({reading}, timeout=timeout)
+        if reading.done() and reading.exception() is None:
+            self.metrics.engine_stats.update(reading.result())
